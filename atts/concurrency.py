@@ -292,7 +292,7 @@ class SlotQueue:
             raise
 
     def _refuse(self, tokens: int) -> None:
-        raise ValueError(f"{tokens} tokens were requested, but there are only {self.tokens}")
+        raise ValueError(f"{tokens} tokens were requested, but the limit is {self.tokens} tokens")
 
     def give(self, tokens: int = 0) -> None:
         """Return a slot and its tokens; a waiter that fits has them before this call returns."""

@@ -194,7 +194,7 @@ class Scores:
     @property
     def perplexity(self) -> float:
         """Return exp(-mean log-probability), in [1, inf]; higher is worse."""
-        assert self.logprobs, "an engine must refuse to score nothing"
+        assert self.logprobs, "an engine must refuse an empty text to score"
         mean = -math.fsum(self.logprobs) / len(self.logprobs)
         return math.exp(mean) if mean < 700 else math.inf
 
@@ -375,7 +375,7 @@ class Turn:
         score was requested.
         """
         recalled = (
-            "scored as an equal chunk after an equal beginning was" if self.score_reused else ""
+            "scored like an equal chunk after an equal beginning" if self.score_reused else ""
         )
         return "; ".join(
             filter(

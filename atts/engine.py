@@ -364,7 +364,7 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
         raise UsageError(f"max_tokens is {request.max_tokens}, expected at least 1")
     if not 0 <= request.num_begun < len(request.ids):
         raise UsageError(
-            f"{request.num_begun} of {len(request.ids)} ids cannot be the beginning of the "
+            f"{request.num_begun} of {len(request.ids)} ids cannot be the first ids of the "
             "completion"
         )
     shares = 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1
@@ -394,7 +394,7 @@ def check_score(request: ScoreRequest, spec: EngineSpec) -> None:
 def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> None:
     for ids, what in parts:
         if not ids:
-            raise UsageError(f"{what} is empty: there is nothing to condition on or to score")
+            raise UsageError(f"{what} is empty, but a request needs at least one id")
         kinds = set[type](map(type, ids))
         is_plain = kinds == {int}  # asking an abstract class is slow
         if not is_plain and (
@@ -607,7 +607,8 @@ class Speculated:
             plain = self.came_seconds + self.saved_seconds
             change = "faster" if self.saved_seconds >= 0 else "slower"
             words.append(
-                f"{abs(self.saved_seconds):.1f} s {change} than the {plain:.1f} s expected without"
+                f"{abs(self.saved_seconds):.1f} s {change} than the {plain:.1f} s expected "
+                f"without speculation"
             )
         return ", ".join(words)
 

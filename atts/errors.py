@@ -107,7 +107,7 @@ class FingerprintError(UsageError):
         self,
         what: str,
         differences: Sequence[tuple[str, object, object]],
-        advice: str = "Fit it again, or restore those conditions",
+        advice: str = "Fit the calibration again, or restore the stored conditions",
     ) -> None:
         lines = "; ".join(
             f"{name}: stored {_shown(old)}, now {_shown(new)}" for name, old, new in differences

@@ -22,15 +22,16 @@ from atts.errors import StorageError
 
 ADVICE: dict[int, str] = {
     errno.ENOSPC: "Free some space and run the same command again: nothing written so far is lost",
-    errno.EDQUOT: "Your quota is used up: free some space and run the same command again",
+    errno.EDQUOT: "Your disk quota is used up: free some space and run the same command again",
     errno.EROFS: "The file system is read-only: choose another run directory",
-    errno.EACCES: "You do not have permission to write here: choose another run directory",
-    errno.EPERM: "You do not have permission to write here: choose another run directory",
-    errno.ENOTDIR: "A file is in the way: choose another run directory",
-    errno.ESTALE: "Records since then are lost: do not change a run directory while a run is "
-    "writing it; run it again",
-    errno.ELOOP: "It is a link, but links are not followed here: remove it, or choose another run "
+    errno.EACCES: "You do not have permission to write to this directory: choose another run "
     "directory",
+    errno.EPERM: "You do not have permission to write here: choose another run directory",
+    errno.ENOTDIR: "A file has the name of a needed directory: choose another run directory",
+    errno.ESTALE: "Later records are lost: do not change a run directory while a run is writing "
+    "it; run the command again",
+    errno.ELOOP: "The path is a link, and links are not followed here: remove the link, or choose "
+    "another run directory",
     errno.EEXIST: "A file is in the way: choose another run directory",
 }
 
@@ -179,9 +180,11 @@ def check_ordinary(mode: int, path: Path) -> None:
     :raises OSError: if it is the mode of a directory, device, pipe or socket.
     """
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, "it is a directory, not a file", str(path))
+        raise IsADirectoryError(errno.EISDIR, "the path is a directory, not a file", str(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, not a file", str(path))
+        raise OSError(
+            errno.EINVAL, "the path is a device, a pipe or a socket, not a file", str(path)
+        )
 
 
 def sync_directory(path: Path) -> None:
@@ -223,7 +226,7 @@ def from_json(text: str) -> Any:
             # a lone surrogate passes json.loads, but cannot be encoded
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
     return value
 
 

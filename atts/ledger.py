@@ -98,7 +98,7 @@ class Caps:
         for name in ("max_calls", "max_target_tokens", "max_total_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise OptionError(name, f"{value} would allow nothing; give at least 1")
+                raise OptionError(name, f"{value} would allow no call; give at least 1")
         for name in ("max_cost", "max_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -581,7 +581,7 @@ class LedgerFile:
     def _write(self, line: bytes) -> None:
         with storage(self._path):
             if os.write(self._handle, line) != len(line):
-                raise OSError(errno.EIO, "the file takes no more bytes")
+                raise OSError(errno.EIO, "the file does not accept more bytes")
         self._lines += 1
 
 

@@ -175,7 +175,7 @@ are the same.
 PRESETS: tuple[Preset, ...] = (
     Preset(
         "atts",
-        "draft, score, escalate by conformal rank; nothing waits for a sibling",
+        "draft, score, escalate by conformal rank; no rollout waits for another",
         {},
         _conformal,
     ),
@@ -187,14 +187,15 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "paper-marginal",
-        "the paper's released rule: ranks in one pool of stored first-turn scores, the chunk stays",
+        "the paper's released rule: ranks in one pool of stored first-turn scores; an escalated "
+        "chunk stays",
         _AS_PUBLISHED,
         _marginal,
         departures=PAPER_DEPARTURES,
     ),
     Preset(
         "paper-conditional",
-        "the same, with ranks among the stored first-turn scores of the chunk's question",
+        "the released rule with ranks among the stored first-turn scores of the chunk's question",
         _AS_PUBLISHED,
         _conditional,
         departures=PAPER_DEPARTURES,
@@ -216,19 +217,19 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "coin",
-        "the same policy and rate, but seeded coins choose the chunks regardless of scores",
+        "method atts with seeded coins: chunks escalate at the same rate regardless of scores",
         {},
         lambda g: CoinGate(g.rate, g.calibrator.seed),
     ),
     Preset(
         "trial",
-        "as coin, but every chunk is scored as well: a run to fit a judge on",
+        "method coin that also scores every chunk: a run to fit a judge on",
         {"early_stop": "none"},
         lambda g: TrialGate(g.rate, g.calibrator.seed),
     ),
     Preset(
         "top-b",
-        "synchronous: the worst chunks of each round escalate",
+        "synchronous rounds: the worst chunks of each round escalate",
         {"barrier": True},
         lambda g: TopGate.of(g.rate),
     ),

@@ -69,7 +69,7 @@ class Limit:
         for name, value in (("slots", self.slots), ("tokens", self.tokens)):
             if value is not None and value < 1:
                 raise OptionError(
-                    name, f"{value} would allow nothing; give at least 1, or None for no bound"
+                    name, f"{value} would allow no call; give at least 1, or None for no bound"
                 )
 
 
@@ -219,8 +219,8 @@ class Admission:
         if group.unit > self.places:
             raise OptionError(
                 "admit",
-                f"{group.unit} rollouts that start together need as many places, but there "
-                f"are {self.places}",
+                f"{group.unit} rollouts that start together need as many places, but the graph "
+                f"has {self.places}",
             )
         self._submitted += 1
         heappush(self._queue, (priority, problem, self._submitted, group))
@@ -781,7 +781,7 @@ class Group(Generic[T]):
         if error is not None and (has_given_up or state.policy.is_fatal(error)):
             if has_given_up:
                 error.add_note(
-                    f"the run was given up after {state.failures_in_row} failed rollouts in a row"
+                    f"the run stopped after {state.failures_in_row} failed rollouts in a row"
                 )
             self.run.fail(error)
             return

@@ -60,21 +60,21 @@ def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
     if suffix in PICKLES:
         raise DatasetError(
             str(path),
-            "it is a pickle, and reading a pickle runs any code that it contains",
-            "Convert it where you trust it: python -c 'import json, pickle, sys; "
+            "the file is a pickle, and reading a pickle runs the code inside",
+            "Convert the file on a machine that may run this code: python -c 'import json, pickle, sys; "
             'json.dump(pickle.load(open(sys.argv[1], "rb")), sys.stdout, default=str)\' FILE > FILE.json',
         )
     if suffix in PACKED:
         raise DatasetError(
             str(path),
-            "it is compressed, but records are read by their position in the file",
+            "the file is compressed, but records are read by their position in the file",
             "Unpack it first",
         )
     if suffix == ".parquet":
         raise DatasetError(
             str(path),
-            "it is a Parquet file, but only JSON can be imported",
-            "Convert it: python -c 'import pandas, sys; pandas.read_parquet(sys.argv[1]).to_json"
+            "the file is Parquet, but only JSON can be imported",
+            "Convert the file: python -c 'import pandas, sys; pandas.read_parquet(sys.argv[1]).to_json"
             '(sys.argv[2], orient="records", lines=True)\' FILE FILE.jsonl',
         )
     try:
@@ -90,20 +90,22 @@ def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
             else:
                 raise DatasetError(
                     str(path),
-                    "it is not of a kind that atts reads",
+                    "atts cannot read files of this kind",
                     "Known: .jsonl, .ndjson, .json, .eval",
                 )
     except FileNotFoundError:
         raise DatasetError(str(path), "the file does not exist", "Check the path") from None
     except OSError as error:
         raise DatasetError(
-            str(path), f"it cannot be read: {error.strerror or error}", "Check its permissions"
+            str(path),
+            f"the file cannot be read: {error.strerror or error}",
+            "Check its permissions",
         ) from error
     except zipfile.BadZipFile as error:
         raise DatasetError(
             str(path),
-            f"it is not a complete .eval archive ({error})",
-            "Check whether its evaluation was interrupted",
+            f"the file is not a complete .eval archive ({error})",
+            "Check whether the evaluation was interrupted",
         ) from None
 
 
@@ -117,7 +119,7 @@ def parse(data: bytes) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         value = _as_python_writes(data, error)
     if not isinstance(value, dict):
-        raise ValueError(f"it is a {type(value).__name__}, not an object")
+        raise ValueError(f"the record is a {type(value).__name__}, not an object")
     return value
 
 
@@ -128,7 +130,7 @@ def _as_python_writes(data: bytes, error: Exception) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
-        raise ValueError(f"it is not JSON ({error})") from None
+        raise ValueError(f"the record is not JSON ({error})") from None
 
 
 def digest_of(path: Path) -> str:
@@ -235,7 +237,7 @@ class _Items:
         if depth:
             raise DatasetError(
                 str(self._path),
-                f"it ends within item {number + 1}, so the file is cut, or is not JSON",
+                f"the file ends within item {number + 1}, so it is cut or not JSON",
                 "Fetch it again",
             )
 

@@ -263,7 +263,7 @@ class _Reading:
             wanted = self.options.model or self.options.filter
             raise DatasetError(
                 str(self.files[0]),
-                f"no rollout belongs to {wanted!r}"
+                f"the file has no rollout of {wanted!r}"
                 if wanted
                 else "the file does not contain rollouts",
                 f"Check that its format is {self.format.name}",
@@ -441,10 +441,13 @@ def _origin(made: Imported, options: ImportOptions) -> str:
     known = [f"the {name} of {count:,} rollouts" for name, count in counts.items()]
     whose = "atts graded all of them"
     if options.grades == "recorded":
-        whose = f"{made.graded:,} have the verdict of that tool, and atts graded the others"
+        whose = (
+            f"{made.graded:,} have the verdict of the other tool, and atts graded the rest of "
+            "the rollouts"
+        )
     return (
         f"atts did not make these {made.rollouts:,} rollouts: they were imported from files of "
-        f"{made.format}. That tool recorded {', '.join(known)}; {whose}"
+        f"{made.format}. The other tool recorded {', '.join(known)}; {whose}"
     )
 
 

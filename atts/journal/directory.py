@@ -104,7 +104,7 @@ def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, N
             raise JournalLocked(
                 directory,
                 f"another process ({_holder(handle, path)}) is writing this run",
-                "Wait for it to end, stop it, or choose another run directory",
+                "Wait for this process to end, stop it, or choose another run directory",
             )
         yield handle
     finally:
@@ -230,7 +230,7 @@ def _take_up(
         if past.path.exists() and past.path.stat().st_size:
             raise JournalCorrupt(
                 directory,
-                f"there is a {JOURNAL} but no {MANIFEST}",
+                f"the directory has a {JOURNAL} but no {MANIFEST}",
                 "Restore the manifest, or choose another directory",
             )
         save_manifest(directory / MANIFEST, manifest)
@@ -331,7 +331,7 @@ def check_exists(path: Path) -> None:
     if not path.exists():
         raise JournalError(
             path,
-            "there is no run or file here",
+            "this path has no run or file",
             "Give the directory of `atts eval --out`, or a file",
         )
 
@@ -427,12 +427,14 @@ def salvage(directory: Path, out: Path) -> JournalCheck:
     with storage(out):
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
-            raise UsageError(f"{out}: it is not empty; choose a new directory for the saved part")
+            raise UsageError(
+                f"{out}: the directory is not empty; choose a new directory for the saved part"
+            )
     if not checked.lines:
         raise JournalCorrupt(
             directory,
-            "none of the lines of its journal is undamaged",
-            "Run it again in another directory",
+            "the journal has no undamaged line",
+            "Run the command again in another directory",
         )
     with held(directory / LOCK, directory), storage(directory):
         with (directory / JOURNAL).open("rb") as file:

@@ -245,7 +245,7 @@ def _completed(event: Event, records: OpenRecords) -> Event:
             if event.is_repeated:
                 earlier = records.prompts.get(problem)
                 if earlier is None:
-                    raise ValueError("it refers to a prompt that does not exist")
+                    raise ValueError("the line refers to a prompt that does not exist")
                 prompt = earlier
             elif prompt.draft_ids == prompt.target_ids:
                 # With a shared tokenizer, both fields use one tuple, as they did when written.
@@ -259,7 +259,7 @@ def _completed(event: Event, records: OpenRecords) -> Event:
             if event.is_decided:
                 decision = noted.decision
                 if decision is None:
-                    raise ValueError("it refers to a decision that does not exist")
+                    raise ValueError("the line refers to a decision that does not exist")
             restored = Turn(
                 turn.index,
                 chunks,
@@ -318,7 +318,7 @@ def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
         logprobs = unpack_floats(written.logprobs)
     else:
         if not 0 <= written.call < len(calls):
-            raise ValueError(f"it refers to a call ({written.call}) that does not exist")
+            raise ValueError(f"the line refers to a call ({written.call}) that does not exist")
         completion = calls[written.call].completion
         ids = completion.ids[:-1] if written.drops_end else completion.ids
         text = completion.text
@@ -505,7 +505,8 @@ class Journal:
         if os.getpid() != self._process:
             raise JournalLocked(
                 self.path.parent,
-                f"process {self._process} opened the journal, and this process is a forked child of it",
+                f"process {self._process} opened the journal, and the current process is a forked "
+                f"child of that process",
                 "Fork first, then open the run in a single process",
             )
         if self._failure is not None:
@@ -597,10 +598,10 @@ class Journal:
         """
         if not is_same_file(handle, self.path):
             raise OSError(
-                errno.ESTALE, "it was deleted, moved or replaced while the run was writing it"
+                errno.ESTALE, "the file was deleted, moved or replaced while the run was writing it"
             )
         if os.fstat(handle).st_size < size:
-            raise OSError(errno.ESTALE, "it was cut while the run was writing it")
+            raise OSError(errno.ESTALE, "the file was cut while the run was writing it")
 
     def _fail(self, error: BaseException) -> None:
         self._failure = refused(self.path, error)
@@ -730,7 +731,8 @@ class LineReader:
     def _count(self, number: int) -> None:
         if number != self.number:
             raise ValueError(
-                f"it has number {number}, expected {self.number}: lines are missing or repeated"
+                f"the line has number {number}, expected {self.number}: lines are missing or "
+                f"repeated"
             )
 
     def _corrupt(self, problem: str) -> JournalCorrupt:
@@ -751,8 +753,8 @@ def other_version(path: Path, schema: int) -> JournalVersion:
     """Return the error raised for a journal or manifest that another version wrote."""
     return JournalVersion(
         path,
-        f"it was written under schema {schema}, but this version knows only {SCHEMA}",
-        "Use the version of atts that wrote it, or start a new run in another directory",
+        f"the journal has schema {schema}, but this version of atts knows only {SCHEMA}",
+        "Use the version of atts that wrote the journal, or start a new run in another directory",
     )
 
 
@@ -778,7 +780,7 @@ def _checked(line: bytes, before: int) -> int:
     if line[-_END:] == b',"crc":"%08x"}\n' % crc:
         return crc
     if not line.endswith(b"\n"):
-        raise ValueError("it does not end in a newline")
+        raise ValueError("the line does not end in a newline")
     if line[-_END:-11] != b',"crc":"':
-        raise ValueError("it has no checksum")
-    raise ValueError("its checksum does not match")
+        raise ValueError("the line has no checksum")
+    raise ValueError("the checksum of the line does not match")

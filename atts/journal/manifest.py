@@ -27,7 +27,7 @@ Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | boo
 JudgedUnit = Literal["chunks", "problems"]
 """The unit that a run's gate decides on."""
 
-_ADVICE = "Choose another run directory, or restore those settings"
+_ADVICE = "Choose another run directory, or restore the stored settings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +171,16 @@ def load_manifest(path: Path) -> Manifest | None:
         if isinstance(schema, int) and schema != SCHEMA:
             raise other_version(path, schema)
         if checksum != _checksum(data):
-            raise ValueError("its checksum does not match: it was damaged, or changed by hand")
+            raise ValueError(
+                "the checksum does not match: the manifest was damaged, or changed by hand"
+            )
         msgspec.convert(data, _Stored)
         deciding = _settings(data.pop("configuration"))
         given = _settings(data.pop("settings", {}))
         return Manifest(configuration=deciding, settings=given, **data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise JournalCorrupt(
-            path, f"it is not a manifest ({error})", "Nothing was overwritten; restore a copy"
+            path, f"the file is not a manifest ({error})", "Nothing was overwritten; restore a copy"
         ) from error
 
 

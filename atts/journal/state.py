@@ -268,7 +268,7 @@ class Truncation:
             advice.append("raise --max-tokens")
         if self.at_turns:
             limits.append(f"{self.at_turns:,} at the last of {self.turns:,} turns")
-            advice.append("leave --turns out, or raise it")
+            advice.append("leave --turns out, or raise the number")
         sentence = f"{counts} were cut before they could answer"
         if limits:
             sentence += f": {', '.join(limits)}; {', '.join(advice)}"
@@ -477,7 +477,7 @@ class RunState:
             line = f"line {entry.number + 1} ({type(entry.event).__name__})"
             what = f"{line} cannot follow the lines before it ({error!r})"
             raise JournalCorrupt(
-                "the journal", what, "`atts journal salvage` saves what came before it"
+                "the journal", what, "`atts journal salvage` saves the lines before the damage"
             ) from error
 
     def _apply(self, entry: Entry) -> Outcome | None:

@@ -144,7 +144,7 @@ def choose_model(
         except UnsupportedByEngine as error:
             if is_needed:
                 raise
-            trouble = f"{error.problem}: torch operations are used, several times slower"
+            trouble = f"{error.problem}: atts uses torch operations, which are several times slower"
         else:
             threads = threads_of(config)
             model = NativeModel(

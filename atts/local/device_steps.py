@@ -364,6 +364,9 @@ class StepGraphs:
 
             graph = _Graph(inputs, hidden, self._capture(work))
         except Exception as error:  # noqa: BLE001  the step can be computed without a graph after any error
-            self.trouble = f"steps are not captured ({type(error).__name__}: {error}): they are launched one by one"
+            self.trouble = (
+                f"steps cannot be captured ({type(error).__name__}: {error}): the GPU "
+                f"launches each kernel separately"
+            )
             return None
         return graph

@@ -70,7 +70,7 @@ def check_room(config: WorkerConfig, device: torch.device) -> None:
     own = EngineSize.of(config.model, on_device(config).options.dtype, least)
     if own.weights + WORKSPACE > free:
         total = total_room(device)
-        problem = f"its weights take {own.weights / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free"
+        problem = f"the weights take {own.weights / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free"
         raise OutOfMemory(config.name, problem, _server_advice(config, own.weights, total))
     if room is None or config.options.kv_tokens is not None:
         return
@@ -86,13 +86,13 @@ def check_room(config: WorkerConfig, device: torch.device) -> None:
                 f"{own.weights / 1e9:.1f} and {other.weights / 1e9:.1f} GB, "
                 f"{free / 1e9:.1f} GB free"
             )
-        advice = "Lower --max-tokens, take a smaller pair, or a second GPU"
+        advice = "Lower --max-tokens, use a smaller pair, or add a second GPU"
         raise OutOfMemory(config.name, problem, f"{advice}. {_server_words(config, 1)}")
 
 
 def _server_advice(config: WorkerConfig, weights: int, card: int) -> str:
     cards = cards_for(weights, card)
-    return f"A model larger than a GPU is a server's work. {_server_words(config, cards)}"
+    return f"A model larger than a GPU needs a server. {_server_words(config, cards)}"
 
 
 def _server_words(config: WorkerConfig, cards: int) -> str:
@@ -183,7 +183,7 @@ def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
     shares = share_cards(sizes, [free], config.room.most_tokens)
     if shares is None:
         problem = f"a cache of {config.room.tokens:,} tokens, one rollout, does not fit on {device}"
-        raise OutOfMemory(config.name, problem, "Lower --max-tokens, or take a smaller model")
+        raise OutOfMemory(config.name, problem, "Lower --max-tokens, or use a smaller model")
     return shares[0].tokens
 
 

@@ -246,7 +246,7 @@ class LocalEngine:
         except OSError as error:
             advice = "End other processes, or write ?worker=thread behind the engine's name"
             raise EngineUnavailable(
-                self._name, f"its process cannot be started ({error})", advice
+                self._name, f"the engine's process cannot be started ({error})", advice
             ) from error
         opened = _OpenEngine(self._name, worker)
         with anyio.CancelScope(shield=True):  # a half-loaded model cannot be abandoned
@@ -359,7 +359,8 @@ class _OpenEngine:
         """
         if error.needed > self._context:
             return error
-        advice = f"The model itself could take {self._context}: raise ?kv_tokens= (now {self.kv_tokens}) in its address"
+        advice = f"The model supports {self._context} tokens: raise ?kv_tokens= (now "
+        f"{self.kv_tokens}) in its address"
         return ContextOverflow(self._name, error.needed, error.context_length, advice)
 
     def stats(self) -> EngineStats:

@@ -134,7 +134,7 @@ _UNKNOWN = (
 )
 """Settings with which an adapter is more than a product of two matrices, so it cannot be loaded."""
 _SERVE = (
-    "Merge it into its base (peft: merge_and_unload, save_pretrained) and add the folder that makes"
+    "Merge it into its base (peft: merge_and_unload, save_pretrained) and add the resulting folder"
 )
 
 
@@ -177,12 +177,12 @@ def read_adapter(
             for outer, inner in names.items():
                 matched = _NAME.fullmatch(outer)
                 if matched is None or matched[1] not in sizes:
-                    problem = f"its adapter changes {outer!r}, not a matrix of the model's layers"
+                    problem = f"the adapter changes {outer!r}, not a matrix of the model's layers"
                     raise ModelLoadError(name, problem, _SERVE)
                 halves.setdefault(matched[1], {})[matched[2]] = handle.get_tensor(inner).float()
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(
-            name, f"its adapter {file.path} is damaged ({error})", "Download it again"
+            name, f"the adapter {file.path} is damaged ({error})", "Download it again"
         ) from error
     return {
         module: _low_rank(module, pair, sizes[module], (said, name))
@@ -193,7 +193,7 @@ def read_adapter(
 def _problems(said: Mapping[str, Any]) -> Iterator[str]:
     if said.get("peft_type") != "LORA":
         yield f"is of type {shown(said.get('peft_type'))}, not LORA"
-    yield from (f"has {key}, which is not computed" for key in _UNKNOWN if said.get(key))
+    yield from (f"has {key}, which atts does not support" for key in _UNKNOWN if said.get(key))
     if said.get("bias", "none") != "none":
         yield "has biases of its own"
     if not isinstance(said.get("lora_alpha", 8), int | float):
@@ -495,12 +495,12 @@ def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
             rows, scale = _frequencies(hf, config, kind)
         except UNREADABLE as error:
             raise ModelLoadError(
-                name, f"its rotary embedding cannot be computed ({error})"
+                name, f"the model's rotary embedding cannot be computed ({error})"
             ) from error
         if not (rows.isfinite().all() and (rows >= 0).all() and math.isfinite(scale)):
             raise ModelLoadError(
                 name,
-                "its rotary embedding has frequencies that are not numbers",
+                "the model's rotary embedding has frequencies that are not numbers",
                 "Check config.json",
             )
         scales = F.pad(torch.full((turned,), scale), (0, half - turned), value=1.0)
@@ -644,7 +644,9 @@ def read_trained(
 def unusable_heads(name: str, file: Path, problem: str) -> ModelLoadError:
     """Return the error raised for an unusable file of trained heads."""
     return ModelLoadError(
-        name, f"{file} {problem}", "Remove it, or train it anew with scripts/train heads"
+        name,
+        f"{file} {problem}",
+        "Remove the file, or train the heads again with scripts/train heads",
     )
 
 

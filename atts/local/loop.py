@@ -156,8 +156,8 @@ class StepLoop:
         try:
             self._scheduler.add(self._new_sequence(command))
         except Exception as error:  # noqa: BLE001  reported to this request's caller alone
-            problem = f"it cannot take this request ({type(error).__name__}: {error})"
-            failure = FailureReply(command.request_id, "broken", problem, "The others go on")
+            problem = f"the engine cannot take this request ({type(error).__name__}: {error})"
+            failure = FailureReply(command.request_id, "broken", problem, "Other requests continue")
             self._replies.append(failure)
             self._stats.failed += 1
 
@@ -260,12 +260,12 @@ class StepLoop:
             self._break(sequence, error)
 
     def _break(self, sequence: Sequence, error: Exception) -> None:
-        problem = f"the step of this request broke ({type(error).__name__}: {error})"
+        problem = f"the step of this request failed ({type(error).__name__}: {error})"
         self._fail(
             sequence,
             "broken",
             problem,
-            "The others go on; if all fail like this, start the engine anew",
+            "Other requests continue; if all fail like this, start the engine again",
         )
 
     def _sampling_logits(self, ready: list[Sequence], hidden: Tensor | None, count: int) -> Tensor:

@@ -378,7 +378,7 @@ def _family(values: Mapping[str, Any], name: str) -> str:
     if values.get("quantization_config"):
         raise ModelLoadError(
             name,
-            "its weights are quantised",
+            "the model's weights are quantised",
             "Use the unquantised checkpoint, or serve it with vLLM",
         )
     return family
@@ -418,9 +418,9 @@ def _problems(config: Any) -> Iterator[tuple[str, str]]:
     if rules.is_gemma:
         only = "gelu_pytorch_tanh"
     if activation != only:
-        yield f"its activation {shown(activation)} is not supported (only {only})", serve
+        yield f"the activation {shown(activation)} is not supported (only {only})", serve
     if getattr(config, "use_bidirectional_attention", False):
-        yield "its attention looks ahead (use_bidirectional_attention)", serve
+        yield "the model's attention also reads later tokens (use_bidirectional_attention)", serve
     for key in ("layer_types", "no_rope_layers"):
         named = getattr(config, key, None)
         if named is not None and len(named) != layers:
@@ -438,7 +438,7 @@ def _problems(config: Any) -> Iterator[tuple[str, str]]:
     if heads % shared:
         yield f"{shared} key-value heads cannot serve {heads} query heads", check
     if _head_dim(config) % 2 or _head_dim(config) < 2:
-        yield f"its head dimension {_head_dim(config)} is odd", serve
+        yield f"the head dimension {_head_dim(config)} is an odd number", serve
     for rope in _ropes(config):
         yield from _rope_problems(config, rope)
 
@@ -454,12 +454,12 @@ def _rope_problems(config: Any, rope: Mapping[str, Any]) -> Iterator[tuple[str, 
         )
     if part != 1.0 and not FAMILIES[config.model_type].may_turn_parts:
         yield (
-            f"its rotary embedding turns {part:g} of each head, not all of it",
+            f"the rotary embedding rotates {part:g} of each head, not the whole head",
             "Serve this model with vLLM",
         )
     if turned % 2 or turned < 2:
         yield (
-            f"its rotary embedding turns {turned} features of each head (partial_rotary_factor)",
+            f"the rotary embedding rotates {turned} features of each head (partial_rotary_factor)",
             "Check config.json",
         )
     if kind == "longrope":

@@ -187,7 +187,7 @@ class Proposals:
         if stats.trouble:
             return stats.trouble
         if not self._num_wanted:
-            return "no length was expected to pay"
+            return "no number of proposed tokens was expected to save time"
         if not self._num_asked:
             return "the cache had no room for proposed tokens"
         if self._num_refused:

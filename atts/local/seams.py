@@ -76,7 +76,7 @@ class OverlapStats:
         if self.hits:
             return ""
         if self.misses:
-            return f"none of {self.misses:,} outcomes had been guessed"
+            return f"the draft guessed none of {self.misses:,} outcomes"
         return "no draft was done when the target's step ended" if self.late else ""
 
 
@@ -109,7 +109,7 @@ class Proposer(Protocol):
 
     def silence(self) -> str:
         """Return why all proposals so far were empty."""
-        return "what proposes knew no next token of any text"
+        return "the drafter knew no next token of any text"
 
 
 class NoProposer(Proposer):

@@ -195,7 +195,7 @@ class ProcessWorker:
         except GONE as error:
             _kill(process)
             self._end(process)
-            problem = f"its process died while loading with {_farewell(process.returncode, self._last_words)}"
+            problem = f"the engine's process died while loading with {_farewell(process.returncode, self._last_words)}"
             raise EngineError(config.name, problem) from error
         assert isinstance(answer, WorkerReady), (
             "a child that has its configuration is ready or has failed"
@@ -337,7 +337,7 @@ class _LastWords:
 
 def _farewell(code: int, last_words: _LastWords) -> str:
     said = last_words.wait()
-    return f"exit code {code}" + (f"; it last said: {said}" if said else "")
+    return f"exit code {code}" + (f"; last output: {said}" if said else "")
 
 
 def _read_reports(
@@ -354,7 +354,9 @@ def _read_reports(
         "A negative code is a signal; -9 is often the system running out of memory" if code else ""
     )
     problem = (
-        "it is closed" if code == 0 else f"its process ended with {_farewell(code, last_words)}"
+        "it is closed"
+        if code == 0
+        else f"the engine's process ended with {_farewell(code, last_words)}"
     )
     deliver(LoopReport((FailureReply(0, "closed", problem, advice),), None))
 

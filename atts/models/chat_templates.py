@@ -23,7 +23,7 @@ _CHARACTERS = 4 << 20
 """Limits of one rendering in the child process: seconds of processor time, bytes of memory, and
 characters of output.
 """
-_TOO_LARGE = f"it takes more than {_BYTES >> 30} GiB of memory, or writes more than {_CHARACTERS >> 20} Mi characters"
+_TOO_LARGE = f"the template takes more than {_BYTES >> 30} GiB of memory, or writes more than {_CHARACTERS >> 20} Mi characters"
 _KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR")
 """The environment variables that the child inherits."""
 _MARK = "CONTINUE-FROM-HERE "
@@ -66,7 +66,7 @@ def render(
         return text
     before, mark, after = text.rpartition(_MARK.rstrip())
     if not mark:
-        raise TemplateError("it drops the last message, which was to be continued")
+        raise TemplateError("the template drops the last message, which must be continued")
     # A template that trimmed the mark would have trimmed the message itself, as transformers does.
     return before if after.startswith(" ") else before.rstrip()
 
@@ -160,7 +160,7 @@ class TemplateProcess:
             return reply
         _end(child)
         if sys.platform != "win32" and child.returncode == -signal.SIGPROF:
-            return {"error": f"it takes more than {self._seconds:g} s of a processor"}
+            return {"error": f"the template takes more than {self._seconds:g} s of processor time"}
         return {"error": _TOO_LARGE}
 
 

@@ -77,13 +77,13 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"it is longer than {_MOST_BYTES >> 20} MB")
+            raise ValueError(f"the file is longer than {_MOST_BYTES >> 20} MB")
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("the file has no JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(
-            name, f"{path} cannot be read ({error})", "Download or write it again"
+            name, f"{path} cannot be read ({error})", "Download or write the file again"
         ) from error
     return value
 

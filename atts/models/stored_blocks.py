@@ -239,13 +239,17 @@ def check_schema(zoo: Path) -> None:
     try:
         schema = msgspec.json.decode((zoo / MARK).read_bytes(), type=_Mark).schema
     except OSError as error:
-        raise ZooError(zoo, f"it is not a zoo ({MARK}: {error.strerror})", advice) from error
+        raise ZooError(
+            zoo, f"the directory is not a zoo ({MARK}: {error.strerror})", advice
+        ) from error
     except msgspec.DecodeError as error:
         raise ZooError(
-            zoo, f"{MARK} is damaged ({error})", f'It should hold {{"schema": {SCHEMA}}}'
+            zoo, f"{MARK} is damaged ({error})", f'The file must contain {{"schema": {SCHEMA}}}'
         ) from error
     if schema > SCHEMA:
-        problem = f"it was written by a newer atts (schema {schema}, this one knows {SCHEMA})"
+        problem = (
+            f"a newer version of atts wrote the zoo (schema {schema}; this version knows {SCHEMA})"
+        )
         raise ZooError(zoo, problem, "Upgrade atts")
 
 

@@ -105,7 +105,9 @@ class ModelTokenizer:
         except Exception as error:
             # a template is a program: it may divide by zero or ask for a petabyte
             problem = f"the chat template refuses these messages ({error})"
-            raise UnsupportedByEngine(self._name, problem, f"It is in {self._folder}") from error
+            raise UnsupportedByEngine(
+                self._name, problem, f"The template is in {self._folder}"
+            ) from error
 
 
 class StopMatcher:
@@ -185,8 +187,8 @@ def _converted(folder: Path, name: str) -> Any:
         folder, local_files_only=True, trust_remote_code=False
     )
     if not getattr(tokenizer, "is_fast", False):
-        problem = "its tokenizer cannot be converted to tokenizer.json"
-        raise ModelLoadError(name, problem, "Convert it where it was made")
+        problem = "the tokenizer cannot be converted to tokenizer.json"
+        raise ModelLoadError(name, problem, "Convert the tokenizer with the library that made it")
     return tokenizer.backend_tokenizer
 
 

@@ -714,7 +714,7 @@ def test_a_run_that_cannot_be_read_is_listed_with_the_reason(atts: Any, runs: Pa
     said = atts("runs", str(runs))
     assert said.code == 0
     assert "unreadable" in said.out
-    assert "it is not a manifest" in said.out
+    assert "the file is not a manifest" in said.out
     assert "target-only" in said.out
 
 

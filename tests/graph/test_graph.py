@@ -521,7 +521,7 @@ def test_a_lost_server_ends_the_run(virtually: Virtually[None]) -> None:
         graph = Graph(rollouts=2, policy=RetryPolicy(failures_in_row=6))
         with pytest.raises(EngineTimeout, match="gone") as caught:
             await graph.run(problems(100), solve)
-        assert "given up after 6" in caught.value.__notes__[0]
+        assert "stopped after 6" in caught.value.__notes__[0]
         assert graph.stats().rollouts["failed"] < 10
         patient = Graph(policy=RetryPolicy(failures_in_row=None))
         assert len(await patient.run(problems(20), solve)) == 20

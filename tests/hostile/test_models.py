@@ -88,7 +88,7 @@ def test_a_template_that_would_take_all_memory_is_refused(
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for template in BOMBS:
         tokenizer._template = template  # pyright: ignore[reportPrivateUsage]
-        with pytest.raises(UnsupportedByEngine, match=f"it takes more than .* in {folder}"):
+        with pytest.raises(UnsupportedByEngine, match=f"takes more than .* in {folder}"):
             tokenizer.render([Message("user", "1 + 1?")])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
     tokenizer._template = "{% set said = messages[0].content %}{{ said }}"  # pyright: ignore[reportPrivateUsage]
@@ -101,7 +101,7 @@ def test_an_endless_template_is_stopped(template: str) -> None:
     """The child's processor time is limited, and the next template gets a new child."""
     process = TemplateProcess(0.5)
     rows = [{"role": "user", "content": "1"}]
-    with pytest.raises(TemplateError, match="it takes more than"):
+    with pytest.raises(TemplateError, match="takes more than"):
         process.render(template, rows, {}, is_open=False)
     assert process.render("{% set x = 3 %}{{ x }}", rows, {}, is_open=False) == "3"
 

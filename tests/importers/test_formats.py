@@ -349,7 +349,7 @@ def test_a_pickle_is_refused(tmp_path: Path, run_import: Import) -> None:
     path.parent.mkdir()
     path.write_bytes(b"\x80\x04.")
     for given in (path, path.parent):
-        with pytest.raises(DatasetError, match="is a pickle, and reading a pickle runs any code"):
+        with pytest.raises(DatasetError, match="is a pickle, and reading a pickle runs the code"):
             run_import("deepconf", given)
 
 

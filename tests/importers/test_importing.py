@@ -41,10 +41,10 @@ def rows(problems: int, samples: int, text: str = "so") -> Iterator[dict[str, An
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"question": "1?", "text": "a"', "it is not JSON"),
-        ("[1, 2]", "it is a list, not an object"),
+        ('{"question": "1?", "text": "a"', "the record is not JSON"),
+        ("[1, 2]", "the record is a list, not an object"),
         ('{"question": "1?"}', "the record has no known column for the text"),
-        ('{"question": "1?", "text": "\\ud8"}', "it is not JSON"),
+        ('{"question": "1?", "text": "\\ud8"}', "the record is not JSON"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, run_import: Import, line: str, problem: str) -> None:
@@ -69,16 +69,16 @@ def test_a_cut_json_file_is_refused(tmp_path: Path, run_import: Import) -> None:
     """The error names the list item in which the file ends."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(list(rows(3, 1)))[:-30])
-    with pytest.raises(DatasetError, match="mine.json: it ends within item 3, so the file is cut"):
+    with pytest.raises(DatasetError, match="mine.json: the file ends within item 3, so it is cut"):
         run_import("jsonl", path)
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("x.jsonl.gz", "it is compressed"),
-        ("x.parquet", "it is a Parquet file"),
-        ("x.txt", "not of a kind that atts reads"),
+        ("x.jsonl.gz", "the file is compressed"),
+        ("x.parquet", "the file is Parquet"),
+        ("x.txt", "cannot read files of this kind"),
         ("x.eval", "not a complete .eval archive"),
         ("missing.jsonl", "does not exist"),
     ],

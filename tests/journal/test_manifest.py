@@ -141,7 +141,7 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path, schema: int) -
     """A manifest of another version is refused, whatever else it contains."""
     (tmp_path / "m").write_text(json.dumps({"schema": schema, "unheard": "of"}))
     with pytest.raises(
-        JournalVersion, match=f"schema {schema}, but this version knows only {SCHEMA}"
+        JournalVersion, match=f"schema {schema}, but this version of atts knows only {SCHEMA}"
     ):
         load_manifest(tmp_path / "m")
 

@@ -75,7 +75,7 @@ def test_a_child_that_dies_while_loading_is_reported_with_its_output(make_model:
     config = worker_config(make_model("llama"), pieces=1_000_000)
     worker = ProcessWorker()
     with pytest.raises(
-        EngineError, match=r"loading with exit code 7; it last said: libfoo\.so: cannot open"
+        EngineError, match=r"loading with exit code 7; last output: libfoo\.so: cannot open"
     ):
         worker.open(config, lambda report: None)
     worker.close()
@@ -87,7 +87,7 @@ def test_a_broken_pipe_to_a_child_is_an_engine_error(capsys: pytest.CaptureFixtu
     command.
     """
     assert run(["solve", "What is 2 + 2?"]) == 3
-    assert "it last said: libfoo.so: cannot open" in capsys.readouterr().err
+    assert "last output: libfoo.so: cannot open" in capsys.readouterr().err
 
 
 def test_only_a_closed_stdout_ends_a_command_silently(monkeypatch: pytest.MonkeyPatch) -> None:

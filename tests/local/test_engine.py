@@ -474,7 +474,7 @@ async def test_a_request_larger_than_the_cache_gets_advice(make_model: Make) -> 
     async with LocalEngine(make_model("llama"), options=replace(HERE, kv_tokens=10)) as engine:
         with pytest.raises(
             ContextOverflow,
-            match=r"context has only 10\. The model itself could take 256: raise .kv_tokens",
+            match=r"context has only 10\. The model supports 256 tokens: raise .kv_tokens",
         ):
             await engine.sample(SampleRequest((5,) * 20, 4))
         with pytest.raises(ContextOverflow, match="Lower the token limit"):

@@ -445,8 +445,10 @@ def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path
     orders = [requests(3)]
     short = make_model("llama", max_position_embeddings=14)
     reasons = {
-        "no length was expected to pay": run(folder, orders, Silent(), AnyLength(0)),
-        "what proposes knew no next token of any text": run(folder, orders, Silent(), 3),
+        "no number of proposed tokens was expected to save time": run(
+            folder, orders, Silent(), AnyLength(0)
+        ),
+        "the drafter knew no next token of any text": run(folder, orders, Silent(), 3),
         "every proposal began with a token that ends the text or is not the target's": run(
             folder, orders, Unknown(), 3
         ),
@@ -466,5 +468,5 @@ def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path
 def test_overlapped_drafts_that_never_came_in_time_say_so() -> None:
     """Late and wrong guesses have different reasons, and a hit has none."""
     assert OverlapStats(late=3).silence == "no draft was done when the target's step ended"
-    assert OverlapStats(misses=2, late=3).silence == "none of 2 outcomes had been guessed"
+    assert OverlapStats(misses=2, late=3).silence == "the draft guessed none of 2 outcomes"
     assert OverlapStats(hits=1, misses=2).silence == ""

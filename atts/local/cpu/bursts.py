@@ -62,7 +62,7 @@ class MultiStep:
             self._kept = sequences, *self._settings(sequences)
         most = _MOST_TURNS if self._kept[1] is not None else 1
         for sequence in sequences:
-            assert sequence.uniforms is not None, "what is scored is more than a last token"
+            assert sequence.uniforms is not None, "more than the last token is scored"
             most = min(most, len(sequence.uniforms) - len(sequence.logprobs))
             if most < 2:
                 return 1
@@ -74,7 +74,7 @@ class MultiStep:
         turn.
         """
         sequences, temperatures, ends = self._kept
-        assert temperatures is not None, "otherwise it is one turn"
+        assert temperatures is not None, "a burst needs more than one turn"
         table = self._scheduler.table
         shape = (turns, len(sequences))
         numbers = list[NDArray[np.float64]]()

@@ -50,7 +50,7 @@ def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
             with suppress(OSError):
                 return ctypes.CDLL(str(path)), trouble
             problem = "cannot be loaded"
-        trouble = f"{path} {problem}: the kernels were built anew"
+        trouble = f"{path} {problem}: atts built the kernels again"
         with suppress(OSError):
             path.unlink()
     return _build(key, build, folder, trouble)
@@ -93,7 +93,7 @@ def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
     except OSError as error:
         return (
             library,
-            f"{path} cannot be written ({error.strerror}): every process builds the kernels anew",
+            f"{path} cannot be written ({error.strerror}): every process builds the kernels again",
         )
     return path, ""
 
@@ -109,7 +109,7 @@ def _cache_folder() -> tuple[Path | None, str]:
         folder = root / "atts"
         problem = f"cannot be used ({getattr(error, 'strerror', None) or error})"
     return (
-        (None, f"the kernel cache {folder} {problem}: every process builds anew")
+        (None, f"the kernel cache {folder} {problem}: every process builds the kernels again")
         if problem
         else (folder, "")
     )

@@ -36,7 +36,10 @@ def cuda_model(
     try:
         attention, most_rows = paged_attention(config, cache, group)
     except Exception as error:  # noqa: BLE001  no Triton, no compiler, another version: torch can do without
-        trouble = f"the paged attention kernel is not used ({type(error).__name__}: {str(error)[:200]}): slots are gathered"
+        trouble = (
+            f"the paged attention kernel is not used ({type(error).__name__}: {str(error)[:200]}): "
+            "atts gathers the slots with torch instead"
+        )
         return TorchModel(config, weights, cache, capture=capture, group=group), trouble
     model = TorchModel(
         config,
@@ -59,7 +62,7 @@ def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple
     from atts.local.cuda.paged_kernel import MOST_ROWS, PagedAttention
 
     if config.attention_cap:
-        raise ValueError("it does not limit scores")
+        raise ValueError("the kernel does not limit scores")
     forms = {(1, 1)}
     for layers in layer_groups(config, group):
         # every form is compiled here, so that no later step waits for the compiler
@@ -68,7 +71,7 @@ def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple
         for form in sorted(forms):
             off = disagreement(config, PagedAttention, cache, window, form)
             if not off <= _TOLERANCE[cache.dtype]:
-                raise ValueError(f"it is off by {off:.2g}")
+                raise ValueError(f"the kernel's result is off by {off:.2g}")
     return PagedAttention, MOST_ROWS
 
 

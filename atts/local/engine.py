@@ -359,8 +359,10 @@ class _OpenEngine:
         """
         if error.needed > self._context:
             return error
-        advice = f"The model supports {self._context} tokens: raise ?kv_tokens= (now "
-        f"{self.kv_tokens}) in its address"
+        advice = (
+            f"The model supports {self._context} tokens: raise ?kv_tokens= (now {self.kv_tokens}) "
+            "in its address"
+        )
         return ContextOverflow(self._name, error.needed, error.context_length, advice)
 
     def stats(self) -> EngineStats:

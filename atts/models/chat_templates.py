@@ -23,7 +23,10 @@ _CHARACTERS = 4 << 20
 """Limits of one rendering in the child process: seconds of processor time, bytes of memory, and
 characters of output.
 """
-_TOO_LARGE = f"the template takes more than {_BYTES >> 30} GiB of memory, or writes more than {_CHARACTERS >> 20} Mi characters"
+_TOO_LARGE = (
+    f"the template takes more than {_BYTES >> 30} GiB of memory, or writes more than "
+    f"{_CHARACTERS >> 20} Mi characters"
+)
 _KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR")
 """The environment variables that the child inherits."""
 _MARK = "CONTINUE-FROM-HERE "

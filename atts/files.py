@@ -26,13 +26,13 @@ ADVICE: dict[int, str] = {
     errno.EROFS: "The file system is read-only: choose another run directory",
     errno.EACCES: "You do not have permission to write to this directory: choose another run "
     "directory",
-    errno.EPERM: "You do not have permission to write here: choose another run directory",
+    errno.EPERM: "You do not have permission to write to this directory: choose another run directory",
     errno.ENOTDIR: "A file has the name of a needed directory: choose another run directory",
     errno.ESTALE: "Later records are lost: do not change a run directory while a run is writing "
     "it; run the command again",
     errno.ELOOP: "The path is a link, and links are not followed here: remove the link, or choose "
     "another run directory",
-    errno.EEXIST: "A file is in the way: choose another run directory",
+    errno.EEXIST: "A file has the name of a needed directory: choose another run directory",
 }
 
 

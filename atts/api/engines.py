@@ -227,7 +227,7 @@ def speculation_words(
             "speculate"
         )
     if speculate == "auto":
-        return "nothing: only a draft and a target on this machine speculate"
+        return "nothing: atts speculates only if draft and target run on this machine"
     return "nothing"
 
 

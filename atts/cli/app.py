@@ -20,7 +20,7 @@ from atts.errors import DISTRIBUTION, ATTSError
 
 EXIT_CODES: dict[int, str] = {
     0: "done",
-    1: "an error in atts; please report it",
+    1: "a bug in atts; please report it",
     2: "usage, dataset or calibration input",
     3: "an engine is missing or was lost; the same command continues with the open work",
     4: "run directory or disk",

@@ -144,7 +144,7 @@ def refuse_ids(folder: Path, name: str) -> None:
     highest = max((number for number in ids if isinstance(number, int)), default=0)
     if highest > _MOST_IDS:
         problem = f"{path} cannot be read (it names the id {highest}, which no vocabulary has)"
-        raise ModelLoadError(name, problem, "Download or write it again")
+        raise ModelLoadError(name, problem, "Download or write the file again")
 
 
 def template_of(folder: Path) -> str | None:

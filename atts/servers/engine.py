@@ -506,7 +506,7 @@ def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokeniz
     :raises UnsupportedByEngine: the server does not report its context length.
     """
     if identity.context_length <= dialect.spare:
-        raise UnsupportedByEngine(name, "it does not report its context length")
+        raise UnsupportedByEngine(name, "the server does not report its context length")
     end: Any = getattr(tokenizer, "end_id", None)
     return EngineSpec(
         name=name,

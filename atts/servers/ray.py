@@ -287,7 +287,9 @@ class ActorReplica(BaseEngine):
         try:
             reply = await _result(getattr(self._handle, method).remote(request))
         except _ray(".exceptions").RayActorError as error:
-            raise EngineUnavailable(self._name, f"its actor died ({_short(error)})") from error
+            raise EngineUnavailable(
+                self._name, f"the engine's actor died ({_short(error)})"
+            ) from error
         except _ray(".exceptions").RayError as error:
             raise EngineError(self._name, f"the engine's actor failed ({_short(error)})") from error
         finally:

@@ -61,7 +61,7 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, run_import: Import) -
     """The error names file and line, as for any other fault."""
     path = tmp_path / "mine.jsonl"
     path.write_bytes(b'{"question": "\xff\xfe"}\n')
-    with pytest.raises(DatasetError, match="mine.jsonl: line 1: it is not JSON"):
+    with pytest.raises(DatasetError, match="mine.jsonl: line 1: the record is not JSON"):
         run_import("jsonl", path)
 
 
@@ -296,5 +296,7 @@ def test_unrecorded_facts_stay_unknown() -> None:
 def test_a_pipe_is_refused(tmp_path: Path, run_import: Import) -> None:
     """A pipe can be read only once, but an import reads its files twice."""
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(DatasetError, match="it cannot be read: it is a device, a pipe or a socket"):
+    with pytest.raises(
+        DatasetError, match="the file cannot be read: the path is a device, a pipe or a socket"
+    ):
         run_import("jsonl", tmp_path / "pipe.jsonl")

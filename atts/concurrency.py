@@ -297,7 +297,9 @@ class SlotQueue:
     def give(self, tokens: int = 0) -> None:
         """Return a slot and its tokens; a waiter that fits has them before this call returns."""
         # a slot that is given back twice would silently raise the limit for good
-        assert self.slots is None or self.free_slots < self.slots, "this slot was not taken"
+        assert self.slots is None or self.free_slots < self.slots, (
+            "a slot must be taken before it is given back"
+        )
         self.free_slots += 1
         self.free_tokens += tokens
         if self._lanes:

@@ -674,7 +674,7 @@ class RolloutBuilder:
 
         The budget counts only while the rollout is thinking.
         """
-        assert self.policy.thinking_tokens is not None, "there is no thinking budget"
+        assert self.policy.thinking_tokens is not None, "the policy must have a thinking budget"
         written = len(self._ids["target"]) - len(self.rollout.prompt.target_ids)
         written += sum(len(chunk.target_ids) for chunk in pending)
         return self.policy.thinking_tokens - written

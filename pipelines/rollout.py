@@ -123,7 +123,7 @@ async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
         lengths = DraftLength() if earlier else builder.context.draft_length
         drafted = await _drafted(builder, lengths, rest, earlier or lengths.length(rest.max_tokens))
         scores = await _scored(builder, lengths, rest, drafted)
-        assert scores.beginning is not None, "an engine that cannot draw was refused before the run"
+        assert scores.beginning is not None, "atts refuses engines that cannot draw before the run"
         more = scores.beginning
         wasted += len(drafted) - _accepted_length(drafted, more.ids)
         beginning = Beginning(

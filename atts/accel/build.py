@@ -378,7 +378,7 @@ def _drafter(
     """Make the draft model with as many cache slots as the target has; None if no drafter is named."""
     if plan.drafter is None:
         return None
-    assert target.drafter is not None, "its weights were loaded"
+    assert target.drafter is not None, "the model's weights must be loaded"
     drafter_config = _drafter_config(plan, config, target.slots)
     if plan.speculation.drafter_device:
         # Steps are captured in a CUDA stream that all devices of a process share.
@@ -430,7 +430,7 @@ def overlapped_drafter(
     if speculation.beside == "inline":
         own = replace(own, options=replace(own.options, graphs="off"))
     weights = weights or _drafter_weights(plan, config)
-    assert weights is not None, "there is a model to load"
+    assert weights is not None, "the command must name a model to load"
     dtype = dtype_of(config)
     device = _drafter_device(plan, config)
     cache = allocate_cache(own, dtype, device, least=slots + BRANCH_SLOTS)

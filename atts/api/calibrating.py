@@ -350,7 +350,7 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
         raise CalibrationInputError(
             "the run's scores",
             0,
-            "at least one score, from a gate that requests scores of the target",
+            "at least one score, from a gate that requests target scores",
         )
     decisions = [decision for decision, _ in with_lengths]
     lengths = tuple(length for _, length in with_lengths)

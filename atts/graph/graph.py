@@ -277,7 +277,7 @@ _UNKNOWN = -1.0  # a time that has not come yet
 
 
 def _no_clock() -> float:
-    raise AssertionError("a graph has a clock only while it runs")
+    raise AssertionError("only a running graph has a clock")
 
 
 @dataclass(slots=True, eq=False)

@@ -290,7 +290,7 @@ class _EvalArchive:
     def _packed(self, entry: zipfile.ZipInfo) -> bytes:
         """Return the bytes of an entry as they are in the archive."""
         file = self._archive.fp
-        assert file is not None, "the archive is open"
+        assert file is not None, "the archive must be open"
         file.seek(entry.header_offset)
         # the lengths of the name and of the extra field, which precede the data
         name, extra = struct.unpack("<HH", file.read(30)[26:])

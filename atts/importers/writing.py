@@ -481,7 +481,7 @@ class _ProblemWriter:
             if problem is None:
                 problem = its_problem
                 self._record(ProblemStarted(problem))
-            assert sample.number is not None, "reading gave every rollout a number"
+            assert sample.number is not None, "every rollout must have a number after reading"
             numbers.append(sample.number)
             answer = self._rollout(problem, sample, sample.number)
             if answer is not None:
@@ -492,7 +492,7 @@ class _ProblemWriter:
                 self._time(problem, sample)
             if sample.ended == "failed":
                 errors.append(sample.error)
-        assert problem is not None, "every problem has a rollout"
+        assert problem is not None, "every problem must have a rollout"
         self._finish(problem, answers, tuple(sorted(numbers)), usage, errors)
         if is_timed:
             self._record(ProblemSpan(problem.id, number, "done", 0.0, longest))

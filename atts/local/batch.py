@@ -98,7 +98,7 @@ class Sequence:
         """Begin scoring at the first token without a known log-probability; `known` are the values
         before it.
         """
-        assert isinstance(self.request, ScoreRequest), "only given ids are scored"
+        assert isinstance(self.request, ScoreRequest), "only scoring requests have ids to score"
         self.logprobs = known
         self.first_scored = len(self.request.prefix) + len(known)
 
@@ -144,7 +144,7 @@ def ending(
 ) -> Ending | None:
     """Return why the sequence ends with its newest token, or None if it continues."""
     request = sequence.request
-    assert isinstance(request, SampleRequest), "only sampled sequences grow"
+    assert isinstance(request, SampleRequest), "only sampling requests grow"
     if token in end_ids:
         return "end"
     if token in request.stop_ids:
@@ -157,7 +157,7 @@ def ending(
 def going_on(sequence: Sequence, tokens: TokenIds, table: TokenTable) -> int:
     """Count the tokens from the first one on that can be appended before one ends the sequence."""
     request = sequence.request
-    assert isinstance(request, SampleRequest), "only sampled sequences grow"
+    assert isinstance(request, SampleRequest), "only sampling requests grow"
     ends = (
         at for at, token in enumerate(tokens) if token in table.end_ids or token in request.stop_ids
     )

@@ -239,7 +239,7 @@ class PrefixTree:
         left = np.array(scores, dtype=np.float32)
         step = node
         while len(left):
-            assert step.parent is not None, "more scores than tokens"
+            assert step.parent is not None, "a sequence has more scores than tokens"
             if step.scores is None:
                 step.scores = np.full(len(step.ids), np.nan, dtype=np.float32)
             own = min(len(left), len(step.ids))

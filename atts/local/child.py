@@ -28,7 +28,7 @@ def main() -> int:
     os.dup2(2, 1)  # output that libraries print must not get between the replies
 
     config = pickle.load(commands)
-    assert isinstance(config, WorkerConfig), "the first message is the configuration"
+    assert isinstance(config, WorkerConfig), "the first message must be the configuration"
     build = build_loop if config.builder is None else config.builder.build
     try:
         loop, ready = build(config, lambda report: write(replies, report))

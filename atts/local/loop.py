@@ -275,7 +275,7 @@ class StepLoop:
         cached = [
             sequence.cached_logits for sequence in ready if sequence.cached_logits is not None
         ]
-        assert len(cached) == len(ready), "a ready sequence has its logits"
+        assert len(cached) == len(ready), "a ready sequence must have logits"
         parts = [torch.stack(cached)] if cached else []
         if hidden is not None and count:
             parts.append(self._model.compute_logits(hidden[:count]))
@@ -297,7 +297,7 @@ class StepLoop:
         rows = torch.from_numpy(np.repeat(np.arange(len(sequences)), widths))
         uniforms = list[float]()
         for sequence, width in zip(sequences, widths, strict=True):
-            assert sequence.uniforms is not None, "only sampled sequences are drawn for"
+            assert sequence.uniforms is not None, "only sampling requests draw tokens"
             written = len(sequence.logprobs)
             uniforms += sequence.uniforms[written : written + width].tolist()
         drawn, raw = self._model.sample(logits, spread_rows(sampling, rows), uniforms).lists()
@@ -537,7 +537,7 @@ def extend_drawn(
     _, first, tokens, logprobs = draws
     drawn = sequence.drawn
     text = sequence.ids[sequence.first_scored :]
-    assert drawn is not None, "only what is wanted is drawn"
+    assert drawn is not None, "only requested tokens may be drawn"
     for place in range(len(drawn.logprobs), first + len(tokens)):
         token = tokens[place - first]
         drawn.ids.append(token)

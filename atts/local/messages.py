@@ -230,8 +230,8 @@ def first_answer(process: subprocess.Popen[bytes], config: object, name: str) ->
     :raises EngineError: the process could not load the model.
     :raises EOFError: the process has ended; other errors of `GONE` mean the same.
     """
-    assert process.stdin is not None, "asked for a pipe"
-    assert process.stdout is not None, "asked for a pipe"
+    assert process.stdin is not None, "the process must have pipes"
+    assert process.stdout is not None, "the process must have pipes"
     write(process.stdin, config)
     answer = pickle.load(process.stdout)
     if isinstance(answer, FailureReply):

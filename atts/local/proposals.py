@@ -247,8 +247,8 @@ class Proposals:
 def ask_of(sequence: Sequence, room: int) -> Ask:
     """Return the part of a decoding sequence's state that a proposer may see."""
     request = sequence.request
-    assert isinstance(request, SampleRequest), "only sampled sequences decode"
-    assert sequence.uniforms is not None, "only sampled sequences decode"
+    assert isinstance(request, SampleRequest), "only sampling requests decode"
+    assert sequence.uniforms is not None, "only sampling requests decode"
     written = len(sequence.logprobs)
     return Ask(
         key=sequence.request_id,

@@ -188,7 +188,7 @@ class ProcessWorker:
         :raises EngineError: the model could not be loaded.
         """
         process = self._process
-        assert process is not None, "opened once, before it is closed"
+        assert process is not None, "a worker may be opened only once, before its end"
         config = join_loops(config, self._share)
         try:
             answer = first_answer(process, config, config.name)
@@ -198,7 +198,7 @@ class ProcessWorker:
             problem = f"the engine's process died while loading with {_farewell(process.returncode, self._last_words)}"
             raise EngineError(config.name, problem) from error
         assert isinstance(answer, WorkerReady), (
-            "a child that has its configuration is ready or has failed"
+            "a configured process must answer that it is ready or has failed"
         )
         self._start(
             threading.Thread(
@@ -343,7 +343,7 @@ def _farewell(code: int, last_words: _LastWords) -> str:
 def _read_reports(
     process: subprocess.Popen[bytes], deliver: Deliver, last_words: _LastWords
 ) -> None:
-    assert process.stdout is not None, "asked for a pipe"
+    assert process.stdout is not None, "the process must have a pipe for errors"
     with process.stdout as stream:
         try:
             while True:

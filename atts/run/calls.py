@@ -255,7 +255,7 @@ class SequentialComparison:
             self._next += 1
             right = self._over[name]
             if right is not None and name in rule.votes:
-                assert self._sequence is not None, "there is a rule"
+                assert self._sequence is not None, "the run must have a stopping rule"
                 self._sequence.add(right - rule.votes[name])
                 self.answer = self._sequence.answer(rule.points)
                 if self._is_settled:

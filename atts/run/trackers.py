@@ -496,7 +496,9 @@ class TensorBoard:
         if self._folder:
             folder = Path(self._folder) / run.name
         else:
-            assert run.directory is not None, "checked when the tracker was made"
+            assert run.directory is not None, (
+                "the package must have been checked when the tracker was made"
+            )
             folder = run.directory / "tensorboard"
         self._writer = self._make(logdir=str(folder))
         rows = [f"| {name} | {value} |" for name, value in run.settings.items()]

@@ -191,8 +191,8 @@ class RemoteEngine(BaseEngine):
             return
         if self._changed is not None:
             raise self._changed
-        assert self._known is not None, "an open engine was probed"
-        assert self._identity is not None, "an open engine was identified"
+        assert self._known is not None, "an open engine must have been probed"
+        assert self._identity is not None, "an open engine must have identified its server"
         client = self._opened()
         requests = self._requests()
         # This is read before the questions, because they do not answer a doubt that arises in the
@@ -209,8 +209,8 @@ class RemoteEngine(BaseEngine):
 
         :raises UnsupportedByEngine: the server is another one.
         """
-        assert self._known is not None, "an open engine was probed"
-        assert self._identity is not None, "an open engine was identified"
+        assert self._known is not None, "an open engine must have been probed"
+        assert self._identity is not None, "an open engine must have identified its server"
         try:
             require_unchanged(self._name, self._identity, identity, self._known, seen)
         except UnsupportedByEngine as changed:
@@ -225,8 +225,8 @@ class RemoteEngine(BaseEngine):
         """
         async with self._checking:
             self._unchecked = 0
-            assert self._known is not None, "an open engine was probed"
-            assert self._identity is not None, "an open engine was identified"
+            assert self._known is not None, "an open engine must have been probed"
+            assert self._identity is not None, "an open engine must have identified its server"
             seen = await ServerProbe(self._requests()).glance(self._known)
             self._compare(self._identity, seen)
 

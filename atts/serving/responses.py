@@ -421,7 +421,7 @@ class Responses:
 
         A response that this server cannot continue gets an error instead of a reply.
         """
-        assert self._folder is not None, "its folder was listed by this name"
+        assert self._folder is not None, "a stored response needs a server with a state folder"
         options = self._service.options
         stored: _Stored | None = None
         try:

@@ -777,7 +777,7 @@ class Service:
         the disk.
         """
         assert self._calibrators is not None or not states, (
-            "there are states only if there is a folder"
+            "calibrators are saved only if the server has a state folder"
         )
         for path, state in states:
             try:

@@ -498,7 +498,7 @@ class DialectServer:
         from aiohttp import web
 
         state = self._state
-        assert state is not None, "it serves while it has an engine"
+        assert state is not None, "the server must have an engine to serve"
         if fault == "refused":
             return _broken(request)
         if fault == "429":
@@ -844,7 +844,7 @@ async def chat(call: ServerCall) -> Any:
     body = call.body
     _check_model(call)
     if body.get("stream", True):
-        raise Refusal(400, "these tests do not stream")
+        raise Refusal(400, "this test server does not stream")
     options: Mapping[str, Any] = body.get("options") or {}
     ids = call.state.engine.tokenizer.render(
         [Message(row["role"], without_marks(row["content"])) for row in body["messages"]]
@@ -1282,7 +1282,7 @@ class RewardServer:
     @property
     def url(self) -> str:
         """Return the address where the server listens."""
-        assert self._http is not None, "it listens while it is open"
+        assert self._http is not None, "the server must be open to listen"
         return f"http://127.0.0.1:{self._http.server_port}"
 
     @property

@@ -565,7 +565,7 @@ class OverlappedDrafter(ModelDrafter):
         done = base - branch.start if branch is not None else 0
         tokens = tuple(branch.tokens[done : done + ask.room]) if branch is not None else ()
         laws = branch.laws[done - 1 :][: len(tokens)] if branch is not None else []
-        assert sequence.uniforms is not None, "only sampled sequences decode"
+        assert sequence.uniforms is not None, "only sampling requests decode"
         line = DraftLine(ask, base, sequence.row, tokens, laws, sequence.uniforms[ask.written :])
         proposal = TokenProposal(tokens, 1.0) if tokens else NOTHING
         if len(line.uniforms) <= len(tokens) or line.stop >= self._last:

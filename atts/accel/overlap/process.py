@@ -206,7 +206,7 @@ class DrafterProcess(Proposer):
         for ask in asks:
             sequence = self._sequence(ask.key)
             if ask.key not in self._known:
-                assert isinstance(sequence.request, SampleRequest), "only sampled sequences decode"
+                assert isinstance(sequence.request, SampleRequest), "only sampling requests decode"
                 fresh.append((ask.key, sequence.request))
                 self._known[ask.key] = len(sequence.request.ids)
             news.append((ask.key, tuple(ask.ids[self._known[ask.key] :]), ask.room))

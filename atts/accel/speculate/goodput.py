@@ -632,7 +632,7 @@ class GoodputControl:
     def _plain(self, step: StepShape) -> float:
         """Return the seconds of a step without proposals."""
         curve = self._costs.curve(step.condition)
-        assert curve is not None, "a step was timed"
+        assert curve is not None, "a step must have been timed"
         return curve.one(step.rows)
 
     def _decide(self, load: _Load, verdict: _Verdict, step: StepShape) -> None:

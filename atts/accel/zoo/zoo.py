@@ -248,7 +248,7 @@ def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
     :raises ZooError: the base's are.
     """
     stored = check_stored(base)
-    assert stored is not None, "a model of a zoo has a manifest"
+    assert stored is not None, "a model of a zoo must have a manifest"
     unadapted(stored, "--base")
     layers = read_object(folder / "config.json", name).get("num_hidden_layers")
     whole.mkdir()
@@ -626,7 +626,7 @@ class Zoo:
             raise OptionError("OUT", f"{out} exists already; name a new folder")
         folder = self.folder(name)
         model = check_stored(folder)
-        assert model is not None, "a model of a zoo has a manifest"
+        assert model is not None, "a model of a zoo must have a manifest"
         with _made(out) as temporary, ExitStack() as stack:
             home = folder / ADAPTER if model.base else folder
             self._refuse_links_out(home)

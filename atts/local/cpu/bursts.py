@@ -79,7 +79,7 @@ class MultiStep:
         shape = (turns, len(sequences))
         numbers = list[NDArray[np.float64]]()
         for sequence in sequences:
-            assert sequence.uniforms is not None, "only sampled sequences are drawn for"
+            assert sequence.uniforms is not None, "only sampling requests draw tokens"
             written = len(sequence.logprobs)
             numbers.append(sequence.uniforms[written : written + turns])
         ahead = AheadBatch(

@@ -72,7 +72,7 @@ def _build(key: str, build: Build, folder: Path | None, trouble: str) -> tuple[c
                 return ctypes.CDLL(str(kept)), trouble or refusal
         except (OSError, UnsupportedByEngine) as refused:
             error = refused
-    assert error is not None, "there is a place to build in"
+    assert error is not None, "every folder for the kernels failed, so an error must be known"
     raise error
 
 

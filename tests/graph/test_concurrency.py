@@ -193,6 +193,6 @@ def test_a_slot_is_given_back_once() -> None:
     assert queue.take_nowait()
     queue.resize(1)
     queue.give()
-    with pytest.raises(AssertionError, match="was not taken"):
+    with pytest.raises(AssertionError, match="must be taken"):
         queue.give()
     assert (queue.in_use, queue.free_slots) == (0, 1)

@@ -221,9 +221,9 @@ def test_a_comparison_with_a_coin_is_called_the_gain_over_it(
     coin = ("--method", "coin", "--out", "runs/coin")
     assert atts("eval", "arithmetic[:3]", "--samples", "3", *scripted, *coin).code == 0
     said = atts("compare", "runs/coin", "runs/atts").out
-    assert "the difference is the gain of atts over it" in said
+    assert "the difference is the gain of atts over the coin" in said
     reversed_order = atts("compare", "runs/atts", "runs/coin").out
-    assert "the gain of atts is the difference reversed" in reversed_order
+    assert "the gain of atts over the coin is minus the difference" in reversed_order
     assert "coin" not in atts("compare", "runs/alone", "runs/atts").out
 
 

@@ -188,7 +188,7 @@ def test_a_lossy_variant_opens_only_on_request(pair: Zoo, base: Path) -> None:
     kept(pair)
     words = f"zoo:{pair.directory}"
     refused = {
-        f"{words}/lean": "replaces 'tuned' with a loss",
+        f"{words}/lean": "is a lossy replacement of 'tuned'",
         f"{words}/tuned?lossy=.001": r"lean diverges by 0\.005",
         f"{words}/tuned?lossy=little": "not a number",
         f"{words}/base?lossy=1": "the zoo has no stand-in",

@@ -319,7 +319,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
                 "partial_rotary_factor": 0.5,
             }
         ),
-        "turns 0.5 of each head",
+        "rotates 0.5 of each head",
     ),
     "heads that do not divide": (_edit(num_key_value_heads=3), "3 key-value heads cannot serve 4"),
     "impossible config": (_edit(num_attention_heads=7), "cannot be read as a model configuration"),

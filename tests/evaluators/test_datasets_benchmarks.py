@@ -468,7 +468,7 @@ def test_an_uncached_benchmark_says_how_to_get_it(
     """
     with pytest.raises(
         DatasetError,
-        match="hf download --repo-type dataset HuggingFaceH4/MATH-500; or name a file of it with "
+        match="hf download --repo-type dataset HuggingFaceH4/MATH-500; or name a file of the dataset with "
         "--file",
     ):
         cached("math500", tmp_path)

@@ -244,8 +244,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         (
             "tokens written",
             f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target "
-            f"({100 * summary.target_share:.1f} %); {usage.wasted_tokens:,} of these tokens "
-            "discarded",
+            f"({100 * summary.target_share:.1f} %); {usage.wasted_tokens:,} of them discarded",
         ),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
         ("cost", "" if result.cost is None else f"${result.cost:,.4f}"),

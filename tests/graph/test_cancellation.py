@@ -28,7 +28,7 @@ IsEmpty = Callable[[Graph], bool]
 
 
 class Engine(Protocol):
-    """The watched engine of conftest.py."""
+    """The interface of the fixture `engine`, which counts its steps and its calls in flight."""
 
     tick: Callable[[int], None] | None
     in_flight: dict[str, int]

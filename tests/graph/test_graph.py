@@ -36,7 +36,7 @@ IsEmpty = Callable[[Graph], bool]
 
 
 class Engine(Protocol):
-    """The watched engine of conftest.py."""
+    """The interface of the fixture `engine`, which counts its calls."""
 
     in_flight: dict[str, int]
     peak: dict[str, int]

@@ -576,8 +576,8 @@ def _table(where: str, clock: Literal["seconds", "processor"], found: Mapping[st
         "draft and scored tokens | realised rate | RMS error by turn | RMS error by question | "
         "largest error in 500 decisions",
         [_method_row(name, clock, one, alone) for name, one in found.items()],
-        "Live: both engines share two cores. Processor time is compared, because wall time depends on"
-        " how busy the machine was."
+        "Both engines share two cores. The study compares processor times, because wall times depend"
+        " on the load of the machine."
         if clock == "processor"
         else "A toy model with true log-probabilities. At most 16 draft and 4 target requests run at once;"
         " a draft token takes 12 ms, a target token 45 ms, about as in the published runs.",
@@ -654,12 +654,12 @@ def study_ablations(options: Options) -> list[Table]:
             "Which defaults would change",
             "choice | options that win | verdict",
             verdicts,
-            "An option wins if its accuracy is higher (interval above 0) for no more "
-            f"arithmetic. It also wins if it loses less than {-100 * _LOSS:g} point (low end) and "
-            f"saves {100 * _WORTH:.0f} % of arithmetic or time. In all other cases the default "
-            "stays.",
-            f"No default is changed on fewer than {_ENOUGH} problems; this run has {count}. Each "
-            "choice has several options, so a single "
+            "An option wins if its accuracy is higher than the default's (interval above 0) for no "
+            f"more arithmetic. An option also wins if it loses less than {-100 * _LOSS:g} point of "
+            f"accuracy (low end of the interval) and saves {100 * _WORTH:.0f} % of arithmetic or "
+            "time. If no option wins, the default stays.",
+            f"A run of fewer than {_ENOUGH} problems changes no default; this run has {count} "
+            "problems. Each choice has several options, so a single "
             "narrow win is weaker evidence than its interval suggests.",
             headline=f"defaults that another option beats: {', '.join(changed) or 'none'} "
             f"(of {len(chosen)})",
@@ -801,7 +801,7 @@ def frontier_table(found: Mapping[str, Sum]) -> Table:
         )
         rows.append((name, name.rpartition("-")[0], *accuracy, *costs))
     return Table.of(
-        f"The frontier: votes against arithmetic, {len(next(iter(found.values())).solved)} "
+        f"The frontier: accuracy of votes against arithmetic, {len(next(iter(found.values())).solved)} "
         f"problems, live",
         "run | method | accuracy | 95 % | target tokens | GFLOPs | Pareto-optimal",
         rows,

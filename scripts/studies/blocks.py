@@ -334,7 +334,7 @@ def study_simulated(options: Options) -> list[Table]:
         title,
         header,
         rows,
-        "Virtual time, for 8B models whose step times are those published for one H100.",
+        "Times are virtual: 8B models have the step times published for one H100.",
     )
     return [first, _published(options, count)]
 
@@ -704,8 +704,8 @@ def memory(options: Options) -> list[Table]:
                 (words, len(names), together, alone, f"{100 * (together / alone - 1):+.0f} %")
             )
     title = (
-        f"Memory of a family's processes, MB, most of {rounds} rounds; {_REQUESTS} requests of {_TOKENS} "
-        "tokens to each"
+        f"Memory of a family's processes, MB, maximum of {rounds} rounds; {_REQUESTS} requests of "
+        f"{_TOKENS} tokens to each model"
     )
     return [
         Table.of(
@@ -830,12 +830,12 @@ def study_real(options: Options) -> list[Table]:
     return [
         learnt,
         Table.of(
-            f"Relatives of {name} at once, in one loop and apart",
+            f"Relatives of {name} at once, in one loop and in separate engines",
             "requests of each tenant | arm | tokens/s | relative to four engines | weights MB",
             speeds,
-            f"{', '.join(TENANTS)}; {PROMPT} prompt tokens, {LENGTH} written tokens; processor "
-            "time of one core. The zoo "
-            f"takes {contents.stored / 1e6:.1f} MB of disk, separate models "
+            f"The models are {', '.join(TENANTS)}. Each request has {PROMPT} prompt tokens and "
+            f"{LENGTH} written tokens; times are processor times of one core. The zoo takes "
+            f"{contents.stored / 1e6:.1f} MB of disk, and separate models take "
             f"{contents.apart / 1e6:.1f} MB.",
         ),
     ]
@@ -870,12 +870,12 @@ def relatives(base: Path, scratch: Path, zoo: Zoo, steps: int) -> Table:
         say(f"{name}: {before:.3f} to {after:.3f} in {seconds:.0f} s of processor time")
         rows.append((name, lesson.what, count / 1e6, before, after, round(seconds)))
     return Table.of(
-        "Relatives trained here",
+        "Relatives trained by this study",
         "model | kind | own weights, millions | loss before, nats per token | loss "
         "after | processor seconds",
         rows,
-        f"{steps} steps of {BATCH} generated problems; adapters of rank {RANK}. The loss is "
-        f"measured on {HELD_OUT * BATCH} problems of another split.",
+        f"Each model was trained for {steps} steps of {BATCH} generated problems; adapters have "
+        f"rank {RANK}. The loss is measured on {HELD_OUT * BATCH} problems of another split.",
     )
 
 

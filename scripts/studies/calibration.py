@@ -397,11 +397,10 @@ def paired_averages(options: Options) -> Table:
         "accuracies | gain | problems | samples | coverage | power | coverage of plain "
         "t | power | coverage of the bootstrap | power",
         rows,
-        f"{runs:,} simulated pairs of runs per row. The table shows how often the interval "
-        "excludes 0 (p below 0.05); at gain 0 this is a false positive. Accuracies are Beta(1, 1), "
-        "Beta(9, 1), or 0.98 for nine "
-        "problems of ten and 0.5 for the tenth; with the gain, an accuracy is at most 1. Bootstrap: "
-        "percentiles of "
+        f"Each row has {runs:,} simulated pairs of runs. *Significant* is the share of pairs whose "
+        "interval excludes 0 (p below 0.05): at gain 0, the false positives. Accuracies are "
+        "Beta(1, 1) (*even*), Beta(9, 1) (*easy*), or 0.98 for nine problems of ten and 0.5 for "
+        "the tenth; with the gain, an accuracy is at most 1. The bootstrap uses percentiles of "
         f"{_RESAMPLES} resamples of problems.",
     )
 
@@ -591,8 +590,8 @@ def certificates(options: Options) -> Table:
         f"Share of runs that are certified at {EPSILON}, by simulation",
         "policy | problems | answers lost (`certify`) | net loss (`certify_net`)",
         rows,
-        f"{runs:,} simulated runs per row, delta 0.1. A policy that is worse by 0.025 may be "
-        "certified in one run of ten.",
+        f"Each row has {runs:,} simulated runs, with delta 0.1. So a policy that is worse by 0.025 "
+        "may be certified in one run of ten.",
     )
 
 
@@ -625,7 +624,7 @@ def lengths(options: Options) -> Table:
         "Rate of mode marginal, nominal 0.2, by chunks in flight",
         "chunks | in flight | ranks among all | ranks by length",
         rows,
-        f"{runs} simulated runs per row, of first chunks whose duration is proportional to "
+        f"Each row has {runs} simulated runs of first chunks, whose duration is proportional to "
         "their length. The logarithms of length and perplexity correlate by 0.54, as "
         "on a real pair, and the limit of 500 tokens cuts some chunks.",
     )

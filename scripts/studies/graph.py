@@ -81,11 +81,11 @@ def conserved() -> list[Table]:
         rows.append((name, seconds, seconds / bound, seconds / ours, idle, timing.sibling_seconds))
     table = Table.of(
         "Work conservation on recorded rollouts, virtual time",
-        "admission | virtual s | of the least possible (bar: 1.03) | of the first (bar: 1.35 with "
-        "a barrier) | "
+        "admission | virtual s | over the least possible (bar: 1.03) | over the first row (bar: "
+        "1.35 with a barrier) | "
         "target slots idle | s waiting for siblings",
         rows,
-        f"{len(rollouts)} recorded rollouts of {len(questions)} questions. The draft has "
+        f"The study replays {len(rollouts)} recorded rollouts of {len(questions)} questions. The draft has "
         f"{SLOTS['draft']} slots and the target {SLOTS['target']}; calls are served in "
         "the order in which they arrive.",
     )
@@ -294,11 +294,12 @@ def _flatness(options: Options) -> Table:
         "1.25) | "
         "hand / its smallest",
         rows,
-        f"With {IN_FLIGHT} calls in flight, the smallest size ends before its queues are full. It makes "
-        "the same calls per rollout, which are probably cheaper because they touch "
-        "less memory. Garbage collection explains a part: with the collector off, the "
-        "time per rollout grows less.",
-        f"With {IN_FLIGHT // 4} calls in flight, the smallest size fills its slots four times, so the "
+        f"With {IN_FLIGHT} calls in flight, the smallest run ends before its queues are full. The "
+        "smallest run makes the same calls per rollout, but its calls are probably cheaper, "
+        "because they touch less memory. "
+        "Garbage collection explains a part of the growth: with the collector off, the time per "
+        "rollout grows less.",
+        f"With {IN_FLIGHT // 4} calls in flight, the smallest run fills its slots four times, so the "
         "remaining growth comes from the number of rollouts.",
     )
 
@@ -320,8 +321,8 @@ def _memory(options: Options) -> Table:
         "Peak memory with the journal on (MiB, Python's own allocations)",
         "problems | peak MiB | journal MiB on disk",
         rows,
-        f"{IN_FLIGHT} rollouts in flight; each result is passed to the caller and then dropped. Python "
-        f"{sys.version.split()[0]}.",
+        f"{IN_FLIGHT} rollouts are in flight; each result is passed to the caller and then dropped. "
+        f"The study ran on Python {sys.version.split()[0]}.",
     )
 
 
@@ -372,7 +373,7 @@ def verdict(tally: Tally) -> Table:
         rows.append((name, first, last, max(map(get, kept)), (last - first) / hours, trend))
     wrong = tally.differences
     notes = (
-        f"{sum(tally.episodes.values())} runs of {tally.problems} problems in "
+        f"The process made {sum(tally.episodes.values())} runs of {tally.problems} problems in "
         f"{tally.levels[-1].seconds / 60:.0f} "
         f"minutes; {tally.failed_rollouts} rollouts failed as planned by the fault schedule, "
         "and the journal records "
@@ -437,13 +438,13 @@ def _levels(tally: Tally) -> Table:
 def _episodes(tally: Tally) -> Table:
     what: Mapping[Kind, str] = {
         "faults": "one call in twenty is refused, late, cut, timed out, impossible, or never comes",
-        "cancelled and resumed": "the same, cut off in the middle, then finished from its journal",
-        "drift": "perplexities rise in the middle of the study",
+        "cancelled and resumed": "a run with these faults, stopped in the middle, then finished from its journal",
+        "drift": "the perplexities of chunks rise in the middle of the study",
         "embedded pair": "real models, one call in a hundred dropped",
-        "embedded pair, cancelled": "the same, cut off and finished",
+        "embedded pair, cancelled": "a run of the embedded pair, stopped in the middle and then finished",
     }
     rows = [(kind, count, what[kind]) for kind, count in tally.episodes.items()]
-    return Table.of("Soak: what was run", "kind | runs | what", rows)
+    return Table.of("Soak: kinds of runs", "kind | runs | what", rows)
 
 
 def study_crash(options: Options) -> list[Table]:
@@ -482,5 +483,8 @@ def study_crash(options: Options) -> list[Table]:
     )
     same = sum(row[6] == row[7] == "identical" for row in rows)
     headline = f"{same} of {len(rows)} runs end with identical decisions and outcomes. {notes[0]}"
-    header = "run | kills | full disks | sessions | calls recalled | calls repeated | decisions | outcomes | seconds"
+    header = (
+        "run | kills | full disks | sessions | calls read from journal | calls repeated | decisions | "
+        "outcomes | seconds"
+    )
     return [Table.of("Runs killed again and again", header, rows, *notes, headline=headline)]

@@ -341,13 +341,13 @@ def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
         "Decoding compared with `transformers.generate`",
         "model | batch | tokens each | decoded tokens/s | decoding, ratio to generate | prompt and "
         "decoding, ratio | "
-        "torch kernel, ratio | ms a step | its torch.mm, ms | its memory, ms | limit over step",
+        "torch kernel, ratio | ms a step | limit by torch.mm, ms | limit by memory, ms | limit over step",
         rows,
-        f"Each prompt has {PROMPT} tokens, none of them in a cache; one thread on each side, float32, "
-        f"temperature 0.7. "
-        "Decoding: the time for all tokens minus the time for one. Limits: torch.mm on the same "
-        f"shapes, and the bytes of weights and cache divided by the {traffic / 1e9:.1f} GB/s of a "
-        "large copy; data in the processor's caches is faster.",
+        f"Each prompt has {PROMPT} tokens, none of them in a cache. Both programs use one thread, "
+        "float32 and temperature 0.7. The time of decoding is the time for all tokens minus the "
+        "time for one token. A step has two limits: torch.mm on the same shapes, and the bytes of "
+        f"weights and cache divided by the {traffic / 1e9:.1f} GB/s of a large copy. Data in the "
+        "processor's caches is read faster.",
         spent.disturbance(),
         headline=f"the embedded target writes {rates['target', 16]:,.0f} tokens/s on one core at "
         f"batch 16, {shown[4]} "
@@ -416,7 +416,7 @@ def overheads(subjects: Sequence[Subject], rates: Rates, machine: Machine) -> Ta
         rows.append((subject.name, count, floor, step, floor / step))
     return Table.of(
         f"One token at a time: {machine.operation_microseconds:.2f} us per torch operation",
-        "model | operations of a step in transformers | their least cost, ms | our step, ms | "
+        "model | operations of a step in transformers | least cost of these, ms | step of atts, ms | "
         "ratio",
         rows,
     )
@@ -506,8 +506,8 @@ def scoring(lab: Lab, subjects: Sequence[Subject], rates: Rates) -> Table:
             ahead = None if decoded is None else tokens / decoded
             rows.append((subject.name, batch, tokens, ahead, rate, limit, rate / limit))
     return Table.of(
-        f"Scoring {CHUNK} new tokens on each of several rollouts of {PREFIX} warm ones",
-        "model | rollouts | scored tokens/s | to decoded tokens/s | GFLOP/s | torch.mm GFLOP/s | "
+        f"Scoring {CHUNK} new tokens on each of several rollouts with {PREFIX} cached tokens",
+        "model | rollouts | scored tokens/s | over decoded tokens/s | GFLOP/s | torch.mm GFLOP/s | "
         "share of the matrix rate",
         rows,
     )
@@ -640,15 +640,15 @@ def _rounded(exact: Sequence[float], rounded: Sequence[float], faster: Spread) -
     apart = abs(one - other)
     bounds = [np.quantile(one, 1 - rate) for rate in RATES]
     others = [int(((one > bound) != (other > bound)).sum()) for bound in bounds]
-    header = "chunks | times as fast | mean difference, nats a token | largest"
+    header = "chunks | speed-up | mean difference, nats a token | largest difference"
     return Table.of(
         "Scores of rows rounded to bfloat16",
-        " | ".join([header, *(f"decided otherwise at {rate}" for rate in RATES)]),
+        " | ".join([header, *(f"changed decisions at rate {rate}" for rate in RATES)]),
         [(len(one), str(faster), float(apart.mean()), float(apart.max()), *others)],
         "Texts are scored from the prompt on, in batches of 100 problems; the "
         "processor time includes the tasks of the caller. A decision changes if only "
-        "one of the chunk's two scores is above the threshold that gives the rate in "
-        "float32.",
+        "one of the chunk's two scores (float32 and bfloat16) is above the threshold that gives "
+        "the rate in float32.",
     )
 
 

@@ -120,8 +120,8 @@ DRAFT_1B = Cost(
     0.02101 * _MS * 1.54 / 8.03,
     3.93e-5 * _MS * 14336 / 65536,
     0.02101 * _MS * 1.54 / 8.03,
-    origin="ours: the 8B row scaled by weights (1.54/8.03) and by KV bytes a token, step overhead "
-    "kept",
+    origin="own estimate: the 8B row scaled by weights (1.54/8.03) and by KV bytes a token, with the "
+    "same step overhead",
 )
 # memory left after the weights, divided by the bytes of a token (80 layers, 8 KV heads)
 _ROOM_70B = int((4 * 80e9 * 0.9 - 141e9) / 327_680)

@@ -237,7 +237,7 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
         rows,
         "A draw takes the token whose probability interval contains a uniform random "
         "number. Scoring computes a chunk at once and decoding one token at a time, so "
-        "their log-probabilities differ by about 1e-5. A random number this close to "
+        "the log-probabilities of both differ by about 1e-5. A random number within 1e-5 of "
         "the border of an interval may therefore fall on either side. `transformers` "
         "computes the distribution at each difference; inf means that the two tokens "
         "have no common border.",
@@ -445,7 +445,7 @@ def claimed(ledger: Ledger) -> list[Table]:
     for samples in sorted({samples for _, samples, _, _ in ledger.pieces}):
         title = "The claim" if not tables else f"The claim at {samples} samples"
         words = (
-            f"atts is the default policy at rate {CLAIMED['atts']:g}. No rollout of either "
+            f"The row *atts* is the default policy at rate {CLAIMED['atts']:g}. No rollout of either "
             "method was stopped early."
         )
         compared = methods(title, ledger, list(CLAIMED), samples, words)
@@ -513,15 +513,16 @@ async def every_method(options: Options) -> list[Table]:
 
 
 _SAMPLES_NOTES = (
-    "Live runs that stop each vote as soon as it cannot change. Numbers are per "
+    "The live runs stop a problem's vote as soon as the vote cannot change. Numbers are per "
     "problem, with 95 % intervals over problems.",
-    "A tie goes to the answer that came first, so the vote of 2 samples is no better than 1. With odd"
-    " numbers of samples, the vote improves on problems whose most probable answer is correct, and "
-    "gets worse on the others.",
+    "In a tie, the answer that came first wins, so a vote of 2 samples is no better than 1 sample. "
+    "With odd numbers of samples, the vote improves on problems whose most probable answer is "
+    "correct, and gets worse on other problems.",
 )
 _LIMIT_NOTE = (
-    f"{SEQUENTIAL} samples. A rollout that a limit cuts has no vote. So a higher limit does not lower "
-    "accuracy, except by chance. Chunks of target and draft are equally long, so both need equally many turns."
+    f"Each problem has {SEQUENTIAL} samples. A rollout that a limit cuts has no vote. So a higher "
+    "limit does not lower accuracy, except by chance. Chunks of target and draft are equally long, "
+    "so rollouts of both need equally many turns."
 )
 
 
@@ -746,7 +747,7 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
         f"Rate control of {arm} in the live pipeline, nominal {nominal:g}, {samples} samples",
         "group | decisions | realised rate | minus nominal rate",
         rows,
-        f"By question ({len(asked)} of them), the root mean square of realised minus nominal rate is "
+        f"Over {len(asked)} questions, the root mean square of realised minus nominal rate is "
         f"{found.rate_error(nominal):.3f}; independent coins at the nominal rate would "
         f"give {coins:.3f}.",
     )
@@ -1092,7 +1093,8 @@ def tables(found: Sequence[Measured], agreement: Mapping[str, float]) -> list[Ta
     found = [one for one in found if one.clock == clock]
     groups = list(_groups(found, list(agreement)))
     drafts = "; ".join(
-        f"the draft {name} agrees on {share:.2f} of tokens" for name, share in agreement.items()
+        f"the draft {name} agrees with its target on {share:.2f} of tokens"
+        for name, share in agreement.items()
     )
     loads = [one.load for one in found]
     load = f"Load of the machine when cells began: {min(loads):.1f} to {max(loads):.1f}. {_CLOCKS[clock]}"

@@ -384,13 +384,16 @@ class Record:
         machine = self.machine
         is_other = self.study in _ON_THE_PAIR and machine.get("pair") != pair_mark()
         return (
-            f"Effort `{self.effort}` on {machine['processor']}, {machine['cores']} cores, "
-            f"load {machine['load']:.1f} "
-            f"at the start; "
-            f"limits of one core: copy {machine['copy_gib_per_second']:.1f} GiB/s, "
-            f"matrices {machine['matrix_gflops']:.0f} GFLOP/s, "
+            f"The study ran with effort `{self.effort}` on {machine['processor']}, with "
+            f"{machine['cores']} cores and load {machine['load']:.1f} at the start. "
+            f"One core copies {machine['copy_gib_per_second']:.1f} GiB/s, multiplies matrices at "
+            f"{machine['matrix_gflops']:.0f} GFLOP/s, and takes "
             f"{machine['operation_microseconds']:.1f} us per torch operation."
-            + (f" It took {self.spent['processor']:.0f} processor seconds." if self.spent else "")
+            + (
+                f" The study took {self.spent['processor']:.0f} processor seconds."
+                if self.spent
+                else ""
+            )
             + (
                 " The study used an earlier embedded pair, or did not record which."
                 if is_other
@@ -446,7 +449,7 @@ def fill(
             body = _part(found, records, pictures)
         except KeyError as error:
             missing.append(str(error.args[0]))
-            body = found["held"].strip() or "*Not run yet.*"
+            body = found["held"].strip() or "*This study has not been run yet.*"
         return f"{found.group(1)}{body}\n{found.group(6)}"
 
     return MARK.sub(part, page), missing

@@ -115,8 +115,8 @@ def study_remote(options: Options) -> list[Table]:
         f"{DELAY_SECONDS * 1000:g} ms. "
         "Server and client share the machine's cores, so both limit the requests per second. "
         "Ratios compare interleaved rounds, and "
-        "processor time is the client's alone. The first round is not counted. Garbage "
-        "is collected every 20,000 new objects, as in the command line.",
+        "processor time is the client's alone. The first round is not counted. Python "
+        "collects garbage every 20,000 new objects, as in the command `atts`.",
         headline=f"{ours[2]} requests/s at {ours[0]} in flight, {ours[3]} times a bare aiohttp loop",
     )
     return [table]
@@ -549,13 +549,13 @@ def _table(
         "time relative to virtual time | waiting for siblings | waiting in virtual time "
         "| correct",
         rows,
-        f"Problems: {problems}. Both servers run {faster:g} times as fast as the GPUs whose published step "
+        f"Number of problems: {problems}. Both servers run {faster:g} times as fast as the GPUs whose published step "
         "times they imitate (8B: one H100, 70B: four). A token of the embedded pair "
-        f"counts as {GRAIN}. Texts are computed before the timed run, except those that "
-        "only the real order of events requires. `exact` is missing, because vLLM "
+        f"counts as {GRAIN}. Texts are computed before the timed run, except texts that "
+        "depend on the real order of events. Method `exact` is missing, because vLLM "
         "cannot draw tokens while it scores.",
-        f"{within} of {len(rows)} times are within 10 % of virtual time. Clients, servers and pipelines share "
-        f"the cores of this machine; together they need {1e3 * each:.1f} ms of "
+        f"{within} of {len(rows)} measured times are within 10 % of virtual time. Clients, servers and "
+        f"pipelines share the cores of this machine; together they need {1e3 * each:.1f} ms of "
         "processor time per call. "
         f"{spent.disturbance()}",
     )
@@ -784,11 +784,11 @@ def study_soak(options: Options) -> list[Table]:
             "Soak of the endpoint: what the process holds",
             "seconds | requests | in flight | reserved | file descriptors | threads | resident MB",
             looks,
-            f"About {_SOAK_RATE} requests a second, in a mixture drawn by seed {options.seed}: "
-            f"{', '.join(f'{name} {number:,}' for name, number in sorted(done.items()))}. Counts "
-            "were taken after all clients had left. The server remembers its latest "
-            "1,000 runs, so its memory grows until it has that many. In this test it keeps "
-            "background responses for a minute.",
+            f"The client sends about {_SOAK_RATE} requests a second, in a mixture drawn by seed {options.seed}: "
+            f"{', '.join(f'{name} {number:,}' for name, number in sorted(done.items()))}. The "
+            "process was measured after all clients had left. The server remembers its latest "
+            "1,000 runs, so its memory grows until it has 1,000 runs. In the soak test, the server "
+            "keeps background responses for a minute.",
             headline=f"{middle[6]} MB and {middle[4]} file descriptors at half time, {last[6]} MB "
             f"and {last[4]} after {last[1]:,} requests in {last[0]:,} s",
         )

@@ -158,7 +158,7 @@ def study(options: Options) -> list[Table]:
     return [
         _speeds(rows, spent),
         Table.of(
-            "What the controller chooses, compared with the best fixed length",
+            "Choices of the controller, compared with the best fixed length",
             choices,
             chosen,
             "The best fixed length is chosen on every second round and compared on the "
@@ -292,7 +292,7 @@ def _beside_transformers(lab: Lab) -> Table:
             (name, 1 / Spread.of(seen[name]).median, str(ratio(seen, name, "k=auto")))
             for name in ("generate", "assisted")
         ],
-        "Embedded pair, float32, temperature 0.7, one thread on each side.",
+        "Both programs run the embedded pair in float32 at temperature 0.7, on one thread.",
     )
 
 
@@ -305,12 +305,12 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
         "per step and sequence | accepted share of proposals | share of time spent on "
         "proposals",
         rows,
-        f"Embedded target on arithmetic problems, {SAMPLES} texts each, temperature "
-        f"{LAW.temperature}; one thread. "
+        f"The embedded target writes {SAMPLES} texts for each arithmetic problem, at temperature "
+        f"{LAW.temperature} on one thread. "
         "Every arm wrote the same tokens as plain decoding; the study checks this. "
         "`suffix` proposes continuations from texts of the same problem. `plain, once "
         "more` is a second engine without proposals, whose difference from `plain` "
-        "shows the noise. *Weaker* and *weak* are the embedded draft with Gaussian "
+        "shows the measurement noise. *Weaker* and *weak* are the embedded draft with Gaussian "
         f"noise of {' and '.join(map(str, NOISE.values()))} of each matrix' "
         f"standard deviation.",
         spent.disturbance(),
@@ -762,7 +762,8 @@ def headlines() -> list[Headline]:
     fitted = f"published fits: {_TARGET_MS} + {_TARGET_MS_A_TOKEN} n ms with {_DRAFT_MS} ms"
     five = "its window of 5 tokens, where by its theorem a target step takes 5 draft steps"
     exits = (
-        "window 7, exit at half depth, drafting takes the other half, messages .01, exit right .95"
+        "window 7, exit at half depth, drafting takes the other half, messages 0.01, exit "
+        "correct 0.95"
     )
     groups = "10 draft steps a target step, 7 tokens, groups of 4 of 32 layers, 1.62x in drafting"
     return [
@@ -1007,7 +1008,7 @@ def _replayed(name: str, ranks: list[int], exit_ranks: list[int]) -> Iterator[Ro
             "PEARL": ahead(trace, costs, window - 1),
             "fan-out": ahead(trace, costs, window - 1, _FAN),
             "Mirror": mirror(trace, costs, _WINDOW, _TOP),
-            "Mirror, exit always right": mirror(
+            "Mirror, exit always correct": mirror(
                 replace(trace, exit_ranks=[0] * len(ranks)), costs, _WINDOW, _TOP
             ),
         }
@@ -1262,7 +1263,11 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
         "step | draft passes per token"
     )
     return Table.of(
-        title, header, rows, f"{count} texts, {rounds} interleaved rounds.", spent.disturbance()
+        title,
+        header,
+        rows,
+        f"Each arm decodes {count} texts in {rounds} interleaved rounds.",
+        spent.disturbance(),
     )
 
 
@@ -1315,12 +1320,11 @@ def groups(options: Options) -> Table:
             rows.append((size, accepted[0], accepted[1] if size > 1 else None, *gains))
     header = (
         "attentions per group | later tokens accepted, calibrated | not calibrated | "
-        "drafting after 60 tokens | 150 | 250"
+        "speed-up of drafting after 60 tokens | after 150 | after 250"
     )
     note = (
-        f"Proposals of 4 tokens, T = 0.7; the time to draft {_TOKENS} tokens in exact steps, "
-        "divided by the time in "
-        "groups."
+        "Each proposal has 4 tokens, at temperature 0.7. The speed-up of drafting is the time to "
+        f"draft {_TOKENS} tokens in exact steps, divided by the time in groups."
     )
     return Table.of("Drafting in groups of attentions", header, rows, note, spent.disturbance())
 

@@ -132,7 +132,7 @@ def test_pages_that_speak_of_gpus_say_that_none_was_measured() -> None:
     """Pages with GPU commands or options say that no GPU was measured, as long as no result of a
     GPU is published.
     """
-    assert "Not run yet" in (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
+    assert "has not been run yet" in (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
     texts = {name: (ROOT / name).read_text() for name in (*written_pages(), "README.md")}
     about = {
         name: text

@@ -497,7 +497,7 @@ def sympy_questions(sets: dict[str, list[Pair]]) -> Table:
         share = len(seconds) / len(pairs)
         rows.append((name, len(pairs), len(seconds), share, decided, middle))
     return Table.of(
-        "The share of sympy",
+        "Pairs sent to sympy",
         "set | pairs | passed to sympy | share | decided | median ms in sympy",
         rows,
         "*Median ms in sympy* is the wall time of one question in a running worker process. The "

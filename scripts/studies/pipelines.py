@@ -232,7 +232,7 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
         for one in flips[:20]
     ]
     return Table.of(
-        "Method exact compared with target-only: the same seed, engines of its own for each",
+        "Method exact compared with target-only: the same seed, separate engines",
         "quantity | value",
         rows,
         "A draw takes the token whose probability interval contains a uniform random "
@@ -1227,7 +1227,7 @@ def _arms(groups: Sequence[Group]) -> Table:
                 ]
                 rows.append((*group.lead, group.cell.samples, method, str(times), right, *tokens))
     return Table.of(
-        "Every arm: time in units of the target alone",
+        "All methods: time divided by that of the target alone",
         "setting | target | rollouts | method | time, median and range | correct | "
         "draft tokens | scored | target tokens",
         rows,

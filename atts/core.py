@@ -455,6 +455,16 @@ class Rollout:
             chunks.extend(turn.chunks)
         return chunks
 
+    def turn_limit(self, limit: int) -> int:
+        """Return how many turns the rollout may have if the policy allows so many.
+
+        A rollout that starts again within the limit gets as many turns again.
+        """
+        for position, turn in enumerate(self.turns[:limit]):
+            if turn.restarts:
+                return position + limit
+        return limit
+
     @property
     def text(self) -> str:
         """Return the reasoning so far: the chunks' texts, concatenated."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,7 @@ class CompleteRollout:
     turns: tuple[TurnCost, ...]
     label: Hashable | None
     is_right: bool | None  # None if it is unknown
+    turn_limit: Callable[[int], int]  # turns that it may have under a limit of the policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,7 @@ def _add_case(
             _costs(by_sample[one.sample], seconds),
             label,
             None if one.verdict == "unscored" else one.verdict == "correct",
+            by_sample[one.sample].turn_limit,
         )
         for one, label in zip(complete, labels, strict=True)
     )
@@ -391,7 +393,9 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
         ]
         return mean_estimate(maj_at_k(ballots, samples), samples * len(cases))
 
-    kept = [[rollout.turns[:turns] for rollout in case.rollouts] for case in cases]
+    kept = [
+        [rollout.turns[: rollout.turn_limit(turns)] for rollout in case.rollouts] for case in cases
+    ]
 
     def spent(name: str) -> float:
         """Return the mean cost per problem of `samples` rollouts."""
@@ -427,7 +431,8 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
 
 def _within(rollout: CompleteRollout, turns: int) -> tuple[object, bool | None]:
     """Return the vote that the rollout would have cast if it had been cut after so many turns."""
-    return (rollout.label, rollout.is_right) if len(rollout.turns) <= turns else (None, False)
+    is_whole = len(rollout.turns) <= rollout.turn_limit(turns)
+    return (rollout.label, rollout.is_right) if is_whole else (None, False)
 
 
 def _longest(seconds: Sequence[float], k: int) -> float:

@@ -236,14 +236,13 @@ class _Record:
             rollouts.append(_as_recorded(rollout, self.policy))
             vote = ballot(self.policy.vote, rollout)
             weights.append(vote.weight if vote is not None else 0.0)
+            limit = _turn_limit(rollout, self.policy)
             for position, turn in enumerate(rollout.turns):
                 if turn.score is not None and turn.decision is not None:
                     place, event = known.get((rollout.sample, turn.index), (-1, None))
                     self._append(rollout, turn, event)
                     self._places.append(place)
-                    self._is_within.append(
-                        self.policy.turns is None or position < self.policy.turns
-                    )
+                    self._is_within.append(position < limit)
         if self.policy.escalates == "problem" and self.policy.escalated_vote == "target":
             is_later = [one.sample in self.policy.waves[1] for one in rollouts]
             answered = [one.answer is not None for one in rollouts]
@@ -407,7 +406,9 @@ def _with_cut_turn(
 
 def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
     """Return the rollout under the policy, up to the first decision that differs from the record."""
-    turns = rollout.turns[: policy.turns]
+    turns = rollout.turns
+    if policy.turns is not None:
+        turns = turns[: rollout.turn_limit(policy.turns)]
     is_whole = len(turns) == len(rollout.turns)
     # the rollout's usage includes tokens that are in none of the turns
     spent = rollout.usage if is_whole else _usage_of(turns)
@@ -438,9 +439,11 @@ def _usage_of(turns: Iterable[Turn]) -> Usage:
 def _is_cut_short(rollout: Rollout, policy: Policy) -> bool:
     """Return True if the record ends before an answer or the policy's last turn."""
     whole = sum(not turn.was_cut_short for turn in rollout.turns)
-    return is_censored(rollout.answer, rollout.finish) and (
-        policy.turns is None or whole < policy.turns
-    )
+    return is_censored(rollout.answer, rollout.finish) and whole < _turn_limit(rollout, policy)
+
+
+def _turn_limit(rollout: Rollout, policy: Policy) -> float:
+    return math.inf if policy.turns is None else rollout.turn_limit(policy.turns)
 
 
 def _problem(

@@ -21,6 +21,7 @@ from atts.errors import OptionError
 from atts.journal import Decided, open_run
 from atts.pipelines import (
     Answers,
+    Chunking,
     ConformalGate,
     CueGate,
     FixedGate,
@@ -130,6 +131,31 @@ def test_a_replay_with_fewer_samples_and_turns_cuts_the_record(
     assert [p.answer for p in one.problems] == [o.rollouts[0].answer for o in outcomes]
     brief = replay_policy(outcomes, ThresholdGate(1.8), changed(POLICY, turns=1), answers.group)
     assert all(r.answer is None for p in brief.problems for r in p.rollouts)
+
+
+def test_a_rollout_that_started_again_has_as_many_turns_again(
+    attempt: Solve, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay with a limit of turns has the answers and tokens of a live run with that limit."""
+    monkeypatch.setattr("atts.pipelines.builder._LONG_PIECE", 12)
+    long = changed(POLICY, escalates="rollout", chunking=Chunking(12, 12, ()), turns=12)
+    short = changed(long, turns=3)
+    recorded = attempt(long, ThresholdGate(1.8))
+    live = attempt(short, ThresholdGate(1.8))
+    late = [
+        rollout
+        for outcome in live
+        for rollout in outcome.rollouts
+        if len(rollout.turns) > 3 and rollout.answer is not None
+    ]
+    assert late, "some rollouts answer after more turns than the limit, because they started again"
+    again = replay_policy(recorded, ThresholdGate(1.8), short, answers.group)
+    assert again.off_policy == 0
+    replayed = {(one.problem, one.sample): one for p in again.problems for one in p.rollouts}
+    for rollout in (rollout for outcome in live for rollout in outcome.rollouts):
+        one = replayed[rollout.problem, rollout.sample]
+        assert one.answer == rollout.answer
+        assert one.target_tokens == rollout.usage.target_tokens
 
 
 def test_inserted_tokens_are_not_counted_as_written(attempt: Solve, answers: Answers) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from atts.calibration import (
@@ -45,13 +45,20 @@ from atts.pipelines import (
 @dataclass(frozen=True, slots=True)
 class GateInputs:
     """The inputs of a method's gate: a calibrator, which has the rate, the seed and the stored
-    scores.
+    scores, and the settings of gates.
 
-    With a `warmup` the conformal gate stores that many of the run's first scores instead.
+    Each setting is a configuration key: a field of `Setup` with the same name, default and its
+    help. Runs record a setting that is not its default, and compare it when they resume.
     """
 
     calibrator: Calibrator
+    # the conformal gate stores so many of the run's first scores instead of stored ones
     warmup: int = 0
+
+    @classmethod
+    def settings(cls) -> tuple[str, ...]:
+        """Return the names of the settings."""
+        return tuple(one.name for one in fields(cls) if one.name != "calibrator")
 
     @property
     def rate(self) -> float:

@@ -12,15 +12,21 @@ from typing import ClassVar, Literal, Protocol, SupportsFloat, cast, get_args, r
 from atts.core import Action, Decision, Features, Origin
 from atts.errors import CalibrationInputError, OptionError
 
+GateReads = Literal["score", "nothing"]
+"""What a gate reads of a chunk: the score alone, or neither the score nor any log-probability."""
+
 
 class Gate(Protocol):
     """A rule that decides on a chunk from numbers alone.
 
     `preview` is called before the target scores, `decide` after it, and `observe` last. A preview
     of "verify" requests the score; "accept" and "escalate" skip the score. `observe` receives the
-    action that was carried out. A gate that uses the draft's log-probabilities sets
-    `needs_draft_logprobs = True` on its class, so that a draft without them is refused before the
-    run. Single chunks may still lack log-probabilities, so the gate must never accept NaN.
+    action that was carried out.
+
+    A gate may set these attributes on its class. `needs_draft_logprobs = True`: a draft that sends no
+    log-probabilities is refused before the run. Single chunks may still lack them, so the gate must
+    never accept NaN. `reads = "score"` or `reads = "nothing"`: engines need not send what the gate
+    does not read. Without `reads`, the draft's log-probabilities are requested as well.
     """
 
     def preview(self, features: Features) -> Decision:
@@ -95,6 +101,8 @@ class ConformalGate:
     first. The preview numbers the requests.
     """
 
+    reads: ClassVar[GateReads] = "score"
+
     def __init__(self, calibrator: CalibratorProtocol) -> None:
         self.calibrator = calibrator
         self._issued = 0
@@ -162,6 +170,7 @@ class NonLearningGate(ABC):
 class FixedGate(NonLearningGate):
     """A gate that always gives the same decision: accept every chunk, or escalate every chunk."""
 
+    reads: ClassVar[GateReads] = "nothing"
     action: Literal["accept", "escalate"]
 
     def preview(self, features: Features) -> Decision:
@@ -179,6 +188,7 @@ class CoinGate(NonLearningGate):
     random.
     """
 
+    reads: ClassVar[GateReads] = "nothing"
     rate: float
     seed: int = 0
 
@@ -213,6 +223,7 @@ class TrialGate(NonLearningGate):
 class ThresholdGate(NonLearningGate):
     """A gate that escalates above (or below) a fixed score, without any guarantee on the rate."""
 
+    reads: ClassVar[GateReads] = "score"
     threshold: float
     worse: Literal["above", "below"] = "above"
 
@@ -232,6 +243,7 @@ class StaticRankGate(NonLearningGate):
     of all questions with the name "".
     """
 
+    reads: ClassVar[GateReads] = "score"
     pools: Mapping[str, tuple[float, ...]]  # ascending
     tau: float
 
@@ -298,6 +310,7 @@ CUES = (
 class CueGate(NonLearningGate):
     """Speculative Thinking: escalate a chunk if its text hesitates or checks itself."""
 
+    reads: ClassVar[GateReads] = "nothing"  # of the numbers
     needs_text: ClassVar[bool] = True
     cues: tuple[str, ...] = CUES
 
@@ -323,6 +336,7 @@ class TopGate:
     round, so it needs a barrier.
     """
 
+    reads: ClassVar[GateReads] = "score"
     rate: float
     _carry: dict[str, float]
 

@@ -18,19 +18,7 @@ from atts.core import Combine, Role, Rollout, Sampling
 from atts.engine import EngineSpec
 from atts.errors import OptionError, UnsupportedByEngine
 from atts.files import plain_fields
-from atts.pipelines.gates import (
-    AgreementGate,
-    CappedGate,
-    CoinGate,
-    ConformalGate,
-    CueGate,
-    FixedGate,
-    Gate,
-    RoundGate,
-    StaticRankGate,
-    ThresholdGate,
-    TopGate,
-)
+from atts.pipelines.gates import AgreementGate, CappedGate, Gate, GateReads, RoundGate
 from atts.pipelines.scores import ScoreRule, kind_of, source_of
 from atts.pipelines.votes import VoteKind
 
@@ -537,16 +525,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-_BLIND = (FixedGate, CoinGate, CueGate)  # gates that never use a score
-# gates that use only the score, not the draft's log-probabilities
-_BY_SCORE = (
-    ConformalGate,
-    StaticRankGate,
-    ThresholdGate,
-    TopGate,
-)
-
-
 def check_engines(
     policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, target: EngineSpec
 ) -> None:
@@ -557,7 +535,7 @@ def check_engines(
     :raises OptionError: the score needs a reward model, but the policy names none.
     """
     source = source_of(policy.score)
-    if isinstance(_innermost(gate), _BLIND):
+    if _reads(gate) == "nothing":
         source = "votes"  # this gate uses no score
     if source in ("log-probabilities", "judge"):
         _check_scorer(target)
@@ -594,12 +572,15 @@ def needed_logprobs(
     """
     if _wants_logprobs(policy) or policy.takeover == "repair":
         return frozenset({"draft", "target"})
-    inner = _innermost(gate)
     compares = kind_of(policy.score) in ("speculative", "draft", "learned")
-    judges = not isinstance(inner, (*_BLIND, *_BY_SCORE)) or (
-        compares and isinstance(inner, _BY_SCORE)
-    )
-    return frozenset({policy.drafter}) if judges else frozenset()
+    reads = _reads(gate)
+    is_used = reads is None or (compares and reads == "score")
+    return frozenset({policy.drafter}) if is_used else frozenset()
+
+
+def _reads(gate: Gate | RoundGate) -> GateReads | None:
+    """Return what the gate reads of a chunk; None if it does not say."""
+    return getattr(_innermost(gate), "reads", None)
 
 
 def _innermost(gate: Gate | RoundGate) -> Gate | RoundGate:

@@ -125,7 +125,7 @@ async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
         scores = await _scored(builder, lengths, rest, drafted)
         assert scores.beginning is not None, "atts refuses engines that cannot draw before the run"
         more = scores.beginning
-        wasted += len(drafted) - _accepted_length(drafted, more.ids)
+        wasted += len(drafted) - _kept_tokens(drafted, more.ids)
         beginning = Beginning(
             beginning.ids + more.ids, beginning.logprobs + more.logprobs, more.ended
         )
@@ -165,7 +165,7 @@ async def _scored(
     request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)
     scores = await builder.target.score(request)
     drawn = scores.beginning.ids if scores.beginning else ()
-    accepted = _accepted_length(drafted, drawn)
+    accepted = _kept_tokens(drafted, drawn)
     lengths.scores += 1
     lengths.score_seconds += anyio.current_time() - since
     lengths.accepted += accepted
@@ -176,7 +176,7 @@ async def _scored(
     return scores
 
 
-def _accepted_length(drafted: TokenIds, drawn: TokenIds) -> int:
+def _kept_tokens(drafted: TokenIds, drawn: TokenIds) -> int:
     """Return how many drafted tokens equal the drawn ones; only the last drawn token may differ."""
     return len(drawn) - (drawn != drafted[: len(drawn)])
 

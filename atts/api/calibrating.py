@@ -43,7 +43,15 @@ from atts.journal import (
     open_run,
 )
 from atts.methods import preset
-from atts.pipelines import ConformalGate, Gate, Policy, RoundGate, ThresholdGate, VoteKind
+from atts.pipelines import (
+    AgreementGate,
+    ConformalGate,
+    Gate,
+    Policy,
+    RoundGate,
+    ThresholdGate,
+    VoteKind,
+)
 from atts.run import Merged, RunResult, conditions_of, replay_event
 from atts.run import merge as merge_runs
 
@@ -516,6 +524,8 @@ def _parts(run: RecordedRun) -> Iterator[list[Entry]]:
 
 def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
     gate, calibrator = Setup.recorded(manifest).decider()
+    if isinstance(gate, AgreementGate):
+        gate = gate.inner  # the calibrator observed what was carried out
     if not isinstance(gate, ConformalGate) or gate.calibrator is not calibrator:
         method = manifest.configuration.get("method")
         raise CalibrationInputError(

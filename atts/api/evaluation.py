@@ -35,7 +35,14 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from atts import concurrency
 from atts.api.keys import flat
 from atts.api.pairs import PAIR
-from atts.api.setup import LENGTHS, Setup, answers_for, load_problems
+from atts.api.setup import (
+    GATE_SETTINGS,
+    LENGTHS,
+    Setup,
+    answers_for,
+    default_of,
+    load_problems,
+)
 from atts.core import AnswerKind, Outcome, Problem
 from atts.errors import (
     DatasetError,
@@ -316,6 +323,8 @@ def check_resumes(
     if isinstance(recorded_policy, dict):
         then |= dict(flat(recorded_policy))
     then["seed"] = stored.seed
+    # A run records a gate's setting only if it is not the default.
+    then = {name: default_of(name) for name in GATE_SETTINGS} | then
     # An empty value and a missing value are the same setting.
     changed = [name for name in now if (now[name] or None) != (then.get(name) or None)]
     if "method" in changed:  # keys that a changed method sets are not named as well
@@ -335,10 +344,7 @@ def check_resumes(
         raise FingerprintError(f"the run in {directory}", differences, advice)
 
 
-_DECISIVE = (
-    *("method", "rate", "rate_scope", "warmup", "cap", "accept_when_agreeing", "seed"),
-    "grader",
-)
+_DECISIVE = ("method", "rate", "seed", "grader", *GATE_SETTINGS)
 _OF_PROBLEMS = (
     *("dataset", "limit", "file", "column", "relative", "absolute", "units", "choices"),
     *("references", "shots"),

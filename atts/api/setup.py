@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -364,9 +364,7 @@ class Setup:
         }
         samples = (settings.get("policy") or {}).get("samples", 1)
         given: dict[str, Any] = {
-            name: settings[name]
-            for name in ("method", "rate", "rate_scope", "warmup", "cap")
-            if name in settings
+            name: settings[name] for name in ("method", "rate", *GATE_SETTINGS) if name in settings
         }
         given["by_length"] = bool(settings.get("by_length"))
         if "concurrency" in manifest.settings:
@@ -456,7 +454,8 @@ class Setup:
         )
         gate = self.gate
         if gate is None:
-            gate = chosen.gate(GateInputs(calibrator, self.warmup))
+            given = {name: getattr(self, name) for name in GateInputs.settings()}
+            gate = chosen.gate(GateInputs(calibrator, **given))
         if self.cap is not None and not isinstance(gate, ConformalGate):
             raise OptionError(
                 "cap",
@@ -488,7 +487,6 @@ class Setup:
         decisive: dict[str, Json] = {
             "method": self.method,
             "rate": self.rate,
-            "rate_scope": self.rate_scope,
             "stored": list(calibrator.stored.scores),
         }
         # Unused settings are left out, so that a manifest shows only settings with an effect.
@@ -497,14 +495,12 @@ class Setup:
         judge = self._judge() if self._is_judged else None
         if judge is not None:
             decisive["judge"] = [judge.mean_gain, *judge.weights]
-        if self.warmup:
-            decisive["warmup"] = self.warmup
+        for name in GATE_SETTINGS:
+            value = getattr(self, name)
+            if name == "rate_scope" or value != default_of(name):
+                decisive[name] = value
         if self.grader is not None:
             decisive["grader"] = self.grader
-        if self.cap is not None:
-            decisive["cap"] = self.cap
-        if self.accept_when_agreeing is not None:
-            decisive["accept_when_agreeing"] = self.accept_when_agreeing
         if preset(self.method).departures and any(calibrator.stored.questions):
             decisive["stored_questions"] = list(calibrator.stored.questions)
             decisive["stored_turns"] = list(calibrator.stored.turns)
@@ -512,6 +508,17 @@ class Setup:
             decisive["by_length"] = True
             decisive["stored_lengths"] = list(calibrator.stored.lengths)
         return {name: Setting(value, "setup") for name, value in decisive.items()}
+
+
+GATE_SETTINGS = ("rate_scope", "cap", "accept_when_agreeing", *GateInputs.settings())
+"""The configuration keys of gates: a run records them, a resume compares them, and a replay uses
+them. A coin uses none.
+"""
+
+
+def default_of(name: str) -> Any:
+    """Return the default of a field of `Setup`."""
+    return next(one.default for one in fields(Setup) if one.name == name)
 
 
 @cache

@@ -35,6 +35,7 @@ from atts.api.config import Configuration, Job, config_keys, configure
 from atts.api.engines import beside_reward_model, build_engines
 from atts.api.evaluation import logged, sync
 from atts.api.keys import Key, keys_of
+from atts.api.setup import GATE_SETTINGS
 from atts.core import Role, Usage
 from atts.engine import Engine
 from atts.errors import JournalError, OptionError, UnsupportedByEngine
@@ -69,15 +70,7 @@ _FIXED = (
 on them.
 """
 
-_NOT_OF_COINS = (
-    "method",
-    "rate_scope",
-    "by_length",
-    "cap",
-    "warmup",
-    "accept_when_agreeing",
-    "score.kind",
-)
+_NOT_OF_COINS = ("method", "by_length", "score.kind", *GATE_SETTINGS)
 """Keys that change which chunks escalate; a coin does not use them."""
 
 

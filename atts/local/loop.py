@@ -361,7 +361,7 @@ class StepLoop:
         """
         if started is not None and not math.isnan(logprobs[0]):
             self._cache(sequence, started)
-        accepted = self._proposals.settle(sequence, tokens) if len(tokens) > 1 else 0
+        accepted = self._proposals.verify(sequence, tokens) if len(tokens) > 1 else 0
         for place in range(accepted + 1):
             # a token after the first one is an accepted proposal, which was fed
             sequence.num_computed += place > 0

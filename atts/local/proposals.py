@@ -132,7 +132,7 @@ class Proposals:
         self._proposing = self._clock() - self._began
         self._stats.seconds += self._proposing
 
-    def settle(self, sequence: Sequence, drawn: list[int]) -> int:
+    def verify(self, sequence: Sequence, drawn: list[int]) -> int:
         """Return how many tokens of a sequence's proposal are accepted, given the tokens drawn at
         its positions.
         """
@@ -140,7 +140,7 @@ class Proposals:
             return len(drawn) - 1  # several plain steps were merged into one, which has no proposal
         proposal, guessed = self._asked[sequence.request_id]
         accepted = accepted_length(proposal.tokens, drawn)
-        self._proposer.settled(sequence.request_id, proposal, accepted)
+        self._proposer.verified(sequence.request_id, proposal, accepted)
         self._rounds.append(
             SpeculationRound(sequence.request_id, len(proposal.tokens), accepted, guessed)
         )

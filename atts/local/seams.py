@@ -91,7 +91,7 @@ class Proposer(Protocol):
         """Return one proposal per ask, with at most `room` tokens each; a proposal may be empty."""
         return [NOTHING] * len(asks)
 
-    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
+    def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Receive how many tokens of a sequence's last proposal were accepted; the others were
         dropped.
         """

@@ -20,8 +20,8 @@ import pytest
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest
 from atts.engine import Tokenizer
 from atts.errors import BadReply, EngineError
-from atts.servers import RemoteOptions
-from atts.servers.chat import TextTokenizer
+from atts.servers import DIALECTS, RemoteOptions
+from atts.servers.chat import TextDialect, TextTokenizer
 from atts.servers.client import Call, Client, HttpReply, Traffic
 from atts.servers.dialect import DialectClient
 from atts.servers.engine import describe, find_dialect, identify
@@ -38,7 +38,8 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-DIALECTS = ("vllm", "vllm without the cache", "sglang", "llamacpp", "ollama", "chat")
+KINDS = ("vllm without the cache", *sorted(DIALECTS))
+TEXT_KINDS = [name for name, kind in DIALECTS.items() if issubclass(kind, TextDialect)]
 NAN = float("nan")
 IMPOSSIBLE: tuple[Any, ...] = (
     True, False, "1", "-0.5", NAN, float("inf"), 1e308, -1e18, 10**30, -(10**30), 10**400, [], {}, [[]], {"a": 1},
@@ -174,7 +175,7 @@ def calls(requests: DialectClient) -> dict[str, Callable[[], Any]]:
     return found
 
 
-@pytest.mark.parametrize("kind", DIALECTS)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_an_impossible_part_makes_a_reply_bad(kind: str) -> None:
     """Each impossible value is noticed wherever the reply is read; parts that are not read have no
     effect.
@@ -221,7 +222,7 @@ def mangled(text: bytes, draws: random.Random) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", DIALECTS)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_mangled_reply_is_bad_or_plausible(kind: str) -> None:
     """Each of `ATTS_FUZZ` mangled replies is refused, or has numbers that are possible."""
     ended = Counter[str]()
@@ -250,7 +251,7 @@ async def test_a_mangled_reply_is_bad_or_plausible(kind: str) -> None:
     assert ended["refused"] > ended["taken"]
 
 
-@pytest.mark.parametrize("kind", DIALECTS)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_no_reply_raises_anything_but_a_bad_reply(kind: str) -> None:
     """Calls and handshakes get wrong shapes, half texts, deep nesting and other encodings, and
     raise only bad replies.
@@ -266,7 +267,7 @@ async def test_no_reply_raises_anything_but_a_bad_reply(kind: str) -> None:
             assert await requests.dialect.running(cast(Client, client)) is None
 
 
-@pytest.mark.parametrize("kind", DIALECTS)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_servers_description_is_read_strictly(kind: str) -> None:
     """If any part is replaced, the server is still described, or the error is one of atts' own."""
     async with opened(kind) as (client, requests):
@@ -295,7 +296,7 @@ async def test_impossible_gauges_are_ignored(gauge: str) -> None:
         assert await requests.dialect.running(cast(Client, client)) in (None, 3)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DIALECTS if kind not in ("ollama", "chat")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in TEXT_KINDS])
 async def test_a_reply_with_too_many_tokens_is_refused(kind: str) -> None:
     """A reply with one id above the limit is refused; a reply with the requested number is
     accepted.

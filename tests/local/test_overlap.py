@@ -358,13 +358,13 @@ def served_another(select: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-def tail_returned(settle: Callable[..., int]) -> Callable[..., int]:
+def tail_returned(verify: Callable[..., int]) -> Callable[..., int]:
     """Plant a fault of PEARL as released: pending tokens are returned unchanged at the end of a
     request.
     """
 
     def found(self: Any, sequence: Any, drawn: list[int]) -> int:
-        accepted = settle(self, sequence, drawn)
+        accepted = verify(self, sequence, drawn)
         left = sequence.request.max_tokens - len(sequence.logprobs)
         return accepted if left > len(drawn) else len(drawn) - 1
 
@@ -372,7 +372,7 @@ def tail_returned(settle: Callable[..., int]) -> Callable[..., int]:
 
 
 BUGS: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "the pending tail is returned": ("atts.local.proposals.Proposals.settle", tail_returned, "text"),
+    "the pending tail is returned": ("atts.local.proposals.Proposals.verify", tail_returned, "text"),
     "PEARL's numbers by place": ("atts.local.loop.StepLoop._sample", seeded_by_place, "text"),
     "a branch of another outcome is served": (
         "atts.accel.overlap.drafter.OutcomeCache.select",

@@ -72,9 +72,9 @@ def forgetful(allocate: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-def kept_whole(settled: Callable[..., Any]) -> Callable[..., Any]:
+def kept_whole(verified: Callable[..., Any]) -> Callable[..., Any]:
     """Plant a fault: the drafter's cache is not rolled back."""
-    return lambda self, key, proposal, accepted: settled(self, key, proposal, len(proposal.tokens))
+    return lambda self, key, proposal, accepted: verified(self, key, proposal, len(proposal.tokens))
 
 
 def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +84,7 @@ def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
         loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any
     ) -> None:
         own = loop._proposals  # pyright: ignore[reportPrivateUsage]
-        accepted = own.settle(sequence, tokens) if len(tokens) > 1 else 0
+        accepted = own.verify(sequence, tokens) if len(tokens) > 1 else 0
         sequence.ids += tokens[:accepted]
         sequence.logprobs += logprobs[:accepted]
         sequence.num_computed += accepted
@@ -183,7 +183,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
         "atts.local.batch._stop_matcher", lambda f: lambda r, p: StopMatcher(r.stop), "begun",
     ),
     "begun uniforms used again": ("atts.local.batch._uniforms", lambda f: lambda r: f(replace(r, num_begun=0)), "begun"),
-    "drafter not rolled back": ("atts.accel.speculate.drafter.ModelDrafter.settled", kept_whole, "drafter"),
+    "drafter not rolled back": ("atts.accel.speculate.drafter.ModelDrafter.verified", kept_whole, "drafter"),
     "drafter's numbers off by one": ("atts.local.proposals.ask_of", later_uniforms, "drafter"),
     "drafter's slots not forgotten": ("atts.accel.speculate.drafter.DraftedSlots.allocate", forgetful, "drafter"),
 }  # fmt: skip

@@ -168,7 +168,7 @@ def is_always_right(folder: Path, room: int) -> bool:
     numbers = random.Random(1)
     wrong = dict[int, int]()
     missing = list[int]()
-    settled = ModelDrafter.settled
+    verified = ModelDrafter.verified
     propose = ModelDrafter.propose
 
     def exchanged(ask: Ask) -> Ask:
@@ -183,7 +183,7 @@ def is_always_right(folder: Path, room: int) -> bool:
 
     def watched(drafter: ModelDrafter, key: int, proposal: TokenProposal, accepted: int) -> None:
         missing.append(max(0, min(wrong[key], len(proposal.tokens)) - accepted))
-        settled(drafter, key, proposal, accepted)
+        verified(drafter, key, proposal, accepted)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -191,7 +191,7 @@ def is_always_right(folder: Path, room: int) -> bool:
             "propose",
             lambda drafter, asks: propose(drafter, [exchanged(ask) for ask in asks]),
         )
-        patch.setattr(ModelDrafter, "settled", watched)
+        patch.setattr(ModelDrafter, "verified", watched)
         patch.setattr(Proposals, "_checked", lambda self, ask, proposal: proposal)
         storm(folder, folder, room, (Sampling(3.0),))
     assert len(missing) > 15

@@ -290,3 +290,20 @@ def test_a_run_without_scores_cannot_be_replayed_at_another_rate(tmp_path: Path)
         with pytest.raises(OptionError, match="no chunk of the run has a score"):
             atts.replay(run, **change)
     assert atts.replay(run, samples=1).changed == 0
+
+
+def test_a_replay_keeps_the_rule_that_accepts_what_siblings_agree_on(tmp_path: Path) -> None:
+    """At the recorded rate the run's gate, made again from its manifest, repeats all decisions."""
+    policy = Policy(samples=8, early_stop="none")
+    setup = Setup(
+        "scripted", "scripted", rate=0.5, accept_when_agreeing=0.4, policy=policy, concurrency=1
+    )
+    evaluate_sync(toy_problems(12, 5), setup, directory=tmp_path / "run")
+    recorded = {
+        event.decision.turn_key: event.decision for event in open_run(tmp_path / "run").decisions()
+    }
+    assert any("siblings agree" in decision.why for decision in recorded.values())
+    again = atts.replay(tmp_path / "run", rate=0.5)
+    different = [one for one in again.decisions if one.decision.action != one.recorded.action]
+    assert different == []
+    assert any("siblings agree" in one.decision.why for one in again.decisions)

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atts.core import Outcome
+from atts.core import Outcome, Prompt, Rollout
+from atts.graph import RolloutResult
 from atts.pipelines import (
     Ballot,
     FixedGate,
@@ -25,6 +26,7 @@ from atts.pipelines import (
     settled_probability,
     tally,
 )
+from atts.pipelines.rollout import RunningVote
 from atts.pipelines.votes import weight
 
 Solve = Callable[..., list[Outcome]]
@@ -74,6 +76,22 @@ def test_a_lead_that_could_be_caught_is_not_settled() -> None:
     assert not cannot_change(Tally(("1", "2"), (4.0, 1.0), (4, 1)), 3)
     assert cannot_change(Tally(("1", "2"), (5.0, 1.0), (5, 1)), 3)
     assert not cannot_change(Tally((), (), ()), 0)
+
+
+def test_a_vote_settles_with_the_first_rollout_after_which_no_other_answer_can_win() -> None:
+    """Of five rollouts three equal answers settle the vote; of four, two do not, and three do."""
+    for samples, needed in ((5, 3), (4, 3), (3, 2)):
+        rollouts = [
+            Rollout("p", sample, Prompt((1,), (1,)), finish="answer", answer="7")
+            for sample in range(samples)
+        ]
+        vote = RunningVote(Policy(samples=samples, early_stop="certain"), modulo)
+        settled_after = [
+            sample + 1
+            for sample in range(samples - 1)
+            if vote.add_result(RolloutResult(sample, "done", rollouts[sample]))
+        ]
+        assert settled_after[0] == needed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import pytest
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest
 from atts.errors import UnsupportedByEngine
 from atts.sampling import Seed
-from atts.servers import RemoteEngine
+from atts.servers import DIALECTS, RemoteEngine
+from atts.servers.chat import TextDialect
+from atts.servers.dialect import Scorer
 from atts.servers.llamacpp import LlamaCppDialect
 from atts.testing import CheckOptions, ScriptedEngine, ServerQuirks, ToyTokenizer, check_engine
 from atts.testing.servers import DialectServer
@@ -16,6 +18,9 @@ OPTIONS = CheckOptions(draws=32, tokens=9, long_tokens=96, timeout_seconds=600, 
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
+# a new dialect is in these lists once `DIALECTS` has it
+WITH_IDS = sorted(name for name, kind in DIALECTS.items() if not issubclass(kind, TextDialect))
+SCORING = sorted(name for name, kind in DIALECTS.items() if issubclass(kind, Scorer))
 
 
 @pytest.mark.anyio
@@ -27,8 +32,7 @@ PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the
         pytest.param(
             "vllm", ServerQuirks(cached_scores="refused"), id="vllm with an older model runner"
         ),
-        pytest.param("sglang", ServerQuirks(), id="sglang"),
-        pytest.param("llamacpp", ServerQuirks(), id="llamacpp"),
+        *(pytest.param(name, ServerQuirks(), id=name) for name in WITH_IDS if name != "vllm"),
     ],
 )
 async def test_each_dialect_passes_the_conformance_suite(
@@ -42,7 +46,7 @@ async def test_each_dialect_passes_the_conformance_suite(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("dialect", ["vllm", "sglang", "llamacpp"])
+@pytest.mark.parametrize("dialect", WITH_IDS)
 async def test_a_server_answers_as_its_engine_does(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
@@ -83,7 +87,7 @@ async def test_a_scored_chunk_that_is_cached_is_scored_again_without_the_cache(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+@pytest.mark.parametrize("dialect", SCORING)
 async def test_the_cached_prefix_is_reported(serve: Serve, client: Connect, dialect: str) -> None:
     """Scoring another chunk after the same prefix reads it from the cache, in whole blocks."""
     server = serve(dialect)
@@ -116,7 +120,7 @@ async def test_processed_log_probs_are_replaced_by_scores(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+@pytest.mark.parametrize("dialect", SCORING)
 async def test_a_server_that_ignores_scoring_is_refused(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
@@ -149,7 +153,7 @@ async def test_a_dialect_without_tokenize_is_probed_all_the_same(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("dialect", ["vllm", "sglang", "llamacpp"])
+@pytest.mark.parametrize("dialect", WITH_IDS)
 async def test_the_dialect_is_detected(serve: Serve, client: Connect, dialect: str) -> None:
     """The spec names the engine and version of the server, whatever the caller named."""
     server = serve(dialect)

@@ -65,7 +65,7 @@ def test_confidence_in_matches_follows_their_acceptance() -> None:
     seen = list[float]()
     for accepted in (0, 0, 0, 2, 2, 2, 2, 2, 2):
         (found,) = suffixes.propose([ask((9, 1, 2, 3), 4, 2, key=2, rollout="p/1")])
-        suffixes.settled(2, found, accepted)
+        suffixes.verified(2, found, accepted)
         seen.append(found.confidence)
     assert seen[0] > seen[3] < seen[-1]
 
@@ -105,7 +105,7 @@ class Sure(HintProposer):
         self.asked += 1
         return [self.found] * len(list(asks))  # type: ignore[call-overload]
 
-    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
+    def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Count how often acceptance is reported."""
         self.told += 1
 
@@ -119,7 +119,7 @@ def test_a_confident_proposer_is_the_last_one_asked() -> None:
     never = Sure(7, 0.9)
     best = BestProposer([unsure, sure, never])
     (found,) = best.propose([ask((1, 2), 1)])
-    best.settled(1, found, 1)
+    best.verified(1, found, 1)
     assert found.tokens == (6,)
     assert (unsure.asked, sure.asked, never.asked) == (1, 1, 0)
     assert (unsure.told, sure.told) == (0, 1)

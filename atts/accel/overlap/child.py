@@ -147,8 +147,8 @@ class Drafting(NamedTuple):
                 listener.receive(message)
             return listener is not None
         self.target.seconds = message.seconds
-        for proposed, accepted in message.settled:
-            self.drafter.settled(0, TokenProposal((0,) * proposed), accepted)
+        for proposed, accepted in message.verified:
+            self.drafter.verified(0, TokenProposal((0,) * proposed), accepted)
         self.drafter.propose(self.rows.follow(message))
         return self.target.listener is None
 

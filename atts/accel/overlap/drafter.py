@@ -437,7 +437,7 @@ class OverlappedDrafter(ModelDrafter):
         self._post(job)
         return proposals
 
-    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
+    def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Learn how likely a proposed token is accepted. Tokens after a rejected one were not
         tested, so they do not count.
         """

@@ -49,7 +49,7 @@ class DraftStep(NamedTuple):
     # for each sequence: its key, its new ids, and the most tokens to propose
     asks: list[tuple[int, TokenIds, int]]
     # each proposal with a known outcome: its number of tokens, and how many of them were accepted
-    settled: list[tuple[int, int]]
+    verified: list[tuple[int, int]]
     seconds: float  # seconds that the target's last step took
 
 
@@ -116,7 +116,7 @@ class DrafterProcess(Proposer):
         # number of ids of each sequence that the other process has
         self._known: dict[int, int] = {}
         self._ended = list[int]()
-        self._settled = list[tuple[int, int]]()
+        self._verified = list[tuple[int, int]]()
         self._is_open = self._is_late = False
         self._began = self._seconds = 0.0
         self.stats = OverlapStats()
@@ -133,9 +133,9 @@ class DrafterProcess(Proposer):
             self._tell(list(asks))
         return proposals
 
-    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
+    def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Note an outcome to send with the next step."""
-        self._settled.append((len(proposal.tokens), accepted))
+        self._verified.append((len(proposal.tokens), accepted))
 
     def ended(self, key: int) -> None:
         """Note an ended sequence to send with the next step."""
@@ -211,9 +211,9 @@ class DrafterProcess(Proposer):
                 self._known[ask.key] = len(sequence.request.ids)
             news.append((ask.key, tuple(ask.ids[self._known[ask.key] :]), ask.room))
             self._known[ask.key] = len(ask.ids)
-        self._orders.put(DraftStep(fresh, self._ended, news, self._settled, self._seconds))
+        self._orders.put(DraftStep(fresh, self._ended, news, self._verified, self._seconds))
         self._ended = []
-        self._settled = []
+        self._verified = []
         self._lines = {}
         self._is_open = True
         self._began = perf_counter()

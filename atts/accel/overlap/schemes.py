@@ -262,9 +262,9 @@ class AdaptiveDrafting(Proposer, Lengths):
     def _used(self) -> Proposer:
         return self._ahead if self._scheme else self._serial
 
-    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
+    def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Report the outcome to the drafter that proposed."""
-        self._used.settled(key, proposal, accepted)
+        self._used.verified(key, proposal, accepted)
 
     def ended(self, key: int) -> None:
         """Report the ended sequence to both drafters."""

@@ -137,7 +137,7 @@ class ModelDrafter(Proposer):
                 proposals[place] = proposal
         return proposals
 
-    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
+    def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Keep the keys and values of accepted tokens; those of rejected tokens will be
         overwritten.
         """
@@ -321,10 +321,10 @@ class GroupedDrafter(ModelDrafter):
         super().__init__(model, config, rows, vocabulary)
         self._groups = model
 
-    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
+    def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Forget the keys and values that the round computed."""
         if self.calibration == "none":
-            super().settled(key, proposal, accepted)
+            super().verified(key, proposal, accepted)
 
     def _draw(self, batch: StepBatch, asks: list[Ask], turn: int) -> list[int]:
         self._groups.is_grouped = turn > 0

@@ -143,7 +143,7 @@ class SuffixProposer(Proposer):
             group.learn(ask)
         return [self._next(ask, group) for ask, group in zip(asks, groups, strict=True)]
 
-    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
+    def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Learn how often the first token after a match of this length is accepted."""
         length = self._matched.pop(key, 0)
         self._tried[length] += 1
@@ -232,9 +232,9 @@ class BestProposer(Proposer):
             open_places = [place for place in open_places if best[place].confidence < self._enough]
         return best
 
-    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
+    def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Report the outcome to the proposer that made the proposal."""
-        self._chosen[key].settled(key, proposal, accepted)
+        self._chosen[key].verified(key, proposal, accepted)
 
     def silence(self) -> str:
         """Return the reason of the last proposer, which is asked only if the others have no

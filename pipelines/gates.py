@@ -310,7 +310,7 @@ CUES = (
 class CueGate(NonLearningGate):
     """Speculative Thinking: escalate a chunk if its text hesitates or checks itself."""
 
-    reads: ClassVar[GateReads] = "nothing"  # of the numbers
+    reads: ClassVar[GateReads] = "nothing"  # no number, but the text
     needs_text: ClassVar[bool] = True
     cues: tuple[str, ...] = CUES
 

@@ -79,7 +79,7 @@ def test_a_lead_that_could_be_caught_is_not_settled() -> None:
 
 
 def test_a_vote_settles_with_the_first_rollout_after_which_no_other_answer_can_win() -> None:
-    """Of five rollouts three equal answers settle the vote; of four, two do not, and three do."""
+    """Three equal answers settle a vote of four or five rollouts, and two settle a vote of three."""
     for samples, needed in ((5, 3), (4, 3), (3, 2)):
         rollouts = [
             Rollout("p", sample, Prompt((1,), (1,)), finish="answer", answer="7")

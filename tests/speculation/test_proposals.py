@@ -140,9 +140,9 @@ def test_counters_can_be_added_and_subtracted() -> None:
     assert both - first == more
     assert both.accepted_share == pytest.approx((1.0, 2 / 3, 1.0))
     faster = str(Speculated(1, 2, 2, came_seconds=0.25, saved_seconds=0.5))
-    assert faster.endswith("0.5 s faster than the 0.8 s expected without")
+    assert faster.endswith("0.5 s faster than the 0.8 s expected without speculation")
     slower = str(Speculated(1, 2, 2, came_seconds=7.7, saved_seconds=-5.2))
-    assert slower.endswith("5.2 s slower than the 2.5 s expected without")
+    assert slower.endswith("5.2 s slower than the 2.5 s expected without speculation")
     assert str(Speculated()) == "no tokens proposed"
     assert together(None, first) == together(first, None) == first
     assert together(first, more) == both

@@ -1,6 +1,7 @@
-"""Extension of griffe, which reads the docstrings of the site's Python API.
+"""Extension of griffe that reads the docstrings of the site's Python API.
 
-It is outside the typed code, because type checkers run where griffe may be missing.
+This file is not type-checked with the rest of the code, because type checkers may run where griffe
+is missing.
 """
 
 import griffe
@@ -12,6 +13,6 @@ class Doctests(griffe.Extension):
     """Show the examples of every docstring as code."""
 
     def on_instance(self, *, obj: griffe.Object, **_: object) -> None:
-        """Put the examples of one object's docstring between fences."""
+        """Put code fences around the examples in one object's docstring."""
         if obj.docstring is not None:
             obj.docstring.value = fenced(obj.docstring.value)

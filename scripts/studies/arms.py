@@ -67,7 +67,8 @@ Watch = Callable[[str, Sequence[Outcome]], Awaitable[None]]
 class Arm:
     """A row of a comparison: a name, and the setup of its runs.
 
-    `Pair.plan` derives the seed of the arm's random numbers from the study's seed and the arm's name.
+    `Pair.plan` derives the seed of the arm's random numbers from the study's seed and the arm's
+    name.
     """
 
     name: str
@@ -77,7 +78,9 @@ class Arm:
     variant: Variant = "plain"
 
     def but(self, name: str = "", **changes: Any) -> Arm:
-        """Return a copy of the arm with another policy, under the given name if there is one."""
+        """Return a copy of the arm with other settings of its policy, and another name if one is
+        given.
+        """
         return replace(
             self,
             name=name or self.name,
@@ -164,8 +167,8 @@ async def run_block(
     schedule: Schedule = "together",
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[Outcome, ...], float]:
-    """Run one block under a plan; return its outcomes in the order of the problems, and its
-    seconds.
+    """Run one block under a plan; return its outcomes in the order of the problems, and the seconds
+    that the block took.
     """
     began = clock()
     found = dict[str, Outcome]()
@@ -186,7 +189,7 @@ def scores_of(outcomes: Iterable[Outcome]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """Measurements of one problem under one arm, from which tables are computed."""
+    """Measurements of one problem under one arm; tables are computed from them."""
 
     problem: str
     level: int
@@ -198,7 +201,7 @@ class Solved:
     # (position in the order of requests, turn, True if the chunk escalated)
     decisions: Sequence[tuple[int, int, bool]]
     drawn: int = 0  # target tokens that were drawn during scoring
-    # tokens of chunks decided on by a score; chunks that share a score count each
+    # tokens of chunks that a score judged; each chunk counts, also chunks that share a score
     judged: int = 0
 
     @classmethod
@@ -244,7 +247,7 @@ class Piece:
     shard: int
     solved: list[Solved] = field(default_factory=list[Solved])
     seconds: list[float] = field(default_factory=list[float])
-    # processor seconds of this process and its engines, per block
+    # CPU seconds of this process and its engines, per block
     processor: list[float] = field(default_factory=list[float])
 
     @property
@@ -254,8 +257,8 @@ class Piece:
 
 
 class Ledger:
-    """All finished pieces: one arm on one shard each. With a path, earlier sessions' pieces are
-    read.
+    """All finished pieces; a piece is one arm on one shard. With a path, the ledger also has the
+    pieces of earlier sessions.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -308,8 +311,8 @@ async def run_grid(
 ) -> None:
     """Run every arm on every shard and seed, interleaved block by block.
 
-    Pieces in the ledger are not run again. Each shard has one gate, which learns from block to
-    block, as in a run over the whole shard.
+    Pieces that are already in the ledger do not run again. Each shard has one gate, which learns
+    from block to block, as in a run over the whole shard.
     """
     for seed in grid.seeds:
         for number, shard in enumerate(grid.shards()):
@@ -377,7 +380,7 @@ class Sum:
     def by_problem(self, value: Value) -> dict[str, float]:
         """Return the mean over seeds for each problem.
 
-        Intervals are over problems, so each problem counts once, however often it was run.
+        Intervals are over problems, so each problem counts once, even if several seeds ran it.
         """
         found: defaultdict[str, list[float]] = defaultdict(list)
         for one in self.solved:
@@ -389,7 +392,9 @@ class Sum:
         return mean_estimate(list(self.by_problem(value).values()), len(self.solved))
 
     def minus(self, base: Sum, value: Value) -> Estimate:
-        """Estimate the difference from another arm, paired by problem, over their common problems."""
+        """Estimate the difference between two arms, paired by problem, over the problems that both
+        arms have.
+        """
         first = base.by_problem(value)
         second = self.by_problem(value)
         names = sorted(first.keys() & second.keys())
@@ -398,7 +403,7 @@ class Sum:
         ).difference
 
     def each(self, kind: Literal["draft", "scored", "target", "judged"]) -> float:
-        """Return the tokens of one kind per problem."""
+        """Return the number of tokens of one kind for each problem."""
         return self.total(kind) / max(1, len(self.solved))
 
     def total(self, kind: Literal["draft", "scored", "target", "drawn", "judged"]) -> int:
@@ -407,7 +412,7 @@ class Sum:
 
     @property
     def gflops(self) -> float:
-        """Return the arithmetic of both models per problem, counting each token once."""
+        """Return the arithmetic of draft and target per problem, counting each token once."""
         draft = info("draft").flops_per_token(CONTEXT)
         target = info("target").flops_per_token(CONTEXT)
         return (
@@ -476,9 +481,9 @@ SLOTS = {"draft": Limit(slots=16), "target": Limit(slots=4)}
 
 
 def cases(stored: Sequence[float]) -> list[Arm]:
-    """Return one arm per method, with the settings of its authors.
+    """Return one arm per method, with the settings of the method's authors.
 
-    The published rule needs scores of first chunks before a run: `stored`.
+    The published rule needs scores of first chunks before a run; `stored` has them.
     """
     # The target continues after the chunk, and chunks with an answer are judged too.
     theirs: dict[str, Any] = {"takeover": "continue", "answers": "verify", "repeats": 15}
@@ -553,7 +558,7 @@ async def scripted(
 
 async def _embedded(options: Options) -> dict[str, Sum]:
     grid = Grid(options.pick(12, 40, 500), (options.seed,), 500, options.pick(4, 20, 50))
-    # Engines run in threads, so this process's processor time includes them.
+    # Engines run in threads, so the CPU time of this process includes their work.
     async with Pair(worker="thread") as pair:
         first = pair.plan(_turn_zero(4), 9_999)
         outcomes, _ = await run_block(arithmetic("calibration", options.pick(8, 30, 60)), first)
@@ -723,14 +728,16 @@ def _ablation_row(choice: str, name: str, one: Sum, default: Sum) -> Row:
 
 
 def _time(one: Sum, default: Sum) -> float:
-    """Return the seconds relative to the default: the median of the ratios of blocks."""
+    """Return the seconds of an option relative to the default: the median of the ratios of blocks."""
     ratio = one.speed_up(default)
     assert ratio is not None, "all arms run every block"
     return 1 / ratio.median
 
 
 def _verdict(one: Sum, default: Sum) -> str:
-    """Describe the gain of an option by the rule under the table; return "" if it does not win."""
+    """Describe the gain of an option by the rule printed under the table; return "" if the option
+    does not win.
+    """
     votes = one.minus(default, right)
     cost = one.gflops / default.gflops
     seconds = _time(one, default)
@@ -746,7 +753,7 @@ def _verdict(one: Sum, default: Sum) -> str:
 def study_frontier(options: Options) -> list[Table]:
     """Run each method at each rate and number of samples, with a journal for each run.
 
-    Finished runs are not repeated.
+    Finished runs do not run again.
     """
     rates = options.pick((0.2,), (0.05, 0.1, 0.2, 0.4), (0.05, 0.1, 0.2, 0.4))
     samples = options.pick((2, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16))
@@ -824,7 +831,9 @@ PRICED_CONTEXT = 1000  # cached tokens of each sequence
 
 
 def scaled(cost: Cost, share: float, origin: str) -> Cost:
-    """Return the cost of a model with this share of the weights, on the same number of GPUs."""
+    """Return the cost of a model with this share of the model's weights, on the same number of
+    GPUs.
+    """
     return replace(
         cost,
         step=cost.step * share,
@@ -910,7 +919,9 @@ def field_arms(options: Options) -> list[tuple[str, Arm]]:
 
 
 def study_field(options: Options) -> list[Table]:
-    """Run every method, and price its tokens as those of each pair. Finished runs are kept."""
+    """Run every method, and price its tokens as those of each pair. Runs that have finished do not
+    run again.
+    """
     count = options.pick(6, 40, 200)
     found: list[tuple[str, Sum]] = []
     with tempfile.TemporaryDirectory() as folder:

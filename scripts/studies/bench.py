@@ -257,11 +257,13 @@ class Step:
 
     name: str
     effort: Effort
-    seconds: float = 0  # approximate seconds on two idle cores; 0 if unknown
+    seconds: float = 0  # approximate seconds on two idle cores; 0 if not known
 
 
 def main() -> None:
-    """Run the studies in the order of the arguments; several studies run in a process each."""
+    """Run the studies in the order of the arguments; each of several studies runs in its own
+    process.
+    """
     asked = _parse()
     effort: Effort = "default"
     if asked.full:
@@ -308,7 +310,7 @@ def run_all(
 ) -> list[str]:
     """Run the unfinished steps of a series, and return the names of failed steps.
 
-    After an interruption, the same command skips finished steps and repeats failed ones. Once all
+    After an interruption, the same command skips finished steps and repeats failed steps. If all
     steps have succeeded, the command starts the series again.
     """
     failed: list[str] = []

@@ -60,7 +60,7 @@ NODE = 4  # number of GPUs in a node, joined by a fast link
 FAST = (5e-6, 200e9)
 SLOW = (20e-6, 12.5e9)  # links within a node and between nodes: seconds to begin, bytes per second
 VIRTUAL_PROMPT = 512
-# Mean numbers of tokens. Both lengths are drawn from exponential distributions, but are at least a
+# Mean numbers of tokens. The numbers are drawn from exponential distributions, but are at least a
 # third of the mean.
 VIRTUAL_LENGTH = 96
 MOST = 64  # largest number of rows in one run of a block
@@ -136,8 +136,8 @@ def virtual_requests(
 
 
 def chain_of(tenant: int, serving: Serving, sharing: float) -> tuple[Part, ...]:
-    """Return the parts of a tenant's model: shared base layers and own layers, or the whole model
-    as one part.
+    """Return the parts of a tenant's model: shared base layers and the tenant's own layers, or the
+    whole model as one part.
     """
     if serving != "blocks" or not sharing:
         return (Part(f"model {tenant}", 1.0),)
@@ -214,8 +214,8 @@ class Cluster:
         heapq.heappush(self._events, (at, self._count, what))
 
     def _advance(self, request: Request, server: int) -> int:
-        """Move a request past a part, and return the number of tokens written: one after the last
-        part.
+        """Move a request past a part, and return the number of tokens that this wrote: one after
+        the last part.
         """
         chain = self._chains[request.tenant]
         request.owners[chain[request.at].name] = server
@@ -229,7 +229,7 @@ class Cluster:
         return 1
 
     def _dispatch(self, request: Request, now: float) -> None:
-        """Queue a request at the server that will finish its next part first."""
+        """Queue a request at the GPU that will finish the request's next part first."""
         part = self._chains[request.tenant][request.at]
         places = self.places[part.name]
         server = places[0]
@@ -257,9 +257,9 @@ class Cluster:
         return Instance(wait, self._seconds(part.share, [request]), owns, move, recompute, hop)
 
     def _seconds(self, share: float, batch: Sequence[Request]) -> float:
-        """Return the seconds of one run of a part, in proportion to its share of the model.
+        """Return the seconds of one run of a part, in proportion to the part's share of the model.
 
-        Requests with unread prompts are prefilled, and all others decode one token.
+        The run prefills requests with unread prompts, and decodes one token of all other requests.
         """
         fed = sum(request.fed for request in batch if request.fed > 1)
         decoding = [request.held for request in batch if request.fed == 1]
@@ -299,9 +299,9 @@ def capacity(servers: int) -> float:
 def compared(
     servers: int, load: float, kind: Arrivals, at: tuple[float, float, int, int]
 ) -> Iterator[tuple[Serving, Outcome]]:
-    """Compare all ways of serving on the same requests.
+    """Compare shared blocks with whole models on the same requests.
 
-    `at` holds the shared fraction of layers, the skew of tenants, the number of requests and the
+    `at` has the shared fraction of layers, the skew of tenants, the number of requests and the
     seed.
     """
     sharing, skew, count, seed = at
@@ -311,8 +311,8 @@ def compared(
 
 
 def study_simulated(options: Options) -> list[Table]:
-    """Measure a grid of sizes, loads and arrivals, and the conditions under which the published
-    figures are reached.
+    """Measure a grid of sizes, loads and arrivals, and find the conditions that reach the figures
+    of the paper.
     """
     count = options.pick(300, 800, 8000)
     rows = list[Row]()
@@ -390,7 +390,7 @@ TENANTS = ("base", "adapter-1", "adapter-2", "tuned")
 PROMPT = 80
 LENGTH = 40  # tokens
 LOADS = (0.3, 0.7, 0.9)
-OWN = (1, 3)  # numbers of last layers (out of six) that each tenant has of its own
+OWN = (1, 3)  # how many of the six layers, counted from the last, belong to each tenant alone
 ALIKE = 4  # number of requests with a common prompt
 Prompts = Literal["own", "common"]
 _LAYERS = 6
@@ -422,12 +422,12 @@ class Served(NamedTuple):
     tokens: int  # tokens written
     waits: tuple[float, ...]
     weight_bytes: int
-    kv_tokens: int  # largest number of cached tokens, summed over the loops
-    block_rows: int  # tokens processed, summed over blocks
+    kv_tokens: int  # largest number of cached tokens, summed over all step loops
+    block_rows: int  # tokens that were processed, summed over blocks
 
     @property
     def tokens_per_second(self) -> float:
-        """Return written tokens per second of the core's time, idle time included."""
+        """Return the written tokens divided by the core's time, idle time included."""
         return self.tokens / self.seconds
 
 
@@ -652,7 +652,7 @@ def at_once(one: Arm, four: Arm, rounds: int) -> tuple[list[Row], float]:
             arrivals = [Arrival(0.0, at, at % len(TENANTS), at) for at in numbers]
             for name, arm in (("zoo", one), ("four engines", four)):
                 served = arm.serve(arrivals)
-                if number:  # the first round loads weights, so it is not counted
+                if number:  # the first round does not count, because it loads weights
                     found.setdefault(name, []).append(served)
         speeds = {
             name: statistics.median(served.tokens_per_second for served in all_)
@@ -684,8 +684,8 @@ def memory(options: Options) -> list[Table]:
     """Measure the memory of the shipped family in one loop and in separate processes.
 
     Memory is the proportional set size (`Pss`) of the computing processes, read while engines
-    write. So a page that several processes share, such as library code or mapped weights, counts
-    once.
+    write. A page that several processes share, such as library code or mapped weights, therefore
+    counts once.
     """
     rows = list[Row]()
     rounds = options.pick(1, 3, 5)
@@ -727,7 +727,7 @@ def family(folder: Path) -> Zoo:
 
 
 async def _megabytes(zoo: Zoo, engines: Sequence[tuple[str, int]]) -> float:
-    """Return the memory of the processes after some work.
+    """Return the megabytes that the processes use after some work.
 
     Models with the same process number share a process.
     """
@@ -760,7 +760,7 @@ OWN_LAYERS = 2
 BATCH = 8
 LONGEST = 128  # tokens of a training text
 HELD_OUT = 4  # number of batches
-RATE = 1e-3  # learning rate of adapters; whole layers use a tenth
+RATE = 1e-3  # learning rate of adapters; whole layers are trained at a tenth of this rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -807,7 +807,8 @@ LESSONS = {
 
 
 def study_real(options: Options) -> list[Table]:
-    """Train the relatives of a real model, and compare their zoo with a separate engine for each.
+    """Train relatives of a real model, and compare their zoo with a separate engine for each
+    relative.
 
     :raises SystemExit: the model is not available.
     """
@@ -842,7 +843,9 @@ def study_real(options: Options) -> list[Table]:
 
 
 def relatives(base: Path, scratch: Path, zoo: Zoo, steps: int) -> Table:
-    """Train every relative, add it to the zoo, and tabulate the losses before and after."""
+    """Train every relative, add it to the zoo, and tabulate each relative's loss before and after
+    training.
+    """
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
@@ -920,7 +923,7 @@ def train(
     batches: Sequence[tuple[Tensor, Tensor]],
     rate: float,
 ) -> None:
-    """Train with one step of AdamW per batch."""
+    """Train the weights with one step of AdamW per batch."""
     optimizer = torch.optim.AdamW(own.values(), lr=rate, weight_decay=0.0)
     model.train()
     for ids, labels in batches:

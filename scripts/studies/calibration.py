@@ -1,5 +1,5 @@
-"""Measure how exactly rates are kept: modes and alarms on recorded scores, intervals, and small
-runs.
+"""Measure how far realised rates are from nominal rates: modes and alarms on recorded scores,
+intervals, small runs.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def arrivals(folder: Path, order: str) -> Records:
 
 
 def arrays(folder: Path) -> dict[str, StoredScores]:
-    """Return every published array of scores by a short name.
+    """Return every published array of scores, keyed by a short name.
 
-    Each array has sixteen scores per question, except the array of the smoke test, which has four.
+    Each array has sixteen scores per question; only the array of the smoke test has four.
     """
     found = dict[str, StoredScores]()
     for path in sorted((folder / "calibration").glob("*.npy")):
@@ -264,7 +264,7 @@ def _synthetic() -> dict[str, StoredScores]:
 
 
 def _sampled(stored: StoredScores, seed: int) -> StoredScores:
-    """Draw whole questions with replacement, as many as the array has.
+    """Draw whole questions from an array with replacement, as many as the array has.
 
     A tiny random shift of each question keeps repeated questions distinct.
     """
@@ -324,8 +324,8 @@ def study_statistics(options: Options) -> list[Table]:
 
 
 def coverage(problems: int, options: Options) -> Table:
-    """Measure how often nominal 95 % intervals contain the true value: the intervals of atts, and
-    other formulas.
+    """Measure how often nominal 95 % intervals contain the true value, for the intervals of atts
+    and for other formulas.
     """
     rows = list[Row]()
     many = options.pick(100, 400, 4000)
@@ -461,7 +461,7 @@ def _ranked(draw: Draw, questions: int, skill: float) -> list[LabelledChunk]:
 
 
 def _ours(values: Floats) -> Ends:
-    """Return the interval that atts prints."""
+    """Return the interval that atts prints for these chunks."""
     found = mean_estimate(values, values.size * SAMPLES)
     return found.low, found.high
 
@@ -600,7 +600,7 @@ def _policy(losses: Floats) -> Candidate:
 
 
 def lengths(options: Options) -> Table:
-    """Measure the rate of mode marginal if long chunks score worse and end later.
+    """Measure the rate of mode marginal if long chunks have worse scores and end later.
 
     Chunks are ranked among all chunks, or among chunks of the same length.
     """
@@ -645,7 +645,7 @@ def _first_chunks(chunks: int, in_flight: int, draw: random.Random) -> list[dict
 
 
 def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> Iterator[T]:
-    """Yield the steps in the order of their ends, if a fixed number of rollouts run at once."""
+    """Yield the steps in the order in which they end, if a fixed number of rollouts run at once."""
     waiting = enumerate(map(iter, lines))
     going = list[tuple[float, int, T, Iterator[tuple[float, T]]]]()
     now = 0.0
@@ -671,8 +671,8 @@ GATES = ("counted", "streaming in", "coin")
 
 
 def small_runs(folder: Path, options: Options) -> Table:
-    """Measure the default mode on resampled recorded rollouts, with and without knowledge of the
-    run's size.
+    """Measure the default mode on resampled recorded rollouts, both if the gate knows the run's
+    size and if not.
     """
     runs = options.pick(2, 6, 20)
     sizes = ((20, 8), (30, 16), (40, 8), (100, 8))
@@ -743,7 +743,9 @@ def _arrivals(
 def _ended(
     stream: list[dict[str, Any]], rate: float, samples: int, gate: str, seed: int
 ) -> tuple[float, float]:
-    """Simulate one run; return the error of its rate, and the escalated share of its worst chunks."""
+    """Simulate one run; return the error of the run's rate, and the escalated share of the run's
+    worst chunks.
+    """
     worst = sorted(range(len(stream)), key=lambda place: -stream[place]["score"])
     worst = worst[: max(1, round(rate * len(stream)))]
     if gate == "coin":
@@ -768,8 +770,8 @@ RATES = (0.1, 0.2, 0.4)
 class WatchedGate(ConformalGate):
     """A conformal gate that records its decisions, or decides by a coin.
 
-    The record includes chunks of rollouts that were cancelled after the vote was settled. No
-    outcome contains these chunks.
+    The record includes chunks of rollouts that were cancelled after the vote was settled. Outcomes
+    leave these chunks out.
     """
 
     def __init__(self, calibrator: CalibratorProtocol, name: str, coin: CoinGate) -> None:
@@ -825,7 +827,7 @@ class Ended:
 def study_small_runs(options: Options) -> list[Table]:
     """Run every size, order, rate and seed with each gate in turn.
 
-    Finished runs are kept on disk and not run again.
+    Finished runs stay on disk and do not run again.
     """
     parts = Parts(options.file("small-runs.jsonl"))
     sizes = options.pick(SIZES[:1], SIZES[:1], SIZES)
@@ -1006,14 +1008,14 @@ def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
 
 
 def _gained(runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
-    """Return the gain in accuracy of the second of two runs over the first."""
+    """Return the difference in accuracy between two runs, the second minus the first."""
     pairs = [(first[name], right) for first, second in runs for name, right in second.items()]
     return interval(compare_runs(*map(list, zip(*pairs, strict=True))).difference) if pairs else "-"
 
 
 def _facts(runs: Sequence[Ended], rate: float) -> tuple[float | None, float | None]:
-    """Return the root mean square of the rate's error, and the mean escalated share of the worst
-    chunks.
+    """Return two numbers of a gate: the root mean square of the rate's error, and the mean
+    escalated share of the worst chunks.
     """
     if not runs:
         return None, None

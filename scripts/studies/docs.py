@@ -120,7 +120,7 @@ the commands.
 
 
 def gpu_page() -> str:
-    """Return the page that shows which pairs open on which GPUs."""
+    """Return the page that lists which pairs fit on which GPUs."""
     rows = [
         gpu_row(pair, card)
         for pair in known_pairs().values()
@@ -189,7 +189,7 @@ def configuration_page() -> str:
 
 
 def without_configuration(text: str) -> str:
-    """Return the page of commands with a link in place of the table of configuration keys."""
+    """Return the page of commands, with a link where the table of configuration keys was."""
     before, heading, rest = text.partition("## Configuration\n")
     _, mark, commands = rest.partition("\n## atts\n")
     link = (
@@ -441,8 +441,8 @@ def _subclasses(error: type[atts.ATTSError]) -> list[type[atts.ATTSError]]:
 
 
 def methods_page() -> str:
-    """Return the table of methods, and the differences between the paper's two methods and their
-    release.
+    """Return the table of methods, and the differences between the two methods in the paper and in
+    its published code.
     """
     lines = [
         "# Methods at a glance",
@@ -504,7 +504,8 @@ def dead_links(site: Path) -> Iterator[str]:
         anchors[page] = {html.unescape(name) for name in re.findall(r'\bid="([^"]+)"', text)}
     for page, text in texts.items():
         if page.name == "404.html":
-            continue  # links of this page are absolute, relative to the server's root
+            # on the page for missing addresses, links are absolute, relative to the server's root
+            continue
         for link in sorted(set(re.findall(r'\b(?:href|src)="([^"]+)"', text))):
             address = urlsplit(html.unescape(link))
             if address.scheme or address.netloc:
@@ -635,7 +636,7 @@ def _started_atts(words: str, folder: Path) -> Generator[subprocess.Popen[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a recorded terminal, and the second of its appearance."""
+    """A line of a recorded terminal, and the second at which the line appears."""
 
     text: str
     second: float
@@ -646,7 +647,7 @@ def recorded(folder: Path) -> list[Line]:
     """Record a terminal in which an evaluation is killed in the middle and then resumed."""
     lines = [Line(f"$ atts {EVAL}", 0.0, is_typed=True)]
     journal = folder / "runs" / "long" / "journal.jsonl"
-    # The output of the killed process is not shown, because it never reached a terminal.
+    # The output of the killed process is left out, because it never reached a terminal.
     running = subprocess.Popen(
         _atts_command(EVAL),
         cwd=folder,
@@ -671,8 +672,8 @@ def _count_lines(path: Path) -> int:
 
 
 def _shown_output(words: str, folder: Path, second: float) -> list[Line]:
-    """Run a command, and return the command and its output as lines; the output appears a second
-    later.
+    """Run a command, and return the command and its output as lines; the output appears one second
+    after the command.
     """
     printed = [line.rstrip() for line in _run_atts(words, folder).splitlines()]
     kept = [line for line in printed if line and not line.startswith(("loading", "ended;"))]

@@ -93,12 +93,12 @@ _MATRIX = 8192  # bytes copied, and rows of a matrix; both are larger than a dev
 
 
 class OutOfTime(Exception):
-    """The time limit is reached; the same command continues later."""
+    """The time limit is reached; the same command continues the study later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of models, batches and requests."""
+    """The sizes of models, batches and requests in this study."""
 
     shapes: tuple[str, ...] = ("8B", "1.5B", "32B")  # models with random weights
     pairs: tuple[tuple[str, str], ...] = (("0.6B", "8B"), ("1.5B", "32B"))
@@ -112,7 +112,8 @@ class Sizes:
     requests: int = 32  # number of requests in comparisons with a CPU
     samples: tuple[int, ...] = (16, 64, 8)
     questions: int = 24
-    rollouts: tuple[int, ...] = (1, 16, 4, 64)  # numbers of rollouts in the speculation tables
+    # numbers of rollouts for which the speculation tables have rows
+    rollouts: tuple[int, ...] = (1, 16, 4, 64)
     cache: int = 20_000  # tokens in the cache of a pair's engine
 
 
@@ -130,7 +131,7 @@ class Lab:
         self.device = torch.device(device)
         self.sizes = sizes
         self.parts = parts
-        # `time.time`, because a process that replaces this one has the same clock
+        # `time.time`, because a process that replaces this process has the same clock
         self._own_until = until
         self._until = until
 
@@ -149,7 +150,7 @@ class Lab:
 
     @property
     def left(self) -> float:
-        """Return the seconds that the current part has left."""
+        """Return the seconds that are left for the current part."""
         return self._own_until - time.time()
 
     def begin(self, share: float) -> None:
@@ -159,7 +160,7 @@ class Lab:
     def missing(self, names: Iterable[str], seconds: float) -> list[str]:
         """Return the names of unfinished cells.
 
-        `seconds` is the approximate time until the first of the cells is finished.
+        `seconds` is the approximate time until the first unfinished cell is measured.
 
         :raises OutOfTime: a cell is unfinished, and too little time is left.
         """
@@ -305,7 +306,7 @@ class RandomModel:
 
 
 def _ignore(report: LoopReport) -> None:
-    """Ignore replies of the loop, because only its time is measured."""
+    """Ignore the replies of the loop, because the study measures only the loop's time."""
 
 
 def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -369,7 +370,7 @@ def least_step(lab: Lab, config: ModelConfig, batch: int, limits: dict[str, Any]
 
 
 class TheirModel:
-    """A transformers model of the same sizes with random weights."""
+    """A transformers model with the sizes of an atts model and random weights."""
 
     def __init__(self, lab: Lab, size: str) -> None:
         own = shape_of(lab, size)
@@ -423,7 +424,7 @@ def kernel(lab: Lab) -> list[dict[str, Any]]:
         **{s: shape_of_size(base, read_size(s)) for s in lab.sizes.shapes},
     }
     for name, config in shapes.items():
-        # Each type, width and window compiles a kernel of its own. Large models need one type only.
+        # Each type, width and window compiles its own kernel. For large models one type is enough.
         is_own = config is base
         for dtype in (torch.float32, torch.bfloat16) if is_own else (torch.bfloat16,):
             cache = torch.zeros(
@@ -473,8 +474,8 @@ def orders(lab: Lab) -> list[SampleRequest]:
 
 
 def texts_on(lab: Lab, device: str, scored: list[TokenIds] | None = None, **changes: Any) -> Texts:
-    """Run the embedded target on a device: write texts, then score `scored`, or the written texts
-    if there is none.
+    """Run the embedded target on a device: write texts, then score the texts in `scored`; if
+    `scored` is None, score the written texts.
     """
     gathered = changes.pop("kernel", "") == "torch" and device != "cpu"
     plan, config = _config(device, **changes)
@@ -520,7 +521,7 @@ def _config(device: str, **changes: Any) -> tuple[LoopPlan, WorkerConfig]:
 
 
 def compare(lab: Lab, arm: str, reference: Texts) -> dict[str, Any]:
-    """Compare one way to compute on the device with float32 on a CPU."""
+    """Compare one way to compute on the device with computing in float32 on a CPU."""
     found = texts_on(lab, lab.device.type, reference.ids, **_ARMS[arm])
     pairs = list(zip(found.ids, reference.ids, strict=True))
     ours, theirs = (chain.from_iterable(texts.scores) for texts in (found, reference))
@@ -528,7 +529,7 @@ def compare(lab: Lab, arm: str, reference: Texts) -> dict[str, Any]:
     return {
         "texts": len(pairs),
         "equal": sum(one == other for one, other in pairs),
-        # tokens before the first difference of each text
+        # for each text, the number of tokens before the first difference
         "tokens": sum(_shared(one, other) for one, other in pairs),
         "of": sum(map(len, reference.ids)),
         "off_mean": fmean(offs),
@@ -544,7 +545,7 @@ def _shared(one: TokenIds, other: TokenIds) -> int:
 
 
 def exactness(lab: Lab) -> None:
-    """Compare every way to compute on the device with float32 on a CPU."""
+    """Compare every way to compute on the device with computing in float32 on a CPU."""
     names = {f"exactness | {arm}": arm for arm in _ARMS}
     if lab.missing(names, 5.0):
         reference = texts_on(lab, "cpu")
@@ -554,7 +555,8 @@ def exactness(lab: Lab) -> None:
 
 ARMS = ("target-only", "atts", "exact", "draft-only")
 RATE = 0.2
-_BLOCK = 6  # number of questions to ask at one number of rollouts before the next
+# number of questions in a row at one number of rollouts, before the next number takes its turn
+_BLOCK = 6
 
 
 def folder_of(model: Literal["draft", "target"], pad: str) -> Path:
@@ -564,7 +566,7 @@ def folder_of(model: Literal["draft", "target"], pad: str) -> Path:
 
 
 def options(lab: Lab, **changes: Any) -> dict[str, Any]:
-    """Return the options of an engine on the device. On a GPU, the engine has a process of its own."""
+    """Return the options of an engine on the device. On a GPU, the engine runs in its own process."""
     settings: dict[str, Any] = {"device": lab.device.type, "kv_tokens": lab.sizes.cache}
     settings |= {"worker": "process" if lab.is_cuda else "thread", "chunk_tokens": 2048}
     settings |= {"kernel": "torch", "dtype": str(lab.half).removeprefix("torch.")}
@@ -572,10 +574,9 @@ def options(lab: Lab, **changes: Any) -> dict[str, Any]:
 
 
 class _Calls:
-    """A binding of one rollout's calls to an engine, without a record.
+    """Passes the calls of one rollout to an engine, and records nothing.
 
-    `atts.run` has the class that records calls. But this class needs msgspec, which a bare machine
-    lacks.
+    The class in `atts.run` records calls, but needs msgspec, which a bare machine lacks.
     """
 
     has_recorded_calls = False
@@ -616,11 +617,11 @@ class _Calls:
         return self._engine.stats()
 
     async def __aenter__(self) -> Self:
-        """Return this object; the pair opens and closes the engine."""
+        """Return this object; the pair of engines opens and closes the engine."""
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Close nothing, because the pair owns the engine."""
+        """Close nothing, because the pair of engines owns the engine."""
 
     def recorded_length(self, request: SampleRequest) -> int:
         """Return 0: no call was recorded."""
@@ -637,7 +638,7 @@ class Pair:
     def __init__(self, draft: LocalEngine, target: LocalEngine) -> None:
         self._draft = draft
         self._target = target
-        # a gate learns from one question to the next
+        # kept between questions, because a gate learns from one question to the next
         self._gates: dict[tuple[str, int], Gate | RoundGate] = {}
 
     async def answer(self, arm: str, problem: Problem, samples: int, seed: int) -> dict[str, Any]:
@@ -738,7 +739,7 @@ async def opened(lab: Lab, draft: str, target: str) -> AsyncGenerator[Pair]:
 
 
 def pair_cells(lab: Lab, draft: str, target: str) -> None:
-    """Measure all arms on question after question, for every number of rollouts.
+    """Measure all arms, question after question, for every number of rollouts.
 
     Finished cells are kept.
 
@@ -762,7 +763,8 @@ async def _answer_all(
     warmed = set[int]()
     async with opened(lab, draft, target) as pair:
         for name, (samples, number, arm) in cells.items():
-            if samples not in warmed:  # uncounted questions capture graphs and compile kernels
+            # the first questions do not count: they capture graphs and compile kernels
+            if samples not in warmed:
                 for each in ARMS:
                     await pair.answer(each, asked[-1], samples, 7)
                 warmed.add(samples)
@@ -794,7 +796,7 @@ def speculation_cells(lab: Lab, draft: str, target: str) -> None:
         if not missing:
             continue
         settings = dict(changes)
-        # plain decoding and earlier texts need no model that drafts
+        # plain decoding, and proposals from earlier texts, need no draft model
         if changes and way != "suffix":
             settings["drafter"] = str(folder_of("draft", draft))
         todo = {name: cells[name] for name in missing}
@@ -835,13 +837,13 @@ async def _round(
 
 
 def tables(lab: Lab) -> list[Table]:
-    """Return all tables except empty ones."""
+    """Return all tables that have rows."""
     made = [_device(lab), _kernel(lab), _exactness(lab), _decoding(lab), _scoring(lab), _pairs(lab)]
     return [table for table in (*made, _speculation(lab), _troubles(lab)) if table.rows]
 
 
 def _found(lab: Lab, kind: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield the finished cells of a kind: the rest of each name, and the value."""
+    """Yield the finished cells of a kind: the rest of the cell's name, and the cell's value."""
     for name, value in lab.parts.items():
         first, *rest = name.split(" | ")
         if first == kind and value:
@@ -1087,7 +1089,7 @@ def _rates(
 
 
 def their_rates(lab: Lab, size: str) -> None:
-    """Measure `transformers.generate` at the same sizes."""
+    """Measure `transformers.generate` with models of the same sizes."""
     names = {f"generate | {size} | {batch}": batch for batch in lab.sizes.generate}
     if lab.missing(names, 25.0):
         model = TheirModel(lab, size)
@@ -1096,7 +1098,7 @@ def their_rates(lab: Lab, size: str) -> None:
 
 
 def jobs(sizes: Sizes) -> dict[str, Job]:
-    """Return the jobs, the most informative ones first."""
+    """Return the jobs of the study, the most informative jobs first."""
     found: dict[str, Job] = {
         "device": lambda lab: lab.cell("device", lab.look),
         "kernel": lambda lab: lab.cell("kernel", partial(kernel, lab)),
@@ -1146,7 +1148,7 @@ def run(
 
 
 def _told(lab: Lab, name: str, trouble: str) -> None:
-    """Record why a job failed, or "" if it works, and print the reason if it is new."""
+    """Record why a job failed, or "" if the job works; print a reason that is new."""
     if lab.parts.get(f"trouble | {name}", "") != trouble:
         lab.parts.keep(f"trouble | {name}", trouble)
         print(
@@ -1210,7 +1212,7 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = TINY if asked.tiny else Sizes()
     kind = f"{asked.device}{'-tiny' if asked.tiny else ''}"
     lab = Lab(asked.device, sizes, Parts(asked.out / f"gpu-{kind}.jsonl"), until)
-    if lab.is_cuda:  # a kernel that never ends can only be stopped by ending the process
+    if lab.is_cuda:  # only the end of the process can stop a kernel that never ends
         faulthandler.dump_traceback_later(lab.left + 90, exit=True)
     work = jobs(sizes)
     broken, left = run(lab, work, asked.skip, partial(publish, lab, asked.out))

@@ -34,7 +34,7 @@ from atts.evaluators.verdict import Undecided
 from scripts.studies.harness import Options, Row, Table, rows_of, say
 from tests.evaluators.mutants import BUILT_IN, mutants
 
-# seconds of wall time for one pair; a timer of processor time would coarsen `process_time`
+# limit of wall time for one pair, in seconds; a timer of CPU time would coarsen `process_time`
 _PATIENCE = 10.0
 _BLIND = Path(__file__).resolve().parents[2] / "tests" / "evaluators" / "blind_pairs.jsonl"
 T = TypeVar("T")
@@ -51,9 +51,9 @@ class Pair:
 
 
 def study(options: Options) -> list[Table]:
-    """Return the tables.
+    """Return the tables of the study.
 
-    Other checkers are included if they are installed, and sets of pairs if their files exist.
+    The study includes other checkers if they are installed, and sets of pairs if their files exist.
     """
     core = [
         row
@@ -83,7 +83,7 @@ def study(options: Options) -> list[Table]:
     tables.append(sympy_questions({name: pairs for name, pairs in sets.items() if pairs}))
     everything = [pair for pairs in sets.values() for pair in pairs]
     tables.append(rules_off(_some(everything, options.pick(60, 10_000, 10_000))))
-    # answers that try to hang, crash or fool a checker
+    # answers that may make a checker hang, crash, or give a false verdict
     hostile = rows_of("equivalence/adversarial.jsonl")
     attacks = [Pair(row["gold"], row["pred"], row["expected"] is not False) for row in hostile]
     tables.append(hostile_answers(_some(attacks, options.pick(60, 460, 460))))
@@ -106,7 +106,7 @@ def _math_verify() -> Check:
 
 
 def _simplified(parse: Callable[[str], Any]) -> Check:
-    """Return a check of whether the difference of both expressions simplifies to 0."""
+    """Return a check that lets sympy simplify the difference of both expressions, and expects 0."""
     sympy: Any = importlib.import_module("sympy")
     return lambda gold, answer: bool(sympy.simplify(parse(gold) - parse(answer)) == 0)
 
@@ -123,8 +123,8 @@ def _sympy() -> Check:
 
 
 def _minerva() -> Check:
-    """Return the check of lm-eval's Minerva task: it normalises both texts, then simplifies their
-    difference.
+    """Return the check of lm-eval's Minerva task: the check normalises both texts, then simplifies
+    their difference.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("datasets")
@@ -174,7 +174,7 @@ class Score:
     failed: int = 0
 
     def judge(self, pair: Pair) -> None:
-        """Check one more pair."""
+        """Check one more pair, and add the verdict to the score."""
         start = time.process_time()
         signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
         try:
@@ -200,7 +200,7 @@ def _give_up(number: int, frame: object) -> None:
 
 def beside(name: str, pairs: Sequence[Pair]) -> Table:
     """Run every installed checker on every pair, in turn, so that background load slows all
-    equally.
+    checkers equally.
     """
     scores = dict[str, Score]()
     for checker, make in _CHECKERS.items():
@@ -246,7 +246,7 @@ def hostile_answers(pairs: Sequence[Pair]) -> Table:
 
 
 def _attacked(pairs: Sequence[Pair]) -> Row:
-    """Return the verdicts, times and memory of hostile pairs."""
+    """Return the verdicts, times and memory of the checker on hostile pairs."""
     seconds = [0.0]
     busy = [0.0]
     false_equal = 0
@@ -265,7 +265,7 @@ def _attacked(pairs: Sequence[Pair]) -> Row:
 def grouping(count: int) -> Table:
     """Group many answers, each set in a new process.
 
-    Some sets have distinct answers, others have few values in many spellings.
+    Some sets have only distinct answers; other sets have few values in many spellings.
     """
     rows: list[Row] = []
     for name in (*_DISTINCT, "mixed", "100 values"):
@@ -286,7 +286,7 @@ _SPELLINGS = (
 
 
 def _grouped(name: str, count: int) -> Row:
-    """Return the number of classes, the times and the peak memory of one grouping."""
+    """Return the number of classes, the times and the peak memory of grouping one set."""
     values = 100 if name == "100 values" else count
     styles = (_DISTINCT[name],) if name in _DISTINCT else _SPELLINGS
     numbers = [divmod(index, values)[::-1] for index in range(count)]
@@ -304,7 +304,7 @@ def _grouped(name: str, count: int) -> Row:
 def _peak_memory_mb() -> float | None:
     """Return the peak memory of this process in MB.
 
-    `getrusage` is not used, because its peak includes the parent's memory before the process
+    `getrusage` is not used, because its peak includes the parent's memory before this process
     started.
     """
     status = Path("/proc/self/status")
@@ -318,7 +318,7 @@ _MARK = "a test generates the tables again if the pairs are available.\n"
 
 
 def document() -> str | None:
-    """Return the page, or None if the pairs are not available."""
+    """Return the page of disputed pairs, or None if the pairs are not available."""
     rows = [row for row in rows_of("equivalence/cases.jsonl") if row["tag"] != "core"]
     if not rows:
         return None
@@ -367,7 +367,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    """Write the page, or exit with a message if the shared data are missing."""
+    """Write the page of disputed pairs, or exit with a message if the shared data are missing."""
     text = document()
     if text is None:
         raise SystemExit("shared data not found: set ATTS_SHARED_DATA to their folder")
@@ -451,7 +451,7 @@ def switched_off(switches: Sequence[Switch]) -> Generator[None]:
 def rules_off(pairs: Sequence[Pair]) -> Table:
     """Compare every pair with each rule switched off in turn.
 
-    Pairs that no remaining rule decides are passed to sympy.
+    If no remaining rule decides a pair, sympy checks the pair.
     """
     before = [equivalent(pair.gold, pair.answer).status for pair in pairs]
     rows = list[Row]()
@@ -478,11 +478,13 @@ def rules_off(pairs: Sequence[Pair]) -> Table:
 
 
 def sympy_questions(sets: dict[str, list[Pair]]) -> Table:
-    """Count the pairs that need sympy, and measure their time without the start of its worker."""
-    equivalent(r"\sum_{k=1}^{n}k", r"\frac{n(n+1)}{2}")  # starts sympy's worker
+    """Count the pairs that need sympy, and measure the time for these pairs without the start of
+    sympy's worker.
+    """
+    equivalent(r"\sum_{k=1}^{n}k", r"\frac{n(n+1)}{2}")  # this comparison starts sympy's worker
     rows = list[Row]()
     for name, pairs in sets.items():
-        WORKER.answers.clear()  # the cache has answers of earlier comparisons
+        WORKER.answers.clear()  # empty the cache, which has answers of earlier comparisons
         seconds = list[float]()
         decided = 0
         for pair in pairs:

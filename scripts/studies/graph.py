@@ -1,4 +1,4 @@
-"""Measure the task graph under load: its processor time, its growth, idle slots, and long runs.
+"""Measure the task graph under load: its CPU time, its growth, idle slots, and long runs.
 
 The last part checks long runs for leaks, and killed runs for lost data.
 """
@@ -54,7 +54,7 @@ class Question:
 
 
 def conserved() -> list[Table]:
-    """Replay recorded rollouts on limited slots; return no table if the traces are absent."""
+    """Replay recorded rollouts on limited slots; return no table if the recorded traces are absent."""
     rollouts = recorded_rollouts()
     if rollouts is None:
         say(
@@ -147,14 +147,14 @@ IN_FLIGHT = 1000
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A problem."""
+    """A problem that has only a name."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A workload: the number of rollouts, the slots, and the rollouts in flight."""
+    """A workload: the number of rollouts, the slots, and the number of rollouts in flight."""
 
     backend: str
     rollouts: int
@@ -232,10 +232,10 @@ WAYS: Mapping[str, Callable[[Load], Awaitable[None]]] = {
 
 
 def _microseconds(way: str, load: Load) -> float:
-    """Return processor time per rollout, in microseconds."""
+    """Return the CPU time per rollout, in microseconds."""
     gc.collect()
-    # frozen: the garbage collector skips objects from imports, which are not part of this work
-    # it
+    # frozen: the garbage collector then skips objects from imports, which the measured work does
+    # not use
     gc.freeze()
     try:
         seconds = cpu_seconds(lambda: anyio.run(WAYS[way], load, backend=load.backend))
@@ -336,7 +336,7 @@ async def _journalled(load: Load, folder: Path) -> None:
         await with_graph(load, record)
 
 
-_NOISE = 0.02  # share by which memory and objects may rise and still be called flat
+_NOISE = 0.02  # memory and objects count as flat if they rise by at most this share
 # runs until every kind has met every set: caches fill and allocators settle meanwhile
 _WARM_UP = 30
 
@@ -351,12 +351,14 @@ def study_soak(options: Options) -> list[Table]:
 
 
 def tables(tally: Tally) -> list[Table]:
-    """Return the verdict, the curve, and what was run."""
+    """Return three tables: the verdict, the curve, and the list of runs."""
     return [verdict(tally), _levels(tally), _episodes(tally)]
 
 
 def verdict(tally: Tally) -> Table:
-    """Compare the last third after the warm-up with the first, and extrapolate to an hour."""
+    """Compare the last third of the soak after its warm-up with the first third, and extrapolate to
+    an hour.
+    """
     kept = tally.levels[_WARM_UP:] if _is_settled(tally) else tally.levels
     third = max(1, len(kept) // 3)
     hours = max(1e-9, (kept[-1].seconds - kept[0].seconds) * 2 / 3 / 3600)
@@ -449,7 +451,8 @@ def _episodes(tally: Tally) -> Table:
 
 def study_crash(options: Options) -> list[Table]:
     """Kill each run ten times; `crash` raises an error if a resumed run changed or repeated
-    anything recorded."""
+    anything that was recorded.
+    """
     kills = options.pick(20, 60, 200)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, crashing.nursery() as children:

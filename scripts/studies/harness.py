@@ -1,5 +1,5 @@
-"""Give every study its options, interleaved measurements, tables and the facts of the machine it
-ran on.
+"""Give every study its options, interleaved measurements, tables, and facts about the machine that
+runs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from atts.evaluators import Estimate
 
-_COPIED = 1 << 26  # bytes: larger than any cache of a small machine
+_COPIED = 1 << 26  # bytes; larger than the caches of a small machine
 _MATRIX = 512
 _OPERATIONS = 1000
 
@@ -32,14 +32,16 @@ class Machine:
     processor: str
     cores: int
     memory_gib: float
-    load: float  # mean number of running processes over the last minute, including ours
-    copy_gib_per_second: float  # read and write counted once, one core
+    # mean number of running processes over the last minute, this study's processes included
+    load: float
+    # bytes copied per second on one core; reading and writing count once
+    copy_gib_per_second: float
     matrix_gflops: float  # float32 torch.mm of 512 x 512, one core
     # microseconds of one tiny torch operation, the least cost of any operation
     operation_microseconds: float
     loop_microseconds: float  # microseconds of one pass of an event loop: the least cost of a call
     software: str
-    # hash of the embedded models' weights, to recognise numbers of another pair
+    # hash of the embedded models' weights, because numbers of another pair are not comparable
     pair: str = ""
 
     def words(self) -> tuple[str, ...]:
@@ -111,7 +113,9 @@ def shared_data() -> Path | None:
 
 
 def traces() -> Path | None:
-    """Return the folder of recorded traces, or print the reason and return None."""
+    """Return the folder of recorded traces; if the folder is absent, print the reason and return
+    None.
+    """
     root = shared_data()
     if root is not None and (root / "traces").is_dir():
         return root / "traces"
@@ -145,7 +149,8 @@ def pair_mark() -> str:
 def pair_name() -> str:
     """Return the hash of the pair for a file's name.
 
-    Measurements of another pair go to another file."""
+    The measurements of each pair have their own file.
+    """
     return pair_mark().replace(", ", "-").replace(" ", "-")
 
 
@@ -207,7 +212,7 @@ class Parts(dict[str, Any]):
                 file.write(f"{newline}{json.dumps({'part': name, 'value': value})}\n".encode())
 
     def forget(self) -> None:
-        """Forget all parts, on disk too."""
+        """Forget all parts, also the parts on disk."""
         self.clear()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -285,7 +290,7 @@ class Table:
     def of(cls, title: str, header: str, rows: Iterable[Row], *notes: str, **more: Any) -> Table:
         """Make a table whose header is written as in Markdown: "method | seconds".
 
-        `more` are the fields after the notes.
+        `more` are the values of the fields after the notes.
 
         :raises AssertionError: a row has another number of cells than the header.
         """
@@ -305,7 +310,7 @@ class Table:
         return cls(**made)
 
     def body(self) -> str:
-        """Return the table as GitHub Markdown without its title, notes last."""
+        """Return the table as GitHub Markdown without its title; notes come last."""
         if self.shown == "chart only":
             return "\n".join(self.notes)
         lines = ["| " + " | ".join(self.columns) + " |", "|" + " --- |" * len(self.columns)]
@@ -400,9 +405,12 @@ def ratio(values: Mapping[str, Sequence[float]], over: str, under: str) -> Sprea
 def beside_best(
     values: Mapping[str, Sequence[float]], names: Sequence[str], arm: str
 ) -> tuple[list[str], Spread]:
-    """Return the best of the named arms, and the spread of its times divided by another arm's.
-    The best arm is chosen in half of the rounds and compared in the other half, and then the
-    other way round. Otherwise the best of several equal arms would look better than it is.
+    """Return the best of the named arms, and the spread of its times divided by another arm's
+    times.
+
+    The best arm is chosen in half of the rounds and compared in the other half; then the halves
+    change roles. If the same rounds were used for both, the best of several equal arms would look
+    better than it is.
     """
     found = list[str]()
     ratios = list[float]()
@@ -416,12 +424,12 @@ def beside_best(
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """Return the processor seconds of one call in this process."""
+    """Return the CPU seconds of one call in this process."""
     return _seconds(work, time.process_time)
 
 
 def wall_seconds(work: Callable[[], object]) -> float:
-    """Return the wall seconds of one call."""
+    """Return the seconds of wall time of one call."""
     return _seconds(work, time.perf_counter)
 
 
@@ -432,8 +440,8 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 class Spent:
-    """Time that this process and its children have used since this object was created, and the load
-    from other processes.
+    """The time that this process and its children have used since this object was created, and the
+    load from other processes.
     """
 
     def __init__(self) -> None:
@@ -442,15 +450,16 @@ class Spent:
         self._all = _busy_seconds()
 
     def seconds(self) -> dict[str, float]:
-        """Return wall and processor seconds."""
+        """Return wall seconds and CPU seconds."""
         wall = time.perf_counter() - self._wall
         processor = _own_seconds() - self._own
         return {"wall": round(wall, 1), "processor": round(processor, 1)}
 
     def __str__(self) -> str:
-        """Return wall and processor seconds in words.
+        """Return wall and CPU seconds as text.
 
-        On a busy machine only the processor seconds are comparable."""
+        On a busy machine only the CPU seconds are comparable.
+        """
         return (
             f"{self.seconds()['wall']:.0f} s, {self.seconds()['processor']:.0f} processor seconds"
         )
@@ -471,7 +480,7 @@ def children(parent: Path = Path("/proc/self")) -> list[Path]:
     for file in (parent / "task").glob("*/children"):
         try:
             names = file.read_text().split()
-        except OSError:  # a thread or process that ended meanwhile
+        except OSError:  # this thread or process ended while its folder was read
             continue
         for name in names:
             child = Path("/proc", name)
@@ -480,8 +489,8 @@ def children(parent: Path = Path("/proc/self")) -> list[Path]:
 
 
 def tree_seconds() -> float:
-    """Return the processor seconds of this process and of its running descendants, because
-    engines compute in child processes.
+    """Return the CPU seconds of this process and of its running descendants, because engines
+    compute in child processes.
     """
     stats = [(child / "stat").read_text().rpartition(")")[2].split() for child in children()]
     return time.process_time() + sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf(
@@ -517,8 +526,8 @@ def emit(
     machine: Machine,
     spent: Mapping[str, float] | None = None,
 ) -> None:
-    """Print the tables; with an output folder, also write NAME.json there, from which pages are
-    made. `spent` is the number of seconds that the study took.
+    """Print the tables; with an output folder, also write NAME.json there, because pages are made
+    from that file. `spent` is the number of seconds that the study took.
     """
     facts = "\n".join(f"- {line}" for line in machine.words())
     text = f"## {name} ({options.effort}, seed {options.seed})\n\n{facts}\n\n"

@@ -1,10 +1,14 @@
-"""Record a bank of rollouts of a real pair, and measure on it how well each score finds
+"""Record a bank of rollouts of a real pair, and measure on the bank how well each score finds
 mistakes.
 
-The first part records the bank: the draft's rollouts, scored by the target, and what takeovers
-change. `RECORDING` says what a bank holds. The second part computes every table from a bank,
-without a model: what a score knows, and what a takeover chosen by it is worth. All of its intervals
-resample problems. The last part compares rival stopping rules on other recorded rollouts.
+The first part records the bank: the draft's rollouts, the target's scores, and the effects of
+takeovers. `RECORDING` describes the contents of a bank.
+
+The second part computes every table from a bank, without a model: how well a score predicts
+mistakes, and the gain of takeovers chosen by the score. All intervals of this part resample
+problems.
+
+The last part compares rival stopping rules on other recorded rollouts.
 """
 
 from __future__ import annotations
@@ -104,14 +108,16 @@ def problems() -> list[Problem]:
 
 
 def split(names: Sequence[str]) -> Split:
-    """Deal problems to development and confirmation in turns of two, so both hold both sources."""
+    """Deal problems to the development half and the confirmation half, two at a time, so that both
+    halves have both sources.
+    """
     development = tuple(name for index, name in enumerate(names) if index % 4 < 2)
     confirmation = tuple(name for index, name in enumerate(names) if index % 4 >= 2)
     return Split(development, confirmation)
 
 
 class Recorder:
-    """Makes the records of one problem with a draft and a target that share a tokenizer."""
+    """Makes the records of one problem, with a draft and a target that share a tokenizer."""
 
     def __init__(
         self, draft: Engine, target: Engine, is_whole: bool = True, experiments: int = 1
@@ -129,7 +135,7 @@ class Recorder:
         )
 
     async def records(self, problem: Problem) -> list[dict[str, Any]]:
-        """Return all records of a problem."""
+        """Make all records of a problem with both models, and return them."""
         prompt = self.prompt(problem)
         draft = partial(self.drafted, problem, prompt)
         rollouts = await collect([partial(draft, sample) for sample in range(SAMPLES)])
@@ -142,7 +148,7 @@ class Recorder:
     async def missing(
         self, problem: Problem, recorded: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return the records that a complete problem lacks."""
+        """Return the records that a problem lacks until it is complete."""
         prompt = self.prompt(problem)
         drafts = [one for one in recorded if one["kind"] == "draft"]
         before = [one for one in recorded if one["kind"] == "takeover"]
@@ -173,12 +179,12 @@ class Recorder:
     async def write(
         self, role: Role, ids: TokenIds, tokens: int, seed: Seed, stop: tuple[str, ...] = ()
     ) -> Completion:
-        """Let a model continue these ids."""
+        """Let a model continue these token ids."""
         engine = self.draft if role == "draft" else self.target
         return await engine.sample(SampleRequest(ids, tokens, SAMPLING, seed, stop))
 
     def chunks(self, ids: TokenIds) -> list[int]:
-        """Return the end of each chunk: after a blank line, or at its greatest length."""
+        """Return the end of each chunk: after a blank line, or at the greatest length of a chunk."""
         ends: list[int] = []
         begin = 0
         for index in range(len(ids)):
@@ -193,12 +199,14 @@ class Recorder:
         return ends
 
     def verdict(self, problem: Problem, text: str) -> tuple[str | None, bool]:
-        """Return the answer of a finished text, and whether it is right."""
+        """Return the answer of a finished text, and whether the answer is correct."""
         answer = extract(text)
         return answer, answer is not None and judge(problem, answer).status == "equal"
 
     async def drafted(self, problem: Problem, prompt: TokenIds, sample: int) -> dict[str, Any]:
-        """Return one rollout of the draft with the target's log-probabilities and verdict."""
+        """Return one rollout of the draft, with the target's log-probabilities and the verdict on
+        the answer.
+        """
         done = await self.write("draft", prompt, MAX_TOKENS, Seed(1, problem.id, sample))
         answer, is_right = self.verdict(problem, done.text)
         record = {
@@ -221,7 +229,7 @@ class Recorder:
     async def written_by_target(
         self, problem: Problem, prompt: TokenIds, sample: int
     ) -> dict[str, Any]:
-        """Return one rollout of the target alone."""
+        """Return one rollout that the target writes alone."""
         done = await self.write("target", prompt, MAX_TOKENS, Seed(2, problem.id, sample))
         answer, is_right = self.verdict(problem, done.text)
         return {
@@ -238,8 +246,9 @@ class Recorder:
         }
 
     async def asked(self, problem: Problem, text: str, question: str) -> list[float]:
-        """Return the log-odds of the target's "Yes" against its "No", for both orders of the
-        choice."""
+        """Return the log-odds of the target's "Yes" against its "No", for both orders of the two
+        choices.
+        """
         odds: list[float] = []
         for first, second in ORDERS:
             asked = question.format(first=first, second=second)
@@ -286,7 +295,7 @@ class Recorder:
     async def experiment(
         self, problem: Problem, prompt: TokenIds, rollout: dict[str, Any], index: int
     ) -> dict[str, Any]:
-        """Measure what a takeover changes at one chunk."""
+        """Measure the effect of a takeover by the target at one chunk."""
         ends = rollout["chunks"]
         begin = ends[index - 1] if index else 0
         ids = tuple(rollout["ids"])
@@ -333,7 +342,7 @@ class Recorder:
         stream: int,
         attempt: int,
     ) -> dict[str, Any]:
-        """Return the outcome of a begun rollout if this model finishes it."""
+        """Return the outcome of a begun rollout if the given model finishes it."""
         ends = self.draft.spec.end_ids
         text_ids = begun
         tokens = 0
@@ -358,13 +367,15 @@ STEPWISE = (
 def places(
     name: str, rollouts: Sequence[dict[str, Any]], count: int
 ) -> list[tuple[dict[str, Any], int]]:
-    """Return the chunks at which takeovers are measured, chosen by the problem's name. The last
-    chunk of a rollout is never chosen. A larger number extends the choice of a smaller one.
+    """Return the chunks at which takeovers are measured.
+
+    The chunks are drawn with the problem's name as the seed. The last chunk of a rollout is never
+    drawn. A larger `count` adds chunks to the draw of a smaller `count`.
     """
     left = [(rollout, index) for rollout in rollouts for index in range(len(rollout["chunks"]) - 1)]
     chosen: list[tuple[dict[str, Any], int]] = []
     for number in range(min(count, len(left))):
-        # the first name is that of banks with one experiment a problem
+        # banks with one experiment per problem use the name without a number
         place = random.Random(f"place {name}" + f" {number}" * (number > 0)).choice(left)
         left.remove(place)
         chosen.append(place)
@@ -430,7 +441,7 @@ async def record(
 
 
 def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a problem's records with what was added to them later."""
+    """Return a problem's records, merged with the records that were added later."""
     drafts: dict[int, dict[str, Any]] = {}
     others: list[dict[str, Any]] = []
     for record in records:
@@ -444,7 +455,9 @@ def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def has_everything(records: Sequence[dict[str, Any]], experiments: int) -> bool:
-    """Return whether a problem has all readings, and as many experiments as its chunks allow."""
+    """Return whether a problem has all readings, and as many takeover experiments as its chunks
+    allow.
+    """
     drafts = [one for one in records if one["kind"] == "draft"]
     takeovers = [one for one in records if one["kind"] == "takeover"]
     wanted = len(places(records[0]["problem"], drafts, experiments)) if drafts else 0
@@ -456,7 +469,7 @@ def has_everything(records: Sequence[dict[str, Any]], experiments: int) -> bool:
 
 
 def append(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Add lines to a bank."""
+    """Append lines to the file of a bank."""
     with path.open("a", encoding="utf-8") as file:
         for line in records:
             file.write(json.dumps(line) + "\n")
@@ -482,7 +495,7 @@ def begin_bank(
         for name, records in recorded.items()
         if rollouts_only or has_everything(merged(records), experiments)
     }
-    # what is new comes first: problems that only lack a reading can be used already
+    # problems that only lack a reading come last, because they can be used already
     lacking = [problem for problem in wanted if problem.id not in complete]
     return path, sorted(lacking, key=lambda problem: problem.id in recorded)
 
@@ -518,9 +531,11 @@ Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
 RESAMPLES = 2_000
 RATES = (0.1, 0.2, 0.3, 0.5)
-LOOKED_AT = 12  # the first problems, of which both halves were looked at while this was written
-LEAST_JUDGED = 10  # problems with takeovers, for a judge to be fitted on them
-CHOSEN_ON = 60  # the first problems; the cascade was fixed before any later one was recorded
+# the first problems; both halves of them were looked at while this study was written
+LOOKED_AT = 12
+LEAST_JUDGED = 10  # number of problems with takeovers on which a judge is fitted
+# number of the first problems; the cascade was fixed before any later problem was recorded
+CHOSEN_ON = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -532,13 +547,14 @@ class Chunk:
     draft: Sequence[float]
     target: Sequence[float]
     text_bytes: int
-    entropies: Sequence[float] = ()  # the draft's; none in older banks
-    entropy_before: float = math.nan  # mean of the chunk before; of the first one its own
+    entropies: Sequence[float] = ()  # log-probabilities by the draft; older banks lack them
+    # mean log-probability of the previous chunk; for a first chunk, its own mean
+    entropy_before: float = math.nan
 
 
 @dataclass(slots=True)
 class BankProblem:
-    """All records of one problem."""
+    """All records of one problem in a bank."""
 
     name: str
     source: str = ""
@@ -618,7 +634,7 @@ CHUNK_SCORES: Mapping[str, Callable[[Chunk], float]] = {
 
 
 def chunk_scores(problems: Iterable[BankProblem]) -> Mapping[str, Callable[[Chunk], float]]:
-    """Return the scores that can be computed from a bank; older banks have no entropies."""
+    """Return the scores of a chunk that can be computed from a bank; older banks have no entropies."""
     has_entropies = all("draft_entropies" in one for problem in problems for one in problem.drafts)
     return {
         name: score
@@ -641,14 +657,16 @@ def labels_of(problem: BankProblem, rollouts: Sequence[Mapping[str, Any]]) -> li
 
 
 def auroc(bad: Sequence[float], good: Sequence[float]) -> float:
-    """Return the probability that a bad item scores above a good one; ties count half."""
+    """Return the probability that a bad item has a higher score than a good item; ties count half."""
     wins = sum((b > g) + 0.5 * (b == g) for b in bad for g in good)
     return wins / (len(bad) * len(good))
 
 
 def within(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, float, float]:
-    """Return the AUROC within problems, over all pairs, with a bootstrap interval over problems.
-    A pair has the scores of the wrong and of the right rollouts of one problem.
+    """Return the AUROC within problems, over all pairs of rollouts, with a bootstrap interval over
+    problems.
+
+    A pair has the score of an incorrect rollout and the score of a correct rollout of one problem.
     """
     mixed = [(bad, good) for bad, good in pairs if bad and good]
     if not mixed:
@@ -675,7 +693,7 @@ def bootstrap(
 
 
 def shown(estimate: tuple[float, float, float], digits: int = 3) -> str:
-    """Return a number with its interval."""
+    """Return a number with its interval, as text."""
     value, low, high = estimate
     if math.isnan(value):
         return "-"
@@ -683,7 +701,7 @@ def shown(estimate: tuple[float, float, float], digits: int = 3) -> str:
 
 
 def base_rates(problems: Sequence[BankProblem]) -> Table:
-    """Return the accuracy and cost of draft and target alone."""
+    """Return the accuracy and cost of the draft alone and of the target alone."""
     rows: list[Row] = []
     for source in ("all", "gsm8k", "math500"):
         some = [problem for problem in problems if source in ("all", problem.source)]
@@ -732,7 +750,7 @@ def vote(
     rollouts: Sequence[Mapping[str, Any]],
     weights: Sequence[float] | None = None,
 ) -> float:
-    """Return the chance that the vote of these rollouts is right, ties drawn by lot."""
+    """Return the probability that the vote of these rollouts is correct, if ties are drawn by lot."""
     labels = labels_of(problem, rollouts)
     totals: dict[int, float] = {}
     right: dict[int, bool] = {}
@@ -847,7 +865,7 @@ def advantage(takeover: Mapping[str, Any]) -> float:
 
 
 def finishing_advantage(takeover: Mapping[str, Any]) -> float:
-    """Return the gain in the share of correct answers where the target finishes the rollout."""
+    """Return the gain in the share of correct answers if the target finishes the rollout."""
     finished = _mean([float(one["correct"]) for one in takeover["finished_by_target"]])
     kept = _mean([float(one["correct"]) for one in takeover["kept"]])
     return finished - kept
@@ -861,7 +879,7 @@ def replacing_advantage(problem: BankProblem, takeover: Mapping[str, Any]) -> fl
 
 
 def mean_takeovers_table(problems: Sequence[BankProblem]) -> Table:
-    """Return the mean gain of takeovers at chunks that no score has chosen."""
+    """Return the mean gain of takeovers at chunks that were drawn without regard to their scores."""
     takeovers = [takeover for problem in problems for takeover in problem.takeovers]
     written = _mean([float(one["rewritten_tokens"]) for one in takeovers])
     finished = _mean(
@@ -945,9 +963,11 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
 
 
 def learned(measured: Sequence[tuple[BankProblem, Mapping[str, Any]]], gains: Floats) -> Floats:
-    """Return the gain that a judge predicts at each chunk, fitted on the other problems alone.
+    """Return the gain that a judge predicts at each chunk; the judge is fitted on the other
+    problems alone.
 
-    Its features are those of score.kind learned, and every other score of a takeover.
+    The judge's features are the features of score.kind learned, and every other score of a
+    takeover.
     """
     rows: list[list[float]] = []
     for problem, takeover in measured:
@@ -966,7 +986,7 @@ def learned(measured: Sequence[tuple[BankProblem, Mapping[str, Any]]], gains: Fl
 
 
 def _above_coin(values: Floats, gains: Floats, rate: float, rows: Rows) -> float:
-    """Return the mean gain where these values are worst, minus the mean gain at all chunks."""
+    """Return the mean gain at the chunks with the worst values, minus the mean gain at all chunks."""
     order = np.argsort(-values[rows], kind="stable")
     top = order[: max(1, round(rate * len(order)))]
     return float(gains[rows][top].mean() - gains[rows].mean())
@@ -988,8 +1008,8 @@ def _ranks(values: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A way to spend rollouts on problems: for each problem the chance that its vote is right, and
-    the tokens of both models.
+    """A way to spend rollouts on problems: for each problem the probability that the vote is
+    correct, and the tokens of draft and target.
     """
 
     name: str
@@ -1003,7 +1023,9 @@ class Arm:
 def cascade_arms(
     problems: Sequence[BankProblem], drafts: int, targets: int, rates: Sequence[float] = RATES
 ) -> list[Arm]:
-    """Return cascades at several rates, which escalate by agreement, each followed by its coin.
+    """Return cascades that escalate by agreement, at several rates, each followed by a coin at the
+    same rate.
+
     As in `method=cascade`, the rollouts of draft and target vote together with equal weights.
     """
     before: list[float] = []
@@ -1047,7 +1069,9 @@ def cascade_arms(
 
 
 def _escalated(scores: Floats, rate: float) -> Floats:
-    """Return each problem's chance to be among the worst `rate`, ties drawn by lot."""
+    """Return the probability of each problem to be among the worst `rate`, if ties are drawn by
+    lot.
+    """
     wanted = rate * len(scores)
     chances = np.zeros(len(scores))
     for score in sorted(set(scores.tolist()), reverse=True):
@@ -1061,7 +1085,7 @@ def _escalated(scores: Floats, rate: float) -> Floats:
 
 
 def alone(problems: Sequence[BankProblem], writer: str, rollouts: int) -> Arm:
-    """Return the vote of some rollouts of one model."""
+    """Return the arm in which some rollouts of one model vote."""
     right: list[float] = []
     tokens: list[float] = []
     for problem in problems:
@@ -1082,7 +1106,7 @@ def alone(problems: Sequence[BankProblem], writer: str, rollouts: int) -> Arm:
 
 
 def _at_equal_tokens(arm: Arm, coin: Arm, kept: Arm, rows: Rows) -> float:
-    """Return the gain of a cascade over a coin that spends as many of the target's tokens."""
+    """Return the gain of a cascade over a coin that spends the same number of target tokens."""
     more = arm.target_tokens[rows].mean() / coin.target_tokens[rows].mean()
     gained = arm.right[rows] - kept.right[rows]
     by_coin = coin.right[rows] - kept.right[rows]
@@ -1134,17 +1158,18 @@ def cascade_table(
 
 
 def simulated(draft: float, target: float, count: int = 400, seed: int = 0) -> list[BankProblem]:
-    """Return simulated problems on which agreement is informative: unsure drafts spread over
-    five answers.
+    """Return simulated problems on which agreement is informative: the answers of unsure drafts
+    spread over five values.
 
-    `draft` and `target` are the mean accuracies of single rollouts. A problem's own accuracies rise
-    and fall together, from 0 to 1, as those of real pairs do.
+    `draft` and `target` are the mean accuracies of single rollouts. As in real pairs, the
+    accuracies of both models on a problem rise and fall together, from 0 to 1.
     """
     random = np.random.default_rng(seed)
     problems: list[BankProblem] = []
     for index in range(count):
         ease = random.random()
-        chances = [ease ** (1 / share - 1) for share in (draft, target)]  # the mean is the share
+        # this exponent gives the distribution the requested mean
+        chances = [ease ** (1 / share - 1) for share in (draft, target)]
         rollouts: list[list[dict[str, Any]]] = []
         for chance, number in zip(chances, (8, 4), strict=True):
             some: list[dict[str, Any]] = []
@@ -1169,11 +1194,12 @@ def simulated_classes() -> list[Table]:
 
 
 def classes_table(problems: Sequence[BankProblem], rate: float = 0.3) -> Table:
-    """Compare more classes of problems with the cascade's two, at equal numbers of target rollouts.
+    """Compare other divisions into classes of problems with the cascade's two classes, at equal
+    numbers of target rollouts.
 
-    The cascade has two: enough agreement to stop, and four rollouts of the target that vote with the
-    draft's. Each arm below changes one thing, and its rate so that the target writes as many
-    rollouts.
+    In the cascade, problems with enough agreement stop, and all other problems get four target
+    rollouts, which vote with the draft's rollouts. Each arm below changes one of these rules. The
+    rate of each arm is set such that the target writes as many rollouts as in the cascade.
     """
     two = cascade_arms(problems, 4, 4, [rate])[0]
     arms = [
@@ -1208,7 +1234,7 @@ def classes_table(problems: Sequence[BankProblem], rate: float = 0.3) -> Table:
 
 
 def of_run(run: RecordedRun) -> dict[str, BankProblem]:
-    """Return the problems of a run with their rollouts, as a bank has them."""
+    """Return the problems of a run with their rollouts, in the form that a bank has."""
     problems: dict[str, BankProblem] = {}
     for outcome in run.outcomes():
         problem = BankProblem(outcome.problem.id, outcome.problem.source)
@@ -1226,10 +1252,10 @@ def of_run(run: RecordedRun) -> dict[str, BankProblem]:
 
 
 def live_arms(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> list[Arm]:
-    """Return the draft's vote, a live cascade, its coin, and the target's vote.
+    """Return the draft's vote, a live cascade, the cascade's coin, and the target's vote.
 
-    `targets` are runs of the target alone on the problems that the cascade did not escalate. They
-    have the rollouts that a coin would have added to these problems.
+    `targets` are runs of the target alone on the problems that the cascade did not escalate. These
+    runs have the rollouts that a coin would have added to the problems.
     """
     escalated = {
         decision.decision.question for decision in cascade.decisions() if decision.decision.escalate
@@ -1312,14 +1338,14 @@ def _votes(problems: Sequence[BankProblem], drafts: int, targets: int) -> Floats
 
 
 def _written(problems: Sequence[BankProblem], drafts: int, targets: int) -> tuple[Floats, Floats]:
-    """Return the target's tokens of so many of its rollouts, and the draft's."""
+    """Return the tokens of the given number of target rollouts, and the tokens of the draft."""
     target = [float(sum(_tokens(one) for one in problem.targets[:targets])) for problem in problems]
     draft = [float(sum(_tokens(one) for one in problem.drafts[:drafts])) for problem in problems]
     return np.array(target), np.array(draft)
 
 
 def _target_alone(problems: Sequence[BankProblem], rate: float) -> Arm:
-    """Return the cascade in which the draft has no vote on escalated problems."""
+    """Return the cascade in which the draft's rollouts do not vote on escalated problems."""
     chance = _escalated(_disagreements(problems, 4), rate)
     kept = _votes(problems, 4, 0)
     target, draft = _written(problems, 4, 4)
@@ -1328,8 +1354,10 @@ def _target_alone(problems: Sequence[BankProblem], rate: float) -> Arm:
 
 
 def _one_or_four(problems: Sequence[BankProblem], rate: float) -> Arm:
-    """Return a cascade with three classes: the worst problems get four rollouts of the target,
-    and the next worst get one. A third of the target's rollouts goes to the latter.
+    """Return a cascade with three classes.
+
+    The worst problems get four target rollouts, and the next worst problems get one. A third of the
+    target's rollouts goes to the problems with one rollout.
     """
     scores = _disagreements(problems, 4)
     four = rate * 2 / 3
@@ -1347,9 +1375,11 @@ def _one_or_four(problems: Sequence[BankProblem], rate: float) -> Arm:
 
 
 def _more_drafts_first(problems: Sequence[BankProblem], rate: float) -> Arm:
-    """Return the cascade whose worse half gets four more rollouts of the draft before it is judged."""
+    """Return the cascade whose worse half of problems gets four more draft rollouts before the
+    cascade judges them.
+    """
     doubted = _escalated(_disagreements(problems, 4), 0.5)
-    # problems that agreed stop, so the rate is spent on the half that was asked again
+    # problems with agreement stop, so the rate is spent on the half with more draft rollouts
     again = _escalated(_disagreements(problems, 8) + 8 * (doubted > 0), rate)
     chance = np.minimum(again, doubted)
     first = _votes(problems, 4, 0)
@@ -1411,7 +1441,7 @@ RULES_TITLE = "Rival rules on recorded rollouts"
 
 
 def recorded_answers(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the recorded rollouts of the run; those without an answer abstain."""
+    """Yield the recorded rollouts of the run; rollouts without an answer abstain."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         for line in file:
             record = json.loads(line)
@@ -1428,7 +1458,7 @@ def recorded_answers(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def play(path: Path, orders: int, seed: int) -> Referee:
-    """Import the rollouts, and let all rules play on them."""
+    """Import the rollouts, and apply all stopping rules to them."""
 
     async def main(folder: Path) -> None:
         columns = {"answer": "answer"}
@@ -1445,7 +1475,7 @@ def play(path: Path, orders: int, seed: int) -> Referee:
 
 
 def row(played: RuleRow) -> Row:
-    """Return one rule as a row of the table."""
+    """Return the table's row for one stopping rule."""
     fixed = played.against_fixed
     need = played.problems_for_a_point
     return (
@@ -1471,7 +1501,7 @@ def _share(found: Estimate, sign: str = "") -> str:
 
 
 def study_rules(options: Options) -> list[Table]:
-    """Play every rule on the recorded rollouts, if they are at hand."""
+    """Apply every stopping rule to the recorded rollouts, if their files are available."""
     folder = traces()
     if folder is None:
         return []

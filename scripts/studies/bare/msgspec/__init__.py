@@ -12,22 +12,22 @@ from typing import Any
 
 
 class ValidationError(Exception):
-    """An error of decoding, never raised here."""
+    """Error raised by msgspec for invalid data; this stand-in never raises the error."""
 
 
 class DecodeError(Exception):
-    """An error of decoding, never raised here."""
+    """Error raised by msgspec for malformed data; this stand-in never raises the error."""
 
 
 class Meta:
-    """A constraint, which is not checked."""
+    """A constraint of msgspec, which this stand-in does not check."""
 
     def __init__(self, **constraints: object) -> None:
         self.constraints = constraints
 
 
 class Struct:
-    """A value with fields; as here, a dataclass."""
+    """A stand-in for msgspec's struct: a dataclass."""
 
     __struct_fields__: tuple[str, ...] = ()
 
@@ -40,26 +40,26 @@ class Struct:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Return the value as it is."""
+    """Return the value unchanged."""
     return value
 
 
 def field(*, default_factory: Callable[[], Any]) -> Any:
-    """Return a field that makes its default for each value."""
+    """Return a dataclass field whose default is made again for each value."""
     return dataclasses.field(default_factory=default_factory)
 
 
 def to_builtins(value: Any, *, enc_hook: Callable[[Any], Any] | None = None) -> Any:
-    """Return the fields of a dataclass as plain values; what is in them stays as it is."""
+    """Return the fields of a dataclass as plain values; nested values stay unchanged."""
     return dataclasses.asdict(value)
 
 
 class json:
-    """A decoder that refuses."""
+    """A stand-in for msgspec's JSON decoder, which always raises an error."""
 
     @staticmethod
     def decode(data: bytes, **options: object) -> Any:
-        """Refuse: nothing is taken for what was not checked.
+        """Refuse to decode, because this stand-in cannot check data.
 
         :raises ModuleNotFoundError: always.
         """

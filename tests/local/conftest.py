@@ -87,8 +87,8 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 class Naive:
-    """A slow and simple decoder of one sequence that computes the whole sequence again for every
-    token.
+    """A slow and simple decoder of one sequence, which runs the whole sequence through the model
+    for every token.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -160,8 +160,8 @@ class Naive:
         return [float(logprobs[row - 1, ids[row]]) for row in range(len(prefix), len(ids))]
 
     def agrees(self, prompt: tuple[int, ...], ids: tuple[int, ...], gap: float = 1e-4) -> bool:
-        """Return whether greedy decoding may write `ids`: each id is the best token, or less than
-        `gap` worse.
+        """Return whether greedy decoding may write `ids`: each id is the most likely token, or its
+        logit is less than `gap` below the largest.
         """
         rows = self.logits(prompt + ids)[len(prompt) - 1 : -1]
         best = rows.amax(-1)
@@ -217,8 +217,8 @@ def drive() -> Callable[..., Driven]:
 
 @pytest.fixture(scope="session")
 def near(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a draft model: the tiny target with noise, so that about half of its proposals are
-    accepted.
+    """Make a draft model: the tiny target with noise in its weights, so that the target accepts
+    about half of the draft's proposals.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

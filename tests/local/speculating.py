@@ -45,7 +45,9 @@ class Script:
         self._steps = [list(step) for step in steps]
 
     def take(self, *, wait: bool) -> list[Command]:
-        """Return the next step's commands; when none are left and nothing runs, close the loop."""
+        """Return the next step's commands; when no commands are left and nothing runs, close the
+        loop.
+        """
         while self._steps and wait and not self._steps[0]:
             self._steps.pop(0)
         if self._steps:
@@ -86,8 +88,8 @@ def requests(count: int, tokens: int = 24, laws: Sequence[Sampling] = LAWS) -> l
 
 
 class Knowing(Proposer):
-    """A proposer of the tokens that a plain run wrote, wrong from a random position on, or of wrong
-    tokens only.
+    """A proposer of the tokens that a plain run wrote, with wrong tokens from a random position on,
+    or of wrong tokens only.
     """
 
     def __init__(self, texts: dict[int, TokenIds], kind: str) -> None:
@@ -134,12 +136,12 @@ class AnyLength:
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> None:
-        """Ignore what was observed."""
+        """Ignore the observed rounds."""
 
 
 @cache
 def config_of(folder: Path) -> WorkerConfig:
-    """Make the configuration that is known before a model is loaded."""
+    """Make the configuration that an engine knows before it loads a model."""
     model = read_model_config(folder, "tiny")
     pieces = ModelTokenizer(folder, "tiny").pieces
     return WorkerConfig("tiny", folder, model, pieces, LocalOptions())
@@ -154,7 +156,7 @@ def engine_of(folder: Path | str, **changes: Any) -> LocalEngine:
 def planned(
     folder: Path, drafter: Path | None = None, proposer: Proposer | None = None, **changes: Any
 ) -> tuple[LoopPlan, WorkerConfig]:
-    """Plan a loop from options of the engine, of speculation and of stages, each given by name."""
+    """Plan a loop from options of the engine, of speculation and of stages, each passed by name."""
 
     options, speculation, stages = options_of(**{"drafter": str(drafter or ""), **changes})
     plan = LoopPlan(speculation, stages)
@@ -207,7 +209,9 @@ def texts(done: Driven) -> dict[int, TokenIds]:
 
 
 def same(plain: Driven, other: Driven) -> bool:
-    """Return whether all replies have the same ids, ends and log-probabilities, to the bit."""
+    """Return whether all replies of two runs have the same ids, ends and log-probabilities, to the
+    bit.
+    """
     assert plain.replies, "no reply has a token"
     return plain.replies == other.replies
 

@@ -37,8 +37,8 @@ def ids_of(seed: int, count: int) -> TokenIds:
 def test_siblings_share_one_prompt_in_time_and_memory(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Sixteen siblings prefill 1,024 tokens once and store them once, with at most 15 % of slots
-    beyond prompt and tails.
+    """Sixteen siblings prefill their prompt of 1,024 tokens once and store it once; other slots are
+    at most 15 % more than prompt and tails need.
     """
     folder = make_model("llama", max_position_embeddings=2048, eos_token_id=None)
     prompt = ids_of(1, 1024)
@@ -55,7 +55,9 @@ def test_siblings_share_one_prompt_in_time_and_memory(
 def test_a_rollouts_next_turn_feeds_only_new_tokens(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """All earlier tokens come from the cache, except the last written one, which was never fed."""
+    """All earlier tokens of a rollout come from the cache, except the last written token, which no
+    step has fed yet.
+    """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(2, 50)
     first = drive(folder, [[Submit(1, SampleRequest(prompt, 20, Sampling(0)))]]).replies[1].ids
@@ -73,8 +75,8 @@ def test_a_rollouts_next_turn_feeds_only_new_tokens(
 def test_sampling_after_a_scored_chunk_needs_no_first_forward(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Scoring leaves keys, values and last logits in the cache, for the first token and for the
-    next score.
+    """Scoring leaves keys, values and last logits in the cache, so the next token and the next
+    score need no first forward.
     """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
@@ -155,8 +157,8 @@ def test_a_short_cache_evicts_and_still_answers_everything(
     plenty = drive(folder, [orders], kv_tokens=4096)
     assert done.replies.keys() == plenty.replies.keys()
     flips = [_flip(done.replies[n].ids, plenty.replies[n].ids) for n in done.replies]
-    # Sums may differ in the last bits, so a draw on the edge between two ids may take
-    # the next one.
+    # Sums may differ in the last bits, so a draw near the edge between two ids may give the next
+    # id.
     assert sum(flip is not None for flip in flips) <= 2
     assert all(abs(flip) <= 2 for flip in flips if flip is not None)
     assert done.stats.evicted_tokens > 0
@@ -198,7 +200,7 @@ def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
 
 
 def memory_for(tokens: int) -> MakeModel:
-    """Return a maker of native models whose step buffers are refused beyond a number of tokens."""
+    """Return a maker of native models that refuse step buffers of more than a number of tokens."""
 
     def allocate(rows: int, columns: int) -> Any:
         if rows > tokens:
@@ -215,7 +217,9 @@ def memory_for(tokens: int) -> MakeModel:
 def test_steps_shrink_until_they_fit_into_memory(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Chunks and batches are halved until they fit, and each answer is as usual."""
+    """If memory is short, chunks and batches are halved until a step fits, and the answers do not
+    change.
+    """
     folder = make_model("llama", eos_token_id=None)
     orders: list[Command] = [
         Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 11)
@@ -234,7 +238,9 @@ def test_steps_shrink_until_they_fit_into_memory(
 def test_the_loop_survives_having_no_memory_at_all(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """If not even one token fits, requests in flight fail with advice, and nothing stays locked."""
+    """If memory is too small for a single token, requests in flight fail with advice, and no slot
+    stays locked.
+    """
     folder = make_model("llama", eos_token_id=None)
     orders: list[Command] = [
         Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 4)
@@ -369,8 +375,8 @@ def test_an_error_in_one_sequences_bookkeeping_fails_it_alone(
 def test_priority_overtakes_but_does_not_starve(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """A late urgent request overtakes the queue, but a request of low priority is still served
-    while urgent ones keep arriving.
+    """A late urgent request overtakes the queue, but the engine still serves a request of low
+    priority while urgent requests keep arriving.
     """
     folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
 
@@ -475,7 +481,9 @@ def test_a_slot_that_is_freed_twice_is_noticed() -> None:
 def test_scoring_continues_after_a_known_beginning(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Only the new part is computed, and all values equal the scores of the whole chunk."""
+    """The engine computes scores for the new part only, and all values equal the scores of the
+    whole chunk.
+    """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
     shared = ids_of(4, 30)
@@ -548,8 +556,8 @@ _BEGINNINGS = st.lists(
 def test_the_tree_returns_the_scores_that_were_stored(
     texts: list[tuple[list[int], int]], forget: int
 ) -> None:
-    """The stored scores are returned after splits and evictions too, and there are never more
-    scores than tokens.
+    """The tree returns stored scores after splits and evictions too, and never returns more scores
+    than tokens.
     """
     tree = PrefixTree(4)
     allocator = SlotAllocator(400)

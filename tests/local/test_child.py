@@ -71,7 +71,9 @@ def no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_python")
 def test_a_child_that_dies_while_loading_is_reported_with_its_output(make_model: Make) -> None:
-    """The message has its last output, also if the pipe breaks while the configuration is sent."""
+    """The error has the last output of the dead child, also if the pipe breaks while atts sends the
+    configuration.
+    """
     config = worker_config(make_model("llama"), pieces=1_000_000)
     worker = ProcessWorker()
     with pytest.raises(
@@ -91,7 +93,9 @@ def test_a_broken_pipe_to_a_child_is_an_engine_error(capsys: pytest.CaptureFixtu
 
 
 def test_only_a_closed_stdout_ends_a_command_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe that breaks anywhere else is an error with a message."""
+    """A command ends silently if its stdout is closed; any other broken pipe is an error with a
+    message.
+    """
 
     def refuse(*_: object) -> int:
         raise BrokenPipeError(32, "Broken pipe")

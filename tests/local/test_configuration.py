@@ -77,7 +77,9 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 def test_an_impossible_value_is_refused_by_its_key(
     what: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """The error has the value and the expected form, before a library reads the configuration."""
+    """The error has the key's value and the expected form, and appears before a library reads the
+    configuration.
+    """
     changes, words = REFUSED[what]
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     change(folder, changes)
@@ -86,8 +88,8 @@ def test_an_impossible_value_is_refused_by_its_key(
 
 
 def test_values_that_atts_does_not_need_are_ignored(make_model: Make, tmp_path: Path) -> None:
-    """Values that atts does not need are ignored: a reader of all values would create a million
-    labels.
+    """atts ignores values that it does not need; a reader of all values would create a million
+    labels here.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     before = read_model_config(folder, "it")
@@ -203,7 +205,9 @@ def test_a_mutated_configuration_is_read_or_refused(
 
 
 def loaded(folder: Path) -> str:
-    """Return the message about a refused configuration, or an empty text if it is accepted."""
+    """Return the message about a refused configuration, or an empty text if atts accepts the
+    configuration.
+    """
     try:
         config = read_model_config(folder, "it")
         ropes = load_ropes(folder, config, "it")

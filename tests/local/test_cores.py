@@ -44,7 +44,7 @@ def test_a_worker_process_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")
 def test_an_engines_process_gets_the_openmp_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The OpenMP settings are made before any library in the process loads OpenMP."""
+    """An engine's process sets the OpenMP settings before any of its libraries loads OpenMP."""
     for name in PASSIVE:
         monkeypatch.delenv(name, raising=False)
     worker = ProcessWorker()
@@ -58,7 +58,9 @@ def test_an_engines_process_gets_the_openmp_settings(monkeypatch: pytest.MonkeyP
 
 
 def test_loops_learn_how_many_share_the_cores() -> None:
-    """Loops learn the number of sharers whenever a loop opens or closes; closing twice counts once."""
+    """Loops learn how many loops share the cores whenever a loop opens or closes; closing a loop
+    twice counts once.
+    """
     loops = OpenLoops()
     heard: dict[str, int] = {}
     listeners = {
@@ -86,8 +88,8 @@ def test_cores_are_divided_between_large_models(
 def test_a_drafter_in_a_process_of_its_own_has_half_of_the_cores(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drafter that computes concurrently has half of the cores; a drafter that alternates with
-    its target, or is small, takes none away.
+    """A drafter that computes concurrently gets half of the cores. A drafter that alternates with
+    its target, or is small, takes no cores from the target.
     """
     folder = make_model("llama")
     tokenizer = ModelTokenizer(folder, "tiny")
@@ -109,7 +111,9 @@ def test_a_drafter_in_a_process_of_its_own_has_half_of_the_cores(
 async def test_two_engines_opened_together_divide_the_cores(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first engine gives up half of its threads, and gets them back when the second closes."""
+    """The first engine gives up half of its threads, and gets those threads back when the second
+    engine closes.
+    """
     monkeypatch.setattr(messages, "SMALL_MODEL", 1)
     monkeypatch.setattr(builder, "_MOST_THREADS", 6)
     monkeypatch.setattr(worker.OPEN_LOOPS, "_listeners", [])

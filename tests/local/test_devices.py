@@ -39,7 +39,7 @@ def test_a_drafter_on_the_processor_changes_no_token(
 def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(
     way: str, beside: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the device and a valid choice."""
+    """The error names the missing device and a valid choice."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("atts.accel.build.load_weights", None)

@@ -27,7 +27,9 @@ WAYS = ["pearl", "ssd", "mirror"]
 
 
 def overlap(done: Driven) -> OverlapStats:
-    """Return the counters of guessed outcomes."""
+    """Return the counters of draft work during the target's steps: hits and misses of guessed
+    outcomes.
+    """
     found = counts(done).overlap
     assert found is not None, "no draft was made during the target's steps"
     return found
@@ -45,7 +47,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_drafter_in_another_process_changes_no_token(
     way: str, make_model: Make, near: Path
 ) -> None:
-    """Ids, ends and log-probabilities equal those of a drafter in the same process, to the bit."""
+    """With a drafter in another process, ids, ends and log-probabilities are bit-identical to those
+    with a drafter in the same process.
+    """
     folder = make_model("llama")
     orders = requests(4, 24)
     plain = run(folder, [orders])
@@ -88,7 +92,9 @@ class Hurt:
 def test_a_drafter_that_dies_or_stops_changes_no_text(
     way: str, kind: signal.Signals, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each later step counts as a miss, and a dead drafter process is reported."""
+    """After the drafter's process died or stopped, each step counts as a miss; the counters report
+    a dead process.
+    """
     folder = make_model("llama")
     orders = requests(3, 40)
     plain = run(folder, [orders])
@@ -117,7 +123,7 @@ def test_a_dead_drafter_is_named_in_the_counters(
 def test_a_drafter_that_cannot_be_loaded_is_an_error(
     make_model: Make, near: Path, tmp_path: Path
 ) -> None:
-    """The error is the same as for any model that cannot be loaded."""
+    """The error equals that of any other model that cannot be loaded."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in near.iterdir():

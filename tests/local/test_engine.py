@@ -43,7 +43,7 @@ HERE = LocalOptions(worker="thread")
 """Options of an engine that opens at once, for tests that are not about processes."""
 PATIENT = CheckOptions(
     timeout_seconds=600, settle_seconds=60
-)  # a busy machine is not a broken engine
+)  # a busy machine may be slow although the engine works
 
 
 @pytest.mark.anyio
@@ -87,7 +87,9 @@ async def test_a_loops_thread_loads_its_own_model(
 async def test_each_worker_and_kernel_passes_the_conformance_suite(
     worker: Literal["thread", "process"], kernel: Literal["torch", "native"], make_model: Make
 ) -> None:
-    """All four combinations of worker and kernel pass."""
+    """All four combinations of worker (thread, process) and kernel (native, torch) pass the
+    conformance suite.
+    """
     folder = make_model("qwen3")
     options = LocalOptions(worker=worker, kernel=kernel, kv_tokens=8192)
     await check_engine(lambda: LocalEngine(folder, options=options), options=PATIENT)
@@ -115,8 +117,8 @@ async def test_cancelling_frees_the_work(make_model: Make) -> None:
 async def test_a_killed_process_engine_fails_only_its_own_callers(
     make_model: Make,
 ) -> None:
-    """Two engines with different settings run together and agree; after a kill only the killed
-    engine's callers get EngineUnavailable.
+    """Two engines with different settings run together and give the same answers; after a kill,
+    only callers of the killed engine get EngineUnavailable.
     """
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     apart = LocalEngine(folder, name="apart", options=LocalOptions(kv_tokens=100_000))
@@ -198,7 +200,9 @@ def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Pat
 
 @pytest.mark.anyio
 async def test_texts_join_and_templates_render(make_model: Make) -> None:
-    """Decoding works piece by piece; a conversation ends with the assistant's turn open."""
+    """Token-by-token decoding gives the text, and the template of a conversation ends with the
+    assistant's turn open.
+    """
     tokenizer = ModelTokenizer(make_model("llama"), "tiny")
     text = "the step \u00e9\U0001f600 is\n\n done"
     ids = tokenizer.encode(text)
@@ -238,8 +242,8 @@ async def test_any_byte_of_the_weights_changes_their_digest(
 def test_a_template_without_system_messages_gets_them_before_the_question(
     make_model: Make, tmp_path: Path
 ) -> None:
-    """Gemma 2 has such a template; a template that refuses more than system messages is still
-    refused.
+    """Gemma 2 has a template without system messages. A template that also refuses other messages
+    is still refused.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     path = folder / "chat_template.jinja"
@@ -368,7 +372,9 @@ def test_an_unusable_model_is_refused_with_a_message(
 
 
 def test_a_missing_model_is_refused_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name is neither a folder nor a hub id, or is a hub id without a network."""
+    """The missing model's name is neither a folder nor a hub id, or is a hub id without a
+    network.
+    """
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     async def enter(model: str) -> None:
@@ -451,8 +457,8 @@ async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.M
 
 
 def test_a_cache_that_does_not_fit_shrinks_or_says_so(make_model: Make) -> None:
-    """The cache is halved until it fits; if not even one context fits, OutOfMemory is raised with
-    advice.
+    """The cache is halved until it fits into memory; if one context does not fit, the engine raises
+    OutOfMemory with advice.
     """
     folder = make_model("llama")
 

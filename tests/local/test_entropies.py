@@ -35,8 +35,8 @@ async def enumerated(engine: Engine, prefix: tuple[int, ...]) -> float:
 @pytest.mark.anyio
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 async def test_an_entropy_is_that_of_all_tokens_and_poisons_no_cache(kernel: str) -> None:
-    """The entropy equals a sum over all tokens; plain scores before and after are the same, and are
-    not taken from the entropies' cache.
+    """The entropy equals a sum over all tokens. Plain scores are the same before and after, and do
+    not come from the cache of entropies.
     """
     async with build_engine(f"embedded:draft?kernel={kernel}", "draft", HERE) as engine:
         ids = engine.tokenizer.encode("Tom has 39 caps. Ana has 12 more caps.")
@@ -55,8 +55,8 @@ async def test_an_entropy_is_that_of_all_tokens_and_poisons_no_cache(kernel: str
 
 @pytest.mark.anyio
 async def test_the_toy_model_gives_its_entropies_too() -> None:
-    """The entropies of the scripted engine equal those of its known distributions, a part of which
-    is spread over all words.
+    """The entropies of the scripted engine equal those of its known distributions, which give a
+    part of the probability to all words.
     """
     async with ScriptedEngine("draft") as engine:
         ids = engine.tokenizer.encode("Start at 4. 4 plus 3 is 7.")
@@ -68,7 +68,9 @@ async def test_the_toy_model_gives_its_entropies_too() -> None:
 
 @pytest.mark.anyio
 async def test_an_engine_that_cannot_give_them_says_so() -> None:
-    """The engine raises an error instead of returning log-probabilities as entropies."""
+    """An engine that cannot compute entropies raises an error instead of returning
+    log-probabilities.
+    """
     async with ScriptedEngine("draft", capabilities=frozenset({"sample", "score"})) as engine:
         ids = engine.tokenizer.encode("Start at 4.")
         with pytest.raises(UnsupportedByEngine, match="give entropies"):
@@ -76,7 +78,9 @@ async def test_an_engine_that_cannot_give_them_says_so() -> None:
 
 
 def test_the_likeliest_tokens_bound_an_entropy_from_below() -> None:
-    """The bound improves with more tokens, and with all tokens it equals the entropy."""
+    """The entropy of the likeliest tokens is a lower bound, which rises with more tokens; with all
+    tokens the bound equals the entropy.
+    """
     masses = [2.0**-n for n in range(1, 11)]
     masses.append(masses[-1])
     exact = -math.fsum(mass * math.log(mass) for mass in masses)

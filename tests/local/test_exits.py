@@ -83,7 +83,7 @@ def test_reading_the_exit_changes_no_bit_of_a_step(kernel: str, make_model: Make
 def test_an_exit_guesses_at_the_requested_rows(kernel: str, make_model: Make) -> None:
     """The guesses are the likeliest tokens of a model that ends at the exit, at the same row.
 
-    Several neighbouring rows of two sequences are read, so that the test would notice a row too
+    The test reads several neighbouring rows of two sequences, so that it would notice a row too
     early.
     """
     folder = make_model("llama", **DEEP)
@@ -119,7 +119,7 @@ def test_an_exit_guesses_at_the_requested_rows(kernel: str, make_model: Make) ->
 
 
 def trained(folder: Path, to: Path, **changes: Any) -> Path:
-    """Copy a model and add an exit adapter to the copy, with these parts changed."""
+    """Copy a model, and add an exit adapter with some changed parts to the copy."""
     shutil.copytree(folder, to)
     width = read_model_config(folder, "tiny").hidden_size
     parts = {
@@ -134,8 +134,8 @@ def trained(folder: Path, to: Path, **changes: Any) -> Path:
 
 
 def test_a_trained_exit_changes_no_token(make_model: Make, near: Path, tmp_path: Path) -> None:
-    """An untrained exit is in the middle of the layers, and a trained one is where its adapter was
-    trained; neither changes a token.
+    """An untrained exit is in the middle of the layers, and a trained exit is where its adapter was
+    trained; neither exit changes a token.
     """
     folder = make_model("llama", **DEEP)
     config, weights = loaded(folder, 4)
@@ -164,7 +164,7 @@ def test_a_trained_exit_changes_no_token(make_model: Make, near: Path, tmp_path:
 def test_an_exit_adapter_of_another_model_is_refused(
     changes: dict[str, Any], said: str, make_model: Make, near: Path, tmp_path: Path
 ) -> None:
-    """The error has the file's name and a remedy."""
+    """The error has the name of the exit adapter's file and a remedy."""
     folder = trained(make_model("llama", **DEEP), tmp_path / "other", **changes)
     with pytest.raises(ModelLoadError, match=said) as raised:
         run(folder, [requests(1)], None, 4, near, speculate="mirror")
@@ -176,7 +176,7 @@ def test_an_exit_adapter_of_another_model_is_refused(
 
 
 def test_a_target_of_one_layer_has_no_exit(make_model: Make, near: Path) -> None:
-    """The exit is refused before anything is written."""
+    """atts refuses an exit of a target with one layer before it writes anything."""
     with pytest.raises(UnsupportedByEngine, match="the target has one layer"):
         run(
             make_model("llama", num_hidden_layers=1),

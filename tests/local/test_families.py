@@ -118,8 +118,8 @@ ALWAYS = (
 def test_logits_of_each_architecture_equal_transformers(
     case: str, kernel: Literal["torch", "auto"], make_model: Make, naive: Callable[..., Naive]
 ) -> None:
-    """The logits agree if the text is fed at once, in chunks, after a cached prefix, and token by
-    token.
+    """The logits agree if the model reads the text at once, in chunks, after a cached prefix, and
+    token by token.
     """
     family, changes = CASES[case]
     folder = make_model(
@@ -148,5 +148,5 @@ def test_logits_of_each_architecture_equal_transformers(
     at_once = anyio.run(scored, 1024)
     in_parts = anyio.run(scored, 100)
     assert max(abs(ours - theirs) for ours, theirs in zip(at_once, wanted, strict=True)) < 1e-4
-    if "long" not in case:  # a shorter "long" request would be computed differently
+    if "long" not in case:  # the engine would compute a shorter "long" request differently
         assert max(abs(ours - theirs) for ours, theirs in zip(in_parts, wanted, strict=True)) < 1e-4

@@ -42,8 +42,8 @@ class OneByOne(TorchModel):
 def hidden(
     folder: Path, group: int, kernel: type[GroupedModel] = NativeModel, threads: int = 1
 ) -> torch.Tensor:
-    """Return the final states of a text fed as several tokens and then one, with groups of `group`
-    attentions.
+    """Return the final states of a text, with groups of `group` attentions; a first step reads all
+    tokens but the last, a second step the last.
     """
     config = read_model_config(folder, "tiny")
     weights = load_weights(folder, config, torch.float32, torch.device("cpu"), "tiny")
@@ -100,8 +100,8 @@ def test_a_group_computes_the_same_as_single_attentions(make_model: Make, family
 
 
 def test_the_error_grows_with_the_group(make_model: Make) -> None:
-    """With groups of one layer the states are exact to the bit, and the first and last layers are
-    never grouped.
+    """With groups of one layer the states are bit-identical to exact states, and the first and last
+    layers are never grouped.
     """
     folder = make_model("llama", **DEEP)
     exact = hidden(folder, 1)
@@ -148,8 +148,8 @@ def test_calibrated_groups_are_accepted_more_often(
 def test_one_kernel_call_drafts_as_single_steps_do(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without filters all tokens of a round are drawn in one call, and the first token by an exact
-    step.
+    """Without sampling filters, one kernel call draws all tokens of a round; an exact step draws
+    the first token.
     """
     folder = make_model("llama", **DEEP)
     whole = [requests(4, 60, LAWS[:3])]
@@ -201,8 +201,8 @@ def test_grouped_drafts_are_captured_and_replayed(
 def test_joined_attentions_are_made_before_the_cache(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Joined attentions copy the drafter's weights, so on a GPU they must be made before the cache
-    takes the memory.
+    """Joined attentions copy the drafter's weights, so on a GPU the engine must make the copies
+    before the cache takes the memory.
     """
     folder = make_model("llama", **DEEP)
     events = list[str]()
@@ -229,7 +229,7 @@ def test_joined_attentions_are_made_before_the_cache(
 
 
 def test_impossible_settings_of_groups_are_refused() -> None:
-    """Groups need a separate drafter that alternates with its target."""
+    """Groups of attentions need a separate drafter that alternates with its target."""
     good = SpeculationOptions(drafter="embedded:draft", fuzzy=2)
     good.check()
     for wrong in ({"fuzzy": 0}, {"drafter": ""}, {"speculate": "pearl"}):

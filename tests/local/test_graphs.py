@@ -38,7 +38,7 @@ LAWS = (Sampling(0), Sampling(0.8), Sampling(1.0, top_p=0.9), Sampling(0.7, top_
 
 
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
-    """Replace a graph: do the work once at capture, as a warm-up does, and once per replay."""
+    """Do the work once, as a warm-up does, and return it in place of a graph to be replayed."""
     work()
     return work
 
@@ -61,7 +61,9 @@ def mixed() -> list[list[Command]]:
 
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TorchModel]]:
-    """Return a function that lists every model built from now on with these settings."""
+    """Return a function that lists every model that is built from now on with the given
+    settings.
+    """
 
     def watch(**settings: Any) -> list[TorchModel]:
         made = list[TorchModel]()
@@ -134,8 +136,8 @@ def test_chunks_cut_into_kernel_blocks_write_the_same(
 
 
 def test_if_capturing_fails_steps_run_uncaptured(make_model: Any, drive: Any, models: Any) -> None:
-    """If the driver refuses a capture, atts does not try again, the texts are the same, and the
-    reason is kept.
+    """If the driver refuses a capture, atts does not try again, the texts are the same, and atts
+    keeps the reason.
     """
 
     def refuse(work: Callable[[], None]) -> Callable[[], None]:
@@ -248,8 +250,8 @@ def test_draws_copied_at_once_or_separately_are_equal() -> None:
 
 
 def test_a_kernel_that_disagrees_is_not_used() -> None:
-    """The check before a kernel is used notices a wrong scale, a missing row, and values that are
-    not numbers.
+    """The check of a kernel before its first use notices a wrong scale, a missing row, and values
+    that are not numbers.
     """
     config = read_model_config(path("target"), "target")
     cache = torch.zeros(1, 2, 4, 2, 64)
@@ -352,7 +354,7 @@ def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
     before = copy.update(table, np.arange(8), 1)
     for _ in range(200):
         row = int(random.integers(8))
-        if random.random() < 0.1:  # another sequence gets the row
+        if random.random() < 0.1:  # another sequence gets the row of the table
             lengths[row] = int(random.integers(1, 300))
             table[row, : lengths[row]] = random.integers(1, 10_000, lengths[row])
         elif lengths[row] < 300:
@@ -393,8 +395,8 @@ def test_grouped_and_exact_steps_of_one_layout_have_their_own_graphs() -> None:
 
 
 def test_graphs_are_captured_again_after_the_table_moved() -> None:
-    """A graph reads the table at the address of its capture, so it is not replayed after the table
-    moved.
+    """A graph reads the slot table at the address of its capture, so atts does not replay the graph
+    after the table moved.
     """
     captures = list[int]()
     graphs = graphs_of(captures)
@@ -438,7 +440,9 @@ def graphs_of(captures: list[int]) -> StepGraphs:
 
 
 def test_nearly_all_steps_of_a_speculative_load_are_replayed() -> None:
-    """There are few layouts, and a later load's layouts replace those of an earlier load."""
+    """A speculative load has few step layouts, and a later load's layouts replace those of an
+    earlier load.
+    """
     captures = list[int]()
     graphs = graphs_of(captures)
     table = torch.zeros(48, 4096, dtype=torch.int32)
@@ -453,8 +457,8 @@ def test_nearly_all_steps_of_a_speculative_load_are_replayed() -> None:
 def test_the_least_recently_used_graph_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A new layout is captured although the limit of graphs is reached, and a layout in use is
-    kept.
+    """atts captures a new layout although the limit of graphs is reached, and keeps a layout that
+    is in use.
     """
     captures = list[int]()
     monkeypatch.setattr("atts.local.device_steps._MOST_GRAPHS", 2)
@@ -466,7 +470,7 @@ def test_the_least_recently_used_graph_is_dropped(
         return graphs.run(batch, table, RowBlocks.of(batch)) is not None
 
     assert [step(50), step(50), step(100), step(100)] == [False, True, False, True]
-    assert step(50)  # used later than the second graph
+    assert step(50)  # used later than the graph of the second layout
     assert [step(200), step(200)] == [False, True]
     assert len(captures) == 3
     assert step(50)

@@ -57,14 +57,14 @@ class Builds:
         program.chmod(0o755)
 
     def load(self) -> tuple[str, str]:
-        """Load the kernels, and return their origin and the problems on the way."""
+        """Load the kernels, and return their origin and the problems met while loading."""
         library, trouble = native_library("it", self.config)
         assert library.atts_row_block() > 0
         return library._name, trouble
 
     @property
     def count(self) -> int:
-        """Count the runs of the compiler."""
+        """Count the runs of the fake compiler."""
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
 
     def kept(self) -> list[Path]:
@@ -72,7 +72,7 @@ class Builds:
         return sorted(self.folder.glob("*"))
 
     def leftovers(self) -> list[Path]:
-        """List the files that should not be there."""
+        """List the files that should not be in the cache."""
         return [*self.temporary.iterdir(), *self.folder.glob("*build*"), *self.folder.glob(".*")]
 
 
@@ -137,7 +137,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("what", [*DAMAGES, pytest.param("foreign", marks=AS_ROOT)])
 def test_a_foreign_file_in_the_cache_is_replaced(what: str, builds: Builds) -> None:
-    """The message names the foreign file, and afterwards the cache has a whole library."""
+    """The message names the foreign file, and afterwards the cache has a complete library."""
     change, words = (_foreign, "belongs to another user") if what == "foreign" else DAMAGES[what]
     path = Path(builds.load()[0])
     change(path)
@@ -187,7 +187,9 @@ def test_a_library_with_a_wrong_digest_is_not_loaded(builds: Builds) -> None:
     "what", ["writable by all", "writable by the group", pytest.param("foreign", marks=AS_ROOT)]
 )
 def test_a_folder_others_can_write_is_neither_read_nor_written(what: str, builds: Builds) -> None:
-    """Each process then builds its own kernels, and leaves no file behind."""
+    """If others can write the cache folder, each process builds its own kernels and leaves no file
+    behind.
+    """
     path = Path(builds.load()[0])
     _content(lambda data: b"a trap")(path)
     if what == "foreign":
@@ -222,7 +224,7 @@ def test_kernels_run_although_the_cache_cannot_be_written(
 
 
 def test_a_file_in_place_of_the_cache_folder_is_reported(builds: Builds) -> None:
-    """The file is reported and not overwritten."""
+    """atts reports a file in place of the cache folder and does not overwrite the file."""
     builds.folder.parent.mkdir()
     builds.folder.write_text("mine")
     assert f"the kernel cache {builds.folder} cannot be used (File exists)" in builds.load()[1]
@@ -232,7 +234,7 @@ def test_a_file_in_place_of_the_cache_folder_is_reported(builds: Builds) -> None
 def test_a_relative_cache_path_is_ignored(
     builds: Builds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative path is ignored, because a data folder could then supply the cache."""
+    """atts ignores a relative path, because a data folder could then supply the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -271,7 +273,7 @@ def test_without_a_compiler_torch_computes_with_a_warning(
 def test_kernels_are_built_in_the_cache_without_a_temporary_folder(
     builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache has no other files afterwards."""
+    """After the build, the cache has no file but the library."""
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     where, _ = builds.load()
     assert builds.kept() == [Path(where)]
@@ -310,7 +312,9 @@ print(trouble)
 
 
 def test_simultaneous_builds_do_not_conflict(builds: Builds) -> None:
-    """All processes finish their builds before any stores its library, and a single file remains."""
+    """All processes finish their builds before any process stores its library, and a single file
+    remains.
+    """
     environment = {**os.environ, "TMPDIR": str(builds.temporary)}
     command = [sys.executable, "-c", LOAD, str(builds.log), builds.library]
     processes = [

@@ -117,8 +117,8 @@ def test_fast_filters_equal_sorting_in_float64(ties: bool, monkeypatch: pytest.M
 
 
 def test_temperature_zero_takes_the_first_best_token() -> None:
-    """At temperature 0 the first best token is chosen whatever the uniform number; other rows of
-    the batch use their numbers.
+    """At temperature 0, the first of the most likely tokens is chosen whatever the uniform number;
+    other rows of the batch use their numbers.
     """
     logits = torch.tensor([[0.0, 3.0, 3.0], [0.0, 0.0, 0.0]])
     drawn = sample(
@@ -186,7 +186,7 @@ def test_raw_logprobs_ignore_the_settings_and_keep_nan() -> None:
 def test_a_stop_is_found_at_the_piece_that_completes_it(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    """A stop string is found however the bytes of the text are cut, also within characters."""
+    """Stop strings are found however tokens cut the bytes of the text, also within characters."""
     raw = text.encode()
     cuts = (
         sorted(data.draw(st.sets(st.integers(1, max(1, len(raw) - 1)), max_size=6))) if raw else []

@@ -63,7 +63,9 @@ MAPS: dict[str, tuple[str, dict[str, Any]]] = {
 def singing(
     make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Path]:
-    """Return a maker of model folders whose own code would write the file `sung` if it were run."""
+    """Return a maker of model folders whose code would write the file `sung` if any process ran the
+    code.
+    """
     monkeypatch.setattr(builtins, "input", lambda *_: "y")  # simulates a user who agrees
 
     def make(way: str) -> Path:
@@ -85,8 +87,8 @@ def singing(
 def test_code_of_a_model_folder_is_refused_and_never_run(
     way: str, singing: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The message names the file and the code that it requests, and the exit code is that of an
-    engine error.
+    """The message names the file and the code that the file requests, and the exit code is that of
+    an engine error.
     """
     folder = singing(way)
     assert run(["solve", "What is 2 + 2?", "--draft", f"hf:{folder}"]) == 3
@@ -102,8 +104,8 @@ def test_code_of_a_model_folder_is_refused_and_never_run(
 def test_code_is_not_run_even_if_the_refusal_is_missing(
     way: str, singing: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even without the refusal no code runs, because libraries are instructed to run none and not
-    to ask the user.
+    """Even without the refusal no code of the folder runs, because atts forbids libraries to run
+    code or to ask the user.
     """
     folder = singing(way)
     for module in (tokenizers, model_config, folders):
@@ -200,8 +202,8 @@ def test_an_index_may_list_only_files_of_its_folder(
 def test_json_files_that_are_not_objects_are_refused(
     file: str, content: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """The message names the file, whatever value it contains and however deeply nested the value
-    is.
+    """The message names the JSON file, whatever value the file contains and however deeply nested
+    the value is.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / file).write_bytes(content.encode("utf-8", "surrogatepass"))
@@ -210,7 +212,7 @@ def test_json_files_that_are_not_objects_are_refused(
 
 
 def test_a_file_too_long_to_be_text_is_not_read(make_model: Make, tmp_path: Path) -> None:
-    """The limit on the size is checked before a byte is read."""
+    """atts checks the limit on a file's size before it reads a byte."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     os.truncate(folder / "config.json", 1 << 40)
     with pytest.raises(ModelLoadError, match="longer than 64 MB"):
@@ -225,8 +227,8 @@ def test_a_missing_chat_template_is_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A missing template is refused for the draft and for the target, before even the draft's
-    damaged weights are read.
+    """atts refuses a missing template of the draft and of the target, even before it reads the
+    draft's damaged weights.
     """
     draft, target = (
         shutil.copytree(make_model("llama"), tmp_path / role) for role in ("draft", "target")

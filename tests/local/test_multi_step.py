@@ -36,7 +36,7 @@ class Watched:
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch, *args: Any) -> Driven:
-    """Run the same script with a call for every step."""
+    """Run the same script with one kernel call for every step."""
     with monkeypatch.context() as patch:
         patch.setattr(MultiStep, "turns", lambda *args: 1)
         return run(*args)
@@ -47,8 +47,8 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch, *args: Any) -> Driven:
 def test_several_steps_per_call_change_no_token(
     count: int, laws: Any, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids, ends and log-probabilities equal those of single steps to the bit, and nearly all steps
-    are in such calls.
+    """Ids, ends and log-probabilities are bit-identical to those of single steps, and nearly all
+    steps are in calls of several steps.
     """
     folder = make_model("llama")
     watched = Watched(monkeypatch)
@@ -74,8 +74,8 @@ def test_several_steps_per_call_change_no_token(
 def test_a_burst_stops_where_a_text_may_end(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A burst ends early at a stop string or a stop id, so no reply waits for another and no step
-    is wasted.
+    """A kernel call of several steps ends early at a stop string or a stop id, so no reply waits
+    for another and no step is wasted.
     """
     folder = make_model("llama")
     watched = Watched(monkeypatch)

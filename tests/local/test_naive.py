@@ -37,7 +37,7 @@ STEM = ids_of(0, 60)
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[list[Command]]:
-    """Draw requests with shared prefixes that arrive and are cancelled at any step."""
+    """Draw requests with shared prefixes that arrive, and are cancelled, at any step."""
     steps: list[list[Command]] = [[] for _ in range(12)]
     for request_id in range(1, draw(st.integers(2, 9)) + 1):
         prefix = STEM[: draw(st.integers(1, 40))] + ids_of(request_id, draw(st.integers(0, 3)))
@@ -306,7 +306,7 @@ def test_greedy_text_is_that_of_transformers_generate(
 def test_half_precision_runs_and_stays_near(
     make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """bfloat16 gives the same scores within its own precision."""
+    """bfloat16 gives the same scores as float32 within bfloat16's precision."""
     folder = make_model("llama", initializer_range=0.05)
     request = ScoreRequest(ids_of(1, 20), ids_of(2, 20))
     reply = drive(folder, [[Submit(1, request)]], dtype="bfloat16").replies[1]
@@ -318,8 +318,8 @@ def test_half_precision_runs_and_stays_near(
 def test_weights_that_are_bfloat16_numbers_lose_nothing(
     make_model: Callable[..., Path], tmp_path: Path, drive: Any
 ) -> None:
-    """The native kernels keep such weights in half the memory, and each score equals that of the
-    torch forward.
+    """The native kernels store bfloat16 weights in half the memory of float32, and each score
+    equals that of the torch forward.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

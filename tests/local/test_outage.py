@@ -39,7 +39,7 @@ class Killer:
     def recalled(self, event: object) -> None: ...
 
     def notify(self, event: Notice) -> None:
-        """Count the event, and kill the child if its turn has come."""
+        """Count the event, and kill the child after the planned number of calls."""
         is_own = isinstance(event, Sampled) if self.role == "draft" else isinstance(event, Scored)
         self.left -= is_own
         if is_own and self.left == 0:

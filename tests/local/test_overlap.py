@@ -66,7 +66,7 @@ class Slow(InlineTransport):
 
 
 class Made:
-    """A record of the drafters that loops made with a given transport."""
+    """A record of the drafters that loops made, with the transport under test."""
 
     def __init__(self, patch: pytest.MonkeyPatch, transport: Callable[[], Any]) -> None:
         self.drafters: list[OverlappedDrafter] = []
@@ -78,7 +78,7 @@ class Made:
         return self.drafters[-1]
 
     def spare(self) -> tuple[int, int]:
-        """Count the slots that branches of the last drafter use, and those lent to the work in
+        """Count the slots that branches of the last drafter use, and the slots lent to the work in
         flight.
         """
         drafter: Any = self.drafters[-1]
@@ -90,7 +90,9 @@ class Made:
 
 
 def overlap(done: Driven) -> OverlapStats:
-    """Return the counters of guessed outcomes."""
+    """Return the counters of draft work during the target's steps: hits and misses of guessed
+    outcomes.
+    """
     found = counts(done).overlap
     assert found is not None, "no draft was made during the target's steps"
     return found
@@ -101,8 +103,8 @@ def overlap(done: Driven) -> OverlapStats:
 def test_drafting_during_the_targets_step_changes_no_token(
     way: str, transport: Any, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids, ends and log-probabilities are equal to the bit, at once and late at random, and slots
-    are freed.
+    """With drafts at once or late at random, ids, ends and log-probabilities are bit-identical to
+    plain decoding, and slots are freed.
     """
     folder = make_model("llama")
     orders = requests(7, 24)
@@ -121,8 +123,8 @@ def test_drafting_during_the_targets_step_changes_no_token(
 def test_a_perfect_drafter_always_hits_and_a_wrong_one_never(
     way: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two sequences all guesses but the first hit, so the test would notice a stale key or a
-    wrong position.
+    """With two sequences, all guesses of a perfect drafter but the first hit, so the test would
+    notice a stale key or a wrong position.
     """
     folder = make_model("llama")
     orders = requests(2, 40, HOT)
@@ -159,8 +161,8 @@ def test_a_perfect_drafter_always_hits_and_a_wrong_one_never(
 def test_an_exit_that_knows_the_text_hits_always(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens that the target's exit predicts are continued, whatever the draft would have
-    guessed.
+    """The drafter continues the tokens that the target's exit predicts, whatever the draft would
+    have guessed.
     """
     folder = make_model("llama")
     orders = requests(3, 32, HOT)
@@ -191,8 +193,8 @@ def test_an_exit_that_knows_the_text_hits_always(
 def test_more_guesses_hit_more_often(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With more guesses at every position, more outcomes are guessed, which gains more than the
-    additional branches cost.
+    """With more guesses at each position, the target's outcome is guessed more often, which gains
+    more than the additional branches cost.
     """
     Made(monkeypatch, InlineTransport)
     ways = ("pearl", "ssd")
@@ -217,7 +219,9 @@ def test_more_guesses_hit_more_often(
 def test_a_drafter_slower_than_its_target_still_proposes(
     way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a target's step is shorter than a draft step, a guess is still continued by a few tokens."""
+    """If a target's step is shorter than a draft step, the drafter still continues its guess by a
+    few tokens.
+    """
     folder = make_model("llama")
     orders = requests(2, 24, HOT)
     plain = run(folder, [orders])
@@ -255,7 +259,7 @@ def test_texts_are_unchanged_while_sequences_come_and_go(
 def test_a_drafter_thread_that_dies_changes_no_text(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread may die in the middle of its work, even by exit, and the counters report its
+    """The drafter's thread may die in the middle of its work, even by exit; the counters report its
     death.
     """
     folder = make_model("llama")
@@ -304,8 +308,8 @@ def test_a_drafter_that_never_answers_changes_no_text(
 
 
 def seeded_by_place(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault of PEARL as released: the test after an accepted block uses the number of the
-    block's first token.
+    """Plant a fault of PEARL's published code: the test after an accepted block uses the number of
+    the block's first token.
     """
 
     def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:
@@ -337,7 +341,9 @@ def next_uniforms(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kept_where_it_was(moved: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: keys and values of the correct branch are not taken over."""
+    """Plant a fault: the drafter does not take over keys and values of the branch that was
+    correct.
+    """
 
     def found(self: Any, job: Any, line: Any, branch: Any) -> int:
         start: int = moved(self, job, line, branch)
@@ -349,7 +355,9 @@ def kept_where_it_was(moved: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def served_another(select: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: if the outcome was not guessed, another outcome's branch is served."""
+    """Plant a fault: if no branch guessed the outcome, the drafter returns the branch of another
+    outcome.
+    """
 
     def found(self: Any, accepted: int, token: int) -> Any:
         chosen, others = select(self, accepted, token)
@@ -359,8 +367,8 @@ def served_another(select: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tail_returned(verify: Callable[..., int]) -> Callable[..., int]:
-    """Plant a fault of PEARL as released: pending tokens are returned unchanged at the end of a
-    request.
+    """Plant a fault of PEARL's published code: pending tokens are returned unchecked at the end of
+    a request.
     """
 
     def found(self: Any, sequence: Any, drawn: list[int]) -> int:
@@ -388,8 +396,8 @@ BUGS: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 
 def is_green(check: str, folder: Path, near: Path, plain: Driven, made: Made) -> bool:
-    """Return whether a small version of one of the checks above passes; for branches, whether a
-    miss counts as a miss.
+    """Return whether a small version of one of the checks above passes; the check of branches tests
+    whether a miss counts as a miss.
     """
     drafter = near if check in ("branches", "text") else folder
     done = run(folder, [requests(2, 40, HOT)], None, 4, drafter, speculate="pearl")
@@ -407,7 +415,7 @@ def is_green(check: str, folder: Path, near: Path, plain: Driven, made: Made) ->
 def test_planted_bugs_are_found(
     bug: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each planted bug fails a check that passes without it."""
+    """Each planted bug fails a check, and the check passes without the bug."""
     folder = make_model("llama")
     plain = run(folder, [requests(2, 40, HOT)])
     made = Made(monkeypatch, InlineTransport)
@@ -423,7 +431,7 @@ def test_planted_bugs_are_found(
 async def test_an_option_turns_on_overlapped_drafting(
     worker: Any, make_model: Make, near: Path
 ) -> None:
-    """With the option the engine's counters include the guesses."""
+    """With the option, the engine's counters include guesses of outcomes."""
     request = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3))
     answers = list[Any]()
     here: dict[str, Any] = {"device": "cpu", "kv_tokens": 2048, "max_batch": 32, "threads": 1}

@@ -71,7 +71,7 @@ class FakeGpus:
         found = torch.zeros(size, dtype=dtype)
         self.events.append(f"cache on {device}")
         self._take(device, found.numel() * found.element_size())
-        # Graphs and activations come when the engine works.
+        # graphs and activations take memory only when the engine works
         self.used[device.index or 0] += WORKSPACE
         return found
 
@@ -141,7 +141,9 @@ def test_the_second_of_two_gpus_is_the_drafts(
 def test_a_named_device_wins_over_the_role(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`device=cuda:N` is used, and an unknown form is refused."""
+    """The setting `device=cuda:N` decides the card, and an unknown form of the setting is
+    refused.
+    """
     folder = make_model("llama")
     FakeGpus(monkeypatch, 4 * WORKSPACE, 4 * WORKSPACE)
     config = prepared(folder, "draft", RunDemand(8, 64, card=1), device="cuda:0")
@@ -171,7 +173,7 @@ def test_a_pair_that_does_not_fit_is_refused_before_anything_is_loaded(
 def test_a_model_larger_than_a_card_needs_a_server(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error has the command that serves the model, on as many cards as it needs."""
+    """The error has the command that serves the model on as many cards as the model needs."""
     folder = make_model("llama")
     size = _sizes(folder)
     gpus = FakeGpus(monkeypatch, size.weights // 3)
@@ -230,8 +232,8 @@ def test_weights_are_ready_before_the_cache_is_made(
 
 
 def test_the_cache_comes_last(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the weights one cache of the computed size is allocated, without trying larger sizes
-    first.
+    """After the weights, the engine allocates one cache of the computed size and tries no larger
+    size first.
     """
     folder = make_model("llama")
     size = _sizes(folder)
@@ -243,7 +245,9 @@ def test_the_cache_comes_last(make_model: Make, monkeypatch: pytest.MonkeyPatch)
 def test_a_cache_is_halved_when_memory_was_lost_meanwhile(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache is halved until it fits, but stays large enough for one rollout."""
+    """If other processes took memory after the plan, the cache is halved until it fits, but has
+    room for at least one rollout.
+    """
     config = prepared(make_model("llama"), "m", None)
     FakeGpus(monkeypatch, 1_000_000)
     config = replace(config, room=Room(8, 64), options=replace(config.options, kv_tokens=4096))
@@ -281,7 +285,7 @@ def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """The part of a model's configuration on which its memory depends."""
+    """The part of a model's configuration that decides the model's memory."""
 
     matrix_weights: int
     kv_floats_per_token: int
@@ -363,8 +367,8 @@ def test_the_page_of_pairs_and_cards_has_a_row_for_each() -> None:
 
 
 def test_a_smaller_card_never_holds_more() -> None:
-    """For each pair, a card with more memory opens all that a smaller card opens, with at least as
-    many rollouts.
+    """For each pair, a card with more memory opens each pair that a smaller card opens, with at
+    least as many rollouts.
     """
     by_memory = sorted(CARDS, key=lambda name: CARDS[name])
     for pair in known_pairs().values():

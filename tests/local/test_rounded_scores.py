@@ -117,8 +117,8 @@ def test_the_option_is_refused_without_rounding_support() -> None:
 async def test_a_processor_without_bfloat16_products_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The processor is refused, because other arithmetic must not replace bfloat16 products
-    silently.
+    """atts refuses a processor without bfloat16 products, because other arithmetic must not replace
+    such products silently.
     """
     library, trouble = native_library("target", read_model_config(path("target"), "target"))
     lesser = SimpleNamespace(atts_has_pairs=lambda: 0, atts_forward=library.atts_forward)

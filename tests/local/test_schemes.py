@@ -39,7 +39,7 @@ class Changing:
         return self._steps // 3 % self._schemes
 
     def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
-        """Check and count a step, however long it was."""
+        """Check and count a step, whatever its duration."""
         assert seconds > 0
         assert 0 <= sequences[1] <= sequences[0] <= tokens
         self._steps += 1
@@ -89,8 +89,8 @@ def test_changing_schemes_changes_no_token(
     assert overlap is not None
     asked = overlap.hits + overlap.misses
     if transport is DrafterProcess:
-        # A scheme lasts three steps; at the second step the process is late, or has a guess to
-        # check.
+        # A scheme lasts three steps; at the second step the drafter's process is late, or has a
+        # guess to check.
         asked += overlap.late
     assert asked > 0
 

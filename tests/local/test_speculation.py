@@ -72,7 +72,9 @@ def test_proposals_never_change_the_text(count: int, make_model: Make) -> None:
 def test_lengths_chosen_by_goodput_change_no_token(
     count: int, make_model: Make, near: Path
 ) -> None:
-    """With `k=auto` no step times change the text, and the counters have the choices and forecasts."""
+    """With `k=auto`, step times do not change the text, and the counters have the chosen lengths
+    and forecasts.
+    """
     folder = make_model("llama")
     orders = requests(count, 60)
     plain = run(folder, [orders])
@@ -109,8 +111,8 @@ def test_a_long_sweep_of_settings_changes_no_token(
 
 @pytest.mark.parametrize("way", ["draft", "suffix", "auto"])
 def test_no_proposer_changes_the_text(way: str, make_model: Make, near: Path) -> None:
-    """A draft model, text lookup and the better of them as proposers change no text, also with
-    hints of another run.
+    """A draft model, text lookup, and the better proposer of these two change no text, also with
+    the text of another run as hint.
     """
     folder = make_model("llama")
     orders = requests(9, 40)
@@ -227,8 +229,8 @@ def test_one_call_drafts_the_tokens_of_single_steps(make_model: Make, near: Path
 
 @pytest.mark.parametrize("room", [70, 140, 300])
 def test_speculation_survives_scarce_slots(room: int, make_model: Make, near: Path) -> None:
-    """Pre-emption, eviction and cancellation lose no text; scores of a text computed again in
-    larger pieces may differ by 1e-5.
+    """Pre-emption, eviction and cancellation lose no text. If the engine computes a text again in
+    larger parts, its scores may differ by 1e-5.
     """
     folder = make_model("llama")
     plain = storm(folder, None, 4096)
@@ -259,7 +261,9 @@ def test_proposals_cause_no_preemption(make_model: Make, near: Path) -> None:
 
 
 def test_the_cache_is_correct_after_speculation(make_model: Make, near: Path) -> None:
-    """Texts and scores that continue after speculation equal those of an engine without it."""
+    """Texts and scores that continue after speculation equal those of an engine without
+    speculation.
+    """
     folder = make_model("llama")
     first = run(folder, [[*requests(4, 30)]], None, 6, near)
     again: list[Command] = [
@@ -342,7 +346,9 @@ class Learning(AnyLength):
 
 
 def test_proposals_beyond_the_limit_are_ignored(make_model: Make) -> None:
-    """A proposer that exceeds its limit changes no text, and only the kept tokens are learned from."""
+    """A proposer that exceeds its limit changes no text, and the proposer learns from the kept
+    tokens only.
+    """
 
     class Lavish(Proposer):
         def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
@@ -357,8 +363,8 @@ def test_proposals_beyond_the_limit_are_ignored(make_model: Make) -> None:
 
 
 def test_a_proposal_cut_to_nothing_counts_as_rejected(make_model: Make) -> None:
-    """A proposal cut to nothing took time and failed at its first token, although no step fed any
-    of its tokens.
+    """A proposal cut to nothing took time, so it counts as rejected at its first token, although no
+    step fed any of its tokens.
     """
 
     class Unknown(Proposer):
@@ -374,7 +380,9 @@ def test_a_proposal_cut_to_nothing_counts_as_rejected(make_model: Make) -> None:
 
 
 def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:
-    """Return the text of two tokens, or nothing if one of them cuts a character or writes nothing."""
+    """Return the text of two tokens, or nothing if one of these tokens cuts a character or writes
+    nothing.
+    """
     parts = [pieces[token] if token < len(pieces) else b"" for token in ids]
     try:
         return "".join(part.decode() for part in parts) if all(parts) else ""
@@ -383,8 +391,8 @@ def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:
 
 
 def begun(folder: Path) -> bool:
-    """Return whether requests with a given beginning are continued correctly, with stop strings
-    across the seam.
+    """Return whether the engine continues requests with a given beginning correctly, with stop
+    strings across the seam.
     """
     pieces = config_of(folder).pieces
     orders = requests(6, 20, (Sampling(0.9), Sampling(0.7, top_p=0.9)))
@@ -413,8 +421,8 @@ def begun(folder: Path) -> bool:
 
 
 def test_a_text_begun_by_another_engine_is_continued(make_model: Make) -> None:
-    """Equal positions have equal uniform numbers, and stop strings that began in the given
-    beginning still end the text.
+    """A position has the same random number in both engines, and a stop string that began in the
+    given beginning still ends the text.
     """
     assert begun(make_model("llama"))
 
@@ -440,7 +448,9 @@ class Silent(Proposer):
 
 
 def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path) -> None:
-    """The counters have the reason, which disappears once something was proposed."""
+    """If speculation proposed nothing, the counters have the reason, which disappears once
+    something was proposed.
+    """
     folder = make_model("llama")
     orders = [requests(3)]
     short = make_model("llama", max_position_embeddings=14)
@@ -466,7 +476,9 @@ def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path
 
 
 def test_overlapped_drafts_that_never_came_in_time_say_so() -> None:
-    """Late and wrong guesses have different reasons, and a hit has none."""
+    """The counters give different reasons for late and for wrong guesses, and no reason after a
+    hit.
+    """
     assert OverlapStats(late=3).silence == "no draft was done when the target's step ended"
     assert OverlapStats(misses=2, late=3).silence == "the draft guessed none of 2 outcomes"
     assert OverlapStats(hits=1, misses=2).silence == ""

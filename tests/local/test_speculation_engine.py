@@ -50,7 +50,9 @@ HERE: dict[str, Any] = {
 def test_in_torch_only_near_ties_may_differ(
     family: str, changes: dict[str, Any], make_model: Make
 ) -> None:
-    """In torch, rows of one sequence are a masked batch, so log-probabilities agree within 1e-4."""
+    """In torch, rows of one sequence are computed as a masked batch, so log-probabilities agree
+    within 1e-4.
+    """
     folder = make_model(family, **changes)
     orders = requests(7)
     plain = run(folder, [orders], kernel="torch")
@@ -76,7 +78,9 @@ def test_in_torch_only_near_ties_may_differ(
 async def test_an_engine_with_a_drafter_answers_as_one_without(
     worker: Any, make_model: Make, near: Path
 ) -> None:
-    """The answers agree in a thread and in a process, and the counters include the proposals."""
+    """An engine with a drafter gives the answers of one without, in a thread and in a process, and
+    the counters include the proposals.
+    """
     request = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3))
     answers = list[Any]()
     for drafter in ("", str(near)):
@@ -110,7 +114,7 @@ async def test_an_engine_with_a_drafter_answers_as_one_without(
     ],
 )
 def test_impossible_speculation_options_are_refused(words: str, problem: str) -> None:
-    """Each error names the fault before anything runs."""
+    """Each impossible option gives an error that names the fault before anything runs."""
     with pytest.raises(OptionError, match=problem):
         build_engine(words, "target")
 
@@ -153,7 +157,7 @@ async def test_a_drafter_of_another_tokenizer_is_refused(make_model: Make, tmp_p
 def test_a_drafter_without_room_for_its_cache_is_refused(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the model whose cache does not fit."""
+    """The error names the model (drafter or target) whose cache does not fit."""
 
     def scarce(config: Any, dtype: Any, device: Any, least: int | None = None) -> Any:
         if config.name == "tiny" and least is not None:
@@ -183,8 +187,8 @@ class Failing(Proposer):
 
 
 def test_a_failing_proposer_is_not_asked_again(make_model: Make) -> None:
-    """After a failure texts do not change, impossible ids are dropped, and the counters say why
-    nothing is proposed.
+    """After a proposer failed, texts do not change, impossible ids are dropped, and the counters
+    say why nothing is proposed.
     """
     plain = run(make_model("llama"), [requests(3)])
     done = run(make_model("llama"), [requests(3)], Failing(), 4)
@@ -199,7 +203,7 @@ def test_a_failing_proposer_is_not_asked_again(make_model: Make) -> None:
 def test_a_failed_step_is_repeated_without_proposals(
     error: Exception, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Callers and texts are not affected by the failed step; after a lack of memory, proposals are
+    """A failed step changes no text and no caller notices; after a lack of memory, proposals are
     shorter.
     """
     orders = requests(4)
@@ -249,8 +253,8 @@ def test_texts_do_not_depend_on_how_steps_cut_them(make_model: Make, near: Path)
 def test_time_spent_on_choosing_lengths_is_not_step_time(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a few steps are measured, which represent all steps; their time for choosing and
-    learning is not counted.
+    """The engine measures only a few steps, which represent all steps; the time for choosing and
+    learning lengths does not count.
     """
     now = [0.0]
     told = list[tuple[float, float]]()
@@ -305,7 +309,9 @@ def test_work_between_two_steps_counts_for_the_second(
 def test_waiting_for_requests_is_not_step_time(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waiting for requests is not counted, and neither is the very first wait."""
+    """The time of waiting for requests does not count as step time, and neither does the very first
+    wait.
+    """
     now = [0.0]
     told = list[float]()
     take = Script.take

@@ -51,8 +51,8 @@ LAWS = Sampling(0.0), Sampling(0.9), Sampling(1.0, top_p=0.9)
 
 
 def crowd() -> list[list[Command]]:
-    """Make more prompts than fit, shared and separate, to be continued and scored; some are
-    cancelled.
+    """Make more prompts than fit into the cache, shared and separate, to be continued and scored;
+    some are cancelled.
     """
     steps: list[list[Command]] = [[]]
     for number in range(1, 17):
@@ -66,7 +66,9 @@ def crowd() -> list[list[Command]]:
 
 
 class StageHere:
-    """A stage in this process, which starts faster; it may fail from a given message on."""
+    """A stage in this process, which starts faster than a child process; the stage may fail from a
+    given message on.
+    """
 
     made: ClassVar[list[StageHere]] = []
 
@@ -142,8 +144,8 @@ def test_stages_give_the_replies_of_one_process(
 def test_several_steps_in_flight_change_no_bit(
     steps: int, here: type[StageHere], make_model: Make, drive: Any
 ) -> None:
-    """Replies are equal to the bit as long as no cached prompt is evicted; if memory is scarce all
-    requests are still answered.
+    """As long as no cached prompt is evicted, replies are bit-identical; if memory is scarce, all
+    requests still get a reply.
     """
     folder = make_model("llama", eos_token_id=None)
     alone = drive(folder, crowd(), kernel="native", chunk_tokens=1024)
@@ -202,8 +204,8 @@ def stage_processes() -> dict[int, bytes]:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("replicas", ["1", "2"])
 async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: Make) -> None:
-    """While another stage has the lost layers no caller notices; without one callers get an error,
-    and a reopened engine continues.
+    """While another stage has the lost layers, no caller notices the kill. If no stage has them,
+    callers get an error, and a reopened engine continues.
     """
     options = {**HERE, "stages": 2, "stage_replicas": replicas}
     engine = engine_of(make_model("llama", eos_token_id=None), name="m", **options)
@@ -227,12 +229,12 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
             ]
             await collect(calls)
             assert {done.ids[:60] for done in found} == {wanted.ids}
-            with anyio.fail_after(60):  # another stage is started in its place
+            with anyio.fail_after(60):  # atts starts another stage in place of the killed one
                 while len(stage_processes()) < 2:
                     await engine.sample(ask)
 
         async def outage() -> None:
-            while True:  # the stage is killed as often as stages are replaced
+            while True:  # the test kills the stage as often as atts replaces stages
                 for pid in stage_processes():
                     os.kill(pid, signal.SIGKILL)
                 assert (await engine.sample(ask)).ids == wanted.ids
@@ -295,8 +297,8 @@ def test_replicas_of_a_stage_give_the_same_bits(
     family: str, proposed: int, seed: int, here: type[StageHere], make_model: Make, near: Path, drive: Any,
     monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """Replies are the same for any choice of replica in each step, and after most replicas are
-    gone.
+    """Replies are bit-identical for any choice of replica in each step, and after the test killed
+    most replicas.
     """
     folder = make_model(family, eos_token_id=None, num_hidden_layers=5)
     rng = random.Random(seed)
@@ -343,8 +345,8 @@ def test_replicas_of_a_stage_give_the_same_bits(
 
 
 def test_recomputed_rows_are_equal_to_the_bit(make_model: Make) -> None:
-    """Missing rows are recomputed in the same groups in which they were fed: long runs, short runs,
-    single rows, and parts of runs.
+    """Missing rows are recomputed in the same groups in which steps first fed the rows: long runs,
+    short runs, single rows, and parts of runs.
     """
     setup = setup_of(make_model("llama", eos_token_id=None, num_hidden_layers=5), range(1, 5))
     one, two = (build_stage(setup) for _ in range(2))
@@ -370,8 +372,8 @@ def test_recomputed_rows_are_equal_to_the_bit(make_model: Make) -> None:
 
 
 def test_keys_and_values_are_moved_despite_a_failed_step(make_model: Make) -> None:
-    """The worker that has the keys and values may first report a failed step, so that the loop does
-    not know its contents.
+    """The worker that has the keys and values may first report a failed step, so the loop does not
+    know what the worker's cache contains.
     """
     kept = KvResidency(3, 64, 8)
     costs = StageCosts(setup_of(make_model("llama"), range(1, 3)))
@@ -416,7 +418,7 @@ def test_a_step_that_fails_in_a_stage_is_repeated(
     drive: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The failed step is repeated in smaller steps, and its partial results are not used."""
+    """The engine repeats the failed step in smaller steps, and does not use its partial results."""
     folder = make_model("llama", eos_token_id=None)
     through = NativeModel.through
     calls = count()
@@ -437,7 +439,7 @@ def test_a_step_that_fails_in_a_stage_is_repeated(
 
 
 def test_a_tokenizer_can_be_pickled(make_model: Make) -> None:
-    """A pickled tokenizer works, because a Ray actor sends its tokenizer in this way."""
+    """A tokenizer can be pickled, as Ray requires to send a tokenizer to an actor."""
     tokenizer = ModelTokenizer(make_model("llama"), "m")
     again = pickle.loads(pickle.dumps(tokenizer))
     messages = [Message("user", "the step is done")]

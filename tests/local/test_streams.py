@@ -39,8 +39,8 @@ def with_heads(folder: Path, **changes: Any) -> Path:
 def test_streaming_heads_change_no_token(
     kind: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a drafter equal to its target, correct heads save passes, and the next pass corrects
-    wrong ones.
+    """With a drafter equal to its target, correct heads save passes, and the drafter's next pass
+    corrects the tokens of wrong heads.
     """
     folder = with_heads(make_model("llama", vocab_size=320, num_hidden_layers=2))
     orders = requests(2, 40, HOT)
@@ -77,7 +77,7 @@ def test_streaming_heads_change_no_token(
 
 @pytest.mark.parametrize("changes", [{"down.0": torch.ones(5, 7)}, {"up.1": torch.ones(3, 4)}])
 def test_heads_of_another_model_are_refused(changes: dict[str, Any], make_model: Make) -> None:
-    """The error has the file's name and a remedy."""
+    """The error has the name of the heads' file and a remedy."""
     folder = make_model("llama", num_hidden_layers=2, vocab_size=321)
     with pytest.raises(ModelLoadError, match="shapes that do not fit") as raised:
         run(folder, [requests(1)], None, 4, with_heads(folder, **changes), speculate="mirror")

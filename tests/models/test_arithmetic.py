@@ -104,7 +104,7 @@ def test_variables_have_the_value_in_their_solutions_box(many: list[Exercise]) -
 
 
 def test_every_number_used_first_is_in_the_question(many: list[Exercise]) -> None:
-    """A computation uses only numbers of the question and results of earlier steps."""
+    """A solution computes only with numbers of the question and results of earlier steps."""
     for exercise in many:
         known = {int(found) for found in re.findall(r"\d+", exercise.text)}
         for step in exercise.steps:

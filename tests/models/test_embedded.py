@@ -161,7 +161,9 @@ def test_the_chat_template_opens_the_assistants_turn(tokenizer: Any) -> None:
 
 
 def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
-    """Return the share of greedy solutions with the correct answer in the box, one chunk per step."""
+    """Return the share of greedy solutions with the correct answer in the box, if each step is one
+    chunk.
+    """
     model = _open(name)
     right = 0
     for problem in problems("test", count, seed=2024, levels=(1, 2, 3)):
@@ -178,7 +180,7 @@ def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
 
 
 def test_the_target_solves_and_the_draft_often_fails(tokenizer: Any) -> None:
-    """The check of the two models through transformers is quick; a study measures the documented
+    """This check of the two models in `transformers` is quick; a study measures the documented
     accuracies.
     """
     assert _solved("target", tokenizer, 5) >= 0.8

@@ -39,7 +39,9 @@ def test_wrong_chunks_are_wrong_and_chunked(some: list[Exercise]) -> None:
 
 
 def test_nothing_wrong_is_learned(some: list[Exercise]) -> None:
-    """Apart from alarms, only the reference solution and the end are learned, never an error."""
+    """Apart from alarms, the trainer learns only the reference solution and the end token, never an
+    error.
+    """
     random = Random(1)
     flawed = 0
     for exercise in some:
@@ -149,8 +151,8 @@ def test_the_trained_model_scores_as_in_transformers(tmp_path: Path, encoder: An
 
 
 def test_texts_come_in_the_order_of_their_prompts() -> None:
-    """The texts are in the order of the prompts, each as the saved model writes it after its own
-    prompt.
+    """The texts are in the order of the prompts, and each text is what the saved model writes after
+    that prompt.
     """
     tests = exercises("test", 5, seed=8)
     texts = train.generate(
@@ -160,8 +162,8 @@ def test_texts_come_in_the_order_of_their_prompts() -> None:
 
 
 def test_a_saved_relative_scores_as_in_transformers(tmp_path: Path, encoder: Any) -> None:
-    """Adapters are merged and a separate output matrix has the usual name, so transformers reads
-    it.
+    """Adapters are merged into the weights and a separate output matrix has the usual name, so
+    `transformers` reads the model.
     """
     from transformers import AutoModelForCausalLM
 

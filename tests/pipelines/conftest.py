@@ -27,8 +27,8 @@ def answers() -> Answers:
 
 @pytest.fixture
 def attempt(answers: Answers) -> Solve:
-    """Solve toy problems under a policy and a gate; events of the graph go to `events` if it is
-    given.
+    """Solve toy problems under a policy and a gate; events of the graph go to `events` if the
+    caller passes one.
     """
 
     def run(

@@ -38,8 +38,8 @@ def right(outcome: Outcome) -> bool:
 
 
 def test_a_warm_up_escalates_nothing_and_counts_its_cost(attempt: Solve) -> None:
-    """The first scores of the run are only stored; later ones may escalate, and the tokens of the
-    warm-up are reported.
+    """The run only stores its first scores; later scores may escalate chunks, and the report has
+    the tokens of the warm-up.
     """
     gate = warming_gate(30, 0.5, "marginal")
     outcomes = attempt(POLICY, gate)
@@ -85,7 +85,7 @@ def test_a_warm_up_may_escalate_everything() -> None:
 
 
 def test_decisions_of_the_warm_up_do_not_count_for_the_rate() -> None:
-    """The calibrator observes only the decisions that it made."""
+    """The calibrator observes only its own decisions."""
     gate = warming_gate(2, 0.5, "marginal")
     for score in (1.0, 1.5):
         gate.observe(gate.decide(Features("q"), score), False)
@@ -96,8 +96,8 @@ def test_decisions_of_the_warm_up_do_not_count_for_the_rate() -> None:
 
 
 def test_a_certified_gate_decides_as_it_was_tested(attempt: Solve) -> None:
-    """Live decisions equal those of the frozen gate that labelled runs certified, and name the
-    certificate.
+    """Live decisions equal those of the frozen gate that labelled runs certified, and each decision
+    names the certificate.
     """
     target = attempt(replace(POLICY, drafter="target"), FixedGate("accept"), problems=40)
     runs = [
@@ -177,8 +177,8 @@ def test_balanced_losses_and_gains_pass_the_net_test_only() -> None:
 
 @pytest.mark.parametrize("rollouts", [4, 64, 256])
 def test_scores_wait_for_as_many_issues_as_a_run_has_in_flight(rollouts: int) -> None:
-    """If the first requested chunk is scored last, all others wait for it, so the pool keeps the
-    order of requests.
+    """If the first requested chunk gets its score last, all other scores wait, so the calibrator's
+    pool keeps the order of requests.
     """
     gate, calibrator = Setup(concurrency=rollouts).decider()
     issued = [gate.preview(Features("q", sample=sample, tokens=7)) for sample in range(rollouts)]  # type: ignore[union-attr]
@@ -188,7 +188,7 @@ def test_scores_wait_for_as_many_issues_as_a_run_has_in_flight(rollouts: int) ->
 
 
 def test_presets_build_the_warmed_gate() -> None:
-    """A method's name and a calibrator are enough to build the gate."""
+    """The name of a method and a calibrator are enough to build the gate."""
     assert isinstance(preset("atts").gate(GateInputs(Calibrator(0.2), warmup=10)), WarmingGate)
 
 

@@ -60,8 +60,8 @@ def test_the_target_writes_whole_rollouts_of_escalated_problems_alone(attempt: S
 
 
 def test_the_problems_that_agree_least_escalate(attempt: Solve) -> None:
-    """If all scores are stored beforehand, no escalated problem has more agreement than an accepted
-    one.
+    """If all scores are stored beforehand, the draft's rollouts agree at least as much in each
+    accepted problem as in any escalated one.
     """
     alone = attempt(replace(CASCADE, samples=5, first_wave=4), FixedGate("accept"), problems=40)
     shares = [max(outcome.votes.values(), default=0.0) for outcome in alone]
@@ -85,8 +85,8 @@ def test_an_accepted_problem_says_how_many_rollouts_agree(attempt: Solve) -> Non
 
 
 def test_the_target_alone_may_vote_on_what_is_escalated(attempt: Solve) -> None:
-    """The rollouts are the same with both settings; only the rollouts that vote differ, by
-    enumeration.
+    """The rollouts are the same whether all or only the target's vote; an enumeration checks which
+    rollouts vote.
     """
     kinds: tuple[Literal["all", "target"], ...] = ("all", "target")
     policies = {
@@ -125,13 +125,15 @@ def test_the_target_alone_may_vote_on_what_is_escalated(attempt: Solve) -> None:
 def test_a_gate_that_needs_no_score_decides_too(
     attempt: Solve, action: Literal["accept", "escalate"]
 ) -> None:
-    """A gate without scores escalates all problems or none."""
+    """A gate that needs no score escalates all problems or none."""
     outcomes = attempt(CASCADE, FixedGate(action), problems=5)
     assert {len(outcome.rollouts) for outcome in outcomes} == {8 if action == "escalate" else 4}
 
 
 def test_a_gate_of_rounds_cannot_judge_a_problem(attempt: Solve) -> None:
-    """A gate of rounds ranks the siblings of a rollout, and a problem has no siblings."""
+    """A gate of rounds ranks a rollout among its siblings, but the cascade judges whole problems,
+    which have no siblings.
+    """
     with pytest.raises(UsageError, match="whole problem"):
         attempt(CASCADE, TopGate.of(0.5), problems=1)
 
@@ -147,14 +149,14 @@ def test_a_gate_of_rounds_cannot_judge_a_problem(attempt: Solve) -> None:
     ],
 )
 def test_policies_that_leave_nothing_to_escalate_are_refused(changes: dict[str, object]) -> None:
-    """The message names the key that leaves nothing to escalate."""
+    """The message names the key because of which nothing could escalate."""
     with pytest.raises(OptionError, match="first_wave|escalates"):
         replace(CASCADE, **changes)  # type: ignore[arg-type]
 
 
 def test_the_score_orders_votes_from_agreement_to_no_answer_at_all() -> None:
-    """Fewer rollouts for the leading answer give a worse score, and a problem without any answer
-    has the worst.
+    """The score is worse if fewer rollouts give the leading answer; a problem without any answer
+    has the worst score.
     """
     counts = [(8,), (7, 1), (4, 4), (2, 2, 2, 1, 1), (1,), ()]
     scores = [
@@ -169,10 +171,10 @@ def test_the_score_orders_votes_from_agreement_to_no_answer_at_all() -> None:
 @pytest.mark.parametrize("order", ["random", "easy first", "hard first", "drifting"])
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 def test_the_share_of_problems_is_the_nominal_rate_in_any_order(order: str, rate: float) -> None:
-    """The test simulates 10^5 problems of eight rollouts whose agreement is one of nine scores.
+    """The test simulates 10^5 problems of eight rollouts, whose agreement gives one of nine scores.
 
-    The error is at most the distance between the first and last level, worth about 400 decisions if
-    the scores only fall.
+    The error is at most the distance between the first and last level, about 400 decisions if the
+    scores only fall.
     """
     rng = random.Random(f"{order} {rate}")
     number = 100_000
@@ -220,7 +222,7 @@ def test_escalating_the_rest_gives_the_target_the_rollout(attempt: Solve) -> Non
 
 def test_an_escalated_rollout_is_written_again_from_the_prompt(attempt: Solve) -> None:
     """The text is the target's alone, the draft's tokens count as discarded, and the rate counts
-    the judged chunks.
+    the chunks that the gate judged.
     """
     policy = Policy(samples=6, escalates="rollout", early_stop="none")
     gate = ConformalGate(Calibrator(0.2, "aci", seed=5))
@@ -289,7 +291,7 @@ def test_a_rollout_written_again_keeps_no_chunk() -> None:
 
 @pytest.mark.parametrize("latency", ["quick problems first", "slow problems first"])
 def test_a_small_run_meets_its_rate_in_whatever_order_problems_end(latency: str) -> None:
-    """Problems that agree end early, so scores rise all the time, but the number of remaining
+    """Problems that agree end early, so scores rise during the run, but the number of remaining
     problems corrects the rate.
     """
     problems = toy_problems(40, 5)
@@ -313,8 +315,8 @@ def test_a_small_run_meets_its_rate_in_whatever_order_problems_end(latency: str)
 
 @pytest.mark.parametrize("order", ["easy first", "hard first"])
 def test_without_the_number_left_a_small_run_misses_its_rate(order: str) -> None:
-    """If the number of remaining problems is unknown, 40 problems sorted by agreement at rate 0.3
-    end at 0.6 or 0.1.
+    """If the number of remaining problems is unknown, a run of 40 problems sorted by agreement ends
+    at rate 0.6 or 0.1 instead of 0.3.
     """
     number = 40
     shares: list[float] = []

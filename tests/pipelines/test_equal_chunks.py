@@ -40,7 +40,7 @@ KEEP = ThresholdGate(math.inf)
 
 
 class Heedful(ScriptedEngine):
-    """A target that records its requests, and loses its first replies."""
+    """A target that records its requests, and whose first replies are lost."""
 
     def __init__(self, lost: int = 0, *, draws: bool = False, latency: float = 0.0) -> None:
         capabilities = frozenset({"sample", "score", *(["draw"] if draws else [])})
@@ -64,8 +64,8 @@ def turns(outcomes: list[Outcome]) -> list[tuple[Rollout, Turn]]:
 
 @pytest.mark.parametrize("latency", [0.0, 2.0])
 def test_equal_chunks_are_scored_once(attempt: Solve, latency: float) -> None:
-    """No equal chunk is scored twice, not even while the first score is being computed, and each
-    chunk gets a decision.
+    """The target scores no equal chunk twice, not even while it still computes the first score, and
+    each chunk gets a decision.
     """
     target = Heedful(latency=latency)
     outcomes = attempt(GREEDY, GATE, target=target)
@@ -139,7 +139,7 @@ def test_a_replay_counts_only_requested_scores(attempt: Solve, answers: Answers)
 
 @pytest.mark.parametrize("takeover", ["continue", "replace", "repair"])
 def test_turns_count_the_tokens_scored_in_them(attempt: Solve, takeover: Takeover) -> None:
-    """Recalled scores count no tokens, and the sum over turns equals the tokens charged."""
+    """A recalled score counts no tokens, and the sum over turns equals the tokens charged."""
     policy = replace(POLICY, takeover=takeover, sampling=Sampling(temperature=0.7))
     outcomes = attempt(policy, ThresholdGate(1.8), target=Heedful())
     found = turns(outcomes)

@@ -77,8 +77,8 @@ def only_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exact_writes_what_the_target_alone_writes(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch, temperature: float, length: int
 ) -> None:
-    """The text equals that of the target alone for the same seeds, and all of its tokens are drawn
-    while scoring.
+    """The text equals that of the target alone for the same seeds, and the target draws all of its
+    tokens while scoring.
     """
     monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, length))
     only_drafts(monkeypatch)
@@ -92,8 +92,8 @@ def test_exact_writes_what_the_target_alone_writes(
 
 
 def test_a_draft_token_is_kept_only_if_the_target_drew_it(attempt: Solve) -> None:
-    """A draft equal to the target loses no token; a draft that writes nonsense loses nearly all
-    tokens and changes none.
+    """A draft equal to the target loses no token. A draft that writes nonsense loses nearly all
+    tokens, but changes no token of the text.
     """
     policy = preset("exact").policy(PLAIN)
     twin = attempt(policy, FixedGate("accept"), draft=ScriptedEngine("target"))
@@ -126,7 +126,9 @@ def test_a_takeover_starts_with_tokens_drawn_during_scoring(attempt: Solve) -> N
 
 @pytest.mark.parametrize("cut", [1, 5, 11])
 def test_a_text_in_two_requests_equals_one_request(cut: int) -> None:
-    """Stop strings are also found across the boundary between the two requests."""
+    """The text equals that of one request, and stop strings are also found across the boundary
+    between the two requests.
+    """
 
     async def main() -> None:
         async with ScriptedEngine("target") as engine:
@@ -143,8 +145,8 @@ def test_a_text_in_two_requests_equals_one_request(cut: int) -> None:
 
 
 def test_an_engine_that_draws_other_tokens_is_found() -> None:
-    """The planted bugs use the random stream of another attempt, or begin the stream of the rest
-    again.
+    """The planted bugs use the random stream of another attempt, or restart the stream for the rest
+    of the text.
     """
 
     class OtherStream(ScriptedEngine):
@@ -255,8 +257,8 @@ def timed(
 def test_if_drafts_are_rarely_accepted_the_target_writes_alone(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If drafts cost more than they save, method exact stops waiting for them, and its text is that
-    of the target alone.
+    """If drafts cost more than they save, method exact stops waiting for drafts, and its text is
+    that of the target alone.
     """
 
     def engines() -> tuple[ScriptedEngine, ScriptedEngine]:
@@ -295,8 +297,8 @@ def test_if_drafts_are_accepted_and_the_target_is_slow_the_draft_writes(
 
 
 def test_a_better_writer_is_found_again_when_it_has_changed() -> None:
-    """In the middle of a run the draft's tokens per second fall to a quarter, and the choice of the
-    writer follows.
+    """In the middle of a run the draft's tokens per second fall to a quarter, and method exact then
+    chooses the target as writer.
     """
     choice = WriterChoice()
     now = 0.0

@@ -69,7 +69,7 @@ Text = Generator[tuple[Role, Job], None, None]
 
 
 class OnlyDrafts(WriterChoice):
-    """A choice that lets the draft write everything."""
+    """A choice of the writer that lets the draft write everything."""
 
     def begin(self, now: float) -> BegunChunk:
         """Let the draft write."""
@@ -104,7 +104,7 @@ MODELS = {
 
 
 class Run:
-    """A simulated run of rollouts of some chunks, with a limit on the concurrency."""
+    """A simulated run of rollouts with some chunks each, with a limit on the concurrency."""
 
     def __init__(
         self, models: Models, at_once: int, rollouts: int, chunks: int, method: Method, seed: int
@@ -220,8 +220,8 @@ def relative(models: str, shape: Sequence[int], method: Method) -> list[float]:
 def test_drafts_that_do_not_pay_lose_little(
     models: str, shape: tuple[int, int, int], most: float
 ) -> None:
-    """Method exact loses little although drafts alone would take 1.2 to 2 times as long as the
-    target.
+    """Method exact loses little time, although drafts alone would take 1.2 to 2 times as long as
+    the target.
     """
     assert max(relative(models, shape, "exact")) <= most
     if shape[0] > 1 or models == "weak":

@@ -123,7 +123,9 @@ class TableEngine:
         return product
 
     def distribution(self, last: str, sampling: Sampling = RAW) -> tuple[float, ...]:
-        """Return the next token's distribution after this letter; only the temperature matters."""
+        """Return the next token's distribution after this letter; of the sampling settings, only
+        the temperature matters.
+        """
         powered = [p ** (1 / sampling.temperature) for p in self.table[last]]
         return tuple(p / sum(powered) for p in powered)
 
@@ -202,7 +204,7 @@ class Beheaded(TableEngine):
 
 
 class Reusing(TableEngine):
-    """A planted bug: half of the replacements are the rejected chunk itself."""
+    """A planted bug: half of the replacements are copies of the rejected chunk."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         if request.seed.key() % 2:
@@ -248,7 +250,7 @@ ESCALATE = FixedGate("escalate")
 
 
 def texts(draft: TableEngine, target: TableEngine, policy: Policy, gate: Gate) -> Counter[str]:
-    """Count the texts that rollouts wrote within the length, with "." for an earlier end."""
+    """Count the texts up to the length that rollouts wrote, with "." for an earlier end."""
     context = Context(
         draft,
         target,
@@ -274,8 +276,8 @@ def _text(rollout: Rollout) -> str:
 
 
 def cells(probability: Callable[[str], float]) -> dict[str, float]:
-    """Return the exact probability of every text of the full length, and of every text that ended
-    before.
+    """Return the exact probability of each text of the full length, and of each text that ended
+    earlier.
     """
     whole = ["".join(letters) for letters in itertools.product("abn", repeat=LENGTH)]
     short = [
@@ -305,7 +307,7 @@ def exact(engine: TableEngine, sampling: Sampling = RAW) -> dict[str, float]:
 
 
 REPLACING = replace(POLICY, takeover="replace", answers="verify")
-# more texts, because temperatures differ less than the planted bugs
+# more texts than for the planted bugs, because temperatures differ less
 TEMPERED = replace(REPLACING, samples=2 * POLICY.samples)
 
 
@@ -442,8 +444,8 @@ def test_a_replacement_is_drawn_from_the_target(kind: type[TableEngine]) -> None
 def test_a_takeover_with_its_chunks_stream_fails_the_test(
     kind: type[TableEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The random numbers of the rejected chunk would reveal its rejection, also if the takeover
-    began before.
+    """A takeover with the random numbers of the rejected chunk would depend on the rejection, also
+    if the takeover began before it.
     """
     draft = TableEngine(DRAFT)
     target = kind(TARGET, "target")

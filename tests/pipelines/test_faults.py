@@ -41,7 +41,7 @@ def conformal() -> Gate:
 
 
 class Silent(ScriptedEngine):
-    """A draft that returns no log-probabilities, as chat servers do."""
+    """A draft that returns no log-probabilities, as most chat servers do."""
 
     @property
     def spec(self) -> EngineSpec:
@@ -173,7 +173,7 @@ def test_finished_work_is_kept_when_the_target_dies_in_mid_run(attempt: Solve) -
             )
 
         def _dying(self) -> ScriptedEngine:
-            return ScriptedEngine("target")  # an engine that is never opened refuses every call
+            return ScriptedEngine("target")  # an engine that was never opened refuses every call
 
     outcomes = attempt(POLICY, conformal(), target=Mortal("target"), retries=PATIENT, problems=12)
     assert len(outcomes) == 12

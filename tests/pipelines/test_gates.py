@@ -69,7 +69,7 @@ def test_a_value_that_is_not_a_perplexity_is_refused(score: float) -> None:
 
 
 def test_a_threshold_gate_escalates_nan() -> None:
-    """A NaN escalates whether low or high scores are worse."""
+    """A threshold gate escalates NaN, whether low or high scores are worse."""
     assert not ThresholdGate(2.0).decide(Features("q"), 2.0).escalate
     assert ThresholdGate(2.0).decide(Features("q"), 2.1).escalate
     assert ThresholdGate(7.0, "below").decide(Features("q"), 6.9).escalate
@@ -142,7 +142,9 @@ def test_the_mean_and_the_lowest_log_probability_are_separate() -> None:
 
 
 def test_a_gate_without_a_decision_of_its_own_cannot_be_made() -> None:
-    """A preview of "verify" must not become the final decision, so `decide` is required."""
+    """A preview of "verify" must not become the final decision, so a gate without `decide` cannot
+    be made.
+    """
 
     class OnlyPreviews(NonLearningGate):
         pass
@@ -176,7 +178,7 @@ def test_a_cue_escalates() -> None:
 
 
 def test_a_cap_is_never_exceeded() -> None:
-    """If the cap is used up, other chunks are accepted, and the decision says why."""
+    """Once the cap is used up, the gate accepts all other chunks, and the decision says why."""
     slots = iter([True, True])
     gate = CappedGate(FixedGate("escalate"), lambda features: next(slots, False))
     decisions = [gate.preview(Features("q", turn)) for turn in range(5)]
@@ -186,7 +188,7 @@ def test_a_cap_is_never_exceeded() -> None:
 
 @pytest.mark.parametrize("row", PRESETS, ids=lambda row: row.name)
 def test_every_preset_is_a_policy_and_a_gate(row: object) -> None:
-    """Every preset can be built from the same inputs as a policy and a gate."""
+    """Every preset builds a policy and a gate from the same inputs."""
     found = preset(row.name)  # type: ignore[attr-defined]
     gate = found.gate(
         GateInputs(Calibrator(0.2, "marginal", stored=StoredScores.of([1.1, 1.5], 1)))

@@ -58,7 +58,7 @@ def recorded(shared_data: Path, run: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("run", ARRAYS)
 def test_every_recorded_decision_is_repeated(shared_data: Path, load: Load, run: str) -> None:
-    """The preset gives the percentile and action of the released code for each turn."""
+    """For each turn, the preset gives the percentile and action of the published code."""
     gate = gate_of("paper-marginal", load(ARRAYS[run], None))
     turns = list(recorded(shared_data, run))
     decisions = [
@@ -110,7 +110,9 @@ def test_questions_are_ranked_among_their_own_scores(
 
 
 def test_only_first_turns_are_stored_and_unknown_questions_accepted() -> None:
-    """Later turns of a calibration run are not part of the published pool."""
+    """The published pool contains only the first turns of a calibration run, and the gate accepts
+    chunks of unknown questions.
+    """
     stored = StoredScores((1.0, 2.0, 9.0, 9.0), ("a", "a", "a", "b"), (0, 0, 1, 0))
     marginal = gate_of("paper-marginal", stored, 0.5)
     assert isinstance(marginal, StaticRankGate)

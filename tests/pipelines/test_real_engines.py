@@ -21,9 +21,9 @@ from atts.local import LocalEngine, LocalOptions
 from atts.models import EMBEDDED, path
 
 Texts = dict[tuple[str, int], TokenIds]
-ALL_OVER = ThresholdGate(0.0)  # scores every chunk and rejects it
-ALL_KEPT = ThresholdGate(float("inf"))  # scores every chunk and accepts it
-HERE = LocalOptions(worker="thread")  # a thread, because it is opened often
+ALL_OVER = ThresholdGate(0.0)  # this gate scores every chunk and rejects it
+ALL_KEPT = ThresholdGate(float("inf"))  # this gate scores every chunk and accepts it
+HERE = LocalOptions(worker="thread")  # a thread, because the tests open the engine often
 
 
 def run(method: str, gate: Gate, **changes: Any) -> tuple[Texts, list[Outcome]]:

@@ -77,7 +77,9 @@ def test_continue_keeps_the_chunk_and_appends_the_targets(attempt: Solve) -> Non
 
 
 def test_replace_discards_the_chunk(attempt: Solve) -> None:
-    """The target's chunk replaces the draft's, which is discarded."""
+    """With takeover `replace`, the target's chunk replaces the draft's chunk, which is
+    discarded.
+    """
     outcomes = attempt(replace(POLICY, takeover="replace"), FixedGate("escalate"))
     judged = [turn for turn in turns(outcomes) if turn.decision]
     assert all([c.author for c in t.chunks] == ["target"] and len(t.discarded) == 1 for t in judged)
@@ -167,7 +169,7 @@ def test_the_first_rejected_token_is_the_first_large_drop(pairs: list[tuple[floa
 
 
 def test_an_answer_ends_a_rollout_unjudged(attempt: Solve) -> None:
-    """By default the chunk with the boxed answer is not scored, unless the user requests
+    """By default, the chunk with the boxed answer gets no score, unless the user requests
     verification.
     """
     stopped = attempt(replace(POLICY, answers="stop"), conformal(0.3))
@@ -180,7 +182,7 @@ def test_an_answer_ends_a_rollout_unjudged(attempt: Solve) -> None:
 
 
 def test_every_limit_ends_a_rollout_and_says_so(attempt: Solve) -> None:
-    """Turns and tokens are hard limits, and an answer cut by a limit does not count."""
+    """Turns and tokens are hard limits, and an answer that a limit cut does not count."""
     few = lines(attempt(replace(POLICY, turns=1), FixedGate("accept")))
     assert {r.finish for r in few} <= {"turns", "answer"}
     assert all(len(r.turns) == 1 for r in few)
@@ -190,8 +192,8 @@ def test_every_limit_ends_a_rollout_and_says_so(attempt: Solve) -> None:
 
 
 def test_a_number_cut_by_the_chunk_limit_is_not_an_answer(attempt: Solve) -> None:
-    """If a marker instead of a brace ends the answer, more text must follow before the answer
-    counts.
+    """If a marker instead of a brace ends the answer, the answer counts only once more text
+    follows.
     """
 
     def after_the_mark(text: str) -> str | None:
@@ -209,7 +211,7 @@ def test_a_number_cut_by_the_chunk_limit_is_not_an_answer(attempt: Solve) -> Non
 
 
 def test_a_finished_text_gets_the_fallback_extraction(attempt: Solve) -> None:
-    """A guessed answer counts only once the model ended its text, and is marked."""
+    """A guessed answer counts only once the model ended its text, and is marked as a guess."""
     unmarked = Answers(lambda text: None, toy_groups)
     guessing = replace(unmarked, extract_finished=toy_answer)
     plain = attempt(replace(POLICY, turns=60), FixedGate("accept"), answers=unmarked)
@@ -316,8 +318,8 @@ class Broken(ScriptedEngine):
 
 
 def test_a_failed_takeover_wastes_the_drafted_chunks_once(attempt: Solve) -> None:
-    """Each written token is in a turn or counts as wasted, including those of the chunk drafted
-    ahead.
+    """Each written token is in a turn or counts as wasted, including the tokens of the chunk
+    drafted ahead.
     """
     target = Broken("target", latency=Latency(per_score=5.0))
     policy = replace(POLICY, optimistic=True, takeover="replace")
@@ -361,7 +363,9 @@ def test_a_seed_repeats_a_run_under_any_schedule(attempt: Solve) -> None:
 
 
 def test_rollouts_wait_for_siblings_only_for_equal_chunks(attempt: Solve) -> None:
-    """Each node waits for nodes of its own rollout, or for the score of a sibling's equal chunk."""
+    """A node of the graph waits for nodes of its own rollout, or for the score of a sibling's equal
+    chunk.
+    """
     events: list[Any] = []
     attempt(POLICY, conformal(0.3), events=events)
     nodes = {e.node: e for e in events if hasattr(e, "after")}
@@ -374,8 +378,8 @@ def test_rollouts_wait_for_siblings_only_for_equal_chunks(attempt: Solve) -> Non
 
 
 def test_the_barrier_ranks_whole_rounds(attempt: Solve) -> None:
-    """In top-B mode each round escalates exactly its share, and rollouts lose time waiting for each
-    other.
+    """In top-B mode each round escalates exactly its share, and rollouts lose time waiting for
+    their siblings.
     """
     events: list[object] = []
     slow = ScriptedEngine("draft", latency=Latency(sampled_token=0.02, jitter=0.5))
@@ -389,7 +393,7 @@ def test_the_barrier_ranks_whole_rounds(attempt: Solve) -> None:
 
 
 def test_the_rate_is_met_in_a_live_run(attempt: Solve) -> None:
-    """The calibrated gate ends near its rate in the pipeline, as it does in a replay."""
+    """The calibrated gate ends near its rate in a live run, as in a replay."""
     outcomes = attempt(replace(POLICY, samples=8), conformal(0.3), problems=30)
     decisions = [t.decision for t in turns(outcomes) if t.decision]
     rate = sum(d.escalate for d in decisions) / len(decisions)

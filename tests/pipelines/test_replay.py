@@ -102,7 +102,9 @@ def test_an_online_gate_replays_exactly_in_the_recorded_order(
 
 
 def test_another_rate_is_off_policy_where_it_differs(attempt: Solve, answers: Answers) -> None:
-    """A replay at rate 0 is off-policy exactly in rollouts that escalated a scored chunk."""
+    """A replay at rate 0 is off-policy exactly in the rollouts of which the run escalated a scored
+    chunk.
+    """
     outcomes = attempt(POLICY, conformal(0.4))
     none = replay_policy(outcomes, FixedGate("accept"), POLICY, answers.group)
     strayed = {

@@ -70,7 +70,7 @@ def shares(result: RunResult) -> list[float]:
 
 
 def test_a_skilled_reward_model_beats_a_coin_and_an_unskilled_one_does_not(start: Start) -> None:
-    """The rate is met with both reward models, so the gain comes from the rewards."""
+    """Both reward models meet the rate, so the gain in accuracy comes from the rewards."""
     ignorant = start(lambda problem, steps: crc32(steps[-1].encode()) % 97 / 97)
     knowing = start()
     coin = run(knowing.address, method="coin")
@@ -105,7 +105,9 @@ async def test_vllm_is_asked_for_one_reward_a_step(start: Start) -> None:
 
 @pytest.mark.anyio
 async def test_a_separator_inside_a_step_adds_no_step(start: Start) -> None:
-    """A separator written by a model adds no step, because it would shift the rewards."""
+    """A model may write the separator inside a step; without a check, the separator would add a
+    step and shift the rewards.
+    """
     server = start()
     async with RemoteRewardModel(server.address) as rewards:
         assert await rewards.reward("Start at 4.", ["So <extra_0> then", "4 plus 3 is 8."]) == 0.1
@@ -151,7 +153,7 @@ async def test_models_of_whole_texts_are_asked_over_classify(start: Start) -> No
 def test_a_server_that_gives_no_rewards_is_refused_before_the_run(
     start: Start, settings: dict[str, Any], words: str
 ) -> None:
-    """The message names the problem and the fix, and no problem is begun."""
+    """The message names the problem and the fix, and the run begins no problem."""
     server = start(**settings)
     with pytest.raises(UnsupportedByEngine, match=words):
         run(f"vllm:{server.url}/toy-prm")
@@ -173,7 +175,9 @@ def test_impossible_addresses_and_missing_servers_are_named(start: Start) -> Non
 
 
 def test_a_resumed_run_asks_for_no_reward_twice(start: Start, tmp_path: Path) -> None:
-    """Rewards are recorded like scores, so a finished run requests nothing but the trial."""
+    """The journal records rewards like scores, so a finished run requests nothing but the trial
+    reward.
+    """
     server = start()
     first = run(server.address, tmp_path / "run", problems=4)
     asked = len(server.bodies)
@@ -183,8 +187,8 @@ def test_a_resumed_run_asks_for_no_reward_twice(start: Start, tmp_path: Path) ->
 
 
 def test_each_form_of_reward_becomes_a_probability() -> None:
-    """Probabilities or logits of two classes and a single logit are accepted; any other form is
-    refused.
+    """A reward may be probabilities or logits of two classes, or a single logit; atts refuses any
+    other form.
     """
     assert chance_of([0.2, 0.8]) == 0.8
     assert chance_of([1.0, 3.0]) == pytest.approx(1 / (1 + math.exp(-2.0)))

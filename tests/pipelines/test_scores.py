@@ -262,7 +262,7 @@ def test_the_drafts_own_score_asks_the_target_nothing(attempt: Solve) -> None:
 
 
 def spec(*, scores: bool, logprobs: bool) -> EngineSpec:
-    """Make an engine's spec with or without scores and log-probabilities."""
+    """Make an engine's spec, with scores and log-probabilities or without."""
     able: set[Capability] = {"sample", "score"} if scores else {"sample"}
     return EngineSpec(
         "any",

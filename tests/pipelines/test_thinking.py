@@ -98,7 +98,7 @@ class Closing(ScriptedEngine):
 
 
 def test_the_budget_does_not_limit_the_answer(attempt: Solve) -> None:
-    """The budget limits the think block alone; the text after the block may be longer."""
+    """The budget limits the think block alone; the text after the think block may be longer."""
     policy = replace(OPEN, thinking_tokens=40, chunking=Chunking(draft_tokens=40))
     rollouts = lines(attempt(policy, FixedGate("accept"), draft=Closing("draft")))
     assert all(thoughts(rollout) is None for rollout in rollouts)
@@ -115,7 +115,9 @@ def test_the_whole_length_still_bounds_the_rollout(attempt: Solve) -> None:
 
 
 def test_a_stopped_rollout_is_not_asked_to_wait(attempt: Solve) -> None:
-    """The thinking budget excludes budget forcing, which would make a rollout think longer."""
+    """A thinking budget cannot be combined with budget forcing, which would make a rollout think
+    longer.
+    """
     policy = replace(POLICY, budget_forcing=3)
     stopped = [r for r in lines(attempt(policy, FixedGate("accept"))) if "no time left" in r.text]
     assert stopped

@@ -33,7 +33,7 @@ Solve = Callable[..., list[Outcome]]
 
 
 def modulo(answers: Sequence[str]) -> list[int]:
-    """Group numbers modulo 3, so that equal answers have different strings."""
+    """Group numbers modulo 3, so that different strings can be equal answers."""
     return [int(answer) % 3 for answer in answers]
 
 
@@ -72,7 +72,9 @@ def test_a_settled_vote_cannot_change(numbers: list[int], remaining: int) -> Non
 
 
 def test_a_lead_that_could_be_caught_is_not_settled() -> None:
-    """A lead equal to the remaining votes is not settled, but a lead of one more vote is."""
+    """A lead equal to the number of remaining votes is not settled, but a lead of one vote more is
+    settled.
+    """
     assert not cannot_change(Tally(("1", "2"), (4.0, 1.0), (4, 1)), 3)
     assert cannot_change(Tally(("1", "2"), (5.0, 1.0), (5, 1)), 3)
     assert not cannot_change(Tally((), (), ()), 0)
@@ -131,8 +133,8 @@ POLICY = Policy(samples=12, early_stop="none")
 
 @pytest.mark.parametrize("stop", ["certain", "likely"])
 def test_settling_a_vote_saves_rollouts(attempt: Solve, stop: Literal["certain", "likely"]) -> None:
-    """With `certain` the winner is always that of the full vote; `likely` saves more rollouts and
-    states its probability.
+    """With `certain`, the winner is always that of the full vote; `likely` saves more rollouts and
+    reports its probability.
     """
     full = attempt(POLICY, FixedGate("accept"), problems=15)
     early = attempt(replace(POLICY, early_stop=stop), FixedGate("accept"), problems=15)
@@ -162,7 +164,9 @@ def test_waves_grow_until_they_agree(attempt: Solve) -> None:
 
 
 def test_the_heaviest_answer_wins_not_the_most_frequent() -> None:
-    """Two uncertain votes weigh less than a certain one, and the counts are reported unchanged."""
+    """Two uncertain votes weigh less than a certain vote, and the reported counts are
+    unweighted.
+    """
     count = tally([Ballot("1", 0.2), Ballot("4", 0.3), Ballot("2", 0.9)], modulo)
     assert count.winner == "2"
     assert count.weights == pytest.approx((0.9, 0.5))
@@ -184,7 +188,7 @@ def test_weighted_votes_match_a_sum_by_hand(ballots: list[tuple[int, float]]) ->
 
 
 def test_a_lead_equal_to_what_is_left_is_not_settled() -> None:
-    """The remaining votes could make a tie, and a tie goes to the class seen first."""
+    """The remaining votes could make a tie, and the answer that was seen first wins a tie."""
     ahead = tally([Ballot("1"), Ballot("1"), Ballot("2")], modulo)
     assert not cannot_change(ahead, 1)
     assert cannot_change(tally([Ballot("1"), Ballot("1")], modulo), 1)

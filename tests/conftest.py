@@ -20,11 +20,11 @@ CHECKOUT = "the checkout's own"
 SLOW_TIMEOUT = 600  # seconds of a slow test; pyproject.toml has the limit of all others
 SPENT = pytest.StashKey[dict[str, float]]()
 collect_ignore = ["typing_api.py"]
-# The time of an example on a busy machine does not show whether the property holds.
+# A busy machine may exceed hypothesis's time limit for an example although the property holds.
 settings.register_profile("atts", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("atts")
-# A shell's background jobs ignore interrupts, and their children inherit that. Tests start processes
-# and interrupt them, so interrupts get their usual handler back.
+# A shell's background jobs and their child processes ignore interrupts. Tests start processes and
+# interrupt them, so interrupts get their usual handler back.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -69,7 +69,7 @@ def file_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give slow tests more time, and leave out the tests of other shares.
+    """Give slow tests more time, and leave out the tests that belong to other shares.
 
     Tests marked `both` belong to every share.
     """

@@ -73,7 +73,7 @@ def _lean(value: Any) -> Any:
             for key, inner in value.items()
             if key not in WORDS and key not in CLOCKS
         }
-        if "logprobs" in kept:  # a checksum is short, and changes if a text changes
+        if "logprobs" in kept:  # a checksum is short, and differs for every text
             kept["logprobs"] = math.fsum(kept["logprobs"])
         if kept.get("draft_ids") == kept.get("target_ids"):
             kept.pop("draft_ids", None)
@@ -94,9 +94,9 @@ def numbers(value: Any) -> Any:
 
 
 def scripted(method: str, **policy: Any) -> Setup:
-    """Return the settings of a run of toy models in which one rollout works at a time.
+    """Return the settings of a run of toy models in which only one rollout runs at a time.
 
-    The order of calls is then the same under every event loop.
+    With one rollout at a time, the order of calls is the same under every event loop.
     """
     policy = {"samples": 5, "turns": 12, "chunking": Chunking(12, 12, ()), **policy}
     if method == "deep-conf":
@@ -418,7 +418,7 @@ def recording() -> dict[str, Any]:
 def changed(part: str) -> list[str]:
     """Return at most ten positions at which a part differs from the recording."""
     close = TOLERANCE.get(part, CLOSE)
-    # through JSON, so that both sides have the same types
+    # through JSON, so that recording and recomputed values have the same types
     now = json.loads(json.dumps(PARTS[part]()))
     found = list(differences(recording()[part], now, close))
     return found[:10] + ([f"and {len(found) - 10} more places"] if len(found) > 10 else [])
@@ -430,7 +430,7 @@ def record(parts: list[str]) -> None:
     for part in parts:
         kept[part] = PARTS[part]()
         if part in KERNELS:
-            # A draw or a decision within rounding would fail on another processor.
+            # A draw or a decision that depends on rounding would fail on another processor.
             other = PARTS[part]("torch")  # type: ignore[call-arg]
             apart = list(differences(kept[part], other, TOLERANCE[part]))
             assert not apart, f"{part}: the kernels differ; take another seed: {apart[0]}"

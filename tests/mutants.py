@@ -1,7 +1,7 @@
 """Faults planted in the source one at a time, each with the tests that must fail.
 
-`scripts/test mutants` plants them in a temporary copy. A fault replaces one line, which occurs once
-in its file, by another line.
+`scripts/test mutants` plants each fault in a temporary copy of the source. A fault replaces a line
+that occurs once in its file by another line.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ from scripts.studies.harness import say, shared_data
 from scripts.studies.real_models import CannotBeMadeError, folder_of
 
 TOLERANCE = 1e-3  # largest difference of log-probabilities from transformers, in nats
-TIE = 1e-3  # logits closer than this may be drawn in either order
-SKIPPED = 0  # exit code if the models cannot be installed; the reason is printed
+TIE = 1e-3  # tokens whose logits differ by less than this may be drawn in either order
+SKIPPED = 0  # exit code if the models cannot be installed; the script prints the reason
 BROKEN = 5
 DATA = "gsm8k_test.jsonl", "math500.jsonl"
 Prompts = Sequence[TokenIds]
@@ -241,7 +241,7 @@ async def texts(engine: Engine, prompts: Prompts, tokens: int) -> list[Completio
 
 
 async def written(engine: Engine, prompts: Prompts, tokens: int) -> list[Completion]:
-    """Return the greedy and drawn texts of an engine that is open."""
+    """Return the greedy and drawn texts that an open engine writes."""
     asked = [
         SampleRequest(
             prompt, tokens, sampling, Seed(7, problem=f"p{number}"), rollout=f"p{number}/0"
@@ -265,10 +265,11 @@ async def scored(
 
 
 async def two_at_once(pair: Pair, prompts: Prompts, tokens: int) -> Check:
-    """Let draft and target write concurrently, and compare with what each writes alone.
+    """Let draft and target write concurrently, and compare each text with the text that the model
+    writes alone.
 
-    Processor time per token is printed, not judged. Threads that spin while they wait take several
-    times as much as soon as two engines compute.
+    The function prints the processor time per token but does not judge the time. Threads that spin
+    while they wait take several times as much processor time as soon as two engines compute.
     """
     alone = list[list[Completion]]()
     before = processor_seconds()
@@ -310,10 +311,10 @@ def ran(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def killed_and_resumed(pair: Pair, problems: Path, scratch: Path) -> Check:
-    """Kill a run when it has recorded some calls, resume it, and compare with a run that was not
-    killed.
+    """Kill a run after it has recorded some calls, resume the run, and compare it with an
+    uninterrupted run.
 
-    The gate is fixed, so both runs decide alike.
+    The gate is fixed, so both runs make the same decisions.
     """
     words = ["eval", str(problems), "--samples", "2", "--max-tokens", "96", *pair.words]
     words += ["--method", "coin", "--early-stop", "none", "--json"]

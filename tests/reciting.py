@@ -57,7 +57,7 @@ class RecitingEngine:
         )
 
     def stats(self) -> EngineStats:
-        """Return empty counters, because nothing is counted."""
+        """Return empty counters, because this engine counts nothing."""
         return EngineStats()
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -107,7 +107,9 @@ class RecitingEngine:
         return None
 
     def _place(self, ids: TokenIds) -> tuple[TokenIds, int]:
-        """Return the solution that this prompt requests, and the number of tokens written so far."""
+        """Return the solution of the problem in this prompt, and the number of tokens written so
+        far.
+        """
         start = len(ids) - ids[::-1].index(ASSISTANT) if ASSISTANT in ids else 0
         asked = self.tokenizer.decode(ids[:start])
         known = next((text for problem, text in self._texts.items() if problem in asked), None)

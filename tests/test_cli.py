@@ -27,7 +27,9 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
 
 @pytest.mark.both
 def test_a_misspelt_command_is_usage_with_a_suggestion(tmp_path: Path) -> None:
-    """The exit code is 2, the most similar name is suggested, and stdout is empty."""
+    """For a misspelt command the exit code is 2, the most similar name is suggested, and stdout is
+    empty.
+    """
     done = atts("grad", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "grade" in done.stderr

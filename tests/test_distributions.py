@@ -42,7 +42,9 @@ def test_quantiles_equal_scipy(share: float) -> None:
 
 @given(n=sizes, chance=chances, share=st.floats(1e-9, 1 - 1e-9))
 def test_binomial_counts_equal_scipy(n: int, chance: float, share: float) -> None:
-    """The counts that can be excluded, and the smallest count that reaches a share, are correct."""
+    """The largest count that a confidence bound excludes, and the smallest count that reaches a
+    share of probability, equal scipy's.
+    """
     counts = np.arange(-1, n + 3)
     assert_allclose(
         binomial_cdf(counts, n, chance), stats.binom.cdf(counts, n, chance), 1e-11, CLOSE
@@ -80,7 +82,7 @@ def test_extreme_parameters_keep_their_digits(
 
 
 def test_binomials_of_probability_0_or_1() -> None:
-    """For probabilities of 0 and 1 a single count is possible."""
+    """For a probability of 0 or 1 only one count is possible."""
     assert [binomial_quantile(0.3, 7, chance) for chance in (0.0, 1.0)] == [0, 7]
     assert binomial_cdf([0, 6, 7], 7, 1.0).tolist() == [0, 0, 1]
     assert binomial_pmf(0, [0, 7], 0.0).tolist() == [1, 1]
@@ -88,8 +90,8 @@ def test_binomials_of_probability_0_or_1() -> None:
 
 @given(n=st.integers(0, 60), drawn=st.integers(1, 60), data=st.data())
 def test_hypergeometric_tails_equal_scipy(n: int, drawn: int, data: st.DataObject) -> None:
-    """The probability of at least a number of correct draws is correct, and undefined if there are
-    too few.
+    """The probability of at least a number of correct draws equals scipy's, and is undefined if too
+    few items exist.
     """
     right = data.draw(st.integers(0, n))
     least = data.draw(st.integers(1, drawn))

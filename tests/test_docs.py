@@ -14,7 +14,7 @@ pytestmark = pytest.mark.checkout
 
 
 def test_generated_pages_are_current() -> None:
-    """Running `scripts/docs` would change no page."""
+    """The generated pages are current: running `scripts/docs` would change no page."""
     command = [sys.executable, "-m", "scripts.studies.docs", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -39,7 +39,7 @@ def test_the_readme_has_at_most_120_lines() -> None:
 
 
 def test_every_page_the_readme_links_exists() -> None:
-    """The README has no dead link, headings within pages included."""
+    """The README has no dead link, also to headings within pages."""
     text = (ROOT / "README.md").read_text()
     links = [part.split(")")[0].partition("#") for part in text.split("](")[1:]]
     pages = [(name, heading) for name, _, heading in links if not name.startswith("https://")]
@@ -84,8 +84,8 @@ def test_the_table_of_events_is_complete() -> None:
 
 
 def test_the_mathematics_page_has_the_settings_that_are_run() -> None:
-    """The page has the settings of `scripts/math`, with all arms and the published rows of the
-    pairs.
+    """The page of mathematics benchmarks has the settings of `scripts/math`, all arms, and the
+    published rows of the pairs.
     """
     from atts.api import known_pairs
     from scripts.studies.mathematics import ARMS, PUBLISHED
@@ -115,8 +115,8 @@ def test_the_mathematics_page_has_the_settings_that_are_run() -> None:
 
 
 def test_every_guarantee_cites_an_existing_test_or_study() -> None:
-    """Each row and item of the page of guarantees cites at least one test or study, and all cited
-    ones exist.
+    """Each row and item of docs/guarantees.md cites at least one test or study, and every cited
+    test or study exists.
     """
     from scripts.studies.bench import STUDIES
 

@@ -18,7 +18,9 @@ def classes() -> list[type[errors.ATTSError]]:
 
 @pytest.mark.parametrize("cls", classes())
 def test_every_error_is_in_the_documented_tree(cls: type[errors.ATTSError]) -> None:
-    """The docstring's tree names each class, with the exit code of its branch."""
+    """The tree of errors in the module's docstring names each error class, with the exit code of
+    the branch.
+    """
     drawing = inspect.getdoc(errors) or ""
     line = next(line for line in drawing.splitlines() if cls.__name__ in line)
     branch = next(parent for parent in cls.__mro__ if f"{parent.__name__} (" in drawing)
@@ -27,14 +29,14 @@ def test_every_error_is_in_the_documented_tree(cls: type[errors.ATTSError]) -> N
 
 
 def test_an_unknown_option_suggests_the_nearest() -> None:
-    """A misspelt option gets a suggestion."""
+    """The error for a misspelt option suggests the most similar option."""
     assert "did you mean 'rate'" in str(
         errors.OptionError("ratee", "unknown option", ["rate", "turns"])
     )
 
 
 def test_a_fingerprint_names_every_difference() -> None:
-    """The message has both values of each field that differs."""
+    """The error for a different fingerprint names each field that differs, with both values."""
     text = str(
         errors.FingerprintError("calibration", [("model", "A", "B"), ("dtype", "bf16", "fp32")])
     )

@@ -23,7 +23,9 @@ def test_replacing_leaves_one_file(tmp_path: Path, durable: bool) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no umask there")
 def test_a_written_file_keeps_its_permissions_or_follows_the_umask(tmp_path: Path) -> None:
-    """Everyone who can read other files of a shared folder can also read a report written there."""
+    """A report written to a shared folder can be read by everyone who can read the folder's other
+    files.
+    """
     before = os.umask(0o027)
     try:
         write_atomic(tmp_path / "f", b"one")
@@ -36,7 +38,8 @@ def test_a_written_file_keeps_its_permissions_or_follows_the_umask(tmp_path: Pat
 
 
 def test_a_refused_replacement_leaves_the_old_file(tmp_path: Path) -> None:
-    """A directory in place of the file gives a clear error, and no temporary file is left."""
+    """If a directory has the file's name, atts reports a clear error and leaves no temporary file.
+    """
     (tmp_path / "f" / "inner").mkdir(parents=True)
     with pytest.raises(StorageError):
         write_atomic(tmp_path / "f", b"new")
@@ -44,8 +47,8 @@ def test_a_refused_replacement_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_callers_may_get_the_systems_own_error(tmp_path: Path) -> None:
-    """The system's error is raised unchanged for callers that word the message themselves, and no
-    file is left behind.
+    """Callers that write their own message get the system's error unchanged, and no file is left
+    behind.
     """
     (tmp_path / "f").mkdir()
     with pytest.raises(IsADirectoryError):
@@ -54,7 +57,7 @@ def test_callers_may_get_the_systems_own_error(tmp_path: Path) -> None:
 
 
 def test_an_impossible_place_is_a_storage_error(tmp_path: Path) -> None:
-    """A path with a file in place of a directory is a storage error."""
+    """Writing below a path that is a file instead of a directory raises a storage error."""
     (tmp_path / "f").write_bytes(b"")
     with pytest.raises(StorageError, match="choose another run directory"):
         write_atomic(tmp_path / "f" / "g", b"new")

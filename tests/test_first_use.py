@@ -1,4 +1,4 @@
-"""Tests that modules which are imported late can be used first by many threads and tasks
+"""Tests that modules imported only when needed can be used first by many threads and tasks
 concurrently.
 """
 
@@ -50,8 +50,8 @@ for thread in threads:
 
 @pytest.mark.both
 def test_threads_may_use_late_imports_at_once(tmp_path: Path) -> None:
-    """Threads of a new process load tokenizers, read configurations and run evaluations without
-    collisions.
+    """Threads of a new process load tokenizers, read configurations and run evaluations
+    concurrently without errors.
     """
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

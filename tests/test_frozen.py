@@ -29,7 +29,9 @@ def test_every_part_is_recorded() -> None:
 
 
 def test_a_changed_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If one decision in 500 differs, the comparison fails and names it."""
+    """If one decision in 500 differs, the comparison with the recording fails and names the
+    decision.
+    """
     decide = Calibrator.decide
     count = 0
 
@@ -47,7 +49,9 @@ def test_a_changed_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("place", ["attention", "products", "draws"])
 def test_a_changed_kernel_is_found(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """A state that differs in its fifth digit, one wrong logit and one other draw are each named."""
+    """The comparison names a state that differs in its fifth digit, a wrong logit and a different
+    draw.
+    """
     plain_forward = NativeModel.forward
     plain_logits = NativeModel.compute_logits
     plain_sample = NativeModel.sample
@@ -76,8 +80,8 @@ def test_a_changed_kernel_is_found(monkeypatch: pytest.MonkeyPatch, place: str) 
 
 
 def test_differences_are_named_by_their_position() -> None:
-    """Changed values, lengths and missing keys are differences; added keys and changed last digits
-    are not.
+    """The comparison reports changed values, changed lengths and missing keys; it ignores added
+    keys and changed last digits.
     """
     recorded = {"a": [1, 2.0], "b": "x", "c": 0.1}
     assert not list(differences(recorded, {**recorded, "c": 0.1 + 1e-12, "d": 5}, 1e-6))

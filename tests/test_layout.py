@@ -62,7 +62,7 @@ def sources() -> Mapping[str, Path]:
                 for parent in inner.parents
                 if parent != Path()
             ):
-                continue  # the three links inside atts/ lead to folders that are listed separately
+                continue  # the links inside atts/ lead to folders that are listed separately
             parts = [package, *inner.with_suffix("").parts]
             if parts[-1] == "__init__":
                 parts.pop()
@@ -78,7 +78,7 @@ def tree(name: str) -> ast.Module:
 
 
 def unit(name: str) -> str:
-    """Return a module's first two dotted names."""
+    """Return the first two parts of a module's dotted name."""
     return ".".join(name.split(".")[:2])
 
 
@@ -165,7 +165,7 @@ def long_calls() -> Iterator[str]:
 
 
 def parsed_reasons() -> Iterator[str]:
-    """Yield the lines that read a decision's `why`, a text for people, as data."""
+    """Yield the lines of code that read a decision's `why` as data; `why` is a text for people."""
     for name, path in sources().items():
         for node in ast.walk(tree(name)):
             parts: list[ast.expr] = []
@@ -209,13 +209,15 @@ CHECKS = {
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_each_house_rule_holds(check: str) -> None:
-    """No function of `CHECKS` finds a line that breaks its rule."""
+    """No function of `CHECKS` finds a line that breaks the rule it checks."""
     found = sorted(CHECKS[check]())
     assert not found
 
 
 def test_every_unit_has_one_floor() -> None:
-    """A unit that is new must be added to `FLOORS`, and a removed unit deleted."""
+    """Every unit has exactly one floor: a new unit must be added to `FLOORS`, and a removed unit
+    deleted.
+    """
     listed = [name for units in FLOORS for name in units]
     assert len(listed) == len(set(listed))
     assert set(listed) == {unit(name) for name in sources()}
@@ -223,8 +225,8 @@ def test_every_unit_has_one_floor() -> None:
 
 @pytest.mark.parametrize(("package", "folder"), MAPPING.items())
 def test_the_directory_is_the_package(package: str, folder: str) -> None:
-    """Importing a package of the mapping and importing it through the link give files of the same
-    folder.
+    """Importing a package from its own folder, and through the link in atts/, gives files of the
+    same folder.
     """
     found = importlib.import_module(package).__file__
     assert found is not None
@@ -233,7 +235,9 @@ def test_the_directory_is_the_package(package: str, folder: str) -> None:
 
 
 def test_every_module_is_in_a_listed_package() -> None:
-    """setuptools ships only listed packages, so none may be missing or left over."""
+    """Every module is in a package that pyproject.toml lists, because setuptools ships only these
+    packages.
+    """
     packages = {"atts"} | {
         name if path.name == "__init__.py" else name.rpartition(".")[0]
         for name, path in sources().items()
@@ -252,8 +256,8 @@ def test_import_atts_loads_no_heavy_library() -> None:
 
 
 def test_a_run_loads_neither_analysis_nor_accelerators() -> None:
-    """Every command waits for the imports of `atts.api`, so rarely used modules are imported where
-    they are needed.
+    """Importing `atts.api` loads neither analysis nor accelerators, because every command waits for
+    this import.
     """
     code = "import sys, atts.api.evaluation; print([n for n in ('atts.analysis', 'atts.accel') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -261,7 +265,7 @@ def test_a_run_loads_neither_analysis_nor_accelerators() -> None:
 
 
 def test_the_local_engine_imports_no_accelerator() -> None:
-    """Accelerators import the local engine, never the reverse."""
+    """Accelerators import the local engine, but the local engine imports no accelerator."""
     assert [
         name
         for name in sources()
@@ -296,7 +300,9 @@ def test_plain_decoding_loads_no_accelerator() -> None:
 
 
 def test_nothing_imports_scipy() -> None:
-    """Nothing imports scipy, which would be a third of the download for a client of servers."""
+    """No module imports scipy, which would be a third of the download for users who only call
+    servers.
+    """
     assert [
         name
         for name, path in sources().items()

@@ -26,6 +26,6 @@ def test_every_public_name_is_the_object_of_its_module(name: str) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    """A misspelt name fails as in any module."""
+    """Accessing a misspelt public name raises AttributeError, as in any module."""
     with pytest.raises(AttributeError, match="sovle"):
         _ = atts.sovle  # type: ignore[attr-defined, unused-ignore]

@@ -33,7 +33,7 @@ class Watched(ScriptedEngine):
     most = 0
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Sample, and record the most requests in flight."""
+        """Sample, and record the largest number of requests in flight."""
         self.most = max(self.most, self.stats().in_flight + 1)
         return await super().sample(request)
 
@@ -56,7 +56,7 @@ async def test_questions_asked_at_once_share_engines_and_gate() -> None:
         for turn in one.turns
         if turn.decision
     ]
-    # one gate that keeps learning
+    # one gate that learns from all questions
     assert 0 < sum(decision.escalate for decision in judged) < len(judged)
     assert sum(outcome.usage.draft_tokens for outcome in found) == draft.stats().sampled_tokens
 
@@ -122,7 +122,7 @@ def test_cancelled_questions_end_alone() -> None:
 
 @pytest.mark.anyio
 async def test_a_repeated_question_is_answered_again() -> None:
-    """Repeats of a question are new samples, not copies."""
+    """A question that is asked twice gets new samples the second time, not copies of the first."""
     async with Session(SCRIPTED) as session:
         found = [await session.solve(toy_problems(1)[0].text) for _ in range(4)]
     assert len({outcome.rollouts[0].text for outcome in found}) > 1
@@ -132,8 +132,8 @@ async def test_a_repeated_question_is_answered_again() -> None:
 async def test_a_long_session_counts_few_questions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A forgotten question gets a new answer when it is asked again, and the samples of a recent
-    one are numbered from 1.
+    """A session forgets old questions: an old question asked again gets a new answer, and the
+    samples of a recent question are numbered from 1.
     """
     monkeypatch.setattr("atts.api.evaluation._REMEMBERED", 2)
     async with Session(replace(SCRIPTED, method="draft-only")) as session:
@@ -161,7 +161,9 @@ async def test_a_changed_policy_applies_to_one_question() -> None:
 
 @pytest.mark.anyio
 async def test_a_session_opens_on_first_use_and_cannot_reopen() -> None:
-    """Closing twice is allowed, but asking after closing is an error."""
+    """A session opens at its first question, may be closed twice, and raises an error if asked
+    after closing.
+    """
     session = Session(SCRIPTED)
     assert (await session.solve(toy_problems(1)[0].text)).answer
     await session.aclose()
@@ -172,7 +174,7 @@ async def test_a_session_opens_on_first_use_and_cannot_reopen() -> None:
 
 @pytest.mark.anyio
 async def test_engines_are_closed_when_the_second_cannot_open() -> None:
-    """The error leaves no engine open."""
+    """If the second engine cannot open, the session closes the first engine again."""
     draft = ScriptedEngine("draft")
     target = ScriptedEngine("target")
     async with target:
@@ -185,8 +187,8 @@ async def test_engines_are_closed_when_the_second_cannot_open() -> None:
 
 
 def test_a_lost_engine_fails_the_question_alone() -> None:
-    """The outcome of the failed question says so, with the retries of any run, and the next
-    question is answered.
+    """If an engine is lost, the question's outcome reports the failure after the usual retries, and
+    the session answers the next question.
     """
     broken = ScriptedEngine("draft", faults=Faults({"refused": 1.0}))
 
@@ -237,7 +239,7 @@ def test_a_synchronous_session_answers_any_thread() -> None:
     with pytest.raises(EngineUnavailable, match="inside `with`"):
         session.solve(question)
     with pytest.raises(ATTSError), SyncSession(Setup(draft=draft, target="scripted")):
-        pass  # a closed engine refuses to open again
+        pass  # a closed scripted engine refuses to open again
 
 
 def test_a_result_has_data_table_and_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +286,8 @@ with atts.SyncSession(setup) as session:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_session_in_a_forked_child_refuses() -> None:
-    """The child has no thread that could answer, so it gets an error at once; the parent's session
-    continues.
+    """In a forked child process a session raises an error at once, because the child has no thread
+    that could answer; the parent's session continues.
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKED],
@@ -319,7 +321,7 @@ class Missing(ScriptedEngine):
     """An engine that cannot be opened."""
 
     async def open(self) -> None:
-        """Refuse to open."""
+        """Raise the error of an engine that cannot open."""
         raise EngineUnavailable("draft", "it is not there")
 
 

@@ -51,10 +51,10 @@ assert_type(find_pair("embedded").draft, str)
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the interpreter of an environment in which the package is installed as users install
-    it.
+    """Return the interpreter of an environment in which the package is installed as a user would
+    install it.
     """
-    if (HOME / "pyproject.toml").exists():  # the checkout, as ./scripts/install leaves it
+    if (HOME / "pyproject.toml").exists():  # the checkout's environment, made by ./scripts/install
         if Path(sys.prefix).resolve() != ROOT / ".venv":
             pytest.skip("not in the environment that ./scripts/install makes")
         subprocess.run([ROOT / "scripts/install"], check=True, timeout=600)
@@ -67,7 +67,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found(folder: Path, program: str, *words: str | Path) -> str:
-    """Return a checker's findings on a program in a separate project, or "" if there are none."""
+    """Return a type checker's errors on a program in a separate project, or "" if it reports none.
+    """
     (folder / "user.py").write_text(program)
     ran = subprocess.run(
         [*words, "user.py"], cwd=folder, capture_output=True, text=True, check=False
@@ -82,7 +83,7 @@ def test_pyright_follows_every_public_name(tmp_path: Path, python: Path) -> None
 
 
 def test_mypy_finds_every_public_module(tmp_path: Path, python: Path) -> None:
-    """mypy finds each imported module; a slow test checks the types."""
+    """mypy finds each imported module of atts; a separate slow test checks the types."""
     imports = "".join(
         line + "\n" for line in PROGRAM.splitlines() if line.startswith(("import", "from"))
     )

@@ -76,7 +76,7 @@ def test_solver_answers_in_place_of_the_tasks_model() -> None:
 
 
 def test_tools_and_misspelt_arguments_are_refused() -> None:
-    """The adapter refuses tools, which it cannot call, and model arguments that atts does not know."""
+    """The inspect_ai adapter refuses tools, which atts cannot call, and unknown model arguments."""
     from inspect_ai.model import get_model
     from inspect_ai.solver import generate, use_tools
     from inspect_ai.tool import tool

@@ -51,7 +51,7 @@ metric_list:
 
 
 def requests(*arguments: tuple[Any, ...]) -> list[Any]:
-    """Make requests in the form in which lm_eval's tasks make them."""
+    """Make requests in the form that lm_eval's tasks use."""
     from lm_eval.api.instance import Instance
 
     kind = "generate_until"
@@ -107,8 +107,8 @@ def test_generation_stops_at_until_and_at_the_token_limit() -> None:
 
 
 def test_loglikelihood_is_the_targets() -> None:
-    """The target gives a correct continuation a higher probability than a wrong one, and a rolling
-    log-likelihood sums over the text's tokens.
+    """The adapter returns the target's log-likelihoods: a correct continuation is likelier than a
+    wrong one, and a rolling log-likelihood sums over the text's tokens.
     """
     from atts.adapters.lm_eval import ATTSLM
 

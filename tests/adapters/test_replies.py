@@ -1,5 +1,5 @@
-"""Tests of what the adapters share: replies made of outcomes, questions made of conversations, and
-options.
+"""Tests of functions that all adapters share: replies from outcomes, questions from conversations,
+and options.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def written(
     params: Any = PARAMS,
     **settings: Any,
 ) -> list[Any]:
-    """Return the samples of some prompts, all written concurrently."""
+    """Return the samples of some prompts; all samples are generated concurrently."""
     samples = [make(prompt=prompt) for prompt in prompts]
 
     async def main() -> None:
@@ -101,7 +101,9 @@ def _no_worker_is_left() -> Any:
 
 @pytest.mark.parametrize("make", [Sample, slime_sample])
 def test_a_sample_is_what_the_trainer_reads(make: Callable[..., Any]) -> None:
-    """Mask and log-probabilities are as long as the response; the target's tokens are masked out."""
+    """A sample has the fields that slime's trainer reads: mask and log-probabilities are as long as
+    the response, and the mask excludes the target's tokens.
+    """
     samples = written([one.text for one in toy_problems(4)], make, rate=0.3)
     masks: list[int] = []
     for sample in samples:
@@ -134,8 +136,8 @@ def test_a_rollout_that_starts_again_has_the_tokens_of_its_text() -> None:
 
 
 def test_samples_of_one_prompt_differ_and_messages_are_read() -> None:
-    """The samples of a group have the same prompt, as a text or as messages, but different random
-    numbers.
+    """Samples of one prompt (a text or a list of messages) have the same prompt but different
+    random numbers.
     """
     text = toy_problems(1)[0].text
     messages = [{"role": "user", "content": text}]
@@ -152,8 +154,8 @@ def test_a_limit_of_tokens_truncates() -> None:
 
 
 def test_changed_weights_open_a_session_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine refuses weights that changed since its session began, so all later samples go to
-    one new session.
+    """If an engine's weights change, the engine refuses requests of the old session, so all later
+    samples use one new session.
     """
     solve = Session.solve
     sessions: list[Session] = []
@@ -192,8 +194,8 @@ def test_changed_weights_open_a_session_of_their_own(monkeypatch: pytest.MonkeyP
 
 
 def test_an_engine_that_never_could_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that fails before its first answer raises its error, because a new session would
-    fail as well.
+    """If an engine fails before its first answer, the sample is marked as failed with the engine's
+    error, and no new session is tried.
     """
     asked: list[int] = []
 
@@ -210,7 +212,7 @@ def test_an_engine_that_never_could_is_a_failure(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("given", [{}, {"atts": {"draft": "scripted"}}, {"atts": "scripted"}])
 def test_settings_that_name_no_pair_are_refused(given: dict[str, Any]) -> None:
-    """The error names the slime flag that sets the pair."""
+    """If the settings name no pair, the error names the slime flag that sets the pair."""
 
     async def main() -> None:
         await generate(Namespace(**given), Sample(prompt="1 + 1?"), PARAMS)

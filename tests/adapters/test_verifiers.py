@@ -34,8 +34,8 @@ def taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_problem_is_a_task(taskset: Any) -> None:
-    """Each task has the id, question and prompt of the problem in a run of atts, and is the same
-    after serialisation.
+    """Each verifiers task has the id, question and prompt that a run of atts uses for the problem,
+    and is the same after serialisation.
     """
     problems = load_dataset("arithmetic[:6]").problems
     tasks = list(taskset)
@@ -58,7 +58,9 @@ def test_every_problem_is_a_task(taskset: Any) -> None:
 def test_the_reward_is_the_verdict_of_atts(
     taskset: Any, reply: str, correct: float, answered: float
 ) -> None:
-    """When verifiers computes the reward, it is the verdict of atts, and the trace records it."""
+    """The reward that verifiers computes equals the verdict of atts, and the trace records this
+    reward.
+    """
     task = next(iter(taskset))
     assert task.data.problem["answer"] == "24"
     trace = vf.Trace.model_construct(root_reply=reply, rewards={}, metrics={})

@@ -37,11 +37,11 @@ class BrowserError(Exception):
 
 @dataclass
 class Page:
-    """One tab of the browser: its console messages, and methods that act on it."""
+    """One browser tab: its console messages, and methods that control the tab."""
 
     browser: Browser
     session: str
-    # errors and warnings of the console, exceptions
+    # errors, warnings and exceptions in the tab's console
     problems: list[str] = field(default_factory=list[str])
     requests: list[str] = field(default_factory=list[str])
 
@@ -50,7 +50,8 @@ class Page:
         return self.browser.call(method, self.session, **values)
 
     def open(self, url: str) -> float:
-        """Load a page completely and return the load time in milliseconds that the page measured."""
+        """Load a page completely and return the load time in milliseconds, as measured by the page.
+        """
         self.requests.clear()
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && performance.timing.loadEventEnd > 0")
@@ -59,7 +60,7 @@ class Page:
         )
 
     def run(self, code: str) -> Any:
-        """Evaluate an expression, and await it if it is a promise."""
+        """Evaluate a JavaScript expression; if the result is a promise, wait for its value."""
         found = self.call(
             "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
         )
@@ -145,7 +146,7 @@ class Browser:
                 self._process.wait()
 
     def page(self) -> Page:
-        """Open a tab and record its console and exceptions from the start."""
+        """Open a tab and record its console messages and exceptions from the beginning."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self._pages[session] = Page(self, session)
@@ -154,7 +155,9 @@ class Browser:
         return page
 
     def call(self, method: str, session: str = "", **values: Any) -> dict[str, Any]:
-        """Send a command and return its answer; pass events that arrive meanwhile to their tabs."""
+        """Send a command and return the browser's answer; pass events that arrive meanwhile to
+        their tabs.
+        """
         self._number += 1
         message = {
             "id": self._number,

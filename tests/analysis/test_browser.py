@@ -60,12 +60,12 @@ CONTRAST = """
 WIDER = """
 [...document.querySelectorAll("section table.narrow")].filter((node) => !node.closest("details"))
   .filter((node) => node.offsetWidth > node.parentElement.offsetWidth).map((node) => node.caption.textContent)
-"""  # tables with few short columns that nevertheless need scrolling
+"""  # tables with few, short columns that still need horizontal scrolling
 CLIPPED = """
 [...document.querySelectorAll("section table")].filter((node) => !node.closest("details"))
   .filter((node) => node.offsetWidth > node.parentElement.clientWidth)
   .map((node) => `${node.caption.textContent}: ${node.offsetWidth} of ${node.parentElement.clientWidth}`)
-"""  # tables of which a part is hidden until they are scrolled
+"""  # tables that show a part only after scrolling
 NAMES = """
 (() => {
   const bad = [];
@@ -101,14 +101,16 @@ def report(run: Path, other_run: Path) -> str:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """Open a tab, and fail the test at its end if anything was written to the console."""
+    """Open a tab; at the test's end, fail the test if the tab's console has a message."""
     tab = browser.page()
     yield tab
     assert tab.problems == []
 
 
 def test_report_loads_nothing_but_itself(page: Any, report: str) -> None:
-    """The page makes no other request, writes nothing to the console and begins with the verdict."""
+    """The report requests nothing but its own file, writes nothing to the console and begins with
+    the verdict.
+    """
     page.open(report)
     assert page.requests == [report]
     assert page.run("document.querySelector('h1').textContent").startswith(
@@ -156,7 +158,9 @@ def test_the_keyboard_alone_can_sort_a_table(page: Any, report: str) -> None:
 
 
 def test_links_lead_to_a_rollout_and_back(page: Any, report: str) -> None:
-    """A link leads to a problem, its rollouts unfold into chunks, and a link leads back."""
+    """A link leads to a problem, the problem's rollouts unfold into chunks, and another link leads
+    back.
+    """
     page.open(report)
     page.run("document.querySelector('#problem-table a').click()")
     page.wait("document.querySelectorAll('#page .rollout').length > 0")
@@ -276,7 +280,8 @@ def _plant(source: Path, target: Path, change: Callable[[Any], Any]) -> None:
 
 
 def _hostile(event: Any) -> Any:
-    """Replace each text that a model or a dataset can choose by an injection attack."""
+    """Replace each text that a model or a dataset can choose by a text that tries to inject markup.
+    """
     kind = type(event).__name__
     if isinstance(event, ProblemStarted):
         return structs.replace(

@@ -64,8 +64,8 @@ def test_a_run_is_reported_at_its_own_rate(run: Path, of_run: CalibrationReport)
 
 
 def test_a_run_at_another_rate_is_decided_again(run: Path, of_run: CalibrationReport) -> None:
-    """With another rate the report counts the decisions of a replay at that rate, and the report's
-    name says so.
+    """If another rate is given, the report counts the decisions of a replay at that rate, and names
+    its source as "decided again".
     """
     other = calibration_report(run, rate=0.6)
     assert (other.kind, other.rate, other.control.decisions) == ("scores", 0.6, len(scores_of(run)))
@@ -74,8 +74,8 @@ def test_a_run_at_another_rate_is_decided_again(run: Path, of_run: CalibrationRe
 
 
 def test_scores_get_the_decisions_of_a_live_calibrator() -> None:
-    """The realised rate, effective sample size and guarantee equal those of a calibrator that sees
-    the same scores.
+    """For given scores, the reported realised rate, effective sample size and guarantee equal those
+    of a calibrator that sees the scores one by one.
     """
     scores = _scores()
     found = calibration_of_scores("mine", scores, 0.4, "aci")
@@ -91,8 +91,8 @@ def test_scores_get_the_decisions_of_a_live_calibrator() -> None:
 
 
 def test_drift_and_a_missed_rate_are_reported() -> None:
-    """Questions that grow harder raise a drift alarm, and a rate outside its confidence band is
-    reported as doubtful.
+    """If questions become harder, the report has a drift alarm; a rate outside its confidence band
+    is reported as doubtful.
     """
     rows = [{"question": f"q{n // 20}", "score": 1.1 + n / 100 + n % 20 / 50} for n in range(600)]
     found = calibration_of_scores("mine", StoredScores.from_records(rows), 0.3, "marginal")
@@ -108,8 +108,8 @@ def test_drift_and_a_missed_rate_are_reported() -> None:
 
 
 def test_a_calibrator_brings_its_rate_and_its_mode(tmp_path: Path) -> None:
-    """A fitted calibrator is reported at its own rate; with another rate its scores are decided
-    again.
+    """The report of a fitted calibrator uses the calibrator's rate; if another rate is given, the
+    scores are decided again.
     """
     made = Calibrator(0.15, "question", stored=_scores())
     made.save(tmp_path / "calibrator.json")
@@ -204,8 +204,8 @@ def test_a_run_of_a_coin_reports_no_score(tmp_path: Path) -> None:
 
 
 def test_a_missed_rate_is_reported_first(of_run: CalibrationReport) -> None:
-    """If a run escalated everything, the missed rate is in the sentence, the verdict and the first
-    caveat.
+    """If a run escalated everything, the report's sentence, verdict and first caveat name the
+    missed rate.
     """
     found = of_run
     groups = tuple(replace(group, escalated=group.decisions) for group in found.control.by_question)
@@ -216,7 +216,7 @@ def test_a_missed_rate_is_reported_first(of_run: CalibrationReport) -> None:
 
 
 def test_scores_of_two_questions_are_reported_as_copies() -> None:
-    """The report says not to rely on scores that occur in two questions."""
+    """If one score occurs in two questions, the report says not to rely on the scores."""
     once = _scores(6).scores
     copied = StoredScores((*once, *once), tuple(f"q{n // 20}" for n in range(240)), (0,) * 240)
     found = calibration_of_scores("mine", copied, 0.4, "aci")
@@ -239,7 +239,7 @@ def test_scores_without_questions_give_a_bound_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["split", "marginal", "aci", "question", "question-turn"])
 def test_every_mode_reports_its_guarantee(mode: Any) -> None:
-    """Each report states the guarantee of its mode."""
+    """In every mode, the calibration report states the guarantee of the mode."""
     found = calibration_of_scores("mine", _scores(5, 8), 0.3, mode)
     assert found.promise.mode == mode
     assert found.promise.guarantee
@@ -260,7 +260,7 @@ def test_log_probabilities_rank_lower_as_worse(scale: str) -> None:
 
 
 def test_a_report_of_one_score_says_how_little_it_shows() -> None:
-    """A single score has a report, which says that one score shows very little."""
+    """The report of a single score says that one score shows very little."""
     found = calibration_of_scores("mine", StoredScores((1.5,), ("q",), (0,)), 0.4, "aci")
     for format in ("html", "markdown", "json"):
         assert render_calibration(found, calibration_format(format, None))
@@ -314,8 +314,8 @@ def test_figures_are_complete_svg_files(of_run: CalibrationReport, tmp_path: Pat
 def test_png_needs_a_converter(
     of_run: CalibrationReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a converter the error names one to install and says that SVG needs none; with a
-    converter the PNG has twice the size.
+    """Writing a PNG without a converter raises an error that names a converter and says that SVG
+    needs none. With a converter the PNG has twice the figure's size.
     """
     chart = calibration_charts(of_run.control)[0]
     if shutil.which("chromium") or shutil.which("rsvg-convert"):
@@ -370,8 +370,8 @@ def test_impossible_reports_are_refused(other_run: Path, tmp_path: Path) -> None
 def test_a_bfloat16_run_names_the_option_that_makes_it_repeatable(
     run: Path, tmp_path: Path, dtypes: dict[str, str], named: str
 ) -> None:
-    """The report says that a seed may not repeat a bfloat16 run and names the exact option; a
-    float32 run needs no such note.
+    """The report of a bfloat16 run says that the seed may not repeat the run, and names the option
+    that makes runs repeatable; the report of a float32 run has no such note.
     """
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     manifest = load_manifest(copy / MANIFEST)

@@ -62,7 +62,9 @@ def test_the_sentence_gives_counts_share_and_comparison(run: Path, other_run: Pa
 def test_a_comparison_with_a_coin_gives_the_first_number(
     run: Path, other_run: Path, evaluate_into: Any, tmp_path: Path
 ) -> None:
-    """The gain over a coin comes first, and p-values of several comparisons are corrected."""
+    """On the first screen, the gain over a coin comes first; p-values of several comparisons are
+    corrected.
+    """
     coin = evaluate_into(tmp_path / "coin", 12, method="coin")
     report = build_report(run, [coin, other_run]).report
     gain = report.headline.numbers[0]
@@ -101,7 +103,9 @@ def test_the_three_numbers_are_in_every_format(run: Path, other_run: Path) -> No
     [(0.0004, "< 0.1 %"), (0.9996, "> 99.9 %"), (1.0, "100 %"), (0.0, "0 %"), (0.9994, "> 99.9 %")],
 )
 def test_only_a_whole_is_called_100_percent(share: float, said: str) -> None:
-    """A share close to 0 or 1 is never rounded to 0 % or 100 %."""
+    """Only a share of exactly 0 or 1 is printed as 0 % or 100 %; close shares are not rounded to
+    them.
+    """
     assert percent(share) == said
 
 
@@ -116,13 +120,13 @@ def _points(*accuracies: float, kind: Any = "run") -> list[FrontierPoint]:
 
 
 def _heights(picture: str) -> list[float]:
-    """Return the distances of the dots from the top, in pixels."""
+    """Return the distances in pixels between the chart's dots and its top."""
     return [float(found) for found in re.findall(r'<circle[^>]* cy="([\d.]+)"', picture)]
 
 
 def test_the_chart_spreads_high_accuracies() -> None:
-    """Accuracies from 0.94 to 1.0 fill a third of the chart's height, even if a shortened run is at
-    0.
+    """Accuracies from 0.94 to 1.0 fill a third of the chart's height, even if another run has
+    accuracy 0.
     """
     turns = _points(0.0, 0.3, kind="turns")
     low, high = _heights(frontier_chart([*_points(0.94, 1.0), *turns]).picture)[:2]

@@ -95,7 +95,8 @@ def test_every_number_equals_a_count_over_the_journal(run: Path) -> None:
     )
     assert report.timing.sibling_seconds == pytest.approx(held_up)
     holds = sum(isinstance(event, CallSpan) and event.stage == HOLD for event in events)
-    # a wait for an equal chunk's score is an edge from the sibling's call
+    # a rollout that waits for the score of an equal chunk has an edge from its sibling's scoring
+    # call
     assert report.timing.sibling_edges == holds > 0
     assert "over 12 problems" in report.verdict.line
 
@@ -108,7 +109,7 @@ def _outcomes(run: Path) -> Any:
 
 @pytest.mark.both
 def test_all_formats_say_the_same(run: Path, other_run: Path) -> None:
-    """The verdict, the rate and the guarantee are in each format, and the JSON is strict."""
+    """HTML, Markdown and JSON have the same verdict, rate and guarantee, and the JSON is strict."""
     built = build_report(run, [other_run])
     page, words, data = (render(built, format) for format in ("html", "markdown", "json"))
     parsed = json.loads(data, parse_constant=_refuse)
@@ -131,8 +132,8 @@ def _refuse(name: str) -> None:
 
 
 def test_the_audit_notices_changed_decisions(run: Path, tmp_path: Path) -> None:
-    """The audit recognises the gate's mode by repeating each decision, and notices decisions that
-    were changed.
+    """The report's audit recognises the gate's mode by repeating each decision, and notices changed
+    decisions.
     """
     held = build_report(run).report.calibration
     assert held is not None
@@ -190,7 +191,8 @@ def test_a_run_of_known_size_states_a_narrow_guarantee(evaluate_into: Any, tmp_p
 
 
 def test_the_guarantee_is_worded_by_the_calibrator(run: Path) -> None:
-    """The report prints the guarantee of a calibrator that made the same decisions."""
+    """If a calibrator made the recorded decisions, the report prints this calibrator's guarantee.
+    """
     held = build_report(run).report.calibration
     assert held is not None
     assert held.nominal is not None
@@ -204,7 +206,7 @@ def test_the_guarantee_is_worded_by_the_calibrator(run: Path) -> None:
 
 
 def test_twice_the_nominal_rate_is_reported_first(run: Path, tmp_path: Path) -> None:
-    """A run that escalated at twice the nominal rate says so at the beginning of its verdict."""
+    """The verdict on a run that escalated at twice the nominal rate begins with this fault."""
 
     def escalate(event: Any) -> Any:
         return structs.replace(event, escalated=True) if isinstance(event, Observed) else event
@@ -216,9 +218,7 @@ def test_twice_the_nominal_rate_is_reported_first(run: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("keep", [1, 3, 40, 200])
 def test_an_unfinished_run_has_a_report(run: Path, tmp_path: Path, keep: int) -> None:
-    """An unfinished run can be reported at any time, and its report says that the run is not
-    finished.
-    """
+    """A run can be reported before its end; the report says that the run is not finished."""
     report = build_report(_rewrite(run, tmp_path / "run", lambda event: event, keep)).report
     standing: Standing = report.verdict.standing
     assert standing == "bad"
@@ -242,7 +242,7 @@ def test_every_method_reports_its_guarantee_or_that_it_has_none(
 
 @dataclass(frozen=True, slots=True)
 class LuckyGate(NonLearningGate):
-    """A user's gate that atts has no description of."""
+    """A gate written by a user; atts has no description of this gate."""
 
     def decide(self, features: Features, score: float) -> Decision:
         """Accept everything."""
@@ -251,7 +251,7 @@ class LuckyGate(NonLearningGate):
 
 @dataclass(frozen=True, slots=True)
 class ProudGate(LuckyGate):
-    """A gate that states its own guarantee."""
+    """A user's gate that states a guarantee."""
 
     promise: tuple[str, str] = ("nothing escalates", "a second rollout")
 
@@ -359,7 +359,7 @@ def test_pages_keep_to_their_budget() -> None:
 
 
 def test_json_writes_nan_as_null() -> None:
-    """The JSON report is strict even if a run contains NaN or infinity."""
+    """The JSON report writes NaN and infinity as null, so the JSON is strict."""
     assert jsonable({"a": math.nan, "b": math.inf}) == {"a": None, "b": "inf"}
     assert unpack(pack({"p": math.nan})) == {"p": None}
 
@@ -389,7 +389,9 @@ def test_idle_time_of_an_engine_is_measured() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 400), st.floats(0.01, 0.99))
 def test_the_band_of_a_coin_keeps_its_level(n: int, rate: float) -> None:
-    """A coin leaves its band with at most the stated probability, by exact summation."""
+    """A coin's rate leaves the coin's confidence band with at most the stated probability, computed
+    by an exact sum.
+    """
     from scipy import stats
 
     low, high = coin_band(n, rate)
@@ -400,7 +402,9 @@ def test_the_band_of_a_coin_keeps_its_level(n: int, rate: float) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    """A folder without a journal, an unknown format and a run without a folder are errors."""
+    """A report of a folder without a journal, in an unknown format, or of a run without a folder is
+    an error.
+    """
     with pytest.raises(JournalError, match="no run here"):
         build_report(tmp_path)
     with pytest.raises(OptionError, match="markdown"):
@@ -413,8 +417,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_the_command_prints_the_path_and_the_verdict(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`atts report` prints the path on stdout and the verdict on stderr; `--json` prints one object
-    and `-` writes to stdout.
+    """`atts report` prints the path on stdout and the verdict on stderr. With `--json` the command
+    prints one object, and with `-` it writes the report to stdout.
     """
 
     def command(*words: str) -> tuple[int, str, str]:
@@ -437,8 +441,8 @@ def test_the_command_prints_the_path_and_the_verdict(
 def test_a_large_run_shows_some_problems_and_links_to_all(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Problems without a correct answer come first, each problem has its line, and the totals cover
-    all problems.
+    """The report of a large run lists problems without a correct answer first; each problem has a
+    line, and the totals cover all problems.
     """
     monkeypatch.setattr("atts.analysis.reports.run_data.MOST", 5)
     built = build_report(run)
@@ -459,11 +463,11 @@ def test_a_large_run_shows_some_problems_and_links_to_all(
     lines = (tmp_path / "page.problems.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == [row.id for row in rows]
     assert "12 problems" in built.report.verdict.line
-    # a problem's name may hold characters with a meaning in URLs
+    # a problem's name may contain characters that have a meaning in URLs
     page = save_report(built, "html", tmp_path / "100%#1 <b>?.html").read_text()
     assert '<a href="100%25%231%20%3Cb%3E%3F.problems.jsonl">' in page
     assert (tmp_path / "100%#1 <b>?.problems.jsonl").is_file()
-    # a page on stdout has no files next to it to link to
+    # a page on stdout has no pages of problems next to it
     assert "problems.jsonl" not in render(built, "html")
 
 
@@ -526,8 +530,8 @@ _STEPS = st.builds(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(_STEPS, max_size=12))
 def test_steps_come_back_from_their_columns(steps: list[GateStep]) -> None:
-    """Steps stored in columns come back unchanged, including None, infinities, zeros, slices and
-    kinds.
+    """Steps packed into columns are unchanged after unpacking, including None, infinities, zeros,
+    slices and kinds.
     """
     log = StepLog()
     for step in steps:

@@ -46,7 +46,7 @@ def engine(
 
 @dataclass(frozen=True)
 class Planted:
-    """A pair of toy models for which one known recommendation is correct."""
+    """A pair of toy models with one known correct recommendation."""
 
     draft: Skill
     target: Skill
@@ -57,11 +57,11 @@ class Planted:
 PLANTED = {
     # the score finds mistakes, and no cheaper arm is as accurate as the gate
     "gate": Planted(WEAK, STRONG, can=NO_DRAWS),
-    # scores find no mistake; the target's own text costs less with a draft
+    # scores find no mistake, and a draft makes the target's own text cheaper
     "exact": Planted(SECRET, STRONG, BLIND),
-    # the same pair at temperature 0, where the target alone is the cheapest
+    # the pair of the previous case at temperature 0, where the target alone is the cheapest
     "target-only": Planted(SECRET, STRONG, BLIND, NO_DRAWS),
-    # two models of equal skill: the target is not worth its tokens
+    # two models of equal skill: the target does not repay its tokens
     "draft-only": Planted(STRONG, STRONG),
 }
 
@@ -103,8 +103,8 @@ def test_each_planted_pair_gets_its_recommendation(
 
 
 def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) -> None:
-    """The table has a row per arm, or the reason why an arm is missing; a second pilot sends no
-    request again.
+    """The pilot's table has a row per arm, or the reason why an arm is missing; a second pilot
+    repeats no request.
     """
     dataset = f"{problems}[:8]"
     report = piloted(PLANTED["gate"], dataset, tmp_path / "pilot")
@@ -114,7 +114,7 @@ def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) 
     assert [arm.name for arm in report.unavailable] == ["exact"]
     cascade = report.row("cascade")
     assert cascade is not None
-    assert cascade.gain is not None  # the coin of that gate ran
+    assert cascade.gain is not None  # the run of a coin for that gate
     assert "Holm's method for" in text
     assert "Take the gate: --set method=atts" in text
     assert report.flags["method"] == "atts"
@@ -136,7 +136,9 @@ def test_the_command_prints_its_recommendation(problems: Path, tmp_path: Path, c
 
 
 def test_a_pilot_of_one_problem_is_refused_before_a_model_is_asked(tmp_path: Path) -> None:
-    """A pilot of one problem has nothing to compare, so it ends before it spends tokens."""
+    """A pilot of one problem has nothing to compare, so atts refuses the pilot before it spends
+    tokens.
+    """
     alone = tmp_path / "one.jsonl"
     alone.write_text('{"question": "1 plus 1", "answer": "2"}\n')
     flags = {"dataset": str(alone), "out": str(tmp_path / "set"), "draft": "scripted"}

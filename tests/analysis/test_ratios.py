@@ -1,5 +1,5 @@
-"""Tests of the confidence interval for a ratio of costs: its coverage is the stated one, also in
-runs of 30 problems.
+"""Tests of the confidence interval for a ratio of costs: the interval has its stated coverage, also
+in runs of 30 problems.
 """
 
 import math
@@ -36,7 +36,9 @@ def test_the_interval_scales_with_the_unit_of_cost() -> None:
 
 
 def test_costs_that_vary_little_give_a_narrow_interval() -> None:
-    """For thirty problems with counts near 40 and 20 the interval has a width of a tenth."""
+    """For thirty problems with counts near 40 in one run and near 20 in the other, the interval of
+    the ratio has a width of a tenth.
+    """
     draw = np.random.default_rng(2)
     low, high = ratio_interval(
         draw.poisson(40, 30).astype(float), draw.poisson(20, 30).astype(float)
@@ -45,8 +47,8 @@ def test_costs_that_vary_little_give_a_narrow_interval() -> None:
 
 
 def test_costs_that_show_nothing_have_no_interval() -> None:
-    """One problem or a first run without costs gives no interval; a second run without costs has
-    the ratio 0.
+    """If there is only one problem, or the first run has no costs, the ratio has no interval; if
+    the second run has no costs, the ratio is 0.
     """
     nothing = np.zeros(5)
     some = np.arange(1.0, 6)

@@ -36,7 +36,7 @@ RULES = {rule.name: rule for rule in ONE_BY_ONE}
 
 
 def used(name: str, labels: list[int]) -> int:
-    """Return the number of rollouts that a rule uses."""
+    """Return the number of rollouts that a rule uses before it stops."""
     return RULES[name].play(Arrivals(labels)).used
 
 
@@ -64,7 +64,7 @@ def planted(problems: int, samples: int, seed: int = 1) -> list[PlayedProblem]:
 @pytest.mark.parametrize(
     ("rule", "labels", "expected"),
     [
-        ("exact", [0, 0, 0, 1, 2], 3),  # the two remaining votes cannot overtake three
+        ("exact", [0, 0, 0, 1, 2], 3),  # the two remaining votes cannot overtake three equal votes
         ("exact", [0, 0, 1, 1, 2], 5),
         ("exact", [0] + [NO_ANSWER] * 5, 6),
         ("beta", [0] * 8, 4),  # P(Beta(5, 1) > 1/2) = 31/32, and 15/16 one vote earlier
@@ -110,7 +110,9 @@ def test_the_exact_rule_never_changes_a_vote() -> None:
 
 
 def test_scores_select_weigh_or_rank_votes() -> None:
-    """Scores can select, weigh or rank the votes; a rollout without an answer has no vote."""
+    """Scores can select, weigh or rank the votes of rollouts; a rollout without an answer has no
+    vote.
+    """
     arrivals = Arrivals([0, 0, 1, NO_ANSWER], {"s": [0.1, 0.2, 0.6, 0.9]})
     assert best_of_n("s").play(arrivals).rollout == 3
     assert weighted_vote("s").play(arrivals).label == 1
@@ -128,8 +130,8 @@ def test_deepconf_offline_counts_only_confident_rollouts() -> None:
 
 
 def test_deepconf_online_drops_rollouts_below_the_threshold() -> None:
-    """The first half of the rollouts sets a confidence threshold; later rollouts below it have no
-    vote, and agreement ends the problem.
+    """The first half of the rollouts sets a confidence threshold. Later rollouts below the
+    threshold have no vote, and agreement ends the problem.
     """
     labels = [0, 0, 1, 1, 0, 0]
     confident = {"c": [5.0, 5.0, 1.0, 1.0, 5.0, 5.0]}
@@ -141,11 +143,13 @@ def test_deepconf_online_drops_rollouts_below_the_threshold() -> None:
 
 
 def test_means_over_orders_equal_an_enumeration() -> None:
-    """For one problem of three rollouts, the mean equals that over every order, enumerated by hand."""
+    """For one problem of three rollouts, the mean over random orders equals the mean over all
+    orders, enumerated by hand.
+    """
     problem = PlayedProblem("1", (rollout(0, True), rollout(0, True), rollout(1, False)))
     found = referee([problem, problem], RefereeOptions(orders=2_000))
     by_rule = {row.rule: row for row in found.rows}
-    # the two rollouts that agree come first in a third of the orders
+    # the two rollouts with equal answers come first in a third of the orders
     assert by_rule["exact"].samples.value == pytest.approx(8 / 3, abs=0.04)
     assert by_rule["exact"].changed.value == 0
     assert by_rule["fixed 1"].accuracy.value == pytest.approx(2 / 3, abs=0.04)
@@ -246,12 +250,12 @@ def imported(run_import: Import, tmp_path: Path, problems: int = 8) -> Path:
 def test_rules_see_costs_scores_and_verdicts_of_an_import(
     tmp_path: Path, run_import: Import
 ) -> None:
-    """Costs, scores and verdicts of an imported run reach the rules."""
+    """The rules use costs, scores and verdicts of an imported run."""
     directory = imported(run_import, tmp_path)
     found = referee_run(open_run(directory), RefereeOptions(orders=20, unit="dollars"))
     by_rule = {row.rule: row for row in found.rows}
     assert found.scores == ("reward",)
-    # this reward knows the correct answers, so the best rollout is correct if any is
+    # this reward marks the correct answers, so the best rollout is correct if any is
     assert by_rule["best of n by reward"].accuracy == by_rule["pass@n"].accuracy
     assert by_rule["all"].tokens == pytest.approx(210.0)
     assert by_rule["all"].dollars == pytest.approx(0.06)

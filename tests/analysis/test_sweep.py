@@ -76,7 +76,9 @@ def test_every_setting_is_a_run_and_two_baselines_are_added(made: SweepReport) -
 
 @pytest.mark.parametrize("name", ["target-only", "draft-only"])
 def test_a_point_equals_a_separate_run(made: SweepReport, tmp_path: Path, name: str) -> None:
-    """Texts, answers and tokens are equal although some replies were shared with other runs."""
+    """Texts, answers and tokens of a sweep's run equal those of a separate run, although runs of
+    the sweep share some replies.
+    """
     setup = Setup(
         draft="scripted",
         target="scripted",
@@ -88,8 +90,8 @@ def test_a_point_equals_a_separate_run(made: SweepReport, tmp_path: Path, name: 
 
 
 def test_the_gain_over_a_coin_is_paired_with_the_same_policy(made: SweepReport) -> None:
-    """Each point is compared with a coin of the same policy and rate, in shares of correct
-    rollouts.
+    """Each run of the sweep is compared, in shares of correct rollouts, with a coin that has the
+    same policy and rate.
     """
     coins = {point.values["rate"]: point for point in made.references if "rate" in point.values}
     tests = [
@@ -114,7 +116,7 @@ def test_a_sweep_without_a_gate_has_no_coin(tmp_path: Path) -> None:
 
 
 def test_there_is_one_coin_per_takeover_and_rate(tmp_path: Path) -> None:
-    """A coin does not read scores, so settings of scoring share one coin."""
+    """A coin reads no scores, so runs that differ only in scoring share one coin."""
     over: dict[str, list[object]] = {
         "takeover": ["replace", "continue"],
         "rate": [0.2],
@@ -126,8 +128,8 @@ def test_there_is_one_coin_per_takeover_and_rate(tmp_path: Path) -> None:
 
 
 def test_equal_requests_are_sent_once(made: SweepReport) -> None:
-    """All runs share first turns, and the samples of a smaller run are the first samples of a
-    larger one.
+    """All runs of a sweep share first turns, and a run with fewer samples uses the first samples of
+    a larger run.
     """
     shared = {point.name: point.shared for point in made.points}
     assert shared["target-only"] == 0
@@ -136,7 +138,7 @@ def test_equal_requests_are_sent_once(made: SweepReport) -> None:
     assert all(shared[point.name] > 0 for point in made.references if "rate" in point.values)
     with SharedReplies(Path(made.directory) / REPLIES) as replies:
         asked = sum(point.calls - point.shared for point in made.points)
-        # a call cancelled by a settled vote may have been answered already
+        # the engine may have answered a call before a settled vote cancelled it
         assert asked <= len(vars(replies)["_index"])
 
 
@@ -225,7 +227,9 @@ def test_an_interrupted_sweep_resumes_by_the_same_call(
 
 
 def test_new_values_are_added_to_finished_runs(tmp_path: Path) -> None:
-    """Finished runs are not repeated; changed settings and a second process are refused."""
+    """New values of a key add runs to a sweep and repeat no finished run; changed settings and a
+    second process are refused.
+    """
     words = {**WORDS, "out": str(tmp_path / "set"), "samples": 2, "method": "coin"}
     anyio.run(run_sweep, plan_sweep({"rate": ["0.2"]}, words))
     before = (tmp_path / "set/rate=0.2/journal.jsonl").read_bytes()
@@ -279,7 +283,9 @@ def test_the_sweep_page_is_self_contained(made: SweepReport) -> None:
 
 
 def test_the_terminal_shows_a_table_and_a_chart(made: SweepReport) -> None:
-    """Letters mark the points of the chart, and dashed lines the baselines."""
+    """The terminal shows a table and a chart, with letters for the runs and dashed lines for the
+    baselines.
+    """
     text = "\n".join(sweep_lines(made))
     assert all(
         re.search(rf"^\w {re.escape(point.name)} +3/3 ", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Tests of exports of training data: they contain what was recorded, token by token, and a small
+"""Tests of exports of training data: exports contain the recorded tokens exactly, and a small
 trainer learns from them.
 """
 
@@ -42,7 +42,7 @@ __all__ = ["run_import"]  # a fixture; the import makes it known to pytest
 
 @pytest.fixture(scope="module")
 def restarted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a run in which the target writes escalated rollouts again from the prompt."""
+    """Make a run in which the target writes each escalated rollout from the beginning."""
     folder = tmp_path_factory.mktemp("restarted") / "run"
     policy = Policy(samples=4, early_stop="none", escalates="rollout")
     setup = Setup(draft="scripted", target="scripted", rate=0.1, policy=policy)
@@ -119,7 +119,7 @@ def test_opd_holds_the_recorded_tokens_and_log_probabilities(
                 if known is not None:
                     assert record["teacher_logprobs"][place] == list(known)
                     checked += count
-                # an equal chunk is scored once, so siblings share its log-probabilities
+                # an equal chunk is scored once, so sibling rollouts share its log-probabilities
                 assert record["mask"][place] == [1] * count
             elif turn.chunks[0].author == "target":
                 assert set(record["mask"][place]) == {0}
@@ -130,8 +130,8 @@ def test_opd_holds_the_recorded_tokens_and_log_probabilities(
 def test_opd_has_both_texts_of_a_rollout_that_was_written_again(
     restarted: Path, tmp_path: Path
 ) -> None:
-    """The record has the target's tokens; the tokens that the draft wrote before are rejected
-    tokens after the prompt, with the target's scores.
+    """If the target wrote a rollout again, its record has the target's tokens; the draft's earlier
+    tokens are rejected tokens after the prompt, with the target's scores.
     """
     late = {
         (problem, rollout.sample): rollout
@@ -250,7 +250,7 @@ class Stranger:
 
 
 def test_an_impossible_teacher_is_refused(recorded: Path, tmp_path: Path) -> None:
-    """The error states why the teacher cannot be used, before a file is written."""
+    """If a teacher cannot be used, the error states the reason before a file is written."""
     stranger: Teacher = Stranger()
     out = tmp_path / "data.jsonl"
     with pytest.raises(
@@ -272,7 +272,9 @@ def test_an_impossible_teacher_is_refused(recorded: Path, tmp_path: Path) -> Non
 
 
 def test_sft_keeps_what_is_correct(recorded: Path, tmp_path: Path) -> None:
-    """By default only rollouts with a correct answer are exported; on request all rollouts are."""
+    """By default the `sft` export has only rollouts with a correct answer; on request the export
+    has all rollouts.
+    """
     whole = outcomes(recorded)
     records = read(recorded, tmp_path, "sft")
     assert all(record["correct"] for record in records)
@@ -315,7 +317,9 @@ def test_preferences_are_pairs_within_a_problem(run_import: Import, tmp_path: Pa
 
 
 def test_reward_records_have_the_columns_of_verifiers(run_import: Import, tmp_path: Path) -> None:
-    """The reward is the verdict, the answer is the reference, and recorded scores are metrics."""
+    """In the export of rewards, the reward is the verdict, the answer is the reference, and
+    recorded scores are metrics.
+    """
     records = read(planted(run_import, tmp_path), tmp_path, "verifiers")
     assert [one["reward"] for one in records] == [1, 1, 0, 0, 1, 1, 1, 1]
     assert records[2]["answer"] == "0"
@@ -326,7 +330,9 @@ def test_reward_records_have_the_columns_of_verifiers(run_import: Import, tmp_pa
 def test_parquet_equals_json_lines(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: DataKind
 ) -> None:
-    """Both files have the same records, also with several row groups."""
+    """The Parquet export has the same records as the JSON Lines export, also with several row
+    groups.
+    """
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr("atts.analysis.training_data._ROW_GROUP", 2)
     export_run(open_run(recorded), tmp_path / "data.parquet", ExportOptions(kind))
@@ -341,7 +347,7 @@ def test_parquet_equals_json_lines(
 def test_impossible_exports_are_refused(
     run_import: Import, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each error names a solution, and no file is left."""
+    """An export that cannot be made raises an error that names a solution, and leaves no file."""
     run = planted(run_import, tmp_path)
     with pytest.raises(UsageError, match="opd needs a draft and a target, but this run has only t"):
         read(run, tmp_path, "opd")
@@ -378,7 +384,7 @@ def test_models_with_different_tokenizers_are_refused(tmp_path: Path, recorded: 
 
 
 def test_a_run_without_a_finished_problem_exports_nothing(tmp_path: Path, recorded: Path) -> None:
-    """The error says that no problem is finished."""
+    """Exporting a run without a finished problem raises an error that says so."""
     cut = tmp_path / "cut"
     cut.mkdir()
     (cut / "manifest.json").write_bytes((recorded / "manifest.json").read_bytes())

@@ -67,8 +67,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found(folder: Path, program: str, *words: str | Path) -> str:
-    """Return a type checker's errors on a program in a separate project, or "" if it reports none.
-    """
+    """Return a type checker's errors on a program in a separate project, or "" if it reports none."""
     (folder / "user.py").write_text(program)
     ran = subprocess.run(
         [*words, "user.py"], cwd=folder, capture_output=True, text=True, check=False

@@ -50,8 +50,7 @@ class Page:
         return self.browser.call(method, self.session, **values)
 
     def open(self, url: str) -> float:
-        """Load a page completely and return the load time in milliseconds, as measured by the page.
-        """
+        """Load a page completely and return the load time in milliseconds, as measured by the page."""
         self.requests.clear()
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && performance.timing.loadEventEnd > 0")

@@ -280,8 +280,7 @@ def _plant(source: Path, target: Path, change: Callable[[Any], Any]) -> None:
 
 
 def _hostile(event: Any) -> Any:
-    """Replace each text that a model or a dataset can choose by a text that tries to inject markup.
-    """
+    """Replace each text that a model or a dataset can choose by a text that tries to inject markup."""
     kind = type(event).__name__
     if isinstance(event, ProblemStarted):
         return structs.replace(

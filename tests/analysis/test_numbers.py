@@ -191,8 +191,7 @@ def test_a_run_of_known_size_states_a_narrow_guarantee(evaluate_into: Any, tmp_p
 
 
 def test_the_guarantee_is_worded_by_the_calibrator(run: Path) -> None:
-    """If a calibrator made the recorded decisions, the report prints this calibrator's guarantee.
-    """
+    """If a calibrator made the recorded decisions, the report prints this calibrator's guarantee."""
     held = build_report(run).report.calibration
     assert held is not None
     assert held.nominal is not None

@@ -219,7 +219,9 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], s
 def test_an_adapter_that_does_not_fit_its_base_is_refused(
     case: str, base: Path, tmp_path: Path
 ) -> None:
-    """The refusal is a message without a traceback, and the zoo is unchanged."""
+    """An adapter that does not fit its base is refused with a message, without a traceback, and the
+    zoo is unchanged.
+    """
     settings, change, says, kind = BAD[case]
     adapter = save_adapter(tmp_path / "lora", base, "q_proj", "v_proj", **settings)
     changed(adapter, change)
@@ -232,7 +234,9 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(
 
 
 def test_an_adapter_alone_needs_its_base(base: Path, tmp_path: Path) -> None:
-    """The error names the base to add first; an adapter cannot be a base."""
+    """If a zoo lacks an adapter's base, the error names the base to add first; an adapter cannot be
+    a base.
+    """
     zoo = Zoo(tmp_path / "zoo")
     adapter = save_adapter(tmp_path / "lora", base, "q_proj")
     with pytest.raises(OptionError, match="add the base first"):

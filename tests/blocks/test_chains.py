@@ -1,5 +1,5 @@
-"""Tests of several models of a zoo in one step loop: outputs are equal to the bit, and shared
-blocks run once.
+"""Tests of several models of a zoo in one step loop: outputs are bit-identical, and shared blocks
+run once.
 """
 
 # pyright: reportPrivateUsage=false
@@ -79,7 +79,7 @@ def config_of(zoo: Zoo, name: str, *, shares: bool = True, **stages: Any) -> Wor
 
 
 def build(config: WorkerConfig, tell: Callable[[LoopReport], None]) -> tuple[StepLoop, WorkerReady]:
-    """Build the loop of this configuration."""
+    """Build the step loop of this configuration."""
     made = (
         build_loop(config, tell) if config.builder is None else config.builder.build(config, tell)
     )
@@ -133,8 +133,8 @@ def schedule(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_a_model_in_a_shared_loop_gives_its_own_replies(seed: int, family: Zoo) -> None:
-    """Replies are equal to the bit in a loop of the model's own folder, alone in the zoo's loop,
-    and together with five other models.
+    """Replies are bit-identical if the model runs from its own folder, alone in the zoo's loop, and
+    together with five other models.
     """
     rng = random.Random(seed)
     names = ["base", "end", "middle", "head", "narrow", "wide"]
@@ -166,8 +166,8 @@ def test_a_model_in_a_shared_loop_gives_its_own_replies(seed: int, family: Zoo) 
 def test_a_batch_is_laid_out_once_while_its_members_stay(
     family: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later steps change only tokens, positions and slots; when a new model joins, the batch is
-    laid out again.
+    """Steps of an unchanged batch replace only tokens, positions and slots; when a new model joins,
+    the batch is laid out again.
     """
     laid = list[int]()
     inner = ChainModel._prepared
@@ -193,13 +193,13 @@ def test_a_batch_is_laid_out_once_while_its_members_stay(
     )
     assert {n: found[n] for n in alone} == alone
     assert laid[:2] == [20, 4]
-    assert len(laid) <= 5  # the run has about forty steps
+    assert len(laid) <= 5  # the test runs the loop for about forty steps
 
 
 @pytest.mark.parametrize("most", [1, 7])
 def test_a_block_takes_no_more_rows_than_its_limit(most: int, family: Zoo) -> None:
-    """Larger batches are split into several runs of a block with the same bits; a prompt longer
-    than the limit is a separate run.
+    """A batch above a block's row limit is split into several runs with bit-identical results; a
+    prompt longer than the limit is a separate run.
     """
     asks = dict(enumerate(requests(random.Random(3), 16), 1))
     submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in asks.items()]
@@ -276,9 +276,7 @@ def test_six_models_take_the_memory_of_their_unique_blocks(family: Zoo) -> None:
 def test_a_draft_of_first_layers_runs_in_its_targets_blocks(
     base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """A draft made of its target's first layers and a head of its own runs through the target's
-    blocks.
-    """
+    """A draft made of its target's first layers and its own head runs through the target's blocks."""
     import json
 
     from safetensors.torch import load_file, save_file
@@ -388,7 +386,7 @@ async def test_engines_that_cannot_share_have_loops_of_their_own(
 
 @pytest.mark.anyio
 async def test_a_zoo_target_with_a_drafter_gets_its_own_loop(family: Zoo, base: Path) -> None:
-    """The target of a zoo uses the drafter of its run, and writes the same text as without a
+    """In a zoo, a target with a drafter gets its own loop and writes the same text as without a
     drafter.
     """
     request = SampleRequest((5, 6, 7), 20, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
@@ -419,7 +417,9 @@ async def test_a_damaged_block_stops_only_models_that_use_it(family: Zoo) -> Non
 async def test_a_killed_loop_leaves_the_zoo_whole(
     make_model: Make, tune: Tune, tmp_path: Path
 ) -> None:
-    """All callers get the error, and engines that are opened again give the same replies as before."""
+    """If a loop is killed, all its callers get the error, and engines opened afterwards give the
+    same replies as before.
+    """
     zoo = Zoo(tmp_path / "zoo")
     endless = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     for name, word in (("first", "nothing"), ("second", "lm_head")):

@@ -64,8 +64,8 @@ def kept(zoo: Zoo, name: str = "lean", nats: float = 0.005) -> dict[str, str]:
 
 
 def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
-    """Blocks of all models are compared by their parameters; equal blocks are left out, and a count
-    and a distance limit the list.
+    """The search for the nearest blocks compares blocks of all models by their parameters and
+    leaves out equal blocks; a count and a distance limit the list.
     """
     near = pair.likenesses("tuned", 1, 1.0)
     assert [(one.place, one.other) for one in near] == [
@@ -85,7 +85,7 @@ def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
         float((flat[0] - flat[1]).norm() / flat[0].norm()), rel=1e-5
     )
     wide = pair.likenesses("tuned", 2, 9.0)
-    # halves of layers; embedding and head are equal to the base's
+    # embedding and head equal the base's, so only halves of layers remain
     assert len(wide) == 2 * 6
     assert len({(one.place, one.digest) for one in wide}) == len(wide)
     pair.add("narrow", save_adapter(base.parent / "narrow-likeness", base, "q_proj"), "base")
@@ -101,8 +101,8 @@ def _ends(zoo: Zoo) -> list[list[str]]:
 
 
 def test_divergence_equals_that_of_transformers(pair: Zoo, base: Path, tmp_path: Path) -> None:
-    """The loss agrees with transformers on the exported folders, and is 0 between a model and
-    itself.
+    """The measured loss agrees with transformers on the exported folders, and is 0 between a model
+    and itself.
     """
     texts = [(tuple(range(5, 60)), 20), (tuple(range(200, 90, -3)), 1)]
     folders = [pair.folder(name) for name in ("tuned", "base")]
@@ -247,8 +247,8 @@ async def test_a_lossy_variant_can_draft_without_loss(
 def test_a_folder_with_other_weights_is_not_a_shortened_model(
     pair: Zoo, base: Path, tmp_path: Path
 ) -> None:
-    """A shortened model uses the base's weights, so a folder with weights of its own is refused
-    instead of being ignored.
+    """A folder with weights of its own is refused as a shortened model, because a shortened model
+    uses the base's weights.
     """
     folder = shallow(tmp_path / "short", base, 2)
     (folder / "pytorch_model.bin").write_bytes(b"weights")
@@ -257,8 +257,8 @@ def test_a_folder_with_other_weights_is_not_a_shortened_model(
 
 
 def test_relatives_of_the_embedded_target_are_measured(tmp_path: Path) -> None:
-    """One pair of blocks is close enough to be replaced; its loss is measured, stored and reported
-    with the number of problems.
+    """Among the embedded target's relatives, one pair of blocks is close enough to be replaced; the
+    loss is measured, stored and reported with the number of problems.
     """
     zoo = Zoo(tmp_path / "zoo")
     zoo.add("base", path("target"))

@@ -24,8 +24,8 @@ OWN = {
 
 
 def test_shipped_relatives_add_few_blocks_to_a_zoo(tmp_path: Path) -> None:
-    """Each relative adds few blocks to the target's, and adapters change only the layers that they
-    name.
+    """Each shipped relative adds few blocks to those of the target, and adapters change only the
+    layers that their configuration names.
     """
     zoo = Zoo(tmp_path / "zoo")
     base = zoo.add("base", path("target"))
@@ -44,7 +44,9 @@ def test_shipped_relatives_add_few_blocks_to_a_zoo(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_a_relative_begins_as_the_target(name: str) -> None:
-    """Before training, a relative scores as the target, and only its own tensors can be trained."""
+    """Before training, a related model gives the target's scores, and training can change only the
+    tensors that the two models do not share.
+    """
     model = relative(name)
     target = load_file(path("target") / "model.safetensors")
     own = {key for key, weight in model.named_parameters() if weight.requires_grad}

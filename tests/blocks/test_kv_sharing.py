@@ -1,5 +1,5 @@
-"""Tests that sharing keys and values among models changes no bit, with new models, little memory or
-a full cache.
+"""Tests that sharing keys and values among models leaves outputs bit-identical, with new models,
+little memory or a full cache.
 """
 
 # pyright: reportPrivateUsage=false
@@ -60,7 +60,7 @@ class Loop:
         self.loop._handle([Submit(number, ask, chain)])
 
     def finish(self) -> None:
-        """Step until every request is answered."""
+        """Step the loop until every request is answered."""
         while self.scheduler.num_unfinished:
             self.loop.step()
         self.loop._report()
@@ -84,8 +84,8 @@ def sample(ids: Iterable[int], count: int = 1) -> SampleRequest:
 
 
 def test_a_slot_without_kept_states_is_not_shared(relatives: Zoo) -> None:
-    """The last token of a known prompt is computed again for its logits, so its new slot is not
-    shared with the known one.
+    """The last token of a known prompt is computed again for its logits, so the token's new slot is
+    not shared with the old one.
     """
     loop = Loop(relatives, "base", "end")
     loop.answer(0, sample(OTHERS[:9]), 1)
@@ -99,8 +99,8 @@ def test_a_slot_without_kept_states_is_not_shared(relatives: Zoo) -> None:
 
 
 def test_a_new_model_shares_no_slot_that_is_itself_borrowed(relatives: Zoo) -> None:
-    """A model that differs in the same layer is added while another model is in the middle of a
-    prompt whose slots it borrows.
+    """A new model shares no borrowed slot: the model is added while another one is in the middle of
+    a prompt with borrowed slots, and differs in the same layer.
     """
     loop = Loop(relatives, "base", "forward", "asks", chunk_tokens=16)
     loop.answer(0, sample(OTHERS[:9]), 1)
@@ -116,8 +116,8 @@ def test_a_new_model_shares_no_slot_that_is_itself_borrowed(relatives: Zoo) -> N
 
 
 def test_a_new_model_that_moves_the_kept_layer_drops_old_states(relatives: Zoo) -> None:
-    """If a new model changes the layer at which states are kept, states of the old layer are
-    dropped.
+    """If a new model changes the layer at which states are kept, the loop drops states of the old
+    layer.
     """
     loop = Loop(relatives, "base", "end", "head", "forward")
     for number, (ids, chain) in enumerate(
@@ -130,8 +130,8 @@ def test_a_new_model_that_moves_the_kept_layer_drops_old_states(relatives: Zoo) 
 
 
 def test_a_ledger_out_of_memory_stays_as_it_was() -> None:
-    """States of this width exceed any memory, so relating a second model fails and leaves the
-    ledger unchanged.
+    """States of this width exceed any memory, so adding a second model to the ledger fails and
+    leaves the ledger unchanged.
     """
     ledger = SlotLedger(10, 2**50)
     one, other = (
@@ -148,8 +148,8 @@ def test_a_ledger_out_of_memory_stays_as_it_was() -> None:
 def test_a_model_that_finds_no_memory_fails_alone(
     relatives: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request of the new model fails, other models continue, and the model is added once memory
-    is free.
+    """If a new model finds no memory, its request fails and other models continue; the model is
+    added once memory is free.
     """
     loop = Loop(relatives, "base", "end")
     loop.submit(1, sample(IDS, 8))
@@ -173,8 +173,8 @@ def _refuse(*_: object) -> None:
 
 
 def test_slots_shared_with_a_running_sequence_do_not_count_as_free(relatives: Zoo) -> None:
-    """Evicting a cached prompt that a running sequence shares frees nothing, so no request is
-    admitted for it.
+    """If a running sequence shares a cached prompt, evicting this prompt frees nothing, so no
+    request is admitted.
     """
     loop = Loop(relatives, "base", "head", kv_tokens=120)
     loop.answer(0, sample(OTHERS[:9]), 1)

@@ -1,5 +1,5 @@
-"""Tests of folders with only a part of a model: a base completes each part, and a part can draft on
-the base's layers.
+"""Tests of folders with only a part of a model: a base completes each part, and the part can draft
+on the base's layers.
 """
 
 # pyright: reportPrivateUsage=false
@@ -71,8 +71,8 @@ def test_a_part_is_completed_from_its_base(base: Path, tune: Tune, tmp_path: Pat
 async def test_a_shallow_part_can_open_before_its_base(
     base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """The cache fits the deepest model of the zoo, whichever model opens first, and both give their
-    own replies.
+    """The cache of a zoo fits its deepest model whichever model opens first, and each model gives
+    its own replies.
     """
     zoo = Zoo(tmp_path / "zoo")
     other = tune("other", "lm_head")
@@ -138,7 +138,9 @@ BAD: dict[str, tuple[Change, dict[str, Any], str, str, type[ATTSError]]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_part_that_no_base_completes_is_refused(case: str, base: Path, tmp_path: Path) -> None:
-    """The refusal is a message without a traceback, and the zoo is unchanged."""
+    """A part of a model that no base completes is refused with a message, without a traceback, and
+    the zoo is unchanged.
+    """
     change, config, name, says, kind = BAD[case]
     folder = part_of(tmp_path / "part", base, "layers.2.mlp", **config)
     zoo = Zoo(tmp_path / "zoo")
@@ -155,8 +157,8 @@ def test_a_part_that_no_base_completes_is_refused(case: str, base: Path, tmp_pat
 
 @pytest.mark.parametrize("size", [0, 5, 300, 5000])
 def test_a_torn_part_is_refused(size: int, base: Path, tmp_path: Path) -> None:
-    """A part cut at any byte is refused, and the next change removes files that a killed process
-    half wrote.
+    """A part that was cut at any byte is refused, and the next change of the zoo removes files that
+    a killed process left incomplete.
     """
     folder = part_of(tmp_path / "part", base, "layers.2.mlp")
     zoo = Zoo(tmp_path / "zoo")
@@ -192,8 +194,8 @@ PAIR = Setup(
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_run_of_a_target_and_its_shallow_draft_shares_one_loop(tmp_path: Path) -> None:
-    """Prompts are prefilled once through the shared layers, and the text is that of two separate
-    models.
+    """If target and shallow draft share one loop, prompts are prefilled once through the shared
+    layers, and the text is that of two separate models.
     """
     zoo = shipped(tmp_path)
     written = list[Any]()
@@ -211,7 +213,8 @@ async def test_a_run_of_a_target_and_its_shallow_draft_shares_one_loop(tmp_path:
         )
         assert result.speculated is None
         lines = [line for outcome in result.outcomes() for line in outcome.rollouts]
-        # prompts are cut into other steps, so log-probabilities may differ in the last digit
+        # the shared loop cuts prompts into other steps, so log-probabilities may differ in the last
+        # digit
         words = [
             [[(c.author, c.text, c.draft_ids) for c in turn.chunks] for turn in line.turns]
             for line in lines
@@ -228,8 +231,8 @@ async def test_a_run_of_a_target_and_its_shallow_draft_shares_one_loop(tmp_path:
 
 @pytest.mark.anyio
 async def test_a_shallow_draft_adds_only_its_own_bytes(tmp_path: Path) -> None:
-    """The disk has only the target and the draft's own blocks, and a prompt's first layers are
-    computed once.
+    """A shallow draft adds only its own blocks to the target on disk, and the first layers of a
+    prompt are computed once.
     """
     zoo = shipped(tmp_path)
     own = FAMILY / "draft" / "own.safetensors"
@@ -252,7 +255,9 @@ async def test_a_shallow_draft_adds_only_its_own_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_a_target_can_speculate_with_its_own_first_layers(tmp_path: Path) -> None:
-    """The target verifies each token, so its text is the same whatever the shorter model proposes."""
+    """If a target speculates with its own first layers, the text does not change, because the
+    target verifies each proposed token.
+    """
     zoo = shipped(tmp_path)
     prompt = tuple(range(40, 70))
     laws = {1: Sampling(0.0), 2: Sampling(1.0)}

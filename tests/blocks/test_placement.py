@@ -1,5 +1,5 @@
-"""Tests of placing blocks on servers by cost, memory and neighbours, and of a simulated cluster
-with this placement.
+"""Tests of placing blocks on servers by cost, memory and neighbouring blocks, and of a simulated
+cluster that uses these placements.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SECONDS = st.floats(0, 10)
     )
 )
 def test_a_request_goes_where_it_finishes_first(instances: list[Instance]) -> None:
-    """A request's time is the sum of waiting, computing, moving keys and values, and the next hop;
-    the owner wins a tie.
+    """The chosen server finishes the request first, counting waiting, computing, moving keys and
+    values, and the next hop; the owner wins a tie.
     """
     chosen = instances[dispatched(instances)]
 
@@ -64,8 +64,8 @@ def test_blocks_are_placed_within_each_servers_memory(seed: int, count: int, ser
 
 
 def test_a_busy_block_is_replicated_near_its_neighbours() -> None:
-    """The busy block is on three servers, its successors are next to it, and an unrelated block is
-    on a less busy server.
+    """A busy block is placed on three servers with its successors next to it, and an unrelated
+    block is on a less busy server.
     """
     blocks = {"trunk": Demand(4, 2.5), "own": Demand(1, 0.2), "else": Demand(4, 0.4)}
     found = placed(blocks, {("trunk", "own"): 9}, [6.0] * 4)
@@ -78,7 +78,7 @@ def test_a_busy_block_is_replicated_near_its_neighbours() -> None:
 
 def test_one_request_takes_the_time_of_its_steps() -> None:
     """A lone request takes the time of its prompt and of one step per further token, however its
-    model is cut.
+    model is divided into blocks.
     """
     expected = COST.seconds(0, 0, VIRTUAL_PROMPT) + sum(
         COST.seconds(1, VIRTUAL_PROMPT + written) for written in range(4)
@@ -92,8 +92,8 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
 
 
 def test_shared_blocks_take_less_memory_and_time() -> None:
-    """Twenty tenants that share four fifths of their blocks need a third of the memory, and less
-    time than one model per server.
+    """Twenty tenants that share four fifths of their blocks need a third of the memory and less
+    time, compared with one model per server.
     """
     found = dict(compared(12, 0.5, "even", (0.8, 0.0, 120, 0)))
     assert found["blocks"].once < found["models"].once / 3

@@ -1,5 +1,5 @@
-"""Tests of several processes with one zoo: a request goes to the cheapest process, and is still
-answered if a process is killed.
+"""Tests of several processes with one zoo: each request is sent to the cheapest process, and gets
+its reply even if a process is killed.
 """
 
 # pyright: reportPrivateUsage=false
@@ -64,7 +64,9 @@ def asks(count: int, tokens: int = 12) -> list[SampleRequest]:
 
 @pytest.mark.anyio
 async def test_replicas_give_the_replies_of_one_engine(zoo: Zoo) -> None:
-    """Each replica has its own loop, which the zoo's other models share."""
+    """Replicas give the replies of one engine; each replica has its own loop, which other models of
+    the zoo share.
+    """
     async with accelerated(zoo.folder("base"), options=SHARED) as one:
         wanted = await collect([partial(one.sample, ask) for ask in asks(8)])
         async with pool_of(zoo, "base") as pool, pool_of(zoo, "other") as other:
@@ -105,12 +107,12 @@ def turn(tokens: int, rollout: str = "p/0") -> ScoreRequest:
 
 
 def test_a_request_goes_where_it_costs_least() -> None:
-    """A rollout stays on the replica that has its cache, until waiting there takes longer than
-    computing its prefix again.
+    """Each request is sent to the cheapest replica: a rollout stays where its cache is, until
+    waiting there takes longer than computing the prefix again.
     """
     dispatch, loads = dispatch_of(0, 0)
     assert dispatch.choose(loads, turn(300)) == 0
-    # a request takes a second, a token ten milliseconds
+    # a whole request takes a second, and each token ten milliseconds
     for waiting, home in (
         (0, 0),
         (2, 0),
@@ -127,15 +129,15 @@ def test_a_request_goes_where_it_costs_least() -> None:
 
 
 def _with(dispatch: Dispatch, *in_loop: int) -> Dispatch:
-    """Return a dispatcher with the same knowledge of caches but other loads."""
+    """Return a dispatcher that knows the same caches but has other loads."""
     found, _ = dispatch_of(*in_loop)
     found._cached.update({key: tokens for key, tokens in dispatch._cached.items() if key[0] == "0"})
     return found
 
 
 def test_siblings_go_where_their_prompt_is_cached() -> None:
-    """A new sibling goes to the replica that has its prompt while the prompt is most of its work;
-    an unrelated rollout has no such preference.
+    """A new sibling is sent to the replica that has its prompt, while the prompt is most of the
+    sibling's work; an unrelated rollout may use any replica.
     """
     dispatch, loads = dispatch_of(0, 1, 0)
     assert dispatch.choose(loads[2:], turn(200, "p/0")) == 0
@@ -158,8 +160,8 @@ async def test_a_killed_replica_loses_no_request(zoo: Zoo) -> None:
     async with pool_of(zoo, "base", options=options) as pool:
 
         async def kill() -> Completion | None:
-            """Kill a replica once all requests were sent, because every task sends its request as
-            it begins.
+            """Kill a replica after all requests were sent; every task sends its request as it
+            begins.
             """
             await anyio.lowlevel.checkpoint()
             assert all(load.in_flight for load in pool.load())

@@ -1,5 +1,5 @@
 """Tests of zoo models whose layers are spread over workers: shared ranges are loaded once, and
-replies keep the same bits.
+replies stay bit-identical.
 """
 
 # pyright: reportPrivateUsage=false
@@ -45,7 +45,7 @@ NAMES = ("base", "end", "middle", "head", "narrow", "wide")
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
-    """Run workers in this process."""
+    """Run the workers in the test's own process."""
     StageHere.made = []
     monkeypatch.setitem(stage_workers.KINDS, "process", StageHere)
     return StageHere
@@ -78,8 +78,8 @@ def driven(
 def test_models_that_share_ranges_keep_their_own_replies(
     stages: int, replicas: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six models under a random schedule give the same bits as alone, whichever worker is chosen;
-    equal ranges are loaded once.
+    """Replies of six models under a random schedule are bit-identical to replies of each model
+    alone, whichever worker is chosen; equal ranges are loaded once.
     """
     rng = random.Random(stages)
     chosen = {
@@ -91,7 +91,7 @@ def test_models_that_share_ranges_keep_their_own_replies(
         alone |= run(config_of(family, name), mine)[0]
 
     def anywhere(instances: list[Instance]) -> int:
-        """Choose the cheapest instance, or sometimes a random one."""
+        """Choose the cheapest worker, or sometimes a random one."""
         return rng.randrange(len(instances)) if rng.random() < 0.2 else dispatched(instances)
 
     monkeypatch.setattr(stage_line, "dispatched", anywhere)
@@ -138,8 +138,8 @@ def test_every_range_has_the_requested_number_of_workers(
 def test_losing_a_worker_of_a_shared_range_loses_no_reply(
     spare: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another worker loads the lost ranges, or a remaining worker serves them, and the lost
-    sequences are computed again.
+    """If a worker of a shared range is lost, another worker loads the range or a remaining worker
+    serves it, and the lost sequences are computed again.
     """
     asks = dict(enumerate(requests(random.Random(5), 16), 1))
     alone = dict[int, Reply]()
@@ -166,8 +166,8 @@ def test_losing_a_worker_of_a_shared_range_loses_no_reply(
 def test_ranges_move_next_to_their_successors(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The simulator's placement function moves ranges according to counted rows, and no bit of a
-    reply changes.
+    """The simulator's placement function moves ranges next to their successors by the counted rows,
+    and replies stay bit-identical.
     """
     monkeypatch.setattr("atts.accel.zoo.stage_line._LOOKED_AT", 8)
     asks = dict(enumerate(requests(random.Random(7), 30), 1))
@@ -187,7 +187,9 @@ def test_ranges_move_next_to_their_successors(
 def test_a_worker_that_dies_while_it_loads_is_replaced_once(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker dies before it has computed anything, so another worker only loads the range."""
+    """A worker that dies before it has computed anything is replaced once, and the replacement only
+    loads the range.
+    """
     made = list[int]()
 
     class Weak(StageHere):
@@ -204,8 +206,8 @@ def test_a_worker_that_dies_while_it_loads_is_replaced_once(
 
 
 def test_a_model_that_cannot_load_stops_no_other(family: Zoo, here: type[StageHere]) -> None:
-    """A request of the damaged model gets the error, the model's own ranges are dropped, and other
-    models continue.
+    """If a damaged model cannot load, its requests get the error, its own ranges are dropped, and
+    other models continue.
     """
     digest = unit_digests(family.folder("end"), 3)[-2]
     path = family.folder("end").parent.parent / "blocks" / f"{digest}.safetensors"
@@ -222,8 +224,8 @@ def test_a_model_that_cannot_load_stops_no_other(family: Zoo, here: type[StageHe
 def test_losing_a_worker_while_a_damaged_model_loads_loses_no_reply(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new worker first fails to load both models, and then loads again without the damaged
-    model.
+    """A worker is lost while a damaged model loads: the new worker first fails to load both models,
+    and then loads again without the damaged model.
     """
     digest = next(block.digest for block in family.model("wide").blocks if block.place == "adapter")
     path = family.directory / "blocks" / f"{digest}.safetensors"
@@ -249,8 +251,8 @@ def test_losing_a_worker_while_a_damaged_model_loads_loses_no_reply(
 def test_a_reloaded_range_has_the_adapters_of_all_its_models(
     family: Zoo, here: type[StageHere]
 ) -> None:
-    """A range whose reload failed is loaded with the next model, and then has the adapters of its
-    earlier models too.
+    """If the reload of a range failed, the range is loaded with the next model, and has the
+    adapters of its earlier models too.
     """
     setups = [
         StageSetup(staged(family, name), range(1), 1, "a", at, is_shared=True)
@@ -288,7 +290,7 @@ def test_a_reloaded_range_has_the_adapters_of_all_its_models(
 
 
 def test_a_released_range_leaves_nothing_in_its_worker(family: Zoo, here: type[StageHere]) -> None:
-    """Neither late replies nor a pending reload load a released range again."""
+    """A released range is not loaded again, neither by late replies nor by a pending reload."""
     config = staged(family, "base", kv_tokens=64)
     line = StageExecutor(config, build_stage, 1, is_shared=True)
     line.start("one")
@@ -316,8 +318,8 @@ def test_a_released_range_leaves_nothing_in_its_worker(family: Zoo, here: type[S
 def test_ranges_that_cannot_be_reloaded_fail_all_models(
     part: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a lost worker's ranges are damaged on disk, no model continues without them, and all
-    requests get the error.
+    """If a lost worker's ranges are damaged on disk, no model can run, and all requests get the
+    error.
     """
     digest = next(block.digest for block in family.model("wide").blocks if block.place == part)
     path = family.directory / "blocks" / f"{digest}.safetensors"
@@ -358,7 +360,7 @@ async def test_engines_in_ranges_give_the_replies_of_one_process(
                 ) as engine:
                     found.append(await engine.sample(ask))
         assert found[0] == found[1]
-    # the less busy worker gets the model's own layer
+    # the less busy worker loads the layer that only this model has
     assert here.made[0].kinds["steps"] > 5
 
 
@@ -366,8 +368,8 @@ async def test_engines_in_ranges_give_the_replies_of_one_process(
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_killing_a_worker_of_two_models_loses_no_reply(family: Zoo) -> None:
-    """Two engines share a loop whose worker is killed while both write; all replies are as without
-    the kill, and the worker is replaced.
+    """Two engines share a loop, and a worker of this loop is killed while both write: all replies
+    are as without the kill, and the worker is replaced.
     """
     stages = StageOptions(stages=2)
     asks = [

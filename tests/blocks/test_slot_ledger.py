@@ -1,5 +1,5 @@
-"""Tests of the ledger of shared keys and values: each (layer, position) has one owner, and no
-model's numbers change.
+"""Tests of the ledger of shared keys and values: each (layer, position) has one owner, and all
+models' outputs are unchanged.
 """
 
 # pyright: reportPrivateUsage=false
@@ -123,8 +123,8 @@ def drive(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_common_prompts_change_no_bit(seed: int, relatives: Zoo) -> None:
-    """Replies are equal to the bit alone in a loop, one after the other, and with five relatives on
-    the same prompts.
+    """Replies on common prompts are bit-identical for a model alone in a loop, for models one after
+    the other, and for five relatives together.
     """
     rng = random.Random(seed)
     asks = [
@@ -228,7 +228,9 @@ def test_every_layer_and_position_is_owned_once(seed: int, relatives: Zoo) -> No
 
 
 def test_a_common_prompt_is_prefilled_once_in_shared_layers(relatives: Zoo) -> None:
-    """For a known prompt the second model computes only its own last layers."""
+    """For a prompt that another model has computed, a second model computes only the last layers,
+    which are its own.
+    """
     ids = tuple(range(5, 45))
     for name, unit in (("end", 5), ("late", 5), ("head", 5), ("shallow", 3), ("outputs", 3)):
         loop = open_loop(relatives, {}, names=["base", name])

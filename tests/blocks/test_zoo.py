@@ -1,4 +1,4 @@
-"""Tests of the zoo's directory: models come out unchanged, equal blocks are stored once, and
+"""Tests of the zoo's directory: exported models are unchanged, equal blocks are stored once, and
 nothing is lost.
 """
 
@@ -51,8 +51,8 @@ def blocks_of(zoo: Zoo) -> dict[str, str]:
 def test_export_returns_every_model_byte_for_byte(
     family: str, zoo: Zoo, make_model: Make, tmp_path: Path
 ) -> None:
-    """A model of each architecture comes out as it was added, whole or cut into blocks, and equal
-    models are stored once.
+    """The exported folder of each architecture equals the added folder byte for byte, whether the
+    zoo stores it whole or cut into blocks; equal models are stored once.
     """
     changes = next((changes for kind, changes in CASES.values() if kind == family), {})
     folder = make_model(family, **changes)
@@ -90,7 +90,7 @@ def test_a_changed_bit_adds_one_block(zoo: Zoo, base: Path, tune: Tune) -> None:
 
 
 def _place(tensor: str) -> str:
-    """Return the block that contains a tensor of a Llama."""
+    """Return the block that contains a tensor of a Llama model."""
     known = {
         "model.embed_tokens.weight": "embedding",
         "model.norm.weight": "head",
@@ -103,8 +103,8 @@ def _place(tensor: str) -> str:
 
 
 def test_exchanged_layers_are_stored_once(zoo: Zoo, base: Path, tune: Tune, tmp_path: Path) -> None:
-    """A model with two layers exchanged shares all blocks with the original, and comes out
-    exchanged.
+    """A model with two layers exchanged shares all blocks with the original, and is exported with
+    the layers exchanged.
     """
     folder = tune("swapped")
     tensors = load_file(folder / "model.safetensors")
@@ -122,8 +122,8 @@ def test_exchanged_layers_are_stored_once(zoo: Zoo, base: Path, tune: Tune, tmp_
 def test_a_model_is_cut_only_when_another_shares_a_part(
     zoo: Zoo, base: Path, make_model: Make, tune: Tune
 ) -> None:
-    """An unrelated model changes nothing; a related model cuts only the model that it shares blocks
-    with.
+    """An unrelated model changes nothing in the zoo; a related model cuts only the models with
+    which it shares blocks.
     """
     zoo.add("base", base)
     zoo.add("stranger", make_model("llama", seed=5))
@@ -144,8 +144,8 @@ def test_a_model_is_cut_only_when_another_shares_a_part(
 def test_removing_a_model_deletes_only_unshared_blocks(
     zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """Models can be removed in any order; the other models come out unchanged, and no block without
-    a model is left.
+    """Models can be removed in any order; exports of the other models are unchanged, and every
+    remaining block belongs to a model.
     """
     folders = {
         "base": base,
@@ -168,7 +168,9 @@ def test_removing_a_model_deletes_only_unshared_blocks(
 
 
 def flat(parts: Iterable[SharedPart]) -> Iterator[SharedPart]:
-    """Yield parts and the parts below them, each shared by fewer models than the part above."""
+    """Yield parts of models and the parts below them; each lower part is shared by fewer models
+    than the part above.
+    """
     for part in parts:
         assert all(set(lower.models) < set(part.models) for lower in part.below)
         yield part
@@ -176,7 +178,9 @@ def flat(parts: Iterable[SharedPart]) -> Iterator[SharedPart]:
 
 
 def test_reported_bytes_are_those_on_disk(zoo: Zoo, base: Path, tune: Tune) -> None:
-    """Four related models take little more space than one, and the tree lists every block once."""
+    """The zoo reports its bytes on disk: four related models take little more space than one, and
+    the tree lists every block once.
+    """
     for name, words in {
         "a": ["lm_head"],
         "b": ["layers.2.mlp"],
@@ -219,8 +223,8 @@ def damaged(zoo: Zoo, name: str, other: str) -> str:
 def test_a_damaged_block_is_named_and_stops_only_its_models(
     zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
 ) -> None:
-    """Export and check name the block, other models still work, and adding the model again repairs
-    it.
+    """Export and check name a damaged block, models without the block still work, and adding the
+    damaged model again repairs the block.
     """
     folder = tune("tuned", "layers.1.mlp")
     zoo.add("base", base)
@@ -238,8 +242,8 @@ def test_a_damaged_block_is_named_and_stops_only_its_models(
 
 
 def test_a_damaged_manifest_deletes_no_block(zoo: Zoo, base: Path, tune: Tune) -> None:
-    """The error names the model, and blocks that may belong to it are kept until the model is
-    removed.
+    """The error for a damaged manifest names the model, and the zoo keeps blocks that may belong to
+    this model until the model is removed.
     """
     zoo.add("base", base)
     zoo.add("tuned", tune("tuned", "lm_head"))
@@ -299,7 +303,9 @@ BAD: dict[str, tuple[Callable[[Tune], Path], str, type[ATTSError]]] = {
 def test_a_folder_that_is_not_a_model_is_refused(
     case: str, zoo: Zoo, tune: Tune, base: Path
 ) -> None:
-    """The refusal is a message without a traceback, and the zoo is unchanged."""
+    """A folder that is not a model is refused with a message, without a traceback, and the zoo is
+    unchanged.
+    """
     make, says, kind = BAD[case]
     folder = make(tune)
     zoo.add("base", base)
@@ -335,8 +341,8 @@ def test_a_newer_zoo_and_a_foreign_folder_are_refused(zoo: Zoo, base: Path, tmp_
 def test_a_disk_full_at_any_write_loses_nothing(
     zoo: Zoo, base: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If any write fails, the zoo reports the failure, keeps its contents, and accepts the model
-    once there is space.
+    """If any write to a zoo fails, the zoo reports the failure, keeps its contents, and accepts the
+    model once the disk has space.
     """
     tuned = tune("tuned", "lm_head")
     zoo.add("base", base)
@@ -441,7 +447,9 @@ Zoo(Path(sys.argv[1])).add(sys.argv[2], Path(sys.argv[3]))
 
 @pytest.mark.slow
 def test_several_processes_can_add_models(zoo: Zoo, tune: Tune, tmp_path: Path) -> None:
-    """Each process waits for its turn, no process is refused, and shared blocks are stored once."""
+    """If several processes add models, each process waits for its turn and succeeds, and shared
+    blocks are stored once.
+    """
     folders = {
         name: tune(name, word)
         for name, word in {"a": "lm_head", "b": "layers.0.", "c": "layers.2."}.items()
@@ -460,7 +468,7 @@ def test_several_processes_can_add_models(zoo: Zoo, tune: Tune, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "a b", "x" * 101, "ü"])
 def test_model_names_cannot_leave_the_zoo(name: str, zoo: Zoo, base: Path) -> None:
-    """A name with a path in it is refused."""
+    """A model name with a path in it is refused, because it could lead out of the zoo."""
     with pytest.raises(OptionError, match="cannot be a model name"):
         zoo.add(name, base)
 

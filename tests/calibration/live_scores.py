@@ -26,8 +26,8 @@ def whole_questions(
 
 
 def noticed_after(stored: StoredScores, source: StoredScores, seed: int) -> int | None:
-    """Count the scores, of at most 300, before a monitor of `stored` raises an alarm on questions
-    of `source`.
+    """Count the scores, at most 300, that a monitor of `stored` sees before it raises an alarm on
+    questions of `source`.
     """
     monitor = DriftMonitor(stored)
     for nonconformity, question in whole_questions(source, seed):

@@ -85,14 +85,16 @@ def test_fixed_sequence_testing_equals_its_definition(p_values: list[float], del
     ("epsilon", "delta", "n"), [(0.02, 0.05, 149), (0.05, 0.05, 59), (0.1, 0.05, 29)]
 )
 def test_known_sample_sizes_without_a_loss(epsilon: float, delta: float, n: int) -> None:
-    """The known number of problems without a loss certifies, and one problem fewer does not."""
+    """The stated number of problems without a loss gives a certificate, and one problem fewer does
+    not.
+    """
     assert fewest_problems(epsilon, delta) == n
     assert binomial_p_value([0] * n, epsilon) <= delta < binomial_p_value([0] * (n - 1), epsilon)
 
 
 def test_problems_needed_grow_as_the_loss_nears_epsilon() -> None:
-    """The stated number of problems certifies and half of it does not; at or above epsilon no
-    number of problems does.
+    """The stated number of problems gives a certificate and half of it does not; for a loss at or
+    above epsilon no number of problems does.
     """
     sizes = [problems_needed(risk, 0.05, 0.1) for risk in (0.0, 0.02, 0.04)]
     assert sizes[0] == 45
@@ -109,8 +111,8 @@ def _with_loss(risk: float, n: int) -> list[int]:
 
 
 def test_loss_counts_problems_that_only_the_target_solves() -> None:
-    """Problems that only the policy solves do not offset losses, and the samples of a problem count
-    as one unit.
+    """The loss counts problems that only the target solves, and problems that only the policy
+    solves do not offset them; the samples of a problem count as one unit.
     """
     assert lost_answers([1, 1, 0, 0], [1, 0, 1, 0]).tolist() == [0, 1, 0, 0]
     assert lost_answers([[1, 1, 1, 1]], [[0, 1, 1, 1]]).tolist() == [0.25]
@@ -153,8 +155,8 @@ def test_certificates_are_valid_over_many_deployments(epsilon: float) -> None:
 
 
 def test_the_certified_policy_is_nearly_the_cheapest_safe_one() -> None:
-    """With 2,000 problems and epsilon 0.05 its cost is within 25 % of the cheapest truly safe
-    policy, in each of ten runs.
+    """With 2,000 problems and epsilon 0.05, the cost of the certified policy is within 25 % of the
+    cheapest truly safe policy, in each of ten runs.
     """
     rates = [k / 40 for k in range(41)]
     for seed in range(10):
@@ -195,8 +197,8 @@ def _rate(certificate: Certificate) -> float:
 
 
 def test_a_failed_certificate_says_how_many_problems_it_needs() -> None:
-    """Thirty problems cannot certify a loss below ten points; the message gives the number needed,
-    or says that none suffices.
+    """Thirty problems cannot certify a loss below ten points; the message gives the number of
+    problems needed, or says that no number suffices.
     """
     short = certify([Candidate("g", 1.0, [0] * 30, 1)], 0.05, 0.1)
     assert short.chosen is None
@@ -227,7 +229,7 @@ def test_impossible_certificates_are_refused(
     candidates: list[Candidate], epsilon: float, delta: float
 ) -> None:
     """Missing candidates, missing problems, values that are not losses, and levels outside (0, 1)
-    are refused with errors.
+    raise errors instead of giving a certificate.
     """
     with pytest.raises(CalibrationInputError):
         certify(candidates, epsilon, delta)
@@ -283,8 +285,8 @@ def noisy(
 
 
 def test_only_the_net_certificate_calls_two_equal_runs_alike() -> None:
-    """Two runs of the same models lose single answers to each other, so the gross loss is large and
-    the net loss is not.
+    """Two runs of the same models each solve some problems that the other run does not, so the
+    gross loss is large and the net loss is not.
     """
     certified = 0
     old = 0
@@ -347,8 +349,8 @@ def test_a_worse_policy_is_hardly_ever_certified_and_a_better_one_is_superior() 
 
 
 def test_a_policy_without_losses_is_asked_for_more_problems() -> None:
-    """Twenty problems without a loss do not certify a loss below five points, and the message gives
-    a sufficient number of problems.
+    """The message on a failed certificate without losses asks for more problems: twenty problems do
+    not certify a loss below five points.
     """
     alike = certify_net([Candidate("a", 0.3, [0.0] * 20, 1.0)], 0.05)
     assert alike.chosen is None
@@ -389,7 +391,7 @@ def test_abstention_keeps_its_risk_with_the_promised_probability(slope: float) -
 
 def test_thresholds_of_abstention_computed_by_hand() -> None:
     """Twenty-nine unanimous and correct problems suffice for a risk of a tenth; less certain
-    problems are also answered while few are wrong.
+    problems are answered too, while few of their answers are wrong.
     """
     found = certify_abstention([1.0] * 40 + [0.5] * 40, [False] * 40 + [True] * 40, 0.1)
     assert (found.threshold, found.answered, found.wrong) == (0.55, 40, 0)
@@ -414,8 +416,8 @@ def test_too_few_correct_answers_certify_no_threshold() -> None:
 
 
 def test_answers_that_are_often_wrong_are_never_certified() -> None:
-    """If the most certain answers are wrong in two of three cases, the message says that no number
-    of problems suffices.
+    """If the most certain answers are wrong in two of three cases, atts certifies no threshold and
+    says that no number of problems suffices.
     """
     found = certify_abstention([1.0] * 90, ([True] + [False] * 2) * 30, 0.1)
     assert (found.threshold, found.needed) == (None, None)
@@ -435,8 +437,8 @@ def test_answers_that_are_often_wrong_are_never_certified() -> None:
 def test_impossible_abstention_data_is_refused(
     confidence: list[float], wrong: list[bool], risk: float, kept: float
 ) -> None:
-    """Empty data, confidences that are not shares, unequal lengths and impossible levels are
-    refused with errors.
+    """Empty data, confidences that are not shares, unequal lengths and impossible levels raise
+    errors.
     """
     with pytest.raises(CalibrationInputError):
         certify_abstention(confidence, wrong, risk, kept)

@@ -25,7 +25,7 @@ from atts.errors import CalibrationInputError
 
 
 def p_value(stored: Iterable[float], score: float, theta: float = 1.0) -> float:
-    """Return the rank of the score among the stored ones, as the calibrator computes it."""
+    """Return the p-value of a score among the stored scores, as the calibrator computes it."""
     window = Window()
     for one in stored:
         window.add(one)
@@ -82,12 +82,14 @@ def test_paper_p_value_is_near_one_for_a_worse_score() -> None:
     ("n", "alpha"), [(9, 0.7), (19, 0.85), (24, 0.44), (49, 0.42), (99, 0.29), (149, 0.18)]
 )
 def test_split_rank_is_exact_where_floats_fail(n: int, alpha: float) -> None:
-    """The rank is ceil((n + 1)(1 - alpha)) of the decimal numbers as the user wrote them."""
+    """The rank is ceil((n + 1)(1 - alpha)), computed exactly from the decimal numbers that the user
+    wrote.
+    """
     assert split_rank(n, alpha) == math.ceil((n + 1) * (1 - Fraction(str(alpha))))
 
 
 def test_float_ceilings_would_be_wrong_in_231_cases() -> None:
-    """Computed in floats, the rank is off by one in 231 cases, so the exact rank matters."""
+    """Floating point would give a wrong rank in 231 cases, so atts computes the rank exactly."""
     wrong = sum(
         math.ceil((n + 1) * (1 - a / 100)) != split_rank(n, Fraction(a, 100))
         for n in range(9, 400)
@@ -116,7 +118,7 @@ def test_split_threshold_escalates_at_most_the_rate() -> None:
 def test_the_table_of_training_conditional_rates(
     n: int, marginal: int, low: float, high: float
 ) -> None:
-    """Ranks and intervals equal those of the known table for rate 0.1."""
+    """Ranks and intervals equal those of the published table for rate 0.1."""
     assert split_rank(n, 0.1) == marginal
     assert list(coverage_interval(n, marginal)) == pytest.approx([low, high], abs=5e-4)
 
@@ -133,7 +135,7 @@ def test_nan_is_refused_everywhere(bad: float) -> None:
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, math.nan, math.inf, "0.4", True, None])
 def test_rates_outside_the_unit_interval_are_refused(rate: object) -> None:
-    """The error names the rate."""
+    """A rate outside the unit interval is refused, and the error names the rate."""
     with pytest.raises(CalibrationInputError, match="rate"):
         split_rank(10, rate)  # type: ignore[arg-type]  # the mistake under test
 

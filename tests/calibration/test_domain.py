@@ -1,5 +1,5 @@
-"""Tests of warnings about questions unlike the stored ones: such questions raise a warning, and
-others rarely do.
+"""Tests of warnings about questions whose scores differ from the stored ones: warnings are raised
+for such questions and rarely for others.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def stored(random: Random, questions: int) -> StoredScores:
 
 
 def test_questions_like_the_stored_ones_are_seldom_doubted() -> None:
-    """At most one question in twenty raises a warning at every level, within a binomial tolerance
-    over 1,000 draws.
+    """For questions like the stored ones, at most one in twenty raises a warning at every level,
+    within a binomial tolerance over 1,000 draws.
     """
     random = Random(0)
     doubted = 0
@@ -52,8 +52,8 @@ def test_questions_like_the_stored_ones_are_seldom_doubted() -> None:
 
 
 def test_questions_with_worse_scores_raise_a_doubt() -> None:
-    """The warning states its numbers; a single extreme chunk raises no warning, and neither do
-    better scores.
+    """Questions with worse scores raise a warning that states its numbers; a single extreme chunk
+    or better scores raise no warning.
     """
     domain = DomainCheck.of(stored(Random(1), 100))
     assert domain is not None
@@ -65,13 +65,17 @@ def test_questions_with_worse_scores_raise_a_doubt() -> None:
 
 
 def test_stored_scores_without_questions_raise_no_doubt() -> None:
-    """Stored scores of too few or unknown questions cannot show that a question is unlike them."""
+    """If the stored scores have few questions, or unknown ones, they cannot show that a new
+    question differs, so no warning is raised.
+    """
     assert DomainCheck.of(StoredScores.of([1.0, 2.0] * 50)) is None
     assert DomainCheck.of(stored(Random(2), 18)) is None
 
 
 def test_the_embedded_pair_starts_with_shipped_scores() -> None:
-    """The shipped scores are used with the pair's own weights and conditions only."""
+    """The embedded pair starts with shipped scores, if the run has the pair's own weights and
+    conditions.
+    """
     shipped = embedded_scores()
     assert (len(set(shipped.questions)), len(shipped) < 2000) == (200, True)
     usual = Setup()
@@ -86,8 +90,8 @@ def test_the_embedded_pair_starts_with_shipped_scores() -> None:
 @pytest.mark.parametrize("role", EMBEDDED)
 @pytest.mark.anyio
 async def test_the_shipped_scores_are_of_the_shipped_weights(role: str) -> None:
-    """The scores' digest names the shipped weights; `python -m scripts.studies.models` writes both
-    the scores and the weights.
+    """The digest stored with the shipped scores is that of the shipped weights; `python -m
+    scripts.studies.models` writes both.
     """
     options = LocalOptions(worker="thread", kv_tokens=256)
     async with LocalEngine(path(role), name=role, options=options) as engine:  # type: ignore[arg-type]
@@ -96,8 +100,8 @@ async def test_the_shipped_scores_are_of_the_shipped_weights(role: str) -> None:
 
 @pytest.mark.parametrize(("scores", "doubts"), [((1.0, 1.1, 1.2), 0), ((1e9, 1e12, math.inf), 2)])
 def test_a_run_records_its_doubts(scores: tuple[float, ...], doubts: int, tmp_path: Path) -> None:
-    """Each problem whose chunks score unlike the stored ones has a warning, and reports count the
-    warnings by code.
+    """A run records a warning for each problem whose chunks score unlike the stored ones, and its
+    report counts warnings by code.
     """
     known = StoredScores(
         scores * 40, tuple(f"{n}" for n in range(40) for _ in scores), (0,) * 3 * 40

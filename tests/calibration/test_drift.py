@@ -71,8 +71,8 @@ def test_scores_of_another_model_are_noticed_in_most_runs(
 def test_a_recorded_stream_differs_from_other_arrays_within_300_scores(
     part: str, after: int | None, arrivals: dict[str, list[dict[str, Any]]], array_of: ArrayOf
 ) -> None:
-    """An alarm is raised although only eighty of the 300 scores are of the stored turn, and the
-    run's own array raises no alarm.
+    """An alarm is raised although only eighty of the 300 scores belong to the turn of the stored
+    scores; the run's own array raises no alarm.
     """
     for records in arrivals.values():
         monitor = DriftMonitor(array_of(part) if part else array_of())
@@ -148,8 +148,8 @@ def test_a_restored_monitor_raises_its_alarm_at_the_same_score(array_of: ArrayOf
 
 
 def test_questions_with_few_samples_are_compared_fairly(array_of: ArrayOf) -> None:
-    """Live questions with one or two scores are compared with stored questions of sixteen without a
-    false alarm.
+    """Questions with one or two scores are compared with stored questions of sixteen scores without
+    a false alarm.
     """
     for samples in (1, 2):
         monitor = DriftMonitor(shifted(array_of(), 0.5))
@@ -184,8 +184,8 @@ def stored_around(level: float) -> StoredScores:
 
 
 def test_the_recalibrate_policy_restores_the_rate() -> None:
-    """If stored scores are far above the run's, nothing escalates without this policy; with the
-    policy the rate recovers.
+    """If stored scores are far above the run's scores, nothing escalates by default; with the
+    policy `recalibrate` the rate recovers.
     """
     silent = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="report")
     acting = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="recalibrate")
@@ -197,7 +197,9 @@ def test_the_recalibrate_policy_restores_the_rate() -> None:
 
 
 def test_the_escalate_policy_lasts_until_resume() -> None:
-    """After an alarm everything escalates until `resume` is called, also after a restart."""
+    """With the policy `escalate`, everything escalates after an alarm until `resume` is called,
+    also after a restart.
+    """
     calibrator = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="escalate")
     assert all(run(calibrator)[200:])
     again = Calibrator.restored(calibrator.state())
@@ -207,8 +209,8 @@ def test_the_escalate_policy_lasts_until_resume() -> None:
 
 
 def test_the_widen_policy_ends_after_500_decisions() -> None:
-    """After an alarm half as many chunks more escalate for 500 decisions; then the old level
-    returns.
+    """With the policy `widen`, half as many chunks more escalate for 500 decisions after an alarm;
+    then the old level returns.
     """
     wide = Calibrator(0.4, "split", stored=stored_around(1.4), drift="widen")
     plain = Calibrator(0.4, "split", stored=stored_around(1.4), drift="report")
@@ -223,8 +225,8 @@ def test_the_widen_policy_ends_after_500_decisions() -> None:
 
 
 def test_split_mode_learns_live_scores_after_an_alarm() -> None:
-    """The threshold stays fixed while the stored scores are trusted; after an alarm it depends on
-    live scores.
+    """In mode `split` the threshold stays fixed without an alarm; after an alarm it depends on live
+    scores.
     """
     calibrator = Calibrator(0.4, "split", stored=stored_around(4.0))
     assert sum(run(calibrator)[200:]) == pytest.approx(80, abs=25)
@@ -234,7 +236,7 @@ def test_split_mode_learns_live_scores_after_an_alarm() -> None:
     "call", [lambda s: DriftMonitor(s, policy=cast(Any, "panic")), lambda s: DriftMonitor(s, significance=0.0)]
 )  # fmt: skip
 def test_impossible_monitors_are_refused(call: Any) -> None:
-    """An unknown policy and an impossible level are refused."""
+    """A monitor with an unknown policy or an impossible level is refused."""
     with pytest.raises((OptionError, CalibrationInputError)):
         call(stored_around(2.0))
 
@@ -266,12 +268,14 @@ def sample(rows: Floats) -> QuestionSample:
 
 
 def looked(stored: Floats, live: Floats, level: float = 1.0, seed: int = 0) -> TwoSampleTest:
-    """Compare live questions with the stored questions once."""
+    """Compare live questions with the stored questions one time."""
     return two_sample_test(sample(stored), [list(row) for row in live.clip(0)], level, seed)
 
 
 def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:
-    """A tenth of the clean runs have p <= 0.1, within four binomial deviations."""
+    """If live questions are drawn from the stored questions, a tenth of the runs have p <= 0.1,
+    within four binomial deviations.
+    """
     draw = np.random.default_rng(0)
     stored = law(draw, 30)
     found = [
@@ -282,8 +286,8 @@ def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:
 
 
 def test_draws_of_one_distribution_are_rarely_called_different() -> None:
-    """If stored and live questions are both samples, the permutation test keeps its level, which
-    the first test need not do.
+    """If stored and live questions are both samples of one distribution, the permutation test keeps
+    its level; the first test need not.
     """
     draw = np.random.default_rng(1)
     found = [looked(law(draw, 12), law(draw, 8)).exchangeable <= 0.1 for _ in range(150)]
@@ -314,15 +318,17 @@ def test_the_p_value_does_not_depend_on_the_order_of_questions() -> None:
 
 
 def test_the_permutation_test_is_skipped_after_a_clean_first_test() -> None:
-    """If the first test finds nothing, the second cannot raise an alarm, so its time is saved."""
+    """If the first test finds no difference, the permutation test cannot raise an alarm, so atts
+    skips it to save time.
+    """
     draw = np.random.default_rng(4)
     stored = law(draw, 20)
     assert looked(stored, stored[:10], level=1e-4).exchangeable == 1.0
 
 
 def test_questions_are_compared_at_the_depth_that_uses_most_scores() -> None:
-    """Forty questions of one score outweigh three full questions, and twelve full questions
-    outweigh one question of one score.
+    """Questions are compared at the depth that uses most scores: forty questions of one score
+    outweigh three full ones, and twelve full ones outweigh a question of one score.
     """
     stored = sample(law(np.random.default_rng(5), 50, noise=1.0))
     assert stored.depth([[1.0] * SIZE] * 3 + [[1.0]] * 40) == 1
@@ -343,12 +349,12 @@ def ratios(moved: Floats, runs: int = 400, count: int = 18) -> tuple[float, floa
 
 
 def test_the_mixture_ratio_is_low_without_change_and_high_with_it() -> None:
-    """The mean log ratio is negative for unchanged columns and above 1.5 for moved ones."""
+    """The mean log ratio is negative if the columns did not change, and above 1.5 if they moved."""
     clean, together = ratios(np.array([0.8, 0.8]))
     _, apart = ratios(np.array([0.8, -0.8]))
     assert clean < 0
     assert together > 1.5
-    # a move against the correlation of the columns is farther away, in spite of the prior
+    # a move against the columns' correlation is a larger change, in spite of the prior
     assert apart > together
     assert ratios(np.array([0.0, 0.0]))[1] == clean
 
@@ -370,8 +376,8 @@ def test_the_mixture_accepts_single_scores_and_constant_columns() -> None:
 
 @pytest.mark.parametrize("direction", [1, -1])
 def test_a_small_joint_shift_is_noticed_in_most_runs(direction: int) -> None:
-    """Eighteen questions suffice if level and spread both shift by half a deviation, a change that
-    neither column shows alone.
+    """Eighteen questions are enough to notice a joint shift of level and spread by half a
+    deviation, which neither column shows alone.
     """
     draw = np.random.default_rng(7)
     stored = law(draw, 80, shift=1.0)
@@ -419,8 +425,8 @@ def copies(stored: StoredScores, every: int) -> StoredScores:
 
 
 def test_scores_repeated_by_siblings_raise_no_alarm() -> None:
-    """If siblings write equal chunks in the calibration and in the run, no alarm is raised, and the
-    report gives the effective size.
+    """If sibling rollouts write equal chunks in the calibration and in the run, no alarm is raised,
+    and the report gives the effective size.
     """
     stored = alike(0)
     found = DuplicateScores.of(stored)
@@ -437,7 +443,9 @@ def test_scores_repeated_by_siblings_raise_no_alarm() -> None:
 def test_copied_stored_scores_are_noticed_if_the_run_repeats_none(
     every: int, array_of: ArrayOf
 ) -> None:
-    """The first comparison notices if half of the draws, or a tenth of them, are copies."""
+    """If half of the stored scores, or a tenth of them, are copies and the run repeats no score,
+    the first comparison raises an alarm.
+    """
     for seed in range(5):
         events = watched(copies(array_of(), every), whole(array_of(), seed)).events
         assert [(event.kind, event.scores) for event in events] == [("duplicates", 64)]
@@ -445,8 +453,8 @@ def test_copied_stored_scores_are_noticed_if_the_run_repeats_none(
 
 
 def test_a_published_array_with_copied_questions_is_an_error(array_of: ArrayOf) -> None:
-    """Two of the array's fifteen questions have two distinct scores of sixteen, and the others
-    repeat no score.
+    """A published array with copied questions is an error: two of its fifteen questions have two
+    distinct scores among sixteen, and the others repeat no score.
     """
     found = DuplicateScores.of(array_of("e0abbf88"))
     assert found.within == pytest.approx(1 - 212 / 240)
@@ -456,8 +464,8 @@ def test_a_published_array_with_copied_questions_is_an_error(array_of: ArrayOf) 
 
 
 def test_scores_shared_by_two_questions_are_an_error() -> None:
-    """Scores shared by two questions mean one question under two names; only chunks of perplexity 1
-    may coincide by chance.
+    """If two questions share scores, atts reports that one question may have two names; only chunks
+    of perplexity 1 may coincide by chance.
     """
     scores = [1.1 + k**0.5 / 7 for k in range(320)]
     twice = StoredScores.of([*scores, *scores], 16)
@@ -469,13 +477,17 @@ def test_scores_shared_by_two_questions_are_an_error() -> None:
 
 
 def test_repeated_scores_without_questions_are_an_error() -> None:
-    """If the questions are unknown, siblings cannot explain repeated scores."""
+    """If scores repeat and the questions are unknown, atts reports an error, because equal chunks
+    of siblings cannot be the cause.
+    """
     events = DriftMonitor(StoredScores.of(list(alike(1).scores))).events
     assert "not known" in events[0].message
 
 
 def test_repeats_in_a_file_alone_are_an_error_with_both_explanations() -> None:
-    """A file alone cannot distinguish copies from equal chunks, but the scores of a run can."""
+    """Repeats in a file may be copies or equal chunks, so the error has both explanations; the
+    scores of a run can show which is true.
+    """
     stored = alike(2)
     assert "rollouts wrote the same chunk" in first_alarm(stored).events[0].message
     assert not first_alarm(stored, whole(stored, 0)).events
@@ -490,7 +502,7 @@ def test_scores_on_a_coarse_grid_are_not_called_repeats() -> None:
 
 
 def test_a_run_of_single_samples_does_not_show_copies(array_of: ArrayOf) -> None:
-    """A run with one sample per question has no repeats anyway, so it does not prove that stored
+    """A run with one sample per question repeats no score anyway, so it does not prove that stored
     scores were copied.
     """
     live: Iterator[float] = iter(whole(array_of(), 3).nonconformity)

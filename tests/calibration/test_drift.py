@@ -184,8 +184,8 @@ def stored_around(level: float) -> StoredScores:
 
 
 def test_the_recalibrate_policy_restores_the_rate() -> None:
-    """If stored scores are far above the run's scores, nothing escalates by default; with the
-    policy `recalibrate` the rate recovers.
+    """If stored scores are far above the run's scores, nothing escalates with the policy
+    `report`; with `recalibrate` the rate recovers.
     """
     silent = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="report")
     acting = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="recalibrate")

@@ -1,5 +1,5 @@
-"""Tests of a learned judge: it uses its features, reports its gain over a coin, and is refused
-under other conditions.
+"""Tests of a learned judge: the judge uses its features, reports its gain over a coin, and is
+refused under other conditions.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def examples(skill: float, problems: int = 60, seed: int = 0) -> Examples:
 
 
 def test_the_gain_over_a_coin_is_what_enumeration_says() -> None:
-    """With a perfect feature each chunk of the judge gains 1 and each of a coin 0.3; at rate 0.2
-    the difference is 0.14 per chunk.
+    """With a perfect feature, each chunk that the judge chooses gains 1 and each chunk of a coin
+    gains 0.3; at rate 0.2 the difference is 0.14 per chunk.
     """
     planted = examples(1.0)
     judge = fit_judge(planted, rate=0.2)
@@ -61,8 +61,8 @@ def test_a_judge_without_skill_is_rarely_called_better() -> None:
 
 
 def test_a_judge_survives_its_file_and_another_file_is_refused(tmp_path: Path) -> None:
-    """Predictions are the same after saving and reading; a file of scores is refused, and so are 5
-    problems.
+    """A judge's predictions are the same after saving and reading; a file of scores is refused as a
+    judge, and five problems are too few for a judge.
     """
     judge = fit_judge(examples(1.0), 0.2, fingerprint={"draft.model": "a"})
     write_state(tmp_path / "judge.json", judge.state())
@@ -77,8 +77,8 @@ def test_a_judge_survives_its_file_and_another_file_is_refused(tmp_path: Path) -
 
 
 def test_features_of_a_chunk_were_computed_by_hand() -> None:
-    """The features equal those computed by hand and are finite; without the draft's
-    log-probabilities there are no features.
+    """The features of a chunk equal those computed by hand and are finite; without the draft's
+    log-probabilities a chunk has no features.
     """
     row = judge_features([-1.0, -3.0], [-1.5, -0.5], turn=2, agreement=0.75)
     assert row == pytest.approx((2.0, 3.0, 1.25, 1.0, 1.5, math.log(2), 2.0, 0.75, 0.0))
@@ -97,7 +97,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def judge_file(trial: Path) -> Path:
-    """Fit a judge on the trial with the command."""
+    """Fit a judge on the trial with the command `atts calibration judge`."""
     out = trial.with_name("judge.json")
     assert atts(["calibration", "judge", str(trial), "--out", str(out)]) == 0
     return out
@@ -133,7 +133,9 @@ def test_a_judge_of_a_trial_beats_a_coin_on_other_problems(judge_file: Path) -> 
 
 
 def test_a_judge_is_refused_under_other_conditions(judge_file: Path) -> None:
-    """The error names a different temperature, or says that a judge is missing."""
+    """A judge is refused under another temperature, with an error that names the difference; a run
+    without its judge is refused too.
+    """
     score = ScoreRule("learned", judge=str(judge_file))
     policy = Policy(samples=2, score=score, sampling=Policy().sampling.__class__(0.3))
     with pytest.raises(FingerprintError, match="the judge.*sampling.temperature"):
@@ -146,8 +148,8 @@ def test_a_judge_is_refused_under_other_conditions(judge_file: Path) -> None:
 
 
 def test_a_run_whose_score_chose_is_no_trial(tmp_path: Path) -> None:
-    """If a score chose the chunks to escalate, these chunks differ in more than the takeover, so no
-    judge is fitted.
+    """If a score chose the chunks to escalate, no judge is fitted, because the chosen chunks differ
+    from others in more than the takeover.
     """
     setup = Setup("scripted", "scripted", policy=POLICY)
     evaluate_sync(toy_problems(2, 5), setup, directory=tmp_path / "run")

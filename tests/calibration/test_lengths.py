@@ -37,8 +37,9 @@ def chunks(number: int, draw: random.Random) -> list[tuple[float, float]]:
 
 
 def arrivals(number: int, in_flight: int, seed: int, lasts_with_length: bool = True) -> Records:
-    """Simulate the first chunks of a run: each begins when another ends, and lasts as long as its
-    own length or, without `lasts_with_length`, another chunk's.
+    """Simulate the first chunks of a run; a chunk begins when another one ends.
+
+    A chunk lasts as long as its own length or, without `lasts_with_length`, another chunk's.
     """
     draw = random.Random(seed)
     made = chunks(number, draw)
@@ -78,16 +79,16 @@ def realised(in_flight: int, by_length: bool, number: int = 400, **options: Any)
 def test_marginal_mode_keeps_its_rate_when_long_chunks_score_worse_and_come_later(
     in_flight: int,
 ) -> None:
-    """Ranks among all chunks are biased, but ranks by length give a rate within 0.01 of the nominal
-    one.
+    """If long chunks score worse and end later, ranks among all chunks are biased, but ranks by
+    length give a rate within 0.01 of the nominal one.
     """
     assert realised(in_flight, by_length=False) > 0.22
     assert realised(in_flight, by_length=True) == pytest.approx(0.2, abs=0.01)
 
 
 def test_ranks_are_unbiased_if_time_does_not_depend_on_length() -> None:
-    """With shuffled durations both kinds of ranks keep the rate, so the order of arrival causes the
-    bias.
+    """With shuffled durations, ranks by length and ranks among all chunks both keep the rate, so
+    the order of arrival causes the bias.
     """
     assert realised(256, by_length=False, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
     assert realised(256, by_length=True, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
@@ -122,8 +123,8 @@ def stored() -> StoredScores:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_restored_calibrator_continues_equally_in_every_mode(mode: Mode) -> None:
-    """A calibrator survives JSON even with scores that wait for their issue number, and its
-    guarantee names the ranking by length.
+    """In every mode a calibrator continues after JSON even with scores that wait for their issue
+    number, and its guarantee names the ranking by length.
     """
     run = arrivals(240, 64, 1)
     random.Random(2).shuffle(run)
@@ -153,7 +154,7 @@ def test_a_restored_calibrator_continues_equally_in_every_mode(mode: Mode) -> No
 
 
 def test_merging_counts_common_stored_scores_once() -> None:
-    """Scores that both calibrators started from are not counted twice."""
+    """If two merged calibrators started from the same stored scores, these scores are counted once."""
     one, other = (
         Calibrator(0.3, "marginal", stored=stored(), by_length=True, drift="report")
         for _ in range(2)
@@ -167,14 +168,16 @@ def test_merging_counts_common_stored_scores_once() -> None:
 
 @pytest.mark.parametrize("length", [None, 0, -3.0, math.inf, math.nan])
 def test_an_impossible_length_is_refused_if_lengths_are_used(length: float | None) -> None:
-    """The error names the impossible length; without ranking by length the same length is accepted."""
+    """With ranking by length, the error names the impossible length; without ranking by length the
+    same length is accepted.
+    """
     with pytest.raises(CalibrationInputError, match="length"):
         Calibrator(0.2, "aci", by_length=True).decide(1.5, length=length)
     assert Calibrator(0.2, "aci").decide(1.5, length=length).length is None
 
 
 def test_stored_scores_without_lengths_are_refused() -> None:
-    """Ranking by length cannot start from stored scores of which some or all lack a length."""
+    """Ranking by length refuses stored scores of which some or all lack a length."""
     with pytest.raises(CalibrationInputError, match="without lengths"):
         Calibrator(0.2, "split", stored=[1.2, 1.5], by_length=True)
     with pytest.raises(CalibrationInputError, match="lengths"):

@@ -1,5 +1,5 @@
 """Tests of the calibrator's contract: deciding changes no state, observed actions count, bounds
-apply to any sequence, and bad input is refused.
+hold for any sequence, and bad input is refused.
 """
 
 import math
@@ -40,7 +40,7 @@ def fresh(mode: Mode, rate: float = 0.4, **options: Any) -> Calibrator:
 
 
 def play(calibrator: Calibrator, scores: Sequence[float], questions: int = 3) -> list[bool]:
-    """Decide on the scores one after the other, and observe each decision."""
+    """Decide on the scores in their order, and observe each decision before the next one."""
     done = list[bool]()
     for place, score in enumerate(scores):
         decision = calibrator.decide(score, f"q{place % questions}", place % 2, place)
@@ -113,8 +113,8 @@ def test_aci_bound_holds_for_any_sequence(scores: list[float], rate: float, seed
 
 
 def test_siblings_share_one_step_of_the_level() -> None:
-    """Siblings share one step, because 64 whole steps would make a hard problem close the gate for
-    itself.
+    """All siblings of a question together change the level by one step, because 64 whole steps
+    would make a hard problem close the gate for itself.
     """
     levels: list[float] = []
     for samples in (1, 8, 64):
@@ -136,8 +136,8 @@ def test_siblings_share_one_step_of_the_level() -> None:
 def test_aci_bound_holds_against_an_adversary_and_delay(
     wishes: list[bool], step: float, delay: int
 ) -> None:
-    """The adversary chooses every score while the level is strictly between 0 and 1, and decisions
-    are observed late.
+    """The bound of mode `aci` holds although an adversary chooses every score while the level is
+    strictly between 0 and 1, and decisions are observed late.
     """
     rate = 0.4
     waiting = list[bool]()
@@ -157,7 +157,7 @@ def test_aci_bound_holds_against_an_adversary_and_delay(
 
 
 def aci_bound(rate: float, step: float, decisions: int) -> float:
-    """Bound the distance of the realised rate from the nominal one."""
+    """Return the bound on the distance between the realised and the nominal rate."""
     return (max(rate, 1 - rate) + step) / (step * decisions)
 
 
@@ -184,7 +184,9 @@ def test_aci_bound_is_nearly_reached() -> None:
 def test_question_modes_bound_every_question(
     mode: Mode, stream: list[tuple[float, int]], rate: float
 ) -> None:
-    """For any scores and any n, a question's count stays within its limit and within 1 of rate * n."""
+    """In modes by question, a question's count stays within its limit and within 1 of rate * n, for
+    any scores and any n.
+    """
     calibrator = Calibrator(rate, mode)
     sums = defaultdict[int, list[bool]](list)
     for place, (score, question) in enumerate(stream):
@@ -250,8 +252,8 @@ def test_infinite_scores_rank_worst_and_do_no_harm(mode: Mode) -> None:
 
 
 def test_overruled_decisions_count_as_what_was_done() -> None:
-    """If every chunk is accepted against the calibrator's decisions, the calibrator decides to
-    escalate more and more.
+    """If every chunk is accepted against the calibrator's decisions, these actions count, so the
+    calibrator decides to escalate more and more.
     """
     calibrator = Calibrator(0.4, "question-turn")
     draw = random.Random(0)
@@ -265,7 +267,7 @@ def test_overruled_decisions_count_as_what_was_done() -> None:
 
 
 def test_decisions_without_a_score_count_for_the_rate_alone() -> None:
-    """A skipped verification counts as a decision and adds no score to the pools."""
+    """A skipped verification counts as a decision for the rate and adds no score to the pools."""
     calibrator = Calibrator(0.5, "aci")
     skipped = Decision("accept", 0.5, "q")
     for _ in range(60):
@@ -275,7 +277,9 @@ def test_decisions_without_a_score_count_for_the_rate_alone() -> None:
 
 
 def test_scores_join_the_pools_in_order_of_issue() -> None:
-    """Pools and p-values follow the order of requests, not the order in which chunks finish."""
+    """Scores join the pools in the order in which they were requested, not the order in which
+    chunks finish.
+    """
     scores = [1 + 0.1 * k for k in range(8)]
     orders = [[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 1, 7, 2, 6, 5, 4]]
     states = list[Any]()
@@ -292,8 +296,8 @@ def test_scores_join_the_pools_in_order_of_issue() -> None:
 
 
 def test_completion_order_biases_pools_and_issue_order_does_not() -> None:
-    """If longer chunks score worse, adding scores in the order of completion biases the pools;
-    adding them in the order of issue does not.
+    """If longer chunks score worse, adding scores in order of completion biases the pools; adding
+    scores in order of issue does not.
     """
     draw = np.random.default_rng(5)
     biased = list[float]()
@@ -344,7 +348,7 @@ def test_a_missing_issue_is_skipped_or_given_up() -> None:
 def test_windows_and_fading_memories_recover_from_a_jump(
     mode: Mode, memory: dict[str, Any]
 ) -> None:
-    """After a jump of all scores a window and a fading memory return to the rate; a memory of all
+    """After a jump of all scores, a window and a fading memory bring the rate back; a memory of all
     scores does not.
     """
     draw = random.Random(4)
@@ -382,8 +386,8 @@ def test_what_is_not_a_score_is_refused(scale: Scale, bad: Any) -> None:
 
 
 def test_scales_say_which_scores_are_worse() -> None:
-    """A lower log-probability is worse; rounding errors just outside the domain and numpy's numbers
-    are accepted.
+    """A scale says which scores are worse, such as lower log-probabilities; rounding errors just
+    outside the domain and numpy's numbers are accepted.
     """
     calibrator = Calibrator(0.5, "marginal", scale=LOG_PROB, stored=[-1.0, -2.0, -3.0])
     assert calibrator.decide(-9.0).escalate
@@ -409,7 +413,7 @@ def test_scales_say_which_scores_are_worse() -> None:
     ],
 )
 def test_impossible_options_are_refused(call: Any, error: type[Exception], words: str) -> None:
-    """Each error names the option."""
+    """An impossible option is refused, and the error names the option."""
     with pytest.raises(error, match=words):
         call()
 

@@ -1,4 +1,4 @@
-"""Tests that p-values, thresholds and tests equal those of independent libraries."""
+"""Tests that p-values, thresholds and hypothesis tests equal those of independent libraries."""
 
 import importlib
 import warnings
@@ -52,8 +52,8 @@ def test_simple_jumper_equals_crepes(law: str) -> None:
 
 @pytest.mark.parametrize("n", [20, 57, 400])
 def test_split_thresholds_equal_mapie(n: int) -> None:
-    """atts and MAPIE choose the same order statistic wherever MAPIE's floating point gives the
-    exact rank.
+    """atts and MAPIE choose the same order statistic wherever MAPIE's floating-point arithmetic
+    gives the exact rank.
     """
     utils = oracle("mapie.utils")
     scores = np.random.default_rng(n).random(n)

@@ -83,8 +83,8 @@ def error(records: Records, rate: float, samples: int, seed: int) -> float:
 def test_a_small_run_of_known_size_ends_at_its_rate(
     problems: int, samples: int, bar: float, order: str
 ) -> None:
-    """The root mean square error over runs at three rates is within the limit, but runs of unknown
-    size exceed it.
+    """The root mean square error over runs of known size at two rates is within the limit; the
+    error of runs of unknown size exceeds it.
     """
     runs = [arrivals(problems, samples, order, seed) for seed in range(2)]
     unknown = [[{**record, "left": None} for record in run] for run in runs]
@@ -106,8 +106,8 @@ def test_a_small_run_of_known_size_ends_at_its_rate(
 def test_a_rough_forecast_keeps_any_sequence_within_a_decision(
     wishes: list[bool], rate: float, slack: float, data: st.DataObject
 ) -> None:
-    """The bound holds although an adversary chooses the scores and the forecast of remaining
-    decisions is wrong by up to a factor of two.
+    """The count stays within 1 + slack of rate * n, although an adversary chooses the scores and
+    the forecast of remaining decisions is 0.2 to 2 times the true number.
     """
     controller = Adaptive(rate, 0.002)
     total = 0
@@ -153,8 +153,8 @@ def steps(calibrator: Calibrator, records: Records) -> Iterator[bool]:
 
 
 def test_a_restored_calibrator_keeps_its_pace() -> None:
-    """Nothing but past decisions and the remaining share decides the pace, so a saved calibrator
-    needs nothing else.
+    """A restored calibrator keeps its pace, because only past decisions and the remaining share
+    determine the pace.
     """
     records = arrivals(12, 8, "random", 4)
     whole = Calibrator(0.2, "aci")
@@ -195,7 +195,8 @@ def run_of_coins(
     """Decide on exchangeable scores while rollouts end at random; return escalations, decisions and
     the guarantee.
 
-    Near the end several rollouts end at once. The guarantee is the one stated half-way.
+    Near the end several rollouts end at once. The returned guarantee is the one that the calibrator
+    states half-way.
     """
     draw = random.Random(seed)
     calibrator = Calibrator(rate, "aci", seed=seed)
@@ -211,7 +212,7 @@ def run_of_coins(
 
 
 def likely(promise: str) -> float:
-    """Return the distance from the rate that is guaranteed with probability 0.95."""
+    """Return the distance from the nominal rate that the guarantee allows with probability 0.95."""
     found = re.search(r"[Ww]ith probability 0.95 .*? is within ([0-9.]+) of ", promise)
     assert found is not None, promise
     return float(found[1])
@@ -222,8 +223,8 @@ def likely(promise: str) -> float:
 def test_the_guarantee_of_a_small_run_holds_in_95_percent_and_is_narrow(
     rate: float, known: bool
 ) -> None:
-    """At most one in twenty runs of 20 problems ends outside its band, up to the sampling error of
-    the simulation.
+    """At most one in twenty runs of 20 problems ends outside the band of its guarantee, up to the
+    sampling error of the simulation.
     """
     outside = 0
     widths = list[float]()
@@ -237,7 +238,9 @@ def test_the_guarantee_of_a_small_run_holds_in_95_percent_and_is_narrow(
 
 @pytest.mark.parametrize("worst", ["random", "all at once", "never"])
 def test_a_cap_is_exact_at_every_moment(worst: str) -> None:
-    """At most ceil(cap n) of the first n decisions escalate, in every mode and after a restart."""
+    """With a cap, at most ceil(cap n) of the first n decisions escalate, in every mode and after a
+    restart.
+    """
     draw = random.Random(3)
     calibrator = Calibrator(0.5, "marginal", cap=0.2)
     for count in range(1, 200):
@@ -256,8 +259,8 @@ def test_a_cap_is_exact_at_every_moment(worst: str) -> None:
 
 @pytest.mark.parametrize("cap", [0.0, 0.1, 0.25])
 def test_the_audit_repeats_the_decisions_of_a_capped_run(cap: float, tmp_path: Path) -> None:
-    """The decisions of the audit are within the cap in the recorded order; gates without a cap
-    refuse the option.
+    """The audit of a capped run repeats its decisions within the cap, in the recorded order; gates
+    without a cap refuse the option.
     """
     setup = Setup(draft="scripted", target="scripted", rate=0.5, cap=cap)
     evaluate_sync(toy_problems(4), setup, directory=tmp_path / "run")
@@ -273,6 +276,6 @@ def test_the_audit_repeats_the_decisions_of_a_capped_run(cap: float, tmp_path: P
 
 
 def test_an_impossible_remaining_share_is_refused() -> None:
-    """The error names the argument with its value."""
+    """An impossible remaining share is refused, and the error names the argument with its value."""
     with pytest.raises(CalibrationInputError, match="left"):
         Calibrator(0.2, "aci").decide(1.5, left=1.5)

@@ -160,7 +160,9 @@ def test_impossible_memories_are_refused(build: type[Window] | type[Fading], val
 
 
 def test_only_a_mode_that_asks_by_turn_keeps_pools_of_turns() -> None:
-    """Scope `question` ranks among all turns, so pools by turn would only use memory."""
+    """Pools by turn exist only in modes that use them: scope `question` ranks among all turns, so
+    pools by turn would only waste memory.
+    """
     turns: dict[str, int] = {}
     modes: tuple[Mode, ...] = ("question", "question-turn")
     for mode in modes:
@@ -209,8 +211,8 @@ def test_siblings_count_for_their_question_alone() -> None:
 
 
 def test_a_question_with_wide_scores_ranks_its_outliers_lower() -> None:
-    """With a prior, a question's own spread counts in addition to that of all questions; other
-    questions are unchanged.
+    """With a prior, a question's own spread counts in addition to the spread of all questions;
+    ranks in other questions are unchanged.
     """
 
     def pool(prior: float) -> Residuals:

@@ -1,5 +1,5 @@
-"""Tests of the verdict on a realised rate (on target, unclear or off), given how much questions
-differ.
+"""Tests of the verdict on a realised rate (on target, unclear or off target), given how much
+questions differ.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ def runs(
     draw: np.random.Generator, questions: int, rate: float, alike: float
 ) -> list[tuple[int, int]]:
     """Draw twenty decisions per question at the question's own rate; a larger `alike` brings the
-    rates closer to `rate`.
+    questions' rates closer to `rate`.
     """
     own = draw.beta(rate * alike, (1 - rate) * alike, size=questions)
     return [(20, int(escalated)) for escalated in draw.binomial(20, own)]
@@ -21,14 +21,14 @@ def runs(
 
 @pytest.mark.parametrize(("questions", "alike"), [(6, 3.0), (30, 3.0), (30, 1000.0), (200, 1.0)])
 def test_a_correct_rate_is_rarely_called_off_target(questions: int, alike: float) -> None:
-    """The verdict errs in about one run of a hundred, however strongly the decisions of a question
-    depend on each other.
+    """The verdict wrongly says "off target" in about one run of a hundred, however strongly the
+    decisions of a question depend on each other.
     """
     draw = np.random.default_rng(0)
     found = [check_rate(0.3, runs(draw, questions, 0.3, alike)).standing for _ in range(150)]
     assert found.count("left") <= 5
     if alike < 10:
-        # a test that assumes independent decisions would call these off target
+        # a test that assumes independent decisions would call these runs off target
         assert found.count("unclear") > 30
 
 
@@ -43,12 +43,12 @@ def test_a_wrong_rate_is_called_off_target_given_enough_questions(
 
 
 def test_few_decisions_report_the_range_that_they_allow() -> None:
-    """For about ten chunks the verdict adds the range of rates that fits them; for about a thousand
-    chunks it does not.
+    """For about ten chunks the verdict adds the range of rates that fit the decisions; for about a
+    thousand chunks it does not.
     """
     assert "a coin would be in [0.000, 0.500]: on target" in str(check_rate(0.2, [(5, 1), (5, 1)]))
     assert str(check_rate(0.2, [(50, 10)] * 20)).endswith("nominal rate 20 %: on target")
-    # one question shows nothing about others
+    # one question gives no information about other questions
     assert check_rate(0.2, [(10, 10)]).standing == "unclear"
     assert check_rate(0.2, [(10, 10)] * 6).standing == "left"
     assert check_rate(0, [(10, 0)]).standing == "held"
@@ -56,6 +56,6 @@ def test_few_decisions_report_the_range_that_they_allow() -> None:
 
 @pytest.mark.parametrize("questions", [[], [(0, 0)], [(3, 4)], [(3, -1)]])
 def test_impossible_counts_are_refused(questions: list[tuple[int, int]]) -> None:
-    """No decisions, more escalations than decisions, and negative numbers are refused with errors."""
+    """The verdict refuses zero decisions, more escalations than decisions, and negative numbers."""
     with pytest.raises(CalibrationInputError):
         check_rate(0.2, questions)

@@ -60,7 +60,7 @@ def lines_of(records: Records) -> str:
 
 
 def test_replay_equals_the_calibrator_in_a_loop() -> None:
-    """Each replayed decision equals that of a calibrator called once per score."""
+    """Each replayed decision equals the decision of a calibrator that gets the scores one by one."""
     done = replay_scores(FEW, rate=0.4, mode="question-turn", seed=3)
     calibrator = Calibrator(0.4, "question-turn", seed=3)
     for record, decision in zip(FEW, done.decisions, strict=True):
@@ -109,8 +109,8 @@ def test_numpy_columns_are_accepted() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_states_its_guarantee_with_numbers(mode: Mode) -> None:
-    """The text has the rate, the counts so far and what voids the guarantee, and no placeholder is
-    left.
+    """In every mode the guarantee has the rate, the counts so far and what voids it, and no
+    placeholder is left.
     """
     stored = StoredScores.of([1.1 + 0.01 * k for k in range(64)], 16)
     done = replay_scores(FEW, rate=0.35, mode=mode, stored=stored, drift="report")
@@ -215,7 +215,9 @@ def test_replay_command_refuses_bad_input_in_one_line(
     ],
 )
 def test_a_bad_stored_record_is_named(line: str, said: str, tmp_path: Path) -> None:
-    """The error names the record, and no value is rounded or converted silently."""
+    """The error for a bad stored record names the record, and no value is rounded or converted
+    silently.
+    """
     file = tmp_path / "scores.jsonl"
     file.write_text('{"score": 1.5}\n{"score": 1.6}\n' + line)
     with pytest.raises(CalibrationInputError, match=said):
@@ -223,14 +225,16 @@ def test_a_bad_stored_record_is_named(line: str, said: str, tmp_path: Path) -> N
 
 
 def test_a_bad_score_in_a_stream_is_named_by_its_record() -> None:
-    """The error gives the record's number, so that it can be found among many lines."""
+    """The error for a bad score in a stream gives the record's number, so that the user finds it
+    among many lines.
+    """
     with pytest.raises(CalibrationInputError, match="score of record 41 is nan"):
         replay_scores([*FEW, {"question": 1, "turn": 0, "score": float("nan")}], rate=0.4)
 
 
 def test_files_without_scores_are_refused(tmp_path: Path, atts: Atts) -> None:
     """Empty files, binary files, files without numbers, empty calibrators and missing folders each
-    get a message.
+    give their own error message.
     """
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
@@ -254,8 +258,8 @@ def test_files_without_scores_are_refused(tmp_path: Path, atts: Atts) -> None:
 
 
 def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -> None:
-    """Scores become a file, then a calibrator that resumes, a report, and a verdict with an exit
-    code.
+    """`atts import` makes a file of scores, `fit` a calibrator that resumes, `report` a report, and
+    `check` a verdict with an exit code.
     """
     draw = np.random.default_rng(0)
     levels = np.repeat(draw.normal(0.5, 0.15, size=40), 16)

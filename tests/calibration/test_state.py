@@ -1,4 +1,4 @@
-"""Tests of saved calibrators: they continue exactly, can be merged, and are refused when damaged."""
+"""Tests of saved calibrators: they continue exactly, can be merged, and are refused if damaged."""
 
 import json
 import math
@@ -93,7 +93,9 @@ def test_calibrators_of_two_shards_can_be_merged(mode: Mode) -> None:
 
 
 def test_calibrators_with_different_settings_are_not_merged() -> None:
-    """The error names the difference: rate, mode, stored scores or conditions."""
+    """Calibrators with another rate, mode, stored scores or conditions are not merged, and the
+    error names the difference.
+    """
     mine = Calibrator(0.4, "marginal", stored=STORED)
     other = StoredScores.of([1.5] * 32, 16, fingerprint=STORED.fingerprint)
     for strange, words in (
@@ -139,7 +141,9 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_state_of_other_conditions_is_refused(tmp_path: Path) -> None:
-    """Each field of the fingerprint must be equal and present on both sides."""
+    """A state is restored only if each field of its fingerprint is equal and present in both the
+    state and the run.
+    """
     Calibrator(0.4, stored=STORED).save(tmp_path / "c.json")
     with pytest.raises(FingerprintError, match="limits"):
         Calibrator.load(tmp_path / "c.json", fingerprint={"model": "m"})
@@ -187,8 +191,8 @@ def test_scores_are_read_from_every_supported_file(tmp_path: Path, shared_data: 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_ended_question_keeps_only_its_scores(mode: Mode) -> None:
-    """The decisions on other questions do not change, also after a save, and the ended question
-    uses memory only for its scores.
+    """Ending a question changes no decision on other questions, also after a save, and the ended
+    question uses memory only for its scores.
     """
     stored = [1.0 + number / 50 for number in range(100)]
     keeping, letting = (Calibrator(0.3, mode, stored=stored, seed=5) for _ in range(2))
@@ -220,7 +224,7 @@ def test_an_ended_question_keeps_only_its_scores(mode: Mode) -> None:
 
 
 def test_scores_that_wait_are_dropped_with_their_question() -> None:
-    """A score that would join the pools after its question ended is forgotten."""
+    """If a question ends while one of its scores waits to join the pools, the score is dropped."""
     calibrator = Calibrator(0.3, "question-turn", hold=8)
     late = calibrator.decide(1.5, "slow", issue=0)
     early = calibrator.decide(1.2, "quick", issue=1)
@@ -259,8 +263,8 @@ def test_a_state_with_wrong_fields_is_refused(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mode", [*MODES, "by length"])
 def test_memory_per_chunk_is_a_few_numbers(mode: Mode | Literal["by length"]) -> None:
-    """While questions come and go, a calibrator stores only a score per chunk, in a few times eight
-    bytes.
+    """While questions begin and end, a calibrator stores only a score per chunk, in a few times
+    eight bytes.
     """
     by_length = mode == "by length"
     draw = random.Random(5)
@@ -287,8 +291,8 @@ def test_memory_per_chunk_is_a_few_numbers(mode: Mode | Literal["by length"]) ->
 
 
 def test_merged_levels_add_up_as_distances_from_the_rate() -> None:
-    """If both shards escalated too little, the merged calibrator makes up for both; opposite errors
-    cancel.
+    """If both shards escalated too little, the merged calibrator makes up for both deficits;
+    opposite errors cancel.
     """
 
     def level(deficits: list[bool]) -> tuple[Adaptive, float]:

@@ -26,8 +26,8 @@ QUESTION_RMS = {"sim": (0.060, 0.036, 0.024), "lock": (0.050, 0.036, 0.024)}
 def test_question_turn_mode_meets_every_limit_at_once(
     order: str, rate: float, arrivals: dict[str, Records]
 ) -> None:
-    """The rate is on target overall, by turn, by question and in rolling windows, and scores still
-    decide.
+    """In mode `question-turn` the rate is on target overall, by turn, by question and in rolling
+    windows, and scores still affect the decisions.
     """
     done = replay_scores(arrivals[order], rate=rate, mode="question-turn", seed=0)
     at = RATES.index(rate)
@@ -54,7 +54,7 @@ def test_metrics_equal_an_outside_definition(
 def test_question_names_and_sample_numbers_are_free(
     arrivals: dict[str, Records],
 ) -> None:
-    """Numbers and strings can both name questions, and a missing sample number changes only the
+    """Questions may be named by numbers or strings, and missing sample numbers change only the
     decisions of a coin.
     """
     records = arrivals["lock"]
@@ -68,7 +68,9 @@ def test_question_names_and_sample_numbers_are_free(
 
 
 def test_a_replay_depends_on_its_seed_alone(arrivals: dict[str, Records]) -> None:
-    """The same seed repeats all decisions; another seed changes only the few decisions of a coin."""
+    """A replay with the same seed repeats all decisions; another seed changes only the few
+    decisions that a coin makes.
+    """
     records = arrivals["sim"][:1500]
     first, again, other = (
         replay_scores(records, rate=0.4, seed=seed).decisions for seed in (0, 0, 1)
@@ -116,7 +118,9 @@ def test_adaptive_modes_recover_from_wrong_stored_scores(
 def test_good_stored_scores_raise_no_alarm_and_help_the_start(
     arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
 ) -> None:
-    """With the run's own calibration array no drift is reported, and each limit is still met."""
+    """With the run's own calibration array as stored scores, no drift is reported, and each limit
+    is still met.
+    """
     done = replay_scores(arrivals["lock"], rate=0.4, mode="question-turn", stored=array_of())
     assert done.events == ()
     assert done.metrics["overall_error"] <= 0.004

@@ -1,4 +1,4 @@
-"""Tests of token budgets: they depend on the models that a method uses, and every output reports
+"""Tests of token budgets: budgets depend on the models that a method uses, and every output reports
 cut rollouts in the same words.
 """
 
@@ -51,8 +51,8 @@ def lengths(engines: dict[str, str], *pairs: str, folder: Path) -> list[Any]:
 def test_lengths_follow_the_models(
     draft: str, target: str, tokens: int, chunk: int, tmp_path: Path
 ) -> None:
-    """A reasoning model gets thousands of tokens and long chunks, and so does a model whose name
-    does not show whether it reasons.
+    """A reasoning model gets thousands of tokens and long chunks; so does a model whose name does
+    not show whether it reasons.
     """
     found = lengths({"draft": draft, "target": target}, folder=tmp_path)
     assert (found[0], found[2], found[3]) == (tokens, chunk, chunk)
@@ -107,8 +107,8 @@ def test_the_context_limits_lengths_before_models_load(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
-    """The dry run names the model or flag behind each length, and warns of small lengths as a run
-    does.
+    """The dry run names the model or flag behind each length, and warns of small lengths with the
+    words of a real run.
     """
     words = [
         "eval",
@@ -142,7 +142,7 @@ def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
     "words", ["openai:localhost:8000", "vllm:Qwen/QwQ-32B", "ray:vllm:QwQ", "hf:a/b?devise=cpu"]
 )
 def test_a_dry_run_refuses_what_a_run_would_refuse(atts: Any, words: str) -> None:
-    """A misspelt engine ends the dry run with the error of the run."""
+    """A misspelt engine ends the dry run with the same error as a real run."""
     said = atts("eval", "arithmetic[:1]", "--draft", words, "--dry-run")
     assert (said.code, said.out) == (2, "")
 
@@ -239,7 +239,7 @@ class WatchedEngine(ScriptedEngine):
 
 
 def engines(used: Role) -> dict[Role, WatchedEngine]:
-    """Make an engine with a long context for the role that is used, and an engine with a short
+    """Make an engine with a long context for the role that the method uses, and one with a short
     context for the other role.
     """
     return {
@@ -259,7 +259,7 @@ def served() -> Iterator[DialectServer]:
 @pytest.mark.parametrize(("method", "used"), ONE_MODEL.items())
 @pytest.mark.anyio
 async def test_only_the_model_that_is_asked_is_opened(method: str, used: Role) -> None:
-    """A method that uses one model opens that model alone; the run, its budget and its manifest
+    """If a method uses one model, atts opens that model alone; the run, its budget and its manifest
     name no other model.
     """
     made = engines(used)
@@ -276,7 +276,9 @@ async def test_only_the_model_that_is_asked_is_opened(method: str, used: Role) -
 @pytest.mark.parametrize(("method", "used"), ONE_MODEL.items())
 @pytest.mark.anyio
 async def test_an_unused_models_context_sets_no_budget(method: str, used: Role) -> None:
-    """Unset lengths come from the context of the model that is used, before and after it is opened."""
+    """The context of an unused model sets no length: unset lengths come from the model that is
+    used, before and after it is opened.
+    """
     words = {used: "openai:http://a/v1/m", "draft" if used == "target" else "target": "embedded"}
     setup = Setup(**words, method=method)  # type: ignore[arg-type]  # engines by role
     assert setup.run_policy.bounds().max_tokens == 16_000
@@ -321,8 +323,8 @@ async def test_an_engine_that_is_not_asked_may_be_down() -> None:
 
 
 def test_each_method_says_which_models_it_asks() -> None:
-    """A method that never changes a chunk uses one model; a gate or a merged stream needs both
-    models.
+    """A method that never changes a chunk lists one model as used; methods with a gate or a merged
+    stream list both models.
     """
     both = ("draft", "target")
     for row in PRESETS:
@@ -420,7 +422,7 @@ def test_a_chat_template_shows_whether_a_model_reasons(
 def test_the_folder_of_a_servers_tokenizer_shows_whether_its_model_reasons(
     template: str, tmp_path: Path
 ) -> None:
-    """The served name does not show whether the model reasons, so the chat template of the
+    """If the served name does not show whether the model reasons, the chat template in the
     tokenizer's folder decides.
     """
     (tmp_path / "chat_template.jinja").write_text(template)
@@ -432,8 +434,8 @@ def test_the_folder_of_a_servers_tokenizer_shows_whether_its_model_reasons(
 
 
 def test_a_run_warns_if_chunks_are_whole_rollouts(atts: Any, scripted: tuple[str, ...]) -> None:
-    """The warning names the setting to change; a run with several chunks per rollout prints no
-    warning.
+    """If each chunk is a whole rollout, a warning names the setting to change; a run with several
+    chunks per rollout has no warning.
     """
     run = ("eval", "arithmetic[:6]", *scripted, "--samples", "2", "--set", "early_stop=none")
     long = ("--set", "chunking.draft_tokens=500", "--set", "chunking.stop=[]")
@@ -451,8 +453,8 @@ def test_a_run_warns_if_chunks_are_whole_rollouts(atts: Any, scripted: tuple[str
 async def test_a_target_that_ends_rollouts_stays_within_the_limit(
     escalates: str, tmp_path: Path
 ) -> None:
-    """A target that ends rollouts writes more than a chunk at once, so the dry run counts whole
-    rollouts.
+    """If the target ends rollouts, it writes more than a chunk at once, so the dry run counts the
+    tokens of whole rollouts.
     """
     pairs = ("turns=3", "chunking.draft_tokens=12", "chunking.target_tokens=12", "rate=0.9")
     engines = {"draft": "scripted", "target": "scripted", "dataset": "arithmetic[:6]"}

@@ -26,8 +26,8 @@ def prices(tmp_path: Path) -> str:
 
 
 def test_a_run_stops_at_its_cost_and_prints_money(atts: Any, tmp_path: Path, prices: str) -> None:
-    """The exit code is 130 and spending stays within the limit; the same command then runs the
-    rest.
+    """At its cost limit the run ends with exit code 130 and spending within the limit; the same
+    command with a higher limit runs the rest.
     """
     words = (*RUN, "--out", str(tmp_path / "run"), "--set", prices, "--json")
     stopped = atts(*words, "--max-cost", "0.001")
@@ -54,7 +54,7 @@ def test_a_run_stops_at_its_cost_and_prints_money(atts: Any, tmp_path: Path, pri
 def test_wrong_caps_are_usage_errors(
     atts: Any, tmp_path: Path, words: tuple[str, ...], problem: str
 ) -> None:
-    """An impossible limit ends with one message and exit code 2 before anything runs."""
+    """An impossible limit is a usage error: one message and exit code 2 before a model is used."""
     result = atts(*RUN, "--out", str(tmp_path / "run"), *words)
     assert result.code == 2
     assert problem in result.err
@@ -69,7 +69,9 @@ def test_limits_do_not_change_the_run_directory(atts: Any, tmp_path: Path) -> No
 
 
 def test_runs_with_prices_print_dollars(atts: Any, tmp_path: Path, prices: str) -> None:
-    """Reports, compare, plan and sweep print dollars for runs with prices, and only for these."""
+    """Reports, compare, plan and sweep print dollars if the run has prices, and no dollars
+    otherwise.
+    """
     words = ("--draft", "scripted", "--target", "scripted", "--samples", "2", "--report", "none")
     for name, more in (("priced", ("--set", prices)), ("dear", ("--set", prices)), ("free", ())):
         method = "target-only" if name == "dear" else "atts"

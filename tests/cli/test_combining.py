@@ -44,8 +44,8 @@ def summary(said: Any) -> Any:
 def test_combining_a_recorded_run_equals_combining_during_the_run(
     atts: Any, scripted: tuple[str, ...], dataset: str
 ) -> None:
-    """`atts combine` gives the answers and costs of `atts eval --combine`, except for draft tokens,
-    which the recorded run already paid for.
+    """`atts combine` gives the answers and costs of `atts eval --combine`, but counts no draft
+    tokens, because the recorded run already paid for them.
     """
     words = (dataset, *scripted, *WORDS, "--json")
     at_once = summary(
@@ -66,7 +66,7 @@ def test_combining_a_recorded_run_equals_combining_during_the_run(
     entries = open_run(Path("after")).entries({Sampled})
     calls = [entry for entry in entries if isinstance(entry.event, Sampled)]
     assert len(calls) == afterwards["combined"]["usage"]["calls"]
-    # the result is a run, so `compare` reads it
+    # the result is a run, so `compare` can read it
     report = atts("report", "after", "--format", "markdown")
     assert report.code == 0
     text = (Path("after") / "report.md").read_text()
@@ -79,8 +79,8 @@ def test_combining_a_recorded_run_equals_combining_during_the_run(
 def test_the_same_combine_command_continues_and_others_are_refused(
     atts: Any, scripted: tuple[str, ...], dataset: str
 ) -> None:
-    """A finished combination sends no request again, and other settings in its directory are an
-    error.
+    """Running a finished `combine` command again sends no request, and other settings in its
+    directory are an error.
     """
     assert atts("eval", dataset, *scripted, *WORDS, "--out", "voted").code == 0
     words = ("combine", "voted", "--target", "scripted", "--report", "none", "--out", "after")
@@ -90,7 +90,7 @@ def test_the_same_combine_command_continues_and_others_are_refused(
     assert atts(*words).code == 0
     assert (
         Path("after") / "journal.jsonl"
-    ).stat().st_size < size + 600  # the second command adds a session but no call
+    ).stat().st_size < size + 600  # the repeated command adds a session but no call
     other = atts(*words, "--combine", "synthesize")
     assert other.code == 2
     assert "combine" in other.err

@@ -31,7 +31,7 @@ def results(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 def test_accuracy_costs_and_problems_needed_by_hand(tmp_path: Path) -> None:
     """Four of ten problems are gained and one is lost, with half of the target's tokens on each;
-    the output equals numbers computed by hand.
+    the printed values equal values computed by hand.
     """
     before = results(
         tmp_path / "a.jsonl",
@@ -94,8 +94,8 @@ def test_a_ratio_over_zero_cost_is_put_into_words(tmp_path: Path) -> None:
 def test_votes_without_a_verdict_are_shown_with_their_possible_effect(
     atts: Any, tmp_path: Path
 ) -> None:
-    """Unscored votes count as wrong, and the table adds the difference that would result if they
-    were correct.
+    """Votes without a verdict count as wrong, and the table adds the difference that would result
+    if these votes were correct.
     """
     verdicts = {
         "a": ["correct", "wrong", "unscored", "wrong"],
@@ -137,8 +137,8 @@ def test_lines_of_one_problem_are_its_rollouts(tmp_path: Path) -> None:
 
 
 def test_accuracy_of_rollouts_reports_cancelled_ones(atts: Any, scripted: tuple[str, ...]) -> None:
-    """Rollouts that ended before a settled vote cancelled the slow ones are biased towards quick
-    ones, so cancelled rollouts are reported.
+    """Cancelled rollouts are reported, because the rollouts that ended before a settled vote are
+    biased towards short ones.
     """
     command = ("eval", "arithmetic[:3]", "--samples", "8", *scripted)
     some = atts(*command, "--out", "runs/some").out
@@ -163,7 +163,9 @@ def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path:
 
 
 def test_shares_without_a_vote_are_called_accuracy(atts: Any, tmp_path: Path) -> None:
-    """Files of single rollouts have no vote, so their mean is printed once, as accuracy."""
+    """Files of single rollouts have no vote, so the mean over rollouts is printed once, as
+    accuracy.
+    """
     rows = [{"id": n, "correct": (n + m) % 3 == 0} for n in range(5) for m in range(4)]
     a = results(tmp_path / "a.jsonl", rows)
     printed = atts("compare", str(a), str(a)).out
@@ -217,7 +219,9 @@ def test_a_comparison_names_both_runs_and_all_numbers(atts: Any, runs: Path) -> 
 def test_a_comparison_with_a_coin_is_called_the_gain_over_it(
     atts: Any, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """Either of the two runs may be a coin's; a comparison without a coin has another name."""
+    """If one of two compared runs used a coin, the difference is called the gain over a coin; the
+    output of other comparisons names no coin.
+    """
     coin = ("--method", "coin", "--out", "runs/coin")
     assert atts("eval", "arithmetic[:3]", "--samples", "3", *scripted, *coin).code == 0
     said = atts("compare", "runs/coin", "runs/atts").out
@@ -228,7 +232,9 @@ def test_a_comparison_with_a_coin_is_called_the_gain_over_it(
 
 
 def test_problems_of_one_run_only_are_left_out_with_a_message(atts: Any, tmp_path: Path) -> None:
-    """Only problems of both runs are compared, and the message counts the others."""
+    """Only problems that both runs contain are compared, and a message gives the number of the
+    other problems.
+    """
     results(tmp_path / "a.jsonl", [{"id": n, "correct": 1} for n in range(5)])
     results(tmp_path / "b.jsonl", [{"id": n, "correct": 0} for n in range(3)])
     said = atts("compare", "a.jsonl", "b.jsonl")
@@ -251,12 +257,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def record(recorded: Path) -> PlanData:
-    """Read the data of a plan from the run."""
+    """Read the data for a plan from the run."""
     return read_plan_data(recorded)
 
 
 def test_the_largest_option_of_a_plan_is_the_run_itself(record: PlanData, recorded: Path) -> None:
-    """The option with all rollouts and turns has the cost and the accuracy of the run."""
+    """The option with all recorded rollouts and turns has the cost and the accuracy of the run."""
     largest = list(options(record))[-1]
     outcomes = list(read_outcomes(read_entries(recorded / JOURNAL)))
     assert largest.samples == 5
@@ -276,7 +282,7 @@ def test_the_largest_option_of_a_plan_is_the_run_itself(record: PlanData, record
 
 
 def _is_clear(labels: list[Any]) -> bool:
-    """Return whether one answer has more votes than any other."""
+    """Return True if one answer has more votes than any other."""
     counts = sorted((labels.count(label) for label in set(labels) - {None}), reverse=True)
     return len(counts) == 1 or (len(counts) > 1 and counts[0] > counts[1])
 
@@ -286,8 +292,8 @@ def _longest(record: PlanData) -> int:
 
 
 def test_fewer_rollouts_are_counted_over_all_subsets(record: PlanData) -> None:
-    """For two of five rollouts the plan averages over the ten pairs; a tie counts as half, and each
-    pair waits for its longer rollout.
+    """For two of five rollouts the plan averages over the ten pairs of rollouts; a tie counts as
+    half, and each pair waits for its longer rollout.
     """
     found = next(
         option
@@ -311,8 +317,8 @@ def test_fewer_rollouts_are_counted_over_all_subsets(record: PlanData) -> None:
 
 
 def test_each_option_reports_its_unscored_rollouts(record: PlanData) -> None:
-    """Unscored rollouts count as wrong, and each option also has the rate that would result if they
-    were correct.
+    """For each option, unscored rollouts count as wrong; the option also has the rate that would
+    result if they were correct.
     """
     data = replace(record, cases=[_unscored(case) for case in record.cases])
     for option, known in zip(options(data), options(record), strict=True):
@@ -332,8 +338,8 @@ def _unscored(case: GradedCase) -> GradedCase:
 
 
 def test_fewer_turns_cost_only_their_tokens(record: PlanData) -> None:
-    """One turn of one rollout costs the mean of the first turns, and answers of later turns do not
-    count.
+    """An option with one sample and one turn costs the mean tokens of a first turn, and a rollout
+    that answers only in a later turn counts as wrong.
     """
     found = next(option for option in options(record) if (option.samples, option.turns) == (1, 1))
     firsts = [line.turns[0] for case in record.cases for line in case.rollouts]
@@ -364,8 +370,8 @@ def test_a_plan_advises_the_best_option_below_a_cap(recorded: Path, record: Plan
 
 
 def test_the_frontier_is_pareto_optimal(record: PlanData) -> None:
-    """Along the frontier cost and accuracy rise, and each option left out costs at least as much
-    without being more accurate.
+    """Along the frontier cost and accuracy both rise; an option that is left out costs at least as
+    much as one on the frontier and is not more accurate.
     """
     every = list(options(record))
     kept = frontier(every, "target_tokens")
@@ -381,8 +387,8 @@ def test_the_frontier_is_pareto_optimal(record: PlanData) -> None:
 
 
 def test_a_rate_that_was_not_run_gets_bounds(recorded: Path) -> None:
-    """The bounds of an estimated rate widen with its distance from the recorded rate, which itself
-    is not estimated.
+    """The bounds of an estimated rate widen with its distance from the recorded rate; the recorded
+    rate itself is not estimated.
     """
     guesses = plan(recorded).other_rates
     assert [guess.rate for guess in guesses] == [0.05, 0.1, 0.2, 0.4, 0.6]
@@ -437,7 +443,9 @@ def test_a_plan_reads_runs_at_several_rates(recorded: Path, tmp_path: Path) -> N
 
 
 def test_other_chunk_limits_are_estimated_in_turns_only(recorded: Path) -> None:
-    """Twice the limit gives no more turns and half of it no fewer; no accuracy is claimed."""
+    """For other chunk limits the plan estimates only turns: twice the limit gives no more turns,
+    half the limit gives no fewer, and no accuracy is claimed.
+    """
     found = plan(recorded).chunks
     assert found is not None
     turns = [choice.turns for choice in found.choices]
@@ -447,7 +455,9 @@ def test_other_chunk_limits_are_estimated_in_turns_only(recorded: Path) -> None:
 
 
 def test_a_plan_prints_flags_to_copy_and_its_basis(atts: Any, runs: Path) -> None:
-    """The text has flags to copy and the data behind the advice, and the JSON has the same numbers."""
+    """The plan's text has flags to copy and the data behind the advice, and its JSON has the same
+    numbers.
+    """
     said = atts("plan", "runs/atts", "--tokens", "100000")
     assert said.code == 0
     best = json.loads(atts("plan", "runs/atts", "--tokens", "100000", "--json").out)["best"]
@@ -460,7 +470,7 @@ def test_a_plan_prints_flags_to_copy_and_its_basis(atts: Any, runs: Path) -> Non
 
 
 def test_estimated_rates_respect_the_runs_cap(tmp_path: Path) -> None:
-    """The replayed gate has the cap of the run, so no estimated rate exceeds the cap."""
+    """The replayed gate has the cap of the recorded run, so no estimated rate exceeds the cap."""
     setup = Setup(
         draft="scripted",
         target="scripted",

@@ -1,5 +1,5 @@
 """Tests of the configuration: its sources have a documented order, and a value means the same in
-each of them.
+each source.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from atts.testing import toy_problems
 
 
 def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
-    """The order is defaults < file < environment < flags, and each value has its origin."""
+    """Defaults, file, environment and flags are applied in this order, the last one wins, and each
+    value has its origin.
+    """
     (tmp_path / "atts.toml").write_text(
         "rate = 0.3\nsamples = 4\nturns = 5\n[sampling]\ntemperature = 0.5\n"
     )
@@ -46,7 +48,9 @@ def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
 
 
 def test_a_named_file_replaces_the_usual_one(tmp_path: Path) -> None:
-    """Only one file is read: the one named by `--config`, or by ATTS_CONFIG, or else atts.toml."""
+    """Only one configuration file is read: the file named by `--config`, or by ATTS_CONFIG, or
+    atts.toml.
+    """
     for name, rate in (("atts.toml", 0.1), ("mine.toml", 0.2), ("theirs.toml", 0.3)):
         (tmp_path / name).write_text(f"rate = {rate}")
     variables = {"ATTS_CONFIG": str(tmp_path / "mine.toml")}
@@ -93,7 +97,7 @@ def test_what_help_calls_a_default_is_the_default(atts: Any) -> None:
     ):
         shown = options.OPTIONS[flag].default.show_default
         default = config_keys()[flag].default
-        if default is None:  # the default depends on the models
+        if default is None:  # these defaults depend on the models
             assert "none: " in config_keys()[flag].help
             continue
         assert shown == str(default) or (flag == "target" and shown == default), flag
@@ -133,7 +137,9 @@ def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
 
 
 def test_lists_and_none_can_be_written(tmp_path: Path) -> None:
-    """A list of delimiters, an empty list and "none" can be written in each place."""
+    """A list of delimiters, an empty list and "none" can be written in a file, a variable and a
+    flag.
+    """
     found = configure(
         {}, ['chunking.stop=["\\n\\n", "Wait"]', "limit=none"], environment={}, folder=tmp_path
     )
@@ -156,8 +162,8 @@ def test_a_target_with_some_sampling_of_its_own_shares_the_rest(tmp_path: Path) 
 
 
 def test_settings_of_a_method_cannot_be_contradicted(tmp_path: Path) -> None:
-    """A setting that the method fixes has the method as its origin, and may be repeated but not
-    changed.
+    """A setting that the method fixes has the method as its origin; the user may repeat the
+    method's value but not change it.
     """
     found = configure({"method": "top-b"}, environment={}, folder=tmp_path).settings["barrier"]
     assert (found.value, found.origin) == (True, "method top-b")
@@ -170,7 +176,9 @@ def test_settings_of_a_method_cannot_be_contradicted(tmp_path: Path) -> None:
 
 
 def test_only_settings_that_change_results_change_the_directory(tmp_path: Path) -> None:
-    """Another seed is another run, but another concurrency or report is the same run."""
+    """Settings that change results change the directory, such as the seed; concurrency and report
+    do not.
+    """
 
     def directory(*pairs: str) -> Path:
         return configure({}, pairs, environment={}, folder=tmp_path).directory
@@ -186,8 +194,8 @@ def test_only_settings_that_change_results_change_the_directory(tmp_path: Path) 
 
 
 def test_origins_are_in_the_manifest(atts: Any, scripted: tuple[str, ...], tmp_path: Path) -> None:
-    """The manifest has each key, its value and its origin; a resume may set the same value
-    elsewhere.
+    """The manifest has each key, its value and its origin; a resume may give the same value in
+    another source.
     """
     (tmp_path / "atts.toml").write_text("samples = 2\n")
     words = ("eval", "arithmetic[:1]", *scripted, "--out", "run")
@@ -219,7 +227,9 @@ def test_code_that_changes_a_setup_becomes_the_origin(tmp_path: Path) -> None:
 
 
 def test_show_prints_every_key_with_its_origin(atts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command prints columns for people, or one JSON object per line for programs."""
+    """`atts config show` prints columns for people, or one JSON object per line for programs, with
+    the origin of each key.
+    """
     monkeypatch.setenv("ATTS_GROWTH", "2.5")
     said = atts("config", "show", "--json")
     records = {record["key"]: record for record in map(json.loads, said.out.splitlines())}
@@ -232,7 +242,9 @@ def test_show_prints_every_key_with_its_origin(atts: Any, monkeypatch: pytest.Mo
 def test_a_dry_run_names_the_basis_of_its_estimate(
     atts: Any, scripted: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Without earlier runs the dry run prints bounds; with earlier runs it prints what they took."""
+    """Without earlier runs the dry run prints bounds; with earlier runs it prints the tokens and
+    time that those runs took.
+    """
     words = ("eval", "arithmetic[:4]", *scripted, "--samples", "2")
     first = json.loads(atts(*words, "--dry-run", "--json").out)
     assert (first["problems"], first["rollouts"], first["done"], first["expected"]) == (
@@ -250,7 +262,7 @@ def test_a_dry_run_names_the_basis_of_its_estimate(
     assert larger["expected"]["draft"] == pytest.approx(10 * again["expected"]["draft"])
     assert again["expected"]["draft"] <= again["at_most"]["draft"]
     assert first["directory"] in larger["basis"]
-    # scripted models solve none of these, so that run gives no power
+    # scripted models solve none of these problems, so that run gives no power
     assert first["power"] == []
     assert larger["power"][0].startswith("all rollouts of 4 problems had the same result")
 
@@ -269,7 +281,9 @@ def test_a_dry_run_prints_the_detectable_difference(atts: Any, tmp_path: Path) -
 
 
 def test_a_sweeps_dry_run_prints_one_object_per_run(atts: Any) -> None:
-    """Each object has the values and the directory of a run, and nothing is created."""
+    """A sweep's dry run prints one object per run, with its values and directory, and creates
+    nothing.
+    """
     words = ("--draft", "scripted", "--target", "scripted", "--over", "rate=.1,.3", "--out", "set")
     said = atts("sweep", "arithmetic[:2]", *words, "--dry-run", "--json")
     assert said.code == 0, said.err
@@ -280,7 +294,9 @@ def test_a_sweeps_dry_run_prints_one_object_per_run(atts: Any) -> None:
 
 
 def test_a_dry_run_of_a_shard_covers_its_part(atts: Any, scripted: tuple[str, ...]) -> None:
-    """The problems and the directory are those of the real command, and an empty shard is refused."""
+    """The dry run of a shard has the problems and the directory of the real command; an empty shard
+    is refused.
+    """
     words = ("eval", "arithmetic[:5]", *scripted, "--dry-run", "--json", "--shard")
     whole = json.loads(atts(*words[:-1]).out)
     part = json.loads(atts(*words, "2/2").out)
@@ -319,7 +335,7 @@ def test_usual_settings_are_flags(
     key: str,
     read: object,
 ) -> None:
-    """Each flag sets its key, and the manifest names the flag as the origin."""
+    """Each usual setting has a flag, and the manifest names this flag as the origin."""
     run = tmp_path / "run"
     said = atts(
         "eval", "arithmetic[:1]", *scripted, flag, value, "--out", str(run), "--report", "none"
@@ -336,7 +352,9 @@ def test_usual_settings_are_flags(
 def test_impossible_sampling_is_refused_by_its_flag_before_models_load(
     atts: Any, flag: str, value: str
 ) -> None:
-    """The message begins with the flag that was typed."""
+    """The message on impossible sampling begins with the flag that the user typed, and no model is
+    loaded.
+    """
     said = atts("eval", "arithmetic[:1]", flag, value)
     assert said.code == 2
     assert f"atts: {flag}: " in said.err
@@ -346,7 +364,9 @@ def test_impossible_sampling_is_refused_by_its_flag_before_models_load(
 def test_another_setting_in_the_same_directory_is_refused_by_its_flag(
     atts: Any, scripted: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """The refusal names the flag and both values before models load."""
+    """Another setting in a run's directory is refused before models load; the message names the
+    flag and both values.
+    """
     run = ("--out", str(tmp_path / "run"), "--report", "none")
     assert atts("eval", "arithmetic[:1]", *scripted, *run).code == 0
     said = atts("eval", "arithmetic[:1]", *scripted, *run, "--temperature", "0.9")

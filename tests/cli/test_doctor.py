@@ -50,8 +50,8 @@ def serve() -> Iterator[Serve]:
 
 
 def test_every_pair_can_be_run_and_placed(tmp_path: Path) -> None:
-    """Each of at least twelve pairs sets existing keys to valid values and has models of known
-    size.
+    """The table has at least twelve pairs; each sets existing keys to valid values and has models
+    of known size.
     """
     assert len(known_pairs()) >= 12
     for pair in known_pairs().values():
@@ -69,8 +69,8 @@ def test_every_pair_can_be_run_and_placed(tmp_path: Path) -> None:
 
 
 def test_a_servers_short_context_lowers_unset_lengths(serve: Serve, tmp_path: Path) -> None:
-    """Lengths that the user did not set are limited by the shorter context, and the number of turns
-    follows.
+    """A server's short context limits the lengths that the user did not set, and the number of
+    turns follows.
     """
     setup = Setup(
         draft=serve("draft"), target=serve("target"), policy=Policy(samples=1), method="draft-only"
@@ -79,7 +79,7 @@ def test_a_servers_short_context_lowers_unset_lengths(serve: Serve, tmp_path: Pa
     context = min(int(str(engine["context_length"])) for engine in result.manifest.engines.values())
     policy = open_run(tmp_path / "run").policy
     assert setup.run_policy.max_tokens == 4096
-    room = context - context // 4  # the rest of the context is for the problem
+    room = context - context // 4  # the remaining context is for the problem
     assert policy["max_tokens"] == room < 4096
     assert policy["turns"] * policy["chunking"]["draft_tokens"] >= policy["max_tokens"]
     told = [str(entry.event) for entry in open_run(tmp_path / "run").entries({Warned})]
@@ -93,7 +93,9 @@ def test_a_servers_short_context_lowers_unset_lengths(serve: Serve, tmp_path: Pa
 def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(
     flags: dict[str, Any], most: int, tmp_path: Path
 ) -> None:
-    """Lengths of a pair are lowered to the context; a user's own value stays, with a warning."""
+    """Lengths that a pair sets are lowered to the context; a length that the user set stays, with a
+    warning.
+    """
     found = configure({"pair": "r1-1.5b/r1-70b", **flags}, environment={}, folder=tmp_path)
     bounds = found.setup().policy_within(8192).bounds()
     assert bounds.max_tokens == most
@@ -101,8 +103,8 @@ def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(
 
 
 def test_files_and_flags_win_over_the_pair(tmp_path: Path) -> None:
-    """A file may name the servers and a flag the number of tokens; turns follow, and each origin is
-    reported.
+    """A file may name the servers, and a flag the number of tokens; the number of turns follows,
+    and each origin is reported.
     """
     (tmp_path / "atts.toml").write_text(
         'pair = "r1-8b/qwq-32b"\ntarget = "sglang:http://gpu7:8000/Qwen/QwQ-32B"\n'
@@ -190,7 +192,9 @@ def test_pairs_are_listed(atts: Any) -> None:
 def test_commands_have_only_flags_that_the_version_knows(
     atts: Any, version: str, has: bool
 ) -> None:
-    """A flag of 0.30 is not printed for an older server, and a note says what is lost without it."""
+    """A flag that exists since version 0.30 is not printed for an older server, and a note says
+    what is lost without the flag.
+    """
     words = ("pairs", "r1-1.5b/r1-7b", "--card", "h100")
     said = atts(*words, *(("--server-version", version) if version else ()))
     commands = [line for line in said.out.splitlines() if "vllm serve" in line]
@@ -202,7 +206,7 @@ def test_commands_have_only_flags_that_the_version_knows(
 
 @pytest.mark.parametrize("version", ["0.9.1", "0.10.1", "new", ""])
 def test_a_version_that_cannot_be_used_is_refused(atts: Any, version: str) -> None:
-    """A version that returns no token ids and a text that is not a version are errors."""
+    """A server version that returns no token ids, and a text that is not a version, are errors."""
     said = atts("pairs", "r1-1.5b/r1-7b", "--card", "h100", f"--server-version={version or ' '}")
     assert said.code == 2
     assert "--server-version" in said.err
@@ -242,8 +246,8 @@ def test_a_share_of_memory_is_larger_than_the_weights_in_it() -> None:
 def test_a_card_that_is_not_here_is_never_ok(
     atts: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A missing card, named or guessed, gives a warning; a card of this machine is ok, for the
-    models that the method uses.
+    """A GPU that this machine lacks, named or guessed, gives a warning; a GPU of this machine is ok
+    for the models that the method uses.
     """
     words = ("--pair", "r1-1.5b/r1-7b", "--draft", serve("draft"), "--target", serve("target"))
 
@@ -273,7 +277,7 @@ def test_a_card_that_is_not_here_is_never_ok(
 
 
 def test_a_cache_of_one_rollout_is_written_in_the_singular(atts: Any) -> None:
-    """Eight cards of 24 GB leave room for one rollout next to the 70B target."""
+    """Eight cards of 24 GB leave room for "1 rollout", in the singular, next to the 70B target."""
     report = json.loads(
         atts("doctor", "--pair", "r1-1.5b/r1-70b", "--card", "rtx4090", "--json").out
     )
@@ -284,8 +288,8 @@ def test_a_cache_of_one_rollout_is_written_in_the_singular(atts: Any) -> None:
 def test_the_doctor_predicts_the_memory_of_local_models(
     atts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prediction equals the memory of opening the models; if the models do not fit, the failure
-    names what would.
+    """`atts doctor` predicts the memory of local models without loading them; if the models do not
+    fit, the advice names a command that lists fitting cards.
     """
     cards = [("h100", 80.0)]
     monkeypatch.setattr("atts.api.preflight._cards_here", lambda: iter(cards))
@@ -335,8 +339,8 @@ def statuses(said: Any) -> dict[str, list[str]]:
 
 
 def test_two_good_servers_pass_and_the_settings_are_saved(atts: Any, serve: Serve) -> None:
-    """The saved file runs the checked servers; the same command overwrites its own file, but not a
-    file of other origin.
+    """With two good servers all checks pass and the settings are saved. The saved file starts a
+    run; the same command overwrites its own file, but no other file.
     """
     words = (
         "--draft",

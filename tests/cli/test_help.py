@@ -33,7 +33,7 @@ def commands() -> Iterator[tuple[str, ...]]:
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for words in commands()])
 def test_every_command_has_help_with_an_example(words: tuple[str, ...], atts: Any) -> None:
-    """The example names the command itself."""
+    """Every command's help has an example, which names the command itself."""
     said = atts(*words, "--help")
     assert said.code == 0
     if len(words) > 1 or "COMMAND" not in said.out:
@@ -42,7 +42,7 @@ def test_every_command_has_help_with_an_example(words: tuple[str, ...], atts: An
 
 
 def test_every_error_has_a_documented_code() -> None:
-    """The help explains the exit code of each error class."""
+    """The help explains an exit code for each error class."""
 
     def tree(kind: type[errors.ATTSError]) -> Iterator[type[errors.ATTSError]]:
         yield kind
@@ -53,7 +53,7 @@ def test_every_error_has_a_documented_code() -> None:
 
 
 def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:
-    """bash receives every completion that it requests."""
+    """bash completes the names of commands and options."""
 
     def completed(line: str) -> list[str]:
         asked = {

@@ -29,7 +29,7 @@ WORDS = ("--column", "text=out", "--column", "cost=price", "--out", "run")
 
 
 def test_an_import_prints_what_it_read(atts: Atts, theirs: Path) -> None:
-    """The command prints counts, recorded columns, the cost, and what is missing for grading."""
+    """`atts import` prints counts, recorded columns, the cost, and what is missing for grading."""
     said = atts("import", "jsonl", str(theirs), *WORDS)
     assert said.code == 0
     assert said.out.splitlines() == [
@@ -69,7 +69,7 @@ def test_an_import_takes_ids_and_references_from_a_dataset(atts: Atts, theirs: P
 def test_impossible_imports_are_refused(
     atts: Atts, theirs: Path, words: tuple[str, ...], problem: str
 ) -> None:
-    """Each mistake ends with exit code 2 and names what was typed."""
+    """An impossible import ends with exit code 2, and the error names what the user typed."""
     format, *rest = words
     said = atts("import", format, str(theirs), "--out", "run", *rest)
     assert said.code == 2
@@ -85,7 +85,7 @@ def test_an_import_into_another_import_is_refused(atts: Atts, theirs: Path) -> N
 
 
 def test_an_export_prints_file_and_counts(atts: Atts, theirs: Path) -> None:
-    """The command prints the file, the number of records, and what was left out."""
+    """`atts export` prints the file, the number of records, and the number of rollouts left out."""
     atts("import", "jsonl", str(theirs), *WORDS, "--dataset", "mine.jsonl")
     said = atts("export", "run", "--as", "sft", "--out", "sft.jsonl")
     assert said.out.splitlines() == [

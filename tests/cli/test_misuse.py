@@ -23,7 +23,7 @@ RUN = "arithmetic[:2] --samples 2 --draft scripted --target scripted --report no
 
 
 def nothing(folder: Path) -> None:
-    """Prepare no files."""
+    """Do nothing, for cases that need no files."""
 
 
 def text(name: str, content: str | bytes) -> Callable[[Path], None]:
@@ -101,7 +101,9 @@ SCORED = text(SCORES, '{"score": 1.5}\n{"score": 1.7}\n')
 
 
 class Case(NamedTuple):
-    """A command line, a function that prepares its files, and what its message must contain."""
+    """A command line, a function that prepares its files, and the text that its message must
+    contain.
+    """
 
     name: str
     words: str
@@ -805,7 +807,7 @@ def test_a_mistake_is_named_with_a_remedy(
     said = atts(*case.words.split(" "))
     assert (said.code, said.out) == (case.code, "")
     assert case.code in EXIT_CODES
-    # progress may have been printed before on a busy machine
+    # a busy machine may have printed progress before the error
     _, mark, message = said.err.rpartition("atts: ")
     assert mark
     assert len(message.splitlines()) <= 2
@@ -815,12 +817,14 @@ def test_a_mistake_is_named_with_a_remedy(
 
 
 def test_no_case_is_listed_twice() -> None:
-    """The list has at least the required number of cases, and each case is different."""
+    """The list has at least the required number of cases, and no case occurs twice."""
     assert len({case.name for case in CASES}) == len(CASES) >= 30
 
 
 def test_a_second_process_in_a_run_directory_is_refused(atts: Any, runs: Path) -> None:
-    """The message names the process that writes to the directory."""
+    """If a second process uses a run directory, it is refused, and the message names the process
+    that writes to the directory.
+    """
     words = "eval arithmetic[:3] --samples 3 --draft scripted --target scripted --report none --out runs/atts"
     with locked(runs / "atts/lock", runs / "atts"):
         said = atts(*words.split(" "))
@@ -845,7 +849,9 @@ def test_a_second_process_in_a_run_directory_is_refused(atts: Any, runs: Path) -
 def test_other_settings_are_refused_before_a_model_is_loaded(
     atts: Any, runs: Path, words: str, named: str
 ) -> None:
-    """The error names the flags that were typed, although neither engine can be reached."""
+    """Other settings are refused before an engine is used (neither engine can be reached), and the
+    error names the flags that the user typed.
+    """
     before = (runs / "atts/journal.jsonl").read_bytes()
     run = "eval arithmetic[:3] --samples 3 --report none --out runs/atts"
     dead = "--draft vllm:http://127.0.0.1:9/d --target vllm:http://127.0.0.1:9/t"

@@ -1,4 +1,6 @@
-"""Tests that printed text has one word for each concept, one form of percentages, and singulars."""
+"""Tests that printed text has one word for each concept, one form of percentages, and singulars
+where needed.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def rivals(text: str) -> list[str]:
 
 
 def shown(page: str) -> str:
-    """Return the text of an HTML page, without styles, programs and the texts of models."""
+    """Return the visible text of an HTML page, without styles, scripts and the texts of models."""
     page = re.sub(r"<(style|script)\b.*?</\1>", " ", page, flags=re.DOTALL)
     return html.unescape(re.sub(r"<[^>]+>", " ", page))
 
@@ -145,6 +147,8 @@ def test_the_first_screen_names_dataset_models_and_method(surfaces: dict[str, st
 
 
 def test_the_check_reports_a_rival_word() -> None:
-    """The check quotes the rival word in its context and names the replacement."""
+    """The check of printed text quotes a rival word in its context and names the word to use
+    instead.
+    """
     assert rivals("6.2% of the steps were handed over to the large model") != []
     assert rivals("6.2 % of the chunks were escalated") == []

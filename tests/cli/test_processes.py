@@ -57,7 +57,7 @@ def test_a_closed_pipe_ends_the_command_quietly(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_behind_stdout_is_an_error(tmp_path: Path) -> None:
-    """The command prints a message instead of a traceback."""
+    """If stdout is on a full disk, the command prints a message instead of a traceback."""
     with Path("/dev/full").open("wb") as full:
         done = atts("--help", cwd=tmp_path, stdout=full)
     assert done.returncode == 4
@@ -76,7 +76,9 @@ def test_no_space_for_the_journal(tmp_path: Path, scripted: tuple[str, ...]) -> 
 
 
 def test_without_a_terminal_there_are_no_escapes(tmp_path: Path, scripted: tuple[str, ...]) -> None:
-    """A pipe gets plain text, with data on stdout and messages on stderr."""
+    """Without a terminal the output has no escape codes: data on stdout and messages on stderr are
+    plain text.
+    """
     done = atts("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--json", cwd=tmp_path)
     assert done.returncode == 0
     assert ESCAPE not in done.stdout.decode() + done.stderr.decode()

@@ -74,7 +74,9 @@ def test_a_replay_without_changes_repeats_every_decision(atts: Atts, runs: Path)
 
 
 def test_a_replay_at_another_rate_flags_unrecorded_turns(atts: Atts, runs: Path) -> None:
-    """Turns after a changed decision were never run, and the output says so."""
+    """After a replay at another rate, the output lists the turns that follow a changed decision as
+    unrecorded, because the run never made them.
+    """
     *found, summary = lines(atts("replay", str(runs / "atts"), "--rate", "0.7", "--json"))
     decisions = [line for line in found if line["type"] == "decision"]
     assert summary["nominal"] == 0.7
@@ -91,7 +93,7 @@ def test_a_replay_at_another_rate_flags_unrecorded_turns(atts: Atts, runs: Path)
 
 
 def test_columns_stay_separate_for_large_counts(runs: Path) -> None:
-    """The columns do not touch although the counts of a large run are wider than the first column
+    """The columns stay separate although the counts of a large run are wider than the first column
     of a small run.
     """
     found = replay(runs / "atts")
@@ -106,7 +108,7 @@ def _differs(line: dict[str, Any]) -> bool:
 
 
 def test_a_replay_never_exceeds_the_budget_per_problem(runs: Path) -> None:
-    """At rate 1 each problem escalates at most as many chunks as its budget allows."""
+    """At rate 1 a replay escalates at most as many chunks of each problem as its budget allows."""
     for budget in (0, 1, 3):
         found = replay(runs / "atts", rate=1.0, budget=budget)
         spent: dict[str, int] = {}
@@ -118,7 +120,9 @@ def test_a_replay_never_exceeds_the_budget_per_problem(runs: Path) -> None:
 
 
 def test_a_replay_with_fewer_samples_costs_less(runs: Path) -> None:
-    """The replay uses the rollouts that ended first, and refuses more samples than were recorded."""
+    """A replay with fewer samples uses the rollouts that ended first; more samples than the run
+    recorded are refused.
+    """
     whole = replay(runs / "atts")
     less = replay(runs / "atts", samples=2)
     assert (less.replayed.draft_tokens or 0) < (whole.replayed.draft_tokens or 0)
@@ -135,7 +139,7 @@ def test_a_replay_with_fewer_samples_costs_less(runs: Path) -> None:
 
 
 def test_a_replay_prints_a_table_of_both_runs(atts: Atts, runs: Path) -> None:
-    """The table has the numbers of the run and of the replay, and says how reliable the replay is."""
+    """`atts replay` prints a table of both runs, and says how reliable the replay is."""
     said = atts("replay", str(runs / "atts"), "--rate", "0.7")
     assert said.code == 0
     for words in ("recorded", "replayed", "nominal rate 0.7", "leave the recorded path"):
@@ -148,7 +152,7 @@ def test_a_replay_prints_a_table_of_both_runs(atts: Atts, runs: Path) -> None:
 def test_a_list_of_runs_reports_unscored_problems(
     atts: Atts, tmp_path: Path, scripted: tuple[str, ...]
 ) -> None:
-    """The list prints the possible effect of unscored answers next to the accuracy, also for a
+    """The list of runs prints how much unscored answers could change the accuracy, also for a
     sweep.
     """
     rows = [{"problem": "Start at 4. +3. What is the result?", "answer": "7 of whatever it may be"}]
@@ -178,7 +182,7 @@ def test_a_trace_holds_every_call(atts: Atts, runs: Path) -> None:
 
 
 def test_a_run_directory_is_read_like_a_file_of_scores(atts: Atts, runs: Path) -> None:
-    """Report, fit and replay read a run's scores together with their conditions."""
+    """Report, fit and replay read scores from a run directory, together with their conditions."""
     run = str(runs / "atts")
     assert "warning" in atts("calibration", "report", run).out
     fitted = atts("calibration", "fit", run, "--rate", "0.3", "--out", "fitted.json")
@@ -208,7 +212,7 @@ def test_check_exits_with_5_if_the_rate_was_missed(atts: Atts, runs: Path) -> No
 
 
 def _bent(journal: bytes) -> bytes:
-    """Return the journal of the same run with every chunk escalated."""
+    """Return the lines of a run's journal, changed so that every chunk is escalated."""
     import zlib
 
     found: list[bytes] = []
@@ -221,8 +225,8 @@ def _bent(journal: bytes) -> bytes:
 
 
 def test_a_run_whose_problems_all_failed_says_why(atts: Atts) -> None:
-    """The run prints "failed", the first reason and how to continue, and exits with the exit code
-    of an engine error.
+    """If all problems of a run failed, it prints "failed", the first reason and how to continue,
+    and exits with the code of an engine error.
     """
     engine = f"hf:{model_path('draft')}?kv_tokens=40&worker=thread"
     run = (
@@ -266,8 +270,8 @@ def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:
 def test_scores_of_other_conditions_need_consent(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """Scores of other conditions end the run before a model is used, unless the user accepts them;
-    then the report warns.
+    """Scores of other conditions end the run before a model is used, unless the user accepts these
+    scores; then the report has a warning.
     """
     words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "own", "--scores")
     assert atts(*words, str(runs / "atts")).code == 0
@@ -293,7 +297,7 @@ def test_scores_of_other_conditions_need_consent(
 def test_a_fitted_calibrator_starts_a_run(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """`--scores` reads the output of `calibration fit`; the nominal rate is the run's own unless
+    """A run reads the fitted calibrator through `--scores`, and keeps its own nominal rate unless
     the user gives another one.
     """
     assert atts("calibration", "fit", str(runs / "atts"), "--out", "fitted.json").code == 0
@@ -330,7 +334,9 @@ def test_a_fitted_calibrator_starts_a_run(
 def test_an_unknown_condition_is_refused_before_models_load(
     atts: Atts, runs: Path, name: str, near: str
 ) -> None:
-    """The error names the known condition nearest to the unknown one."""
+    """The error for an unknown condition suggests the most similar known condition, before a model
+    is loaded.
+    """
     said = atts(
         "calibration", "import", str(runs / "atts"), "--out", "s.json", "--condition", f"{name}=x"
     )
@@ -342,7 +348,9 @@ def test_an_unknown_condition_is_refused_before_models_load(
 def test_scores_without_conditions_are_accepted_with_a_warning(
     atts: Atts, runs: Path, scripted: tuple[str, ...]
 ) -> None:
-    """Conditions that are not recorded cannot be checked, and the report says so."""
+    """Scores without recorded conditions cannot be checked, so atts accepts them and the report has
+    a warning.
+    """
     Path("s.jsonl").write_text("".join(f'{{"score": {1 + n / 40}}}\n' for n in range(30)))
     assert (
         atts(
@@ -363,7 +371,7 @@ def test_scores_without_conditions_are_accepted_with_a_warning(
 
 
 def test_calibrate_scores_chunks_and_escalates_none(tmp_path: Path) -> None:
-    """Each chunk is scored and kept, so a later run can start from the scores."""
+    """Method `calibrate` scores and keeps each chunk, so a later run can start from the scores."""
     setup = Setup(draft="scripted", target="scripted")
     scores = calibrate_sync(toy_problems(3), setup, directory=tmp_path / "fit")
     events = [entry.event for entry in read_entries(tmp_path / "fit" / JOURNAL)]
@@ -393,7 +401,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(run: Path) -> dict[str, Any]:
-    """Return the numbers of a report that do not depend on time, place or the order of events."""
+    """Return the numbers of a report that do not depend on time, directory or the order of events."""
     report = jsonable(asdict(build_report(run).report))
     held = report["calibration"]
     kept = {name: report[name] for name in ("verdict", "accuracy", "coverage", "spend")}
@@ -430,7 +438,7 @@ def _outcomes(run: Path) -> list[Any]:
 
 
 def test_a_merged_run_can_be_read_but_not_resumed(atts: Atts, shards: Path) -> None:
-    """Reports, replays, traces and comparisons read a merged run; evaluating into it is refused."""
+    """Reports, replays, traces and comparisons can read a merged run; resuming it is refused."""
     parts = [str(shards / str(number)) for number in (1, 2, 3)]
     assert atts("merge", *parts, "--out", "all").code == 0
     assert atts("report", "all", "--json").code == 0
@@ -446,8 +454,8 @@ def test_a_merged_run_can_be_read_but_not_resumed(atts: Atts, shards: Path) -> N
 
 
 def test_merging_shards_merges_their_calibrators(atts: Atts, tmp_path: Path) -> None:
-    """Decisions of the shards' calibrators add up, the report audits each one, and a run can start
-    from the merged calibrator.
+    """The merged calibrator counts the decisions of all shards, the report audits each shard's
+    calibrator, and a run can start from the merged one.
     """
     setup = Setup(draft="scripted", target="scripted", rate=0.3)
     for number in (1, 2):
@@ -465,8 +473,8 @@ def test_merging_shards_merges_their_calibrators(atts: Atts, tmp_path: Path) -> 
 
 
 def test_runs_are_certified_against_the_target_alone(atts: Atts, tmp_path: Path) -> None:
-    """The exit code is 0 if the policy is certified, or 5 with the number of problems needed; runs
-    of other problems are refused.
+    """A policy is certified against the target alone with exit code 0, or refused with 5 and the
+    number of problems needed; runs of other problems are refused.
     """
     for method, rate, problems in (
         ("target-only", 0.2, 12),
@@ -495,8 +503,8 @@ def test_runs_are_certified_against_the_target_alone(atts: Atts, tmp_path: Path)
 
 @pytest.mark.parametrize("mode", ["marginal", "question-turn"])
 def test_a_run_that_ranks_by_length_can_be_resumed_and_audited(mode: Any, tmp_path: Path) -> None:
-    """The decisions record the lengths of chunks, so a resume, an audit and a later run can repeat
-    the ranks.
+    """A run that ranks by length records the lengths of chunks, so a resume, an audit and a later
+    run can repeat the ranks.
     """
     setup = Setup(
         draft="scripted",
@@ -564,8 +572,8 @@ def test_shards_that_do_not_fit_together_are_refused(shards: Path, tmp_path: Pat
 def test_solve_shows_the_reasoning_as_it_is_written(
     atts: Atts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
-    """Each line names the model that wrote it and the decision; the answer, votes and cost come
-    last.
+    """`atts solve` prints each line of reasoning with its model and the decision, as it is written;
+    the answer, votes and cost come last.
     """
     import io
 
@@ -594,7 +602,9 @@ def test_solve_shows_the_reasoning_as_it_is_written(
 
 
 def test_solve_json_holds_every_chunk_and_decision(atts: Atts) -> None:
-    """Each rollout's chunks, decisions and end come first and the outcome last; tokens add up."""
+    """`atts solve --json` prints the chunks, decisions and end of each rollout first and the
+    outcome last; the tokens add up.
+    """
     said = atts(
         "solve", toy_problems(1)[0].text, "--draft", "scripted", "--target", "scripted", "--samples", "3", "--json",
         "--set", "early_stop=none",
@@ -630,7 +640,9 @@ def test_solve_json_holds_every_chunk_and_decision(atts: Atts) -> None:
 def test_bad_arguments_give_one_line_and_an_exit_code(
     atts: Atts, words: tuple[str, ...], why: str
 ) -> None:
-    """The error names the wrong argument or the run directory, without a traceback."""
+    """The error for a bad argument names the argument or the run directory in one line, without a
+    traceback.
+    """
     said = atts(*words)
     assert said.code in (2, 4)
     assert why in said.err
@@ -649,7 +661,7 @@ def test_terminal_codes_are_shown_not_obeyed(atts: Atts) -> None:
 
 
 def test_cancelled_turns_count_as_spent(tmp_path: Path) -> None:
-    """The tokens of an unfinished turn count for a rollout that a settled vote cancelled, in the
+    """If a settled vote cancels a rollout, the tokens of its unfinished turn count as spent, in the
     progress and in the result.
     """
     setup = Setup(draft="scripted", target="scripted", seed=3, policy=Policy(samples=6))
@@ -697,7 +709,9 @@ def test_listed_runs_show_the_numbers_of_their_summaries(atts: Any, runs: Path) 
 
 
 def test_the_list_tells_killed_runs_from_running_ones(runs: Path) -> None:
-    """A run without an end is listed as killed, or as running if a process has its lock."""
+    """The list shows a run without an end as running if a process has its lock, and as killed if
+    not.
+    """
     cut = runs / "cut"
     shutil.copytree(runs / "atts", cut)
     lines = (cut / JOURNAL).read_bytes().splitlines(keepends=True)
@@ -719,7 +733,7 @@ def test_a_run_that_cannot_be_read_is_listed_with_the_reason(atts: Any, runs: Pa
 
 
 def test_a_folder_without_runs_says_so(atts: Any, tmp_path: Path) -> None:
-    """The message goes to standard error, and the exit code is 0."""
+    """If a folder contains no runs, a message on stderr says so, and the exit code is 0."""
     (tmp_path / "empty").mkdir()
     said = atts("runs", "empty", "--json")
     assert (said.code, said.out) == (0, "")
@@ -727,8 +741,8 @@ def test_a_folder_without_runs_says_so(atts: Any, tmp_path: Path) -> None:
 
 
 class GrowingRun:
-    """A run in progress: each wait adds lines, also torn ones, until the run ends and its lock is
-    free.
+    """A stand-in for waiting on a run in progress: each wait adds lines, also torn ones, until the
+    run ends and its lock is free.
     """
 
     def __init__(self, recorded: Path, folder: Path, steps: int) -> None:
@@ -745,7 +759,7 @@ class GrowingRun:
         (self.folder / JOURNAL).write_bytes(self._data[:length])
 
     def wait(self, seconds: float) -> None:
-        """Write half a second of the run."""
+        """Write the next part of the run's journal."""
         self.waits += 1
         self._write(
             len(self._data) * min(self.waits + self._steps // 4, self._steps) // self._steps
@@ -755,7 +769,9 @@ class GrowingRun:
 
 
 def test_report_follow_rewrites_the_report_while_a_run_grows(runs: Path, tmp_path: Path) -> None:
-    """The report is written at each interval if something happened, and once more at the end."""
+    """`atts report --follow` writes the report at each interval if something happened, and once
+    more at the end of the run.
+    """
     from atts.analysis import build_report
 
     run = GrowingRun(runs / "atts", tmp_path / "growing", 16)
@@ -773,7 +789,9 @@ def test_report_follow_rewrites_the_report_while_a_run_grows(runs: Path, tmp_pat
 
 
 def test_report_follow_writes_nothing_for_an_idle_run(runs: Path, tmp_path: Path) -> None:
-    """The report of an idle run is not written again, however long the run is idle."""
+    """`atts report --follow` does not rewrite the report of an idle run, however long the run is
+    idle.
+    """
     run = GrowingRun(runs / "atts", tmp_path / "idle", 40)
     times = list[int]()
     run._write = lambda length: None  # type: ignore[method-assign]
@@ -782,14 +800,18 @@ def test_report_follow_writes_nothing_for_an_idle_run(runs: Path, tmp_path: Path
 
 
 def test_report_follow_of_a_finished_run_writes_once(atts: Any, runs: Path) -> None:
-    """The command prints the path, as without `--follow`."""
+    """For a finished run, `atts report --follow` writes the report once and prints its path, as
+    without `--follow`.
+    """
     said = atts("report", str(runs / "atts"), "--follow", "--out", "page.html")
     assert (said.code, said.out) == (0, "page.html\n")
     assert Path("page.html").read_text().startswith("<!doctype html>")
 
 
 def test_report_follow_of_a_deleted_run_is_an_error(runs: Path, tmp_path: Path) -> None:
-    """The error names the deleted directory of the run."""
+    """If the run's directory is deleted, `atts report --follow` ends with an error that names the
+    directory.
+    """
     run = GrowingRun(runs / "atts", tmp_path / "gone", 9)
     with pytest.raises(JournalError, match="there is no run here"):
         follow(run.folder, lambda: shutil.rmtree(run.folder), wait=lambda seconds: None)
@@ -797,8 +819,8 @@ def test_report_follow_of_a_deleted_run_is_an_error(runs: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["scores.jsonl", "scores.json", "scores"])
 def test_imported_scores_are_read_everywhere(atts: Any, name: str) -> None:
-    """`import` writes one format; `report`, `replay`, `check` and `fit` recognise it by its
-    content.
+    """`atts import` writes scores in one format; `report`, `replay`, `check` and `fit` recognise
+    the format by its content.
     """
     np.save("ppls.npy", np.linspace(1.1, 9.0, 64))
     assert (
@@ -852,7 +874,7 @@ def odd(answer, problem):
 
 
 def test_a_users_grader_decides(atts: Any, scripted: tuple[str, ...], tmp_path: Path) -> None:
-    """A user's grader is imported from the working directory, named in the verdicts, and part of
+    """A user's grader is imported from the working directory; its name is in the verdicts and in
     the run's settings.
     """
     (tmp_path / "graders_of_mine.py").write_text(GRADER)
@@ -862,7 +884,7 @@ def test_a_users_grader_decides(atts: Any, scripted: tuple[str, ...], tmp_path: 
     lines = [json.loads(line) for line in said.out.splitlines()]
     rules = {one["rule"] for line in lines[:-1] for one in line["samples"] if one["answer"]}
     assert rules <= {"strict"}
-    assert atts(*words, "--out", "strict").code == 2  # another grader makes another run
+    assert atts(*words, "--out", "strict").code == 2  # a run with another grader is another run
     said = atts(*words, "--grader", "graders_of_mine:odd", "--out", "odd")
     statuses = {
         one["verdict"]

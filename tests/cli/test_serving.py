@@ -24,7 +24,7 @@ from tests.cli.conftest import Atts
 def test_impossible_serving_options_are_refused(
     atts: Atts, words: tuple[str, ...], problem: str
 ) -> None:
-    """The message names the option, and nothing is served."""
+    """An impossible option of `atts serve` is refused by name, and no server starts."""
     pytest.importorskip("starlette", reason="needs the extra serve")
     done = atts("serve", *words)
     assert done.code == 2

@@ -1,5 +1,5 @@
-"""Tests of the key `speculate`: it chooses the model that proposes tokens, and no run's text
-depends on it.
+"""Tests of the key `speculate`: it chooses the model that proposes tokens, and changes no run's
+text.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ async def test_speculation_changes_no_token_of_a_run(
 ) -> None:
     """Tokens, scores and decisions equal those without speculation.
 
-    Rollouts run one at a time, because the gate learns from their order. The result, the run's
-    journal and its report have the numbers of proposals.
+    The rollouts run one at a time, because the gate learns from their order. The result, the run's
+    journal and its report have the counters of proposals.
     """
     setup = replace(EMBEDDED, method=method, concurrency=rollouts, rate=0.5)
     written = list[Any]()
@@ -63,7 +63,7 @@ async def test_speculation_changes_no_token_of_a_run(
 
 
 def check_told(result: RunResult, way: str) -> None:
-    """Check that all counters of proposals agree, or that there are none.
+    """Check that all counters of proposals agree, or that the output has no counters.
 
     The draft of so small a run proposes many tokens, most of them correct.
     """
@@ -89,7 +89,7 @@ def check_told(result: RunResult, way: str) -> None:
 
 
 async def proposals(target: Engine) -> int | None:
-    """Return the number of tokens proposed to an engine that wrote a little, or None if the engine
+    """Return the number of tokens proposed to an engine for a short text, or None if the engine
     does not speculate.
     """
     assert isinstance(target, LocalEngine)
@@ -131,10 +131,9 @@ async def proposals(target: Engine) -> int | None:
 async def test_the_key_chooses_the_proposer_unless_the_engine_does(
     setup: Setup, does: bool
 ) -> None:
-    """Options in the target's address win over the key.
+    """Options in the target's address take precedence over the key `speculate`.
 
-    A method whose target writes nothing gets no drafter, and neither does a model that would be its
-    own.
+    A method whose target writes nothing gets no drafter, and a model never drafts for itself.
     """
     assert ((await proposals(setup.engines()[1])) is not None) == does
 
@@ -145,8 +144,8 @@ async def test_the_key_chooses_the_proposer_unless_the_engine_does(
 async def test_a_draft_that_cannot_propose_is_left_out(
     flaw: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By default the run continues without such a draft; if the user names the draft as proposer,
-    it is an error.
+    """By default a draft that cannot propose is left out and the run continues; if the user names
+    this draft as proposer, the run ends with an error.
     """
     from atts.models import path
 
@@ -192,8 +191,8 @@ def scarce(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
 
 
 def test_a_dry_run_names_the_proposer(atts: Callable[..., Any]) -> None:
-    """The output names the setting that chose the proposer; the run's directory does not depend on
-    it.
+    """The dry run names the setting that chose the proposer; the run's directory does not depend on
+    the proposer.
     """
     plain, off = (
         atts("eval", "arithmetic[:1]", *words, "--dry-run")

@@ -1,4 +1,4 @@
-"""Tests with a pseudo-terminal: progress output, Ctrl-C, signals, and runs that lose no result."""
+"""Tests with a pseudo-terminal: progress output, Ctrl-C and signals, none of which loses a result."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Terminal:
             return False
         try:
             more = os.read(self._keys, 1 << 16)
-        except OSError:  # the terminal's end-of-file: no process has it open for writing any more
+        except OSError:  # end-of-file of the terminal: no process has it open for writing any more
             return False
         self.shown += more
         return bool(more)
@@ -153,7 +153,7 @@ def calls(run: Path) -> Mapping[str, set[int]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the run without a terminal and without interruptions."""
+    """Make the run to compare with, without a terminal and without interruptions."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     command = [sys.executable, "-m", "atts", "eval", "arithmetic[:14]", *FROZEN, "--out", str(run)]
     done = subprocess.run(command, env=CLEAN, capture_output=True, text=True, check=False)
@@ -163,7 +163,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -> None:
-    """The first Ctrl-C saves the calls in flight, and the second ends the run at once; after both
+    """The first Ctrl-C saves the calls in flight, and the second ends the run at once; after each
     the same command continues the run.
     """
     run = tmp_path / "run"
@@ -214,7 +214,9 @@ def test_a_terminal_shows_a_table_that_is_redrawn(tmp_path: Path) -> None:
 
 
 def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
-    """Without a terminal nothing is redrawn, there are no escapes, and stdout has only the results."""
+    """A pipe gets plain lines: nothing is redrawn, the output has no escape codes, and stdout has
+    only the results.
+    """
     command = [
         sys.executable,
         "-m",
@@ -242,7 +244,7 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
 def test_progress_names_what_the_gate_judges(
     atts: Any, scripted: tuple[str, ...], method: str, unit: str
 ) -> None:
-    """The progress says that a cascade judges problems and that each other gate judges chunks."""
+    """The progress says that a cascade judges problems, and that every other gate judges chunks."""
     said = atts(
         "eval", "arithmetic[:6]", *scripted, "--method", method, "--rate", "0.5", "--samples", "4",
         "--report", "none",
@@ -265,7 +267,9 @@ def test_a_run_without_a_gate_prints_no_rate(atts: Any, scripted: tuple[str, ...
 
 
 def test_sigterm_saves_calls_in_flight(tmp_path: Path) -> None:
-    """A cluster's scheduler sends SIGTERM, so SIGTERM acts like Ctrl-C but has its own exit code."""
+    """SIGTERM, which a cluster's scheduler sends, saves the calls in flight as Ctrl-C does, but has
+    its own exit code.
+    """
     command = [sys.executable, "-m", "atts", "eval", "arithmetic[:40]", *FROZEN, "--out", "run"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=CLEAN, stderr=subprocess.PIPE, text=True
@@ -290,8 +294,8 @@ class Clock:
 
 
 def test_progress_names_models_while_they_load() -> None:
-    """The output names loading models from the first second on, in lines and in the table, before
-    any problem is counted.
+    """The progress names the models while they load, from the first second on, in lines and in the
+    table.
     """
     clock = Clock()
     said = io.StringIO()
@@ -335,8 +339,8 @@ class Heavy(ScriptedEngine):
 
 @pytest.mark.anyio
 async def test_a_run_that_would_take_hours_warns_first(tmp_path: Path) -> None:
-    """The warning is printed before anything is written and names a remedy; a run of minutes prints
-    no warning.
+    """Before a run that would take hours, a warning names a remedy; a run of minutes has no
+    warning.
     """
     said = io.StringIO()
     for policy, told in (
@@ -358,7 +362,7 @@ async def test_a_run_that_would_take_hours_warns_first(tmp_path: Path) -> None:
 
 
 def press(times: int = 1) -> None:
-    """Send Ctrl-C as the kernel delivers it to this thread."""
+    """Send Ctrl-C to this thread as the kernel would."""
     for _ in range(times):
         signal.raise_signal(signal.SIGINT)
 
@@ -370,7 +374,9 @@ def workers() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("presses", [1, 2, 3])
 def test_ctrl_c_during_clean_up_leaves_no_thread(presses: int) -> None:
-    """The first Ctrl-C cancels the work; later ones arrive during the clean-up, which still ends."""
+    """The first Ctrl-C cancels the work; more Ctrl-C during the clean-up do not stop it, and no
+    thread is left.
+    """
     before = workers()
     cleaned = False
 
@@ -397,7 +403,7 @@ def test_ctrl_c_during_clean_up_leaves_no_thread(presses: int) -> None:
 
 
 def test_ctrl_c_after_the_work_changes_nothing() -> None:
-    """The loop is closing when Ctrl-C arrives, and the result is already available."""
+    """If Ctrl-C arrives after the work, while the loop is closing, the result is still returned."""
 
     async def late() -> None:
         try:
@@ -415,8 +421,8 @@ def test_ctrl_c_after_the_work_changes_nothing() -> None:
 
 
 def test_signal_handlers_are_restored() -> None:
-    """The handler from before the run is restored, because Python's default handler would raise
-    anywhere in the loop.
+    """When atts stops watching signals, it restores the earlier handler; Python's default handler
+    could raise anywhere in the loop.
     """
 
     async def work() -> None:
@@ -435,8 +441,8 @@ def test_signal_handlers_are_restored() -> None:
 def test_ctrl_c_while_handlers_change_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ctrl-C arrives at each change of the handler while a run ends, and no handler raises in the
-    loop.
+    """If Ctrl-C arrives at any change of the signal handler while a run ends, no handler raises in
+    the loop and no thread is left.
     """
     before = workers()
     real = signal.signal
@@ -488,8 +494,8 @@ def test_repeated_ctrl_c_kills_a_hanging_process() -> None:
 
 
 def test_ctrl_c_at_exit_keeps_the_exit_code() -> None:
-    """Once the command has its exit code the signal is ignored, because the interpreter would
-    otherwise die of it.
+    """Once a command has its exit code, Ctrl-C does not change the code; without this rule the
+    interpreter would die of the signal.
     """
     code = (
         "import atexit, signal, sys\n"

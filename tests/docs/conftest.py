@@ -1,4 +1,4 @@
-"""Fixtures of the servers, models and benchmark that docs/two_servers.md uses."""
+"""Fixtures of servers, models and a benchmark for the commands of docs/two_servers.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that each example of the pages runs, or states the reason why it is not run."""
+"""Tests that each example on the pages runs, or has a comment with the reason why it is not run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One fenced block with its language and the comment above it."""
+    """One fenced block of a page, with its language and the comment above it."""
 
     kind: str
     text: str
@@ -88,8 +88,8 @@ def test_every_example_runs(
     """
     if page.name == "two_servers.md":
         request.getfixturevalue("two_servers")
-    # a reader's engines run in their own processes, which start slowly: tests/cli and tests/local
-    # run those
+    # A reader's local engines run in their own processes, which start slowly; tests/cli and
+    # tests/local test such processes.
     else:
         for role in get_args(Role):
             monkeypatch.setenv(f"ATTS_{role.upper()}", f"embedded:{role}?worker=thread")
@@ -121,7 +121,7 @@ def test_every_example_runs(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_block_that_is_not_run_states_the_reason(page: Path) -> None:
-    """The stated reason has at least a few words."""
+    """A block that is not run has a reason of at least a few words."""
     assert [it.line for it in examples(page) if it.skipped and len(it.skipped.split()) < 3] == []
 
 
@@ -183,9 +183,7 @@ def run_command(words: str) -> tuple[int, str]:
 
 
 def in_thread(word: str) -> str:
-    """Give a local engine's address a worker in a thread; leave other arguments and stages
-    unchanged.
-    """
+    """Run a local engine in a thread by changing its address; leave other arguments unchanged."""
     if "stages=" in word or not re.match(r"(zoo:[^?]+/\w+|embedded)(\?|$)", word):
         return word
     return f"{word}{'&' if '?' in word else '?'}worker=thread"
@@ -214,8 +212,8 @@ def leaf_commands() -> dict[str, str]:
 
 
 def test_every_command_is_shown_by_an_example() -> None:
-    """Each command has an example in its help, and an example on a page that is run or says why it
-    is not.
+    """Each command has an example in its help, and an example on a page that runs or states why it
+    does not.
     """
     shown = "\n".join(example.text for page in PAGES for example in examples(page))
     commands_ = leaf_commands()

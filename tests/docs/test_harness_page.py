@@ -1,4 +1,4 @@
-"""Tests of the page on other harnesses that do not need the harnesses."""
+"""Tests of the page on other harnesses, without these harnesses."""
 
 from __future__ import annotations
 

@@ -46,9 +46,7 @@ EXCEPTIONS: dict[str, set[str]] = {
 
 def prose(text: str) -> str:
     """Return a page's text without code, addresses of links and comments."""
-    text = result_pages.MARK.sub(
-        "", text
-    )  # the text of a study, which changes when the study is run again
+    text = result_pages.MARK.sub("", text)  # a study's text changes when the study runs again
     text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.M | re.S)
     text = re.sub(r"^    .*$", "", text, flags=re.M)
     return re.sub(r"`[^`\n]*`|\]\([^)]*\)|https?://\S+", "", text)
@@ -151,8 +149,8 @@ def python_files(folder: str) -> Iterator[Path]:
 
 
 def opening_faults(path: Path) -> Iterator[str]:
-    """Yield every docstring of a file that does not begin with the verb or noun that its kind
-    needs.
+    """Yield each docstring in a file that does not begin with the verb or noun that functions,
+    classes or modules need.
     """
     name = path.relative_to(ROOT).as_posix()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -187,7 +185,7 @@ def remarks(path: Path) -> Iterator[tuple[int, str]]:
 
 def dangling_comments(path: Path) -> Iterator[str]:
     """Yield the comments that begin with "of": they lack the noun that they are about."""
-    last = 0  # the line of the latest comment that has its line to itself
+    last = 0  # line of the latest comment that fills its line
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type != tokenize.COMMENT:
             continue
@@ -207,7 +205,9 @@ def test_comments_begin_with_a_noun(folder: str) -> None:
 
 
 def test_a_dangling_comment_is_reported(tmp_path: Path) -> None:
-    """A comment that begins with "of" is reported; a line "of ..." that continues a comment is not."""
+    """The check reports a comment that begins with "of", but not a line "of ..." that continues a
+    comment.
+    """
     file = tmp_path / "module.py"
     file.write_text(
         "a = 1  # of a step\n# seconds\n# of a step\nb = 2  # share of a step\n# of c\n"
@@ -237,7 +237,9 @@ def test_comments_and_docstrings_keep_the_rules(folder: str) -> None:
 
 
 def test_a_headless_docstring_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kind of faulty docstring is reported, and the correct docstrings next to it are not."""
+    """The check reports each kind of faulty docstring, and accepts the correct docstrings next to
+    them.
+    """
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     file = tmp_path / "module.py"
     file.write_text(

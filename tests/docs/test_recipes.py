@@ -1,4 +1,4 @@
-"""Tests that the recipes of docs/servers.md start servers on the ports that `--pair` expects."""
+"""Tests that the server recipes in docs/servers.md use the ports that `--pair` expects."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def listening(recipe: str, model: str) -> list[int]:
 
 @pytest.mark.parametrize("recipe", recipes())
 def test_servers_listen_where_a_pair_looks(recipe: str) -> None:
-    """The ports are exactly those of `--set draft_servers=N target_servers=M`, with one GPU or
-    eight.
+    """The ports of the recipes are exactly those of `--set draft_servers=N target_servers=M`, with
+    one GPU or eight.
     """
     targets = listening(recipe, "T")
     drafts = listening(recipe, "D")
@@ -54,5 +54,5 @@ def test_servers_listen_where_a_pair_looks(recipe: str) -> None:
 
 
 def test_there_are_recipes() -> None:
-    """The page has recipes for two models, from one GPU to eight."""
+    """The page has recipes for the two models, from one GPU to eight."""
     assert len(recipes()) == 8

@@ -62,8 +62,8 @@ def test_every_page_has_one_place_in_the_menu() -> None:
 
 
 def test_links_follow_pages_to_the_site() -> None:
-    """A link to a page leads to the page on the site, and a link to any other file leads to the
-    repository.
+    """On the site, a link to a page leads to the page's copy, and a link to any other file leads to
+    the repository.
     """
     text = (
         "[a](docs/report.md#size) [b](BENCHMARKS.md) [c](scripts/demo) [d](https://x.y/z) [e](#f)"
@@ -79,8 +79,8 @@ def test_links_follow_pages_to_the_site() -> None:
 
 
 def test_gathering_writes_every_page_and_picture(tmp_path: Path) -> None:
-    """Earlier files of the folder are removed, and the target of every relative link of a page is
-    in the folder.
+    """Gathering the site writes exactly its pages, pictures and generated pages, and removes
+    earlier files of the folder.
     """
     folder = tmp_path / "pages"
     folder.mkdir()
@@ -116,7 +116,7 @@ def test_a_word_that_the_search_lacks_is_reported(tmp_path: Path) -> None:
 
 
 def test_examples_of_docstrings_become_code() -> None:
-    """The lines up to the next blank line are the example."""
+    """In a docstring, the lines from `>>>` to the next blank line become a block of code."""
     text = "Add.\n\n>>> 1 + 1\n2\n\n:raises X: never."
     assert fenced(text) == "Add.\n\n```pycon\n>>> 1 + 1\n2\n```\n\n:raises X: never."
 
@@ -167,7 +167,7 @@ def test_pages_admit_what_is_slower_or_missing() -> None:
 
 
 def test_the_pages_have_at_most_45000_words() -> None:
-    """The limit counts all pages that people write, without the output of commands."""
+    """All hand-written pages together have at most 45,000 words, without the output of commands."""
     texts = [
         re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S) for text in written_pages().values()
     ]
@@ -177,7 +177,7 @@ def test_the_pages_have_at_most_45000_words() -> None:
 # An installed package has no pages, but pytest still imports this file.
 @pytest.mark.parametrize("name", sorted(written_pages()) if (ROOT / "docs").exists() else [])
 def test_a_page_says_for_whom_it_is_and_begins_with_a_command(name: str) -> None:
-    """The opening names its readers and has a command or a program."""
+    """The opening of each page names the page's readers and has a command or a program."""
     opening = "\n".join(written_pages()[name].splitlines()[:30])
     assert re.search(
         r"\bfor (people|everyone|the people|whom)|people (who|whose|with)|Who it is for", opening
@@ -188,8 +188,8 @@ def test_a_page_says_for_whom_it_is_and_begins_with_a_command(name: str) -> None
 
 
 def test_a_recorded_terminal_is_drawn_line_by_line() -> None:
-    """Each line appears at its second; characters reserved by XML are escaped, and long lines are
-    cut.
+    """In the drawing of a recorded terminal each line appears at its second, XML's reserved
+    characters are escaped, and long lines are cut.
     """
     picture = drawn([Line("$ a < b", 0.0, is_typed=True), Line("x" * 150, 2.5)])
     assert '<text class="line typed" style="animation-delay:0s"' in picture

@@ -329,7 +329,8 @@ def document() -> str | None:
         agreed = sum(row[-1] for row in found)
         pairs = "pair" if len(found) == 1 else "pairs"
         parts.append(f"## {tag.removeprefix('policy:')}\n")
-        parts.append(f"The grader agrees with the reader on {agreed} of {len(found)} {pairs}.\n")
+        share = f"{agreed} of {len(found)} {pairs}"
+        parts.append(f"`equivalent` agrees with the column *reader* on {share}.\n")
         parts.append("| | reference | answer | reader | ours | rule |\n|---|---|---|---|---|---|")
         parts += ["| " + " | ".join(row[:-1]) + " |" for row in found]
         parts.append("")

@@ -35,7 +35,7 @@ def is_correct(outcome: Outcome) -> bool:
 
 
 def main() -> None:
-    """Run at two rates, certify one of them, and use the gate that the certificate allows."""
+    """Run the method at two rates, certify one rate, and use the gate that the certificate allows."""
     seen = [
         turn.score
         for o in outcomes("atts")

@@ -12,7 +12,7 @@ from atts.testing import toy_problems
 
 
 def main() -> None:
-    """Compare accuracy and cost of the target alone with those of atts."""
+    """Compare accuracy and cost of a run of the target alone with a run of atts."""
     problems = toy_problems(20)
     policy = atts.Policy(samples=4)
     with tempfile.TemporaryDirectory() as folder:

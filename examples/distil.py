@@ -49,9 +49,9 @@ def rollouts(
 
 
 def divergence(model: Any, records: list[Record]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return KL(draft || target) at every position, and a mask of the positions that count.
+    """Return KL(draft || target) at every position, and a mask of the positions that training uses.
 
-    The divergence is over the listed tokens, with all other tokens as one.
+    The divergence is over the tokens that the target lists; all other tokens count as one token.
     """
     texts = [record["prompt_ids"] + record["ids"] for record in records]
     length = max(map(len, texts))
@@ -64,7 +64,7 @@ def divergence(model: Any, records: list[Record]) -> tuple[torch.Tensor, torch.T
         listed[row, places] = torch.tensor(record["top_ids"])
         theirs[row, places] = torch.tensor(record["top_logprobs"])
         mask[row, places] = torch.tensor(record["mask"], dtype=torch.float32)
-    # The padding follows every text, so causal attention does not read it.
+    # The padding comes after the text, so causal attention never reads it.
     ours = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, listed)
     rest = torch.log1p(-ours.exp().sum(-1).clamp(max=1 - 1e-6))
     their_rest = torch.log1p(-theirs.exp().sum(-1).clamp(max=1 - 1e-6))
@@ -103,7 +103,7 @@ def saved(model: Any, folder: Path) -> str:
 
 
 def per_problem(model: Any, records: list[Record]) -> Found:
-    """Return divergences, escalations and correct answers by problem."""
+    """Return divergences, escalations and correct answers, keyed by problem."""
     found: Found = defaultdict(lambda: defaultdict(list))
     with torch.inference_mode():
         for batch in batches(records):
@@ -133,9 +133,9 @@ def interval(pairs: np.ndarray[Any, Any], seed: int = 0) -> tuple[float, float, 
 def round_trip(
     problems: list[Problem], noise: float, epochs: int, seed: int
 ) -> tuple[Found, Found]:
-    """Return what was found before and after a training on an export.
+    """Return the measurements before and after training the draft on an export.
 
-    The even problems are trained on, the odd ones are measured.
+    The even problems are for training, and the odd problems are for the measurements.
     """
     torch.manual_seed(seed)
     kind: Any = AutoModelForCausalLM

@@ -26,7 +26,7 @@ class CountingEngine(EngineAround):
         return done
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the log-probabilities of the suffix, which is only read."""
+        """Return the log-probabilities of the suffix, which the engine reads but does not write."""
         done = await super().score(request)
         self.cost += (
             (len(request.prefix) + len(request.suffix) - done.cached_tokens) * self.prices[1] / 1e6

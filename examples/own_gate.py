@@ -13,7 +13,8 @@ from atts.testing import toy_problems
 class DoubtGate:
     """A gate that accepts chunks of which the draft is sure, and lets the target score the others."""
 
-    sure: float = -0.5  # mean log-probability of the chunk under the draft
+    # lowest mean log-probability under the draft of a chunk that is accepted unscored
+    sure: float = -0.5
     perplexity: float = 3.0  # under the target
     needs_draft_logprobs: ClassVar[bool] = True  # drafts without log-probabilities are refused
 
@@ -29,7 +30,7 @@ class DoubtGate:
         return features.decision(action, score=score)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Learn nothing."""
+        """Ignore the decision, because this gate does not learn."""
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ class WorstShare(ScoreRule):
     share: float = 0.1
 
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
-        """Return the number for one chunk."""
+        """Return the score of one chunk."""
         worst = sorted(logprobs)[: max(1, round(self.share * len(logprobs)))]
         return math.exp(min(-math.fsum(worst) / len(worst), 700))
 

@@ -16,7 +16,9 @@ from atts.testing import toy_problems
 
 
 async def main() -> None:
-    """Print every verdict as it comes, and how many chunks were accepted and escalated at the end."""
+    """Print every verdict as it arrives, and the numbers of accepted and escalated chunks at the
+    end.
+    """
     chunks = Counter[str]()
     setup = atts.Setup(draft="scripted", target="scripted", rate=0.3, policy=atts.Policy(samples=4))
     async with atts.evaluate(toy_problems(6), setup) as run:

@@ -33,7 +33,7 @@ def main(urls: list[str]) -> None:
         DialectServer(lambda: ScriptedEngine("draft"), "vllm") as draft,
         DialectServer(lambda: ScriptedEngine("target"), "sglang") as target,
     ):
-        words = ToyTokenizer()  # a real server's tokenizer is opened by its model's name
+        words = ToyTokenizer()  # the model's name is enough to open a real server's tokenizer
         evaluate(
             RemoteEngine(draft.url, name="draft", tokenizer=words),
             RemoteEngine(target.url, name="target", tokenizer=words),

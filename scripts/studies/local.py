@@ -59,9 +59,10 @@ def opened(folder: Path) -> Any:
 
 
 def random_model(dtype: torch.dtype, **sizes: Any) -> Any:
-    """Make a Llama of random weights that never ends a text.
+    """Make a Llama with random weights that never ends a text.
 
-    The names of `sizes` are those of LlamaConfig."""
+    The names of `sizes` are those of LlamaConfig.
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     own: dict[str, Any] = {
@@ -94,7 +95,7 @@ _RANDOM = {"random 20M": (384, 8, 1024), "random 200M": (1024, 14, 2816)}
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model in a folder, opened by atts and by transformers."""
+    """A model in a folder that atts and transformers both open."""
 
     name: str
     folder: Path
@@ -104,7 +105,7 @@ class Subject:
         bool  # True: the weights are stored as bfloat16, and the native kernels keep this type
     )
     batches: tuple[int, ...]
-    tokens: int  # sampled per sequence
+    tokens: int  # sampling differs between the sequences of a batch
     # most rounds of a measurement; fewer for large models, whose rounds are long and vary less
     most_rounds: int = 99
 
@@ -116,8 +117,8 @@ class Subject:
 
     @property
     def attention(self) -> int:
-        """Return the numbers in the queries of one token over all layers, to which the cost of
-        attention is proportional.
+        """Return the number of features in a token's queries, summed over all layers; the cost of
+        attention is proportional to it.
         """
         return self.config.num_layers * self.config.num_heads * self.config.head_dim
 
@@ -233,8 +234,9 @@ async def written(
 
 
 class Fresh:
-    """Requests with new prompts, so that no cache helps; atts and transformers write the same
-    number of tokens."""
+    """Requests with new prompts, which no cache knows; atts and transformers write the same number
+    of tokens.
+    """
 
     def __init__(
         self,
@@ -243,10 +245,10 @@ class Fresh:
         seed: int = 0,
         clock: Callable[[Callable[[], object]], float] = cpu_seconds,
     ) -> None:
-        """Prepare both sides.
+        """Prepare atts and transformers.
 
-        `clock` is processor seconds if each side computes in one thread, so that other work does
-        not lengthen them.
+        `clock` is CPU seconds if atts and transformers each compute in one thread, so that other
+        work on the machine does not lengthen the times.
         """
         self._subject = subject
         self._batch = batch
@@ -273,8 +275,8 @@ class Fresh:
 
 @contextmanager
 def unending(subject: Subject) -> Generator[Path]:
-    """Copy the model without its end token, so that all sequences have the same length on both
-    sides.
+    """Copy the model without its end token, so that atts and transformers write sequences of the
+    same length.
     """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / subject.folder.name
@@ -315,7 +317,9 @@ Rates = dict[tuple[str, int], float]
 
 
 def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
-    """Compare every model at every batch with `generate` and with the step's own limits."""
+    """Compare the decoding of every model at every batch size with `generate` and with the least
+    time of a step.
+    """
     rows = list[Row]()
     rates = Rates()
     spent = Spent()
@@ -434,7 +438,7 @@ def _operations(subject: Subject) -> int:
 
 
 def continuous(lab: Lab, subjects: Sequence[Subject]) -> Table:
-    """Compare with the continuous batching of transformers on simultaneous requests."""
+    """Compare the continuous batching of atts and of transformers on simultaneous requests."""
     rows: list[Row] = []
     count = lab.options.pick(16, 32, 32)
     tokens = count
@@ -463,8 +467,8 @@ def _their_batching(subject: Subject, count: int, tokens: int) -> float:
         max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     prompts = [list(prompt) for prompt in subject.prompts(count, PROMPT)]
-    # Without limits it takes most of the memory. The manager is kept, so that its start is not
-    # counted.
+    # Without limits, transformers takes most of the memory. The manager is kept between rounds, so
+    # that its start is not measured.
     room = ContinuousBatchingConfig(
         num_blocks=2 * count * (PROMPT + tokens) // 32, max_batch_tokens=1024
     )
@@ -516,8 +520,8 @@ def scoring(lab: Lab, subjects: Sequence[Subject], rates: Rates) -> Table:
 def _score_seconds(
     lab: Lab, engine: LocalEngine, subject: Subject, batch: int, seed: int, prefix: int = PREFIX
 ) -> float:
-    """Return processor seconds for scoring one new chunk on each of `batch` rollouts whose prefix
-    was just scored.
+    """Return the CPU seconds for scoring one new chunk on each of `batch` rollouts whose prefix was
+    just scored.
     """
     bodies = subject.prompts(batch, prefix + CHUNK, seed + 1000)
     warm = [ScoreRequest(ids[:1], ids[1:prefix]) for ids in bodies]
@@ -530,8 +534,11 @@ def _score_seconds(
 async def _warm_then_timed(
     engine: LocalEngine, warm: list[ScoreRequest], requests: list[ScoreRequest]
 ) -> float:
-    """Return the time of the second batch, measured inside the event loop. It excludes the
-    portal between the threads, which does not belong to the engine."""
+    """Return the time of the second batch, measured inside the event loop.
+
+    The time excludes the portal between the threads, because the portal does not belong to the
+    engine.
+    """
     await send_all(engine, warm)
     began = time.process_time()
     await send_all(engine, requests)
@@ -555,7 +562,8 @@ def warm_prefix(lab: Lab, subject: Subject) -> Table:
                 )
                 after = engine.stats()
                 computed = [s.prefilled_tokens + s.scored_tokens for s in (before, after)]
-                fed[prefix] = computed[1] - computed[0] - 8 * prefix  # minus the time of warming up
+                # minus the time of scoring the prefix
+                fed[prefix] = computed[1] - computed[0] - 8 * prefix
     costs = {
         p: subject.config.matrix_weights + 2 * (p + CHUNK / 2) * subject.attention for p in prefixes
     }
@@ -584,7 +592,7 @@ Work = Callable[[], Future[int]]
 
 
 def study(options: Options) -> list[Table]:
-    """Measure decoding, continuous batching, scoring, and two engines at once."""
+    """Measure decoding, continuous batching, scoring, and two engines at the same time."""
     torch.set_num_threads(
         1
     )  # one thread on both sides, because a second one mostly waits on a busy machine
@@ -653,7 +661,7 @@ def _rounded(exact: Sequence[float], rounded: Sequence[float], faster: Spread) -
 
 
 def _chunks(engine: LocalEngine, prompt: TokenIds, text: TokenIds) -> list[ScoreRequest]:
-    """Return each line of a text with the text before it."""
+    """Return each line of a text, together with the text before that line."""
     ends = [
         at
         for at in range(1, len(text))
@@ -670,8 +678,8 @@ def _chunks(engine: LocalEngine, prompt: TokenIds, text: TokenIds) -> list[Score
 def _scored(
     lab: Lab, engine: LocalEngine, chunks: Sequence[ScoreRequest], into: list[float]
 ) -> float:
-    """Score the chunks, and return the processor seconds. `into` receives each chunk's mean
-    negative log-probability.
+    """Score the chunks, and return the CPU seconds. `into` receives each chunk's mean negative log-
+    probability.
     """
     began = time.process_time()
     scores = lab.portal.call(collect, [partial(engine.score, chunk) for chunk in chunks])
@@ -681,7 +689,7 @@ def _scored(
 
 
 def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
-    """Measure both engines at once, and each engine next to Python work of its caller."""
+    """Measure both engines at the same time, and each engine next to Python work of its caller."""
     say("two engines at once, in threads and in processes")
     arms: dict[str, Callable[[], float]] = {}
     with ExitStack() as stack:
@@ -711,7 +719,7 @@ def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
             rounds = zip(*(seen[name] for name in names), strict=True)
             gain = Spread.of([(first + second) / together for first, second, together in rounds])
             first, second, together = (median[name] for name in names)
-            # two independent cores take as long as the slower work
+            # if the two cores are independent, both works together take as long as the slower work
             most = (first + second) / max(first, second)
             pairs.append((worker, other, first, second, together, str(gain), most))
         for name in _ALONE:
@@ -740,7 +748,7 @@ def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
 def _works(
     lab: Lab, subjects: tuple[Subject, Subject], engines: Sequence[LocalEngine]
 ) -> dict[str, Work]:
-    """Return the work of each engine in one round; all take about the same time."""
+    """Return one round of work for each engine; all works take about the same time."""
     seed = lab.options.seed
     tokens = lab.options.pick(48, 96, 96)
     targets = Fresh(subjects[0], 16, seed + 2)
@@ -835,8 +843,10 @@ def shape_of_size(model: ModelConfig, size: int, vocabulary: int = 0) -> ModelCo
 
 @cache
 def noisy(folder: Path, noise: float) -> Path:
-    """Copy the draft's folder with noise in units of the standard deviation of each matrix. The
-    noise is the same in every call."""
+    """Copy the draft's folder with noise in its weights.
+
+    The noise is in units of the standard deviation of each matrix, and is the same in every call.
+    """
     shutil.copytree(path("draft"), folder, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     weights = load_file(folder / "model.safetensors")
@@ -892,7 +902,7 @@ def padded_folder(folder: Path, words: str) -> Path:
             grown[name][: tensor.shape[0], : tensor.shape[1]] = tensor
     first = {name: tensor for name, tensor in grown.items() if ".layers.0." in name}
     for at in range(config["num_hidden_layers"], layers):
-        for name, tensor in first.items():  # a layer of zeros adds nothing
+        for name, tensor in first.items():  # a layer of zeros does not change the output
             grown[name.replace(".layers.0.", f".layers.{at}.")] = torch.zeros_like(tensor)
     config |= {
         "hidden_size": hidden,

@@ -120,11 +120,11 @@ class Job:
 
 
 class Interrupted(Exception):
-    """A run that ended early; with --out the same command continues the run."""
+    """A run ended early; with --out the same command continues the run."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the missing evaluations, print the table, and return the exit code."""
+    """Run the missing evaluations, print the table of all arms, and return the exit code."""
     asked = _parse(words)
     try:
         job = _job(asked)
@@ -192,7 +192,8 @@ async def _first_scores(
     if result.status != "finished":
         raise Interrupted(f"calibration: {result.status}, {result.why}")
     scores = scores_of(result)
-    # The arms score the same kind of chunk, so only the number of turns differs.
+    # All arms score the same kind of chunk, so the calibration arms differ only in the number of
+    # turns.
     return replace(scores, fingerprint={})
 
 
@@ -206,7 +207,7 @@ def _shares_correct(problems: Sequence[Samples]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The runs of one arm on the same problems, each with another seed."""
+    """The runs of one arm on the same problems, each run with its own seed."""
 
     runs: tuple[RunResult, ...]
 
@@ -257,7 +258,7 @@ class Measured:
 
     @property
     def failed(self) -> int:
-        """Count the failed problems, which no rate includes."""
+        """Count the failed problems, which no rate of this arm includes."""
         return sum(line.status == "failed" for run in self.runs for line in run.problems)
 
     def speed_ups(self, alone: Measured | None) -> list[float]:

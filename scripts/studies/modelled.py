@@ -88,7 +88,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Draft and target of one installation, with their costs and the KV tokens that each can hold."""
+    """Draft and target of one installation, with the costs of both and the KV tokens that each can
+    hold.
+    """
 
     name: str
     draft: Cost
@@ -280,13 +282,14 @@ class NoText:
 
 
 class TraceLaw:
-    """Simulated rollouts with a fixed number of tokens before the answer, whichever model writes.
+    """Simulated rollouts whose number of tokens before the answer does not depend on the model that
+    writes.
 
-    The number is drawn for each (problem, sample) from the question's recorded rollouts. A
-    log-normal kernel of Silverman's width smooths these numbers, so that 256 samples do not repeat
-    16 recorded ones. Scores and answers are the recorded ones at the same place. So methods differ
-    in which model writes and in waiting, but not in the amount of text, and simulated accuracy has
-    no meaning.
+    The number of tokens is drawn for each (problem, sample) from the question's recorded rollouts.
+    A log-normal kernel of Silverman's width smooths the numbers, so that 256 samples do not repeat
+    16 recorded rollouts. Scores and answers are the recorded ones at the same place. Methods
+    therefore differ in waiting and in the model that writes, but not in the amount of text, and
+    simulated accuracy has no meaning.
     """
 
     def __init__(self, library: Library, seed: int = 0, grain: int = 10) -> None:
@@ -359,7 +362,7 @@ class Law(Protocol):
     def grain(self) -> int: ...
 
     @property
-    def tokenizer(self) -> Tokenizer: ...  # the tokenizer of both models
+    def tokenizer(self) -> Tokenizer: ...  # the tokenizer that draft and target share
 
     def spec(self, role: Role) -> EngineSpec:
         """Return the spec of the engine."""

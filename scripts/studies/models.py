@@ -102,7 +102,7 @@ class Sampled:
         return [[answer(text) for text in texts] for texts in self.texts]
 
     def marks(self, level: int | None = None) -> list[list[bool]]:
-        """Return whether each answer is correct, for one level or for all."""
+        """Return whether each answer is correct, for one level or for all levels."""
         pairs = zip(self.tests, self.answers, strict=True)
         return [
             [given == one.answer for given in answers]
@@ -330,8 +330,8 @@ _SCALES = {"KL": 1.0, "escalated": 100.0, "correct": 100.0}
 
 
 def study_distillation(options: Options) -> list[Table]:
-    """Train each draft with each seed on a run's export, and measure it on problems outside the
-    training data.
+    """Train each draft with each seed on the export of a run, and measure the trained draft on
+    problems outside the training data.
     """
     from examples.distil import by_measure, interval, round_trip
 

@@ -135,7 +135,9 @@ async def _run(method: Arm, problems: Sequence[Problem], pair: Pair, seed: int) 
 
 
 def _compared(exact: Sequence[Outcome], alone: Sequence[Outcome], seed: int) -> dict[str, Any]:
-    """Compare the outcomes of one block, and return the counts."""
+    """Compare the outcomes of one block under both methods, and return the counts of equal and
+    different rollouts.
+    """
     pairs = [
         pair
         for a, b in zip(exact, alone, strict=True)
@@ -196,7 +198,9 @@ def _length(turn: Turn) -> int:
 
 @cache
 def _reference() -> Any:
-    """Load the target in transformers, once, when the first difference needs it."""
+    """Load the target in transformers when the first difference between two rollouts needs it, and
+    only once.
+    """
     from transformers import AutoModelForCausalLM
 
     loader: Any = AutoModelForCausalLM
@@ -415,7 +419,7 @@ async def study(options: Options) -> list[Table]:
 
 
 def _ledger(options: Options, name: str) -> Ledger:
-    """Return the ledger of the current embedded pair, which has its own file."""
+    """Return the ledger of the current embedded pair; each pair has its own file."""
     return Ledger(options.file(f"pipelines-{name}-{options.effort}-{pair_name()}.jsonl"))
 
 
@@ -426,7 +430,7 @@ async def claim(options: Options) -> list[Table]:
     vote.
     """
     ledger = _ledger(options, "claim")
-    # One seed already answers the question; more seeds narrow the interval.
+    # One seed already decides the claim; more seeds narrow the interval.
     seeds = options.pick((0,), (0,), (0, 1, 2))
     grid = Grid(options.pick(20, 160, 2000), seeds, 250, options.pick(20, 40, 50))
     async with Pair() as pair:
@@ -724,7 +728,7 @@ def scores_asked(
 
 
 def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
-    """Tabulate the realised rates of a live arm by turn, level and question."""
+    """Tabulate the realised rates of an arm's live runs by turn, level and question."""
     found = ledger.of(arm, samples)
     groups: dict[str, defaultdict[int, list[bool]]] = {
         kind: defaultdict(list) for kind in ("turn", "level", "all")
@@ -754,9 +758,7 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
 
 
 def verdict(ledger: Ledger, arm: str, samples: int) -> Table:
-    """Tabulate the three parts of the claim: the requirement, the measured value, and whether it is
-    met.
-    """
+    """Tabulate the three parts of the claim: the requirement, the measured value, and the verdict."""
     alone = ledger.of("target-only", samples)
     found = ledger.of(arm, samples)
     vote = found.minus(alone, right)
@@ -1019,7 +1021,7 @@ class Measured:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Measured:
-        """Rebuild a measurement from its JSON record."""
+        """Rebuild a measurement from the JSON record that stores it."""
         figures = {name: Figures(**own) for name, own in fields["figures"].items()}
         scoring = {name: (float(own[0]), int(own[1])) for name, own in fields["scoring"].items()}
         return cls(MapCell(**fields["cell"]), figures, scoring, fields["load"], fields["clock"])
@@ -1253,7 +1255,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The open engines for the cells of one target, and the clock."""
+    """The open engines for the cells of one target, and the clock of the measurements."""
 
     clock: Clock
     drafts: Mapping[str, Draft]
@@ -1333,11 +1335,11 @@ async def _drafts(
 async def _targets(
     name: str, drafts: Mapping[str, Draft], clock: Clock
 ) -> AsyncGenerator[Mapping[str, Engine]]:
-    """Open the target without speculation, with each draft as drafter, and with all cores if it has
-    only one thread otherwise.
+    """Open the target without speculation, with each draft as drafter, and, if it has one thread,
+    also with all cores.
 
-    For processor time each engine has one thread, because a second thread's waiting would be
-    counted as work.
+    For CPU time each engine has one thread, because the waiting of a second thread would count as
+    work.
     """
     cores = (os.cpu_count() or 1) if clock == "wall" else 1
     pad = TARGETS[name]
@@ -1380,7 +1382,8 @@ async def _measure(cell: MapCell, repeat: int, bench: Bench, options: Options) -
     scoring = dict[str, tuple[float, int]]()
     for number, (method, draft) in enumerate(arms[turn:] + arms[:turn]):
         own, drafting, target = bench.run(method, draft)
-        seed = 1009 * repeat + number + options.seed * 31  # no cache holds texts of another arm
+        # each arm has its own texts, so no cache holds texts of another arm
+        seed = 1009 * repeat + number + options.seed * 31
         stored = bench.drafts[draft].scores if draft else ()
         plan = setup(own, cell.samples, seed=seed, stored=stored).plan(drafting, target)
         outcomes, seconds = await run_block(problems, plan, schedule, now)

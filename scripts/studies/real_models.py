@@ -22,7 +22,8 @@ from scripts.studies.harness import say
 CACHE = "REAL_MODELS"
 """Environment variable that names the folder of the models."""
 MODULE = "scripts.studies.real_models"
-# this file has the digest of the GGUF file; it is written last, when the folder is complete
+# this file has the digest of the GGUF file, and is written last, so a folder with this file is
+# complete
 _DONE = "made-from"
 _BLOCK = 1 << 24
 # transformers needs these packages to read GGUF files; only `build` uses them, in a child process

@@ -1,16 +1,18 @@
 """Run methods live on a real pair: accuracy, tokens, the information in each score, and the gain
 over a coin.
 
-The models are those of `scripts.studies.real_models`. Problems come in parts, and every method runs
-on a part before the next part begins, so the methods have the same problems whenever the study is
-stopped. Each method's run of a part is a run directory of its own: the same command resumes it.
+The models are those of `scripts.studies.real_models`. Problems are divided into parts. Every method
+runs on a part before the next part begins, so all methods have the same problems whenever the study
+is stopped. Each run of a method on a part has its own run directory, and the same command resumes
+the run.
 
-The methods of a part run at the same time. A processor reads the weights once for all rows of a
-step, and what two methods ask alike is computed once.
+The methods of a part run at the same time. A CPU reads the weights once for all rows of a step, and
+equal requests of several methods are computed once.
 
-The second part times decoding: plain, with every proposer, and by transformers and llama.cpp. One
-engine is open at a time, because each holds the target's weights. A round opens every arm once, in
-an order that turns from round to round, and each ratio is taken within a round.
+The second part of the study times decoding: plain, with every proposer, by transformers and by
+llama.cpp. One engine is open at a time, because each engine holds the target's weights. A round
+runs every arm once, in an order that changes from round to round, and each ratio compares arms
+within a round.
 """
 
 from __future__ import annotations
@@ -79,9 +81,10 @@ SAMPLES = 4
 RATE = 0.2
 CASCADE_RATE = 0.3
 PART = 10  # problems
-THREADS = 1  # threads of each model: both work at the same time on two cores
-THREADS_ALONE = 2  # threads where one works at a time
-IN_BANK = 160  # problems that the recorded bank begins with: scores were chosen on them
+THREADS = 1  # threads of each model if both models work at the same time on two cores
+THREADS_ALONE = 2  # threads of a model that works alone
+# number of problems at the start of the recorded bank; the scores were chosen on these problems
+IN_BANK = 160
 CACHE_TOKENS = 90_000  # slots for the rollouts of all methods on one part
 FILE = "real-pair.jsonl"
 COIN = f"coin, rate {RATE:g}"
@@ -106,7 +109,9 @@ class PartRun:
 
 
 def methods(effort: str) -> list[Arm]:
-    """Return the methods; with effort full also other scores, takeovers, rates and baselines."""
+    """Return the methods of the study; with effort full also other scores, takeovers, rates and
+    baselines.
+    """
     atts = arm(f"atts, rate {RATE:g}", "atts", rate=RATE)
     coin = arm(COIN, "coin", rate=RATE)
     made = [
@@ -133,7 +138,9 @@ def methods(effort: str) -> list[Arm]:
 
 
 def limited(one: Arm) -> Arm:
-    """Return a method with the lengths that all of them have here, and rollouts that all end."""
+    """Return a method with the limits that all methods of this study share; no rollout is stopped
+    early.
+    """
     policy = replace(
         one.setup.policy,
         samples=SAMPLES,
@@ -147,14 +154,16 @@ def limited(one: Arm) -> Arm:
 
 
 def problems(count: int) -> list[Problem]:
-    """Return problems of GSM8K and MATH-500 in turn, in a fixed order, none of the recorded bank's."""
+    """Return problems of GSM8K and MATH-500 in turn, in a fixed order, without the problems of the
+    recorded bank.
+    """
     return judges.problems()[IN_BANK : IN_BANK + count]
 
 
 def study(options: Options) -> list[Table]:
-    """Run the methods on the Qwen2.5-Coder pair, as far as time allows.
+    """Run the methods on the Qwen2.5-Coder pair until the time limit.
 
-    :raises SystemExit: neither models nor problems can be had.
+    :raises SystemExit: the models or the problems are not available.
     """
     asked = problems(options.pick(PART, 100, 400))
     if not asked:
@@ -173,10 +182,10 @@ def study(options: Options) -> list[Table]:
 
 
 async def with_models(series: Series, folders: tuple[Path, Path], seconds: float) -> None:
-    """Run what is missing of a series on the models in these folders.
+    """Run the missing parts of a series on the models in these folders.
 
-    The weights are bfloat16, and so are the products, which some processors take several times
-    faster.
+    Weights and matrix products are bfloat16, because some CPUs compute bfloat16 products several
+    times faster.
     """
     local = LocalOptions(threads=THREADS, kv_tokens=CACHE_TOKENS, dtype="bfloat16")
     async with AsyncExitStack() as stack:
@@ -193,7 +202,9 @@ def parts_of(asked: Sequence[Problem], size: int = PART) -> list[tuple[Problem, 
 
 
 class Series:
-    """Methods on parts of the problems: what is complete, on disk, and how the rest is run."""
+    """Methods on parts of the problems: the complete parts on disk, and a way to run the missing
+    parts.
+    """
 
     def __init__(
         self, arms: Sequence[Arm], parts: Sequence[Sequence[Problem]], place: Path, seed: int
@@ -215,9 +226,9 @@ class Series:
         return f"{one.name}|{self._seed}|{number}"
 
     async def run(self, draft: Engine, target: Engine, seconds: float = math.inf) -> None:
-        """Run what is missing; begin nothing after so many seconds.
+        """Run the missing parts; after the given number of seconds, no further part begins.
 
-        The seed of a part is that of all methods: so chunks with equal beginnings are equal in
+        All methods use the same seed on a part. Chunks with equal beginnings are therefore equal in
         all methods, which reduces the noise of differences between methods.
 
         :raises KeyboardInterrupt: a run was interrupted; the same call resumes it.
@@ -269,9 +280,10 @@ class Series:
 
 
 class Once(EngineAround):
-    """An open engine that makes each reply once for several runs. A request contains everything
-    that decides its reply, as for `SharingEngine`. If several runs send the same request at the
-    same time, the later ones wait for the reply to the first.
+    """An open engine that computes equal requests of several runs once.
+
+    A request contains everything that decides its reply, as for `SharingEngine`. If several runs
+    send the same request at the same time, the later runs wait for the reply to the first request.
     """
 
     def __init__(self, engine: Engine, role: Role) -> None:
@@ -280,7 +292,9 @@ class Once(EngineAround):
         self._replies: dict[str, Completion | Scores | anyio.Event] = {}
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return the known reply, wait for a reply that is being made, or send the request."""
+        """Return a known reply, wait for a reply that another run has requested, or send the
+        request.
+        """
         key = request_key(self._role, request)
         if isinstance(request, SampleRequest):
             key += request.logprobs
@@ -293,7 +307,7 @@ class Once(EngineAround):
         try:
             self._replies[key] = answer = await call(request)
         except BaseException:
-            del self._replies[key]  # a waiting run asks instead
+            del self._replies[key]  # the reply failed, so a waiting run sends the request again
             raise
         finally:
             asked.set()
@@ -305,7 +319,7 @@ def _file_name(name: str) -> str:
 
 
 def part_run(record: Mapping[str, Any]) -> PartRun:
-    """Read a result back from the record on disk."""
+    """Rebuild the results of one method on one part from the record on disk."""
     ranked = [RankedRollout(**one) for one in record["ranked"]]
     return PartRun(read_piece(record["piece"]), ranked)
 
@@ -344,7 +358,7 @@ def worst_score(line: Rollout) -> float | None:
 
 
 def tables(series: Series) -> list[Table]:
-    """Return the tables of what every method has completed."""
+    """Return the tables of the parts that every method has completed."""
     runs = series.complete()
     sums = {name: Sum([one.piece for one in parts]) for name, parts in runs.items()}
     count = len(next(iter(sums.values())).solved)
@@ -452,9 +466,10 @@ class Timed:
 
 
 def study_losses(options: Options) -> list[Table]:
-    """Compare the target alone with the two ways to write its text with the draft's help.
+    """Compare the target alone with two other ways to write the same text: speculation, and method
+    exact.
 
-    :raises SystemExit: neither models nor problems can be had.
+    :raises SystemExit: the models or the problems are not available.
     """
     asked = problems(options.pick(2, 8, 32))
     if not asked:
@@ -479,7 +494,9 @@ async def losses(
     sizes: tuple[int, int],
     rounds: int,
 ) -> Table:
-    """Run the three ways alternately, and return the time of each per token."""
+    """Run target-only, target-only with speculation, and exact in turn, and return the time per
+    token of each.
+    """
     samples, most = sizes
     methods = {
         "target-only": ("target-only", "target"),
@@ -522,8 +539,9 @@ async def timed(asked: Sequence[Problem], plan: RunSpec) -> Timed:
 def losses_table(
     runs: Mapping[str, Sequence[Timed]], problems: int, sizes: tuple[int, int]
 ) -> Table:
-    """Return the times relative to the target alone, round by round, and how many texts are
-    equal to the target's own."""
+    """Return the times relative to the target alone, round by round, and the number of texts that
+    equal the target's own texts.
+    """
     base = runs["target-only"]
     rows: list[Row] = []
     for name, each in runs.items():
@@ -566,11 +584,11 @@ GROUPS = (2, 4)  # attentions a group, of which a calibration pass chooses
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Amounts written in a round."""
+    """Numbers of texts and tokens that each arm writes in a round."""
 
-    texts: int  # one after the other, by each way to speculate
+    texts: int  # texts written one after the other, with each way to speculate
     tokens: int  # length of each text
-    together: tuple[int, ...]  # rollouts at once, in plain decoding
+    together: tuple[int, ...]  # rollouts written at the same time, in plain decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -578,7 +596,7 @@ class Timing:
     """Tokens that one arm wrote in one round, with their seconds."""
 
     seconds: float
-    processor: float  # seconds, of all processes
+    processor: float  # seconds, summed over all processes
     tokens: int
     texts: list[list[int]]
     proposed: int = 0
@@ -605,7 +623,7 @@ class Watch:
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """Time what is done in the block."""
+        """Add the wall and CPU seconds of the block to the stopwatch."""
         wall = time.perf_counter()
         processor = tree_seconds()
         yield
@@ -614,7 +632,7 @@ class Watch:
 
 
 def ways(drafter: str) -> dict[str, SpeculationOptions]:
-    """Return every way to propose tokens, by its name in the table."""
+    """Return every way to propose tokens, keyed by its name in the table."""
     return {
         PLAIN: SpeculationOptions(),
         "draft, k=2": SpeculationOptions(drafter, "draft", k=2),
@@ -636,9 +654,9 @@ def ways(drafter: str) -> dict[str, SpeculationOptions]:
 
 
 def study_speed(options: Options) -> list[Table]:
-    """Time plain decoding next to other programs, then every way to propose tokens.
+    """Time plain decoding of atts and of other programs, then every way to propose tokens.
 
-    :raises SystemExit: neither models nor problems can be had.
+    :raises SystemExit: the models or the problems are not available.
     """
     asked = problems(64)
     if not asked:
@@ -674,7 +692,7 @@ class Lab:
         self._missing = set[str]()
 
     def round(self, number: int) -> None:
-        """Time every arm once."""
+        """Time every arm once in this round."""
         arms: dict[str, Callable[[int], list[Timing]]] = {
             f"alone|{name}": partial(self.speculated, options)
             for name, options in ways(str(self.draft)).items()
@@ -711,8 +729,10 @@ class Lab:
         ]
 
     def speculated(self, speculation: SpeculationOptions, number: int) -> list[Timing]:
-        """Write one text after another with proposals, in a fresh engine. The first text is not
-        timed, because during it the drafter starts and the controller learns.
+        """Write one text after another with proposals, in a fresh engine.
+
+        The first text is not timed, because during this text the drafter starts and the controller
+        learns.
         """
         options = LocalOptions(threads=THREADS_ALONE, kv_tokens=4096)
         engine = accelerated(self.target, options=options, speculation=speculation)
@@ -726,7 +746,8 @@ class Lab:
             await engine.sample(first)
             before = engine.loop_stats()
             for request in others:
-                await engine.sample(replace(request, max_tokens=1))  # the prompt is read before
+                # an untimed request reads the prompt first
+                await engine.sample(replace(request, max_tokens=1))
                 with watch.running():
                     texts.append([*(await engine.sample(request)).ids])
             after = engine.loop_stats()
@@ -778,7 +799,9 @@ class Lab:
         return found
 
     def _generated(self, model: Any, prompts: Sequence[TokenIds], **more: Any) -> Timing:
-        """Write a text on each prompt, padded at the left; reading the prompts is not timed."""
+        """Write a text on each prompt, padded at the left; the time to read the prompts is left
+        out.
+        """
         length = max(map(len, prompts))
         pad = model.generation_config.pad_token_id
         ids = torch.tensor([(pad,) * (length - len(one)) + one for one in prompts])
@@ -863,12 +886,14 @@ def llama_server(model: Path, slots: int) -> Generator[str]:
 
 
 def speed_tables(lab: Lab) -> list[Table]:
-    """Return both tables from the complete rounds."""
+    """Return the tables of both comparisons from the complete rounds."""
     return [together_table(lab), alone_table(lab)]
 
 
 def together_table(lab: Lab) -> Table:
-    """Return plain decoding next to other programs, by how many rollouts are written at once."""
+    """Return plain decoding of atts and of other programs, by the number of rollouts that are
+    written at the same time.
+    """
     own = lab.timings("together|atts")
     rows = list[Row]()
     for name in ["atts", "transformers", *LLAMA_ARMS]:

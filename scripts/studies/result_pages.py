@@ -206,7 +206,7 @@ def draw(table: Table) -> str:
 
 
 def _panels(chart: Chart, rows: Iterable[Mapping[str, Cell]]) -> dict[str, Panel]:
-    """Return the cells of a map, panel by panel, in the order of the rows."""
+    """Return the cells of a map, panel by panel, in the order of the table's rows."""
     panels = dict[str, Panel]()
     for cells in rows:
         value = cells[chart.value]
@@ -228,7 +228,7 @@ def _series(
         x = _scaled(cells[chart.x], chart.x_scaling)
         y = _scaled(cells[chart.y], chart.y_scaling)
         by = cells[chart.by] if chart.by else chart.y
-        # a number alone would not show its unit
+        # a legend entry that is only a number would not show the unit
         name = f"{by} {chart.by}" if isinstance(by, int | float) else str(by)
         if x is not None and y is not None:
             lines.setdefault(name, []).append((x, y))

@@ -1,5 +1,5 @@
-"""Measure in virtual time the gains from asynchrony, drafting and scale, and validate the fitted
-costs on real runs.
+"""Measure in virtual time the gains from asynchrony, drafting and scale, and check the fitted costs
+against real runs.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ from scripts.studies.modelled import (
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A measured piece of work: its steps, the tokens that they processed in total, and its
-    seconds.
+    """A measured piece of work: its steps, its seconds, and the total number of tokens that its
+    steps processed.
     """
 
     steps: float
@@ -350,7 +350,7 @@ def _threads() -> dict[str, tuple[float, float]]:
         try:
             ran, waited, _ = (folder / "schedstat").read_text().split()
         except OSError:
-            continue  # the thread ended in the meantime
+            continue  # the thread ended while its counters were read
         found[names.get(int(folder.name), folder.name)] = (int(ran) / 1e9, int(waited) / 1e9)
     return found
 
@@ -402,7 +402,7 @@ async def _live(live: Live, first: int, draft: LocalEngine, target: LocalEngine,
 
 
 async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> Piece:
-    """Give the engine one piece of new work, and return the time and the counters of the work."""
+    """Give the engine one new piece of work, and return the time and the counters of the work."""
     prompts = _prompts(engine, piece, seed)
     if piece.is_scored:  # scored text follows a warm prefix, as in a rollout
         await collect(
@@ -875,7 +875,7 @@ def _batches(cell: Cell, law: TraceLaw) -> list[list[Problem]]:
 
 
 class Results:
-    """Results of finished cells, which a file keeps if there is one."""
+    """The results of finished cells; stored in `file` if a file is given."""
 
     def __init__(self, law: TraceLaw, file: Path | None) -> None:
         self._law = law
@@ -905,9 +905,9 @@ _SCALING = "method | replicas | seconds | tokens/s | speed-up over 1 | efficienc
 
 
 def study(options: Options) -> list[Table]:
-    """Validate on this machine, then simulate the grids.
+    """Validate the fitted costs on this machine, then simulate the grids.
 
-    Results in the output folder are not computed again.
+    Results that are in the output folder are not computed again.
     """
     law = TraceLaw(find_library(), options.seed)
     results = Results(law, options.file("scale-cells.jsonl"))
@@ -980,7 +980,7 @@ class _Grids:
         return replace(Cell(pair, method, problems, samples, seed=self.options.seed), **changes)
 
     def get(self, cell: Cell, **changes: Any) -> Found:
-        """Return the result of a changed cell."""
+        """Return the result of a cell with other settings."""
         return self.results.get(replace(cell, **changes))
 
     def samples(self, pair: Pair) -> Table:
@@ -1227,7 +1227,9 @@ def _reached(ratio: float, figure: float) -> str:
 
 
 def _compared(best: Mapping[str, float], kind: str, figure: float) -> str:
-    """List the baselines of a kind against which the figure is reached, and the other baselines."""
+    """List the baselines of a kind against which atts reaches the published figure, and the other
+    baselines.
+    """
     mine = {
         name.removeprefix("throughput, "): ratio
         for name, ratio in best.items()

@@ -1,4 +1,4 @@
-"""Measure HTTP on both sides: calls to servers, and the endpoint that atts serves.
+"""Measure HTTP in two directions: calls from atts to servers, and the endpoint that atts serves.
 
 Calls are compared with a bare aiohttp loop, and timed on servers that imitate the times of a GPU.
 The endpoint is compared with a server that echoes requests. A soak test watches the endpoint's
@@ -81,7 +81,7 @@ def study_remote(options: Options) -> list[Table]:
     repeats = options.pick(1, 3, 5)
     requests = options.pick(400, 4000, 20000)
     rows: list[Row] = []
-    # The command line sets the same thresholds; here they apply to all three clients.
+    # The command line of atts sets the same thresholds; here they apply to all three clients.
     gc.set_threshold(20_000, 10, 10)
     with _server() as url:
         for in_flight in options.pick((100,), (1000, 4000), (256, 1000, 4000)):
@@ -123,7 +123,7 @@ def study_remote(options: Options) -> list[Table]:
 
 
 async def _ours(url: str, in_flight: int, count: int) -> tuple[float, float]:
-    """Measure the engine of atts, which pipelines use to call a server."""
+    """Measure calls through the engine of atts, which pipelines use to call a server."""
     options = RemoteOptions(
         in_flight=in_flight, connect_seconds=PATIENCE_SECONDS, recheck_seconds=3600
     )
@@ -140,7 +140,8 @@ async def _ours(url: str, in_flight: int, count: int) -> tuple[float, float]:
 async def _bare(url: str, in_flight: int, count: int) -> tuple[float, float]:
     """Measure a plain loop of aiohttp calls.
 
-    Requests have the same fields, but there are no limits, retries, checks or aborts.
+    Requests have the same fields as those of atts, but the loop has no limits, retries, checks or
+    aborts.
     """
     body = {
         "model": "toy", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
@@ -162,7 +163,7 @@ async def _bare(url: str, in_flight: int, count: int) -> tuple[float, float]:
 async def _timed(
     ask: Callable[[int], Awaitable[Any]], in_flight: int, count: int
 ) -> tuple[float, float]:
-    """Return requests per second, and milliseconds of processor time per request."""
+    """Return requests per second, and milliseconds of CPU time per request."""
     numbers = iter(range(count))
 
     async def work() -> None:
@@ -197,7 +198,7 @@ def _serve(pipe: Connection) -> None:
 async def _answer(pipe: Connection) -> None:
     """Answer requests with canned completions.
 
-    Questions of the probe get a plausible word.
+    Questions of atts's probe get a plausible word.
     """
     tokenizer = ToyTokenizer()
     model = {"id": "toy", "root": "toy", "max_model_len": 8192}
@@ -280,7 +281,7 @@ ARMS = (
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """Time, waiting, accuracy and cost of a run."""
+    """Time, waiting, accuracy and cost of one run."""
 
     seconds: float
     waiting: float  # share of the calls' time in which rollouts waited for siblings
@@ -303,7 +304,9 @@ class PairLaw:
         self._scorer: Role = "target"
 
     def scored_by(self, role: Role) -> PairLaw:
-        """Return a copy with the same memory, in which the given model scores."""
+        """Return a copy that shares the remembered texts and scores, and in which the given model
+        scores.
+        """
         other = copy(self)
         other._scorer = role
         return other
@@ -320,7 +323,7 @@ class PairLaw:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of both models."""
+        """Return the tokenizer that both models share."""
         return self._engines["draft"].tokenizer
 
     def spec(self, role: Role) -> EngineSpec:
@@ -446,7 +449,7 @@ def engine(role: Role, pair: Pair, law: PairLaw) -> RecognisingEngine:
 async def direct(
     arm: Arm, problems: Sequence[Problem], samples: int, pair: Pair, law: PairLaw
 ) -> Came:
-    """Run the arm on the engines without HTTP, in the time of the running clock."""
+    """Run the arm on engines without HTTP; times are those of the running event loop's clock."""
     async with AsyncExitStack() as stack:
         draft, target = [
             await stack.enter_async_context(engine(role, pair, law)) for role in _ROLES
@@ -481,7 +484,7 @@ async def over_http(
             ]
             # a client's first requests to a server take longer, so they are not timed
             await _solved(arm, arithmetic("calibration", 1), 1, (draft, target))
-            # from here on the servers are as slow as a GPU
+            # from this point the servers are as slow as a GPU
             served["draft"].cost = pair.draft
             served["target"].cost = pair.target
             return await _solved(arm, problems, samples, (draft, target))
@@ -516,7 +519,7 @@ async def _solved(
     ):
         await graph.run(batch, one)
     used = time.process_time() - used
-    # waiting for a score that was requested earlier is not counted
+    # waiting for a score that the rollout requested earlier does not count
     nodes = [node for node in recording.nodes() if node.stage != HOLD]
     timing = measure(nodes)
     whole = timing.sibling_seconds + timing.memory_seconds + timing.arithmetic_seconds
@@ -713,8 +716,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def study_serve(options: Options) -> list[Table]:
-    """Measure the endpoint's processor time per request, in turn with a server that echoes
-    requests.
+    """Measure the CPU time that the endpoint and a server that echoes requests need per request, in
+    turn.
     """
     repeats = options.pick(1, 3, 5)
     count = options.pick(100, 400, 2_000)
@@ -970,7 +973,9 @@ def _heard(address: str) -> None:
 
 
 async def _echo() -> None:
-    """Serve a bare Starlette application that returns the request's body, under the same settings."""
+    """Serve a bare Starlette application that returns the request's body, with the settings of the
+    endpoint's server.
+    """
     import socket
 
     import uvicorn

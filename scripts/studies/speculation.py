@@ -85,7 +85,7 @@ NOISE = {"weaker": 0.25, "weak": 0.32}
 
 @dataclass
 class Arm:
-    """An engine and its measurements in each round."""
+    """An engine and its measurements in every round."""
 
     lab: Lab
     engine: LocalEngine
@@ -94,10 +94,10 @@ class Arm:
     written: list[list[TokenIds]] = field(default_factory=list[list[TokenIds]])
     # tokens per second of wall time, for each round
     rates: list[float] = field(default_factory=list[float])
-    used: float = 0.0  # processor seconds of all rounds
+    used: float = 0.0  # CPU seconds of all rounds
 
     def seconds(self) -> float:
-        """Run the next round, and return its processor seconds per token."""
+        """Run the next round, and return its CPU seconds per token."""
         first = len(self.written) * self.count
         requests = [self._request(number) for number in range(first, first + self.count)]
         wall = time.perf_counter()
@@ -119,7 +119,7 @@ class Arm:
 
     @property
     def speculation(self) -> SpeculationStats:
-        """Return the statistics of proposals; they are empty if nothing was proposed."""
+        """Return the engine's statistics of proposals; they are empty if nothing was proposed."""
         return self.engine.loop_stats().speculation or SpeculationStats()
 
 
@@ -203,7 +203,7 @@ def _opened(
 
 
 def _race(lab: Lab, arms: Mapping[str, Arm]) -> dict[str, list[float]]:
-    """Return processor seconds per token, by arm and round.
+    """Return CPU seconds per token, by arm and round.
 
     :raises AssertionError: an arm's text differs from the text of plain decoding.
     """
@@ -972,7 +972,7 @@ def recorded(options: Options, texts: Recorded) -> list[Table]:
 
 
 def _named(draft: list[list[int]], ranks: list[list[int]]) -> str:
-    """Measure how often the outcome of a step is among the tokens named, if the draft proposes
+    """Measure how often the outcome of a step is among the named tokens, if the draft proposes
     whole windows.
     """
     line = mirror(
@@ -1158,7 +1158,7 @@ _DRAWS = 10  # number of drafts per round
 
 
 def study_overlap(options: Options) -> list[Table]:
-    """Return the tables measured on this machine's clock."""
+    """Return the tables that depend on this machine's clock."""
     return [*live(options), groups(options)]
 
 
@@ -1361,8 +1361,8 @@ def _draft(model: NativeModel, context: int) -> float:
 
 
 def _later_accepted(lab: Lab, size: int, calibration: Calibration) -> float:
-    """Return the acceptance rate of positions after the first, counted where all earlier ones were
-    accepted.
+    """Return the acceptance rate of positions after the first; a position counts only if all
+    earlier positions were accepted.
     """
     kept = GroupedDrafter.calibration
     GroupedDrafter.calibration = calibration

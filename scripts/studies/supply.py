@@ -112,7 +112,7 @@ def _license(name: str) -> str:
     except PackageNotFoundError:
         return ""
     for field in ("License-Expression", "License"):
-        # Some packages put the whole licence text into the field for its name.
+        # Some packages put the whole licence text into the field for the licence's name.
         if field in stated and stated[field] and "\n" not in stated[field]:
             return stated[field]
     classes = [

@@ -612,7 +612,7 @@ class Body(nn.Module):
 
 
 class Llama(nn.Module):
-    """A small Llama with tied embeddings."""
+    """A small Llama whose embedding is also its output matrix."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -805,7 +805,7 @@ class Workers:
 
 
 def _backward(model: Llama, batches: Sequence[Batch], learned: int) -> float:
-    """Add the gradients of some batches, and return their part of the mean loss over `learned`
+    """Add the gradients of some batches, and return their share of the mean loss over `learned`
     tokens.
     """
     total = 0.0
@@ -829,7 +829,7 @@ def _begin(model: Llama) -> None:
 
 
 def _assist(batches: Sequence[Batch], learned: int) -> tuple[float, list[Tensor]]:
-    """Compute a helper's part of the loss, and its gradients."""
+    """Compute the loss and gradients of one worker process's share of the batches."""
     model = _models[0]
     model.zero_grad()
     loss = _backward(model, batches, learned)
@@ -1243,8 +1243,9 @@ def lessons(reader: Reader, texts: Sequence[Text]) -> list[Lesson]:
 
 
 def _batches(found: Sequence[Lesson], random: Random) -> Iterator[list[Lesson]]:
-    """Yield batches without end; each has texts of similar length, and batches have about equally
-    many tokens.
+    """Yield batches without end.
+
+    Each batch has texts of similar length, and all batches have about equally many tokens.
     """
     while True:
         order = sorted(found, key=lambda one: (len(one.ids), random.random()))
@@ -1258,7 +1259,7 @@ def _batches(found: Sequence[Lesson], random: Random) -> Iterator[list[Lesson]]:
 
 
 def _laws(model: Llama, batch: Sequence[Lesson]) -> Tensor:
-    """Return the model's log-probabilities of all tokens at every written position."""
+    """Return the model's log-probabilities of all tokens at every written position of the texts."""
     compute = torch.bfloat16
     width = max(len(one.ids) for one in batch) - 1
     ids = torch.zeros(len(batch), width, dtype=torch.long)
@@ -1295,7 +1296,7 @@ def learn_drafter(
 
 @torch.inference_mode()
 def agreement(model: Llama, head: Tensor, found: Sequence[Lesson]) -> tuple[float, float]:
-    """Return how often the likeliest token agrees with the target's, and the mean KL divergence
+    """Return how often the model's likeliest token is also the target's, and the mean KL divergence
     from the target.
     """
     same = 0.0
@@ -1554,7 +1555,9 @@ def whole(model: Relative, encoder: Encoder, out: Path) -> dict[str, Tensor]:
 
 
 def check(name: str, model: Relative, encoder: Encoder, count: int) -> float:
-    """Return the share of new problems of the member's kind that a model solves at temperature 0."""
+    """Return the share of new problems that a model solves at temperature 0; the problems are of
+    the member's kind.
+    """
     tests = list(islice(MEMBERS[name].exercises("test", Random(77)), count))
     with tempfile.TemporaryDirectory() as place:
         whole(model, encoder, Path(place))
@@ -1746,7 +1749,7 @@ class Trainer:
 
     @property
     def stage(self) -> Stage:
-        """Return the current stage."""
+        """Return the stage of the recipe at the current step."""
         return self.recipe.stage(self.progress.step)
 
     def stream(self, errors: Errors) -> Iterator[tuple[Batch, Cursor]]:
@@ -1814,7 +1817,7 @@ def train(name: str, recipe: Recipe, work: Path, models: Path) -> None:
 
 
 def _checked(folder: Path) -> dict[str, object]:
-    """Return the accuracy of a saved model: over all problems, by level and by kind."""
+    """Return the accuracy of a saved model over all problems, by level and by kind."""
     watch = exercises("calibration", 200, seed=77)
     texts = generate(folder, [prompt(one.text) for one in watch], temperature=0.7, seed=0)
     right = [(one, answer(text) == one.answer) for one, text in zip(watch, texts, strict=True)]

@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name's module when the name is first used, so that `import atts` is fast."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts' has no attribute {name!r}")
-    from atts.concurrency import import_lock  # it imports anyio, which is slow
+    from atts.concurrency import import_lock  # atts.run imports anyio, which is slow
 
     with import_lock:
         return getattr(import_module(_HOME[name]), name)

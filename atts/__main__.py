@@ -20,7 +20,7 @@ def main() -> None:
 
     gc.set_threshold(_COLLECT_AFTER, 10, 10)
     code = run()
-    # from here on a Ctrl-C would only change the exit code
+    # after this line, a Ctrl-C would only change the exit code
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 

@@ -44,7 +44,7 @@ def checked_losses(losses: ArrayLike, low: float = 0.0) -> Losses:
         raise CalibrationInputError(
             "losses", array.shape, "one number per problem, at least one problem"
         )
-    outside = ~((array >= low) & (array <= 1))  # true of NaN as well
+    outside = ~((array >= low) & (array <= 1))  # this comparison is also true of NaN
     if outside.any():
         raise CalibrationInputError("loss", float(array[outside][0]), f"a number in [{low:g}, 1]")
     return array
@@ -174,7 +174,7 @@ def net_p_value(losses: ArrayLike, epsilon: float) -> float:
         low = float(beta_quantile(_INTERVAL_MISS / 2, differing, n - differing + 1))
     if differing < n:
         high = beta_upper_quantile(_INTERVAL_MISS / 2, differing + 1, n - differing)
-    # A net loss of epsilon needs a share of at least epsilon.
+    # For a net loss of epsilon, a share of at least epsilon of the problems must differ.
     shares = np.linspace(max(low, epsilon), max(high, epsilon), 65)
     worst = max(_chance_of_at_most(net, n, float(share), epsilon) for share in shares)
     return min(1.0, _INTERVAL_MISS + worst)
@@ -270,7 +270,7 @@ class Tested:
     rate: float
     cost: float
     loss: float
-    p: float | None  # None if the fixed sequence stopped before it
+    p: float | None  # None if the fixed sequence stopped before this candidate
     certified: bool
 
 
@@ -541,7 +541,7 @@ def _steps_down(
 ) -> Iterator[_Step]:
     """Yield each threshold in twentieths, from `start` down to 0."""
     for twentieths in range(start, -1, -1):
-        is_answered = confidences >= twentieths / 20 - 1e-9  # nan never is
+        is_answered = confidences >= twentieths / 20 - 1e-9  # this comparison is never true of NaN
         num_wrong = int((is_answered & is_wrong).sum())
         yield _Step(twentieths / 20, int(is_answered.sum()), num_wrong)
 

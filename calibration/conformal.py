@@ -94,8 +94,8 @@ class RateCheck:
                 f"in {_interval_text(self.band)}"
             )
         low, high = self.coin
-        # With few decisions the interval is so wide that being inside it says little, so the text
-        # names it.
+        # With few decisions the interval is wide, so a rate inside the interval shows little; the
+        # text therefore names the interval.
         is_wide = (high - low) / 2 > min(self.nominal, 1 - self.nominal) / 2
         width = (
             f"; with so few decisions, the rate of a coin would be in {_interval_text(self.coin)}"
@@ -211,7 +211,7 @@ def split_threshold(stored: Scores, rate: Rate) -> float:
     ordered = np.sort(np.asarray(stored, float))
     if ordered.ndim != 1:
         raise CalibrationInputError("stored scores", ordered.shape, "one list of numbers")
-    # NaN sorts last, so if there is a NaN, the last score is one.
+    # NaN sorts last, so if any score is NaN, the last score is NaN.
     if len(ordered) and np.isnan(ordered[-1]):
         raise CalibrationInputError("stored score", math.nan, "a number")
     if k > len(ordered):

@@ -190,7 +190,8 @@ class Feedback(Controller):
             # At most three inverted siblings count, so that they do not outweigh the deficits.
             inversions = self._inversions(nonconformity, question, turn)
             lean += self._order * max(-3, min(3, inversions))
-        logit = max(-700.0, min(700.0, self._logit + lean))  # exp must not overflow
+        # without this limit, exp would overflow
+        logit = max(-700.0, min(700.0, self._logit + lean))
         return 1 / (1 + math.exp(-logit))
 
     def _inversions(self, nonconformity: float, question: str, turn: int) -> int:

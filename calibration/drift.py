@@ -32,10 +32,9 @@ from atts.calibration.state import DefaultTable, Persisted
 from atts.errors import CalibrationInputError, OptionError
 from atts.sampling import binomial_tail, normal_quantile
 
-# Up to this share of repeats there is no warning.
+# Up to this share of repeated scores there is no warning.
 FEW = 0.02
-# Scores this near to the end of the scale may be equal without being copied, because the chunks
-# were certain.
+# Certain chunks may have equal scores this near to the end of the scale, without one being a copy.
 _CERTAIN = 1e-6
 
 
@@ -51,8 +50,8 @@ class DuplicateScores:
     # The share of scores that repeat another score of the same question, or of any question if
     # questions are not known.
     within: float
-    across: float  # the share of scores that also occur in another question
-    distinct: float  # the share of questions without repeats
+    across: float  # the share of scores that another question also has
+    distinct: float  # the share of questions without repeated scores
     clustered: bool
 
     @classmethod
@@ -134,7 +133,7 @@ def _are_distinct(questions: Sequence[Sequence[float]], depth: int) -> list[bool
 
 
 Floats = NDArray[np.float64]
-# From this number of scores on, the spread of a question is compared.
+# The spread of a question is compared if the question has at least this number of scores.
 _SPREAD_FROM = 3
 
 
@@ -162,7 +161,7 @@ class QuestionSample:
             return cls((), 1, 0.0)
         icc = summarise({name: np.array(scores) for name, scores in questions.items()}).icc
         size = int(np.median([len(scores) for scores in questions.values()]))
-        # An unknown correlation counts as 1, a negative one as 0.
+        # An unknown correlation counts as 1, and a negative correlation as 0.
         icc = 1.0 if math.isnan(icc) else max(0.0, icc)
         return cls(tuple(tuple(scores) for scores in questions.values()), size, icc)
 
@@ -229,7 +228,7 @@ def normal_scores(values: Floats, reference: Floats) -> Floats:
     return np.asarray(np.vectorize(normal_quantile, otypes=[float])(inside), float)
 
 
-_MOST = 256  # the most questions that are compared, on either side
+_MOST = 256  # the most live questions, and the most stored questions, that are compared
 _DRAWS = 4_999  # simulated clean runs
 # The first simulation draws this many runs. More are drawn only if its p-value is at most `_DOUBT`.
 _GLANCE = 499
@@ -307,7 +306,7 @@ def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Gen
     drawn = draw.integers(k, size=(draws, n)) + k * np.arange(draws)[:, None]
     # Each row has one run's weights of the n questions in `ours` and the k in `theirs`.
     weights = np.zeros((draws + 1, n + k))
-    weights[0, :n] = 1 / n  # the actual run
+    weights[0, :n] = 1 / n  # the run that is tested
     weights[1:, n:] = np.bincount(drawn.ravel(), minlength=draws * k).reshape(draws, k) / n
     live = normal_scores(ours, theirs)
     stored = normal_scores(theirs, theirs)
@@ -331,7 +330,7 @@ def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator
     distances = _distances(both)
     # Which questions are chosen as live, one choice per row: [1 + draws, n + k].
     chosen = np.zeros((_DRAWS + 1, n + k))
-    chosen[0, :n] = 1  # the actual run
+    chosen[0, :n] = 1  # the run that is tested
     positions = np.argpartition(draw.random((_DRAWS, n + k)), n - 1, axis=1)[:, :n]
     np.put_along_axis(chosen[1:], positions, 1.0, axis=1)
     # Sums of distances among the chosen questions, from the chosen to all, and among all.
@@ -381,7 +380,7 @@ def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions
     same = _terms(np.zeros((1, size)), _spread(np.ones((1, size)), np.array(tie)))
     gain = questions * (_terms(means, spreads) - same)
     moments = weights @ _moments((scores - centre) / width)
-    # in blocks, because [weightings, components] is large
+    # in blocks, because an array [weightings, components] is large
     parts = [
         _log_mean_exp(moments[start : start + _AT_ONCE] @ gain.T)
         for start in range(0, len(moments), _AT_ONCE)
@@ -580,7 +579,7 @@ class DriftEvent:
     """An alarm of the monitor, with the action that the policy took."""
 
     kind: Kind
-    scores: int  # live scores seen before the alarm
+    scores: int  # live scores that were seen before the alarm
     questions: int
     p: float
     action: DriftPolicy
@@ -756,7 +755,8 @@ class Health:
     threshold: float  # the split-conformal threshold, above which a score escalates
     # 90 % interval of the threshold's long-run rate, if the scores were independent
     long_run: tuple[float, float]
-    long_run_clustered: tuple[float, float]  # the same interval, for the effective number of scores
+    # the interval of the rate for the effective number of scores
+    long_run_clustered: tuple[float, float]
     # Standard deviation of the rate when one half of the questions sets the threshold for the other
     # half.
     half_split: float
@@ -885,5 +885,5 @@ def _as_score(stored: StoredScores, nonconformity: float) -> float:
     value = nonconformity if stored.scale.worse == "higher" else -nonconformity
     if stored.scale.measure != "log":
         return value
-    # exp(710) overflows; thresholds are infinite where there are too few scores
+    # exp(710) overflows; thresholds are infinite if there are too few scores
     return math.exp(value) if value < 700 else math.inf

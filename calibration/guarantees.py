@@ -211,6 +211,6 @@ def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[s
             f"rate of {100 * facts.rate:g} %."
         )
     for event in facts.events:
-        # an alarm has already voided the promise
+        # an alarm has already voided this guarantee
         voided_by += f"; ALREADY VOID after {event.scores} scores: {event.message} ({event.action})"
     return f"{realised} {guarantee[:1].upper()}{guarantee[1:]}", voided_by

@@ -27,7 +27,7 @@ _KIND = "atts judge"
 class Examples:
     """Chunks to learn from: the features, the gain of a takeover, and the problem of each chunk."""
 
-    names: tuple[str, ...]  # names of the features
+    names: tuple[str, ...]  # names of the judge's features
     features: Sequence[Sequence[float]]
     gains: Sequence[float]
     problems: Sequence[str]
@@ -49,7 +49,7 @@ class AdvantageJudge:
     mean_gain: float
     penalty: float
     rate: float
-    over_coin: tuple[float, float, float]  # the gain, and its 95 % interval
+    over_coin: tuple[float, float, float]  # the gain in accuracy, and its 95 % interval
     chunks: int
     problems: int
     fingerprint: Mapping[str, object] = field(default_factory=dict[str, object])

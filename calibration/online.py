@@ -139,7 +139,7 @@ class ReorderBuffer:
             elif self._next in self._skipped:
                 self._skipped.discard(self._next)
             elif len(self._waiting) > self._limit:
-                # A score that never comes must not keep all later ones from the pools.
+                # A score that never arrives must not keep all later scores from the pools.
                 self.given_up += 1
             else:
                 return released
@@ -224,7 +224,8 @@ class Calibrator(Persisted):
         self.scale = self.stored.scale
         self.fingerprint = dict(self.stored.fingerprint if fingerprint is None else fingerprint)
         check_stored(self.stored, self.fingerprint, mode, by_length=by_length)
-        # The options as the state names them; the last two are present only if they are used.
+        # The names of the options in the state; the last two are present only if the options are
+        # used.
         self._options: dict[str, object] = {
             "drift": drift,
             "window": window,
@@ -455,7 +456,7 @@ class Calibrator(Persisted):
     def _learn_all(self, released: Sequence[PendingScore]) -> None:
         for pending in released:
             self._learn(pending)
-        if self._over:  # some of these may have been the last of a question
+        if self._over:  # some of the removed scores may have been the last of a question
             self._forget_over()
 
     def _learn(self, pending: PendingScore) -> None:
@@ -813,7 +814,7 @@ def rate_metrics(
     x: Floats = np.asarray(nonconformity, float)
     e: Floats = np.asarray(escalated, float)
     question_rates: Floats = np.bincount(q, e) / np.bincount(q)
-    question_turn = q * (int(t.max()) + 1) + t  # one number for each pair of a question and a turn
+    question_turn = q * (int(t.max()) + 1) + t  # one number for each pair (question, turn)
     return {
         "overall_error": float(abs(e.mean() - rate)),
         "turn_rms": turn_rms(t, e, rate),
@@ -857,7 +858,7 @@ def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float
     for members in np.split(order, bounds):
         over = nonconformity[members][escalated[members] == 1]
         kept = np.sort(nonconformity[members][escalated[members] == 0])
-        # Counting from both sides counts each tie once, which is twice its half.
+        # Counting from below and from above counts each tie once, which is twice its half.
         below = np.searchsorted(kept, over, "left")
         up_to = np.searchsorted(kept, over, "right")
         wins += float((below + up_to).sum()) / 2

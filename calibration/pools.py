@@ -109,8 +109,8 @@ class Ranks:
 class WeightedRank(NamedTuple):
     """The weighted rank of a score among stored scores; the score itself has weight 1."""
 
-    below: float  # weight of the stored scores below it
-    equal: float  # weight of the stored scores equal to it
+    below: float  # weight of the stored scores below the given score
+    equal: float  # weight of the stored scores equal to the given score
     size: float  # weight of all stored scores
 
     def p(self, theta: float) -> float:
@@ -141,7 +141,7 @@ class Window:
             )
         self._width = width
         self._ranks = Ranks()
-        self._order = deque[float]()  # stays empty if there is no width
+        self._order = deque[float]()  # stays empty if the pool has no width
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -179,7 +179,7 @@ class Fading:
         self._next = 1.0  # the weight of the score added next
         self._order = deque[float]()  # oldest first
         self._scores = array("d")
-        self._weights = array("d")  # ascending, equal scores oldest first
+        self._weights = array("d")  # in ascending order of the scores, equal scores oldest first
 
     def __len__(self) -> int:
         return len(self._order)
@@ -329,7 +329,7 @@ class LengthStrata(Persisted):
     def _split(self, at: int) -> None:
         stratum = self._strata[at]
         shorter, longer = stratum.halves()
-        # nearly all chunks have one length, for example because a limit cuts them
+        # nearly all chunks have the same length, for example because a limit cuts them
         if min(len(shorter), len(longer)) < _LEAST // 4:
             stratum.split_from = 2 * len(stratum)
             return

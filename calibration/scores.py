@@ -58,11 +58,12 @@ class Scale:
         >>> PERPLEXITY.nonconformity(1.0), LOG_PROB.nonconformity(-2.5)
         (0.0, 2.5)
         """
-        if type(score) is float:  # a shortcut for the usual case, because every decision runs this
+        # a shortcut for the usual case, a float, because every decision calls this function
+        if type(score) is float:
             value = score
         else:
             value = plain_number(what, score, f"a number, {self.domain}")
-        if not self.low <= value <= self.high:  # true of NaN as well
+        if not self.low <= value <= self.high:  # this comparison is also true of NaN
             if not self.low - _SLACK <= value <= self.high + _SLACK:
                 raise CalibrationInputError(what, value, self.domain)
             value = min(max(value, self.low), self.high)

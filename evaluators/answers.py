@@ -172,7 +172,7 @@ def extraction(
     complete, open_at = boxes(text) if firsts else ([], None)
     group = last_group(complete, text)
     if kind == "choice" and group and not any(map(_has_choice, group)):
-        # the box has a value, but the letter may be stated next to the box
+        # the box has a value, but the text may state the choice's letter next to the box
         choice = _stated_choice(text, fallback)
         if choice is not None:
             return choice
@@ -453,7 +453,7 @@ def _bare(line: str) -> str | None:
     *_, line = PATTERNS["arrow"].split(line)
     whole = _MATHS.match(line)
     if whole and not line[whole.end() :].strip(" .*"):
-        # the maths counts as a whole: [-2, 7] is an interval, not two numbers
+        # the formula counts as a whole: [-2, 7] is an interval, not two numbers
         return _inside(whole)
     run = _RUN.search(line)
     if run and not _is_inside(run, [*_MATHS.finditer(line)]):

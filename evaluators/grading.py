@@ -35,9 +35,9 @@ class GradedRecord:
     id: str
     verdict: Verdict
     answer: str | None
-    found_by: str  # "given", or the rule of the extraction
-    expected: bool | None = None  # the record's own verdict, if it has one
-    golds: tuple[str, ...] = ()  # the references, as they were compared
+    found_by: str  # "given", or the name of the rule that extracted the answer
+    expected: bool | None = None  # the verdict that the record itself contains, if any
+    golds: tuple[str, ...] = ()  # the references, in the form in which they were compared
     kind: AnswerKind = "math"
 
     def as_json(self) -> dict[str, object]:

@@ -31,7 +31,7 @@ _FENCE = re.compile(
 )
 _LANGUAGES = ("", "python", "python3", "py")
 _WORKER = Path(__file__).with_name("program_worker.py")
-# time to start a child on a busy machine, in addition to the program's time
+# seconds to start a child process on a busy machine, in addition to the program's time
 _STARTING_SECONDS = 5.0
 _MOST_OUTPUT = 8  # mebibytes
 _AT_ONCE = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
@@ -54,8 +54,8 @@ class ProgramTests(msgspec.Struct, frozen=True, omit_defaults=True):
 
     cases: tuple[Case, ...]
     public: int = 0
-    function: str = ""  # the function that is called; "" if the program reads standard input
-    seconds: int = 6  # processor time of one run
+    function: str = ""  # the name of the function to call; "" if the program reads standard input
+    seconds: int = 6  # CPU time of one run
     megabytes: int = 1024
 
     @classmethod
@@ -268,7 +268,8 @@ def _call_function(program: str, inputs: Sequence[str], tests: ProgramTests) -> 
     end, output, detail = _child(program, job, "", tests)
     runs: list[ProgramRun] = []
     for line in output.splitlines()[: len(inputs)]:
-        with suppress(ValueError, KeyError, TypeError):  # the last line may be incomplete
+        # the last line of the output may be incomplete
+        with suppress(ValueError, KeyError, TypeError):
             runs.append(ProgramRun("done", json.dumps(json.loads(line)["value"])))
     if len(runs) < len(inputs):
         runs.append(ProgramRun("error" if end == "done" else end, "", detail))

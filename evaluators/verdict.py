@@ -77,12 +77,12 @@ class Limits:
     raw_characters: int = 250_000  # characters that are read in order to drop spacing and wrappers
     characters: int = 20_000  # characters that are parsed after that
     tokens: int = 12_000
-    depth: int = 40  # depth of values within values
-    items: int = 4_000  # items of a list, set, tuple or matrix
-    bits: int = 100_000  # bits of any exact integer
-    terms: int = 400  # terms of a written-out sum or product
-    steps: int = 20_000  # steps of one numeric evaluation
-    # the work of all evaluations of one pair; a step counts more if it has more digits
+    depth: int = 40  # greatest depth of values within values
+    items: int = 4_000  # most items of a list, set, tuple or matrix
+    bits: int = 100_000  # most bits of any exact integer
+    terms: int = 400  # most terms of a written-out sum or product
+    steps: int = 20_000  # most steps of one numeric evaluation
+    # most work for all evaluations of one pair; a step counts more if it has more digits
     work: int = 200_000
     seconds: int = 60  # a last defence in case a cap is missing; no verdict depends on it
 

@@ -189,10 +189,10 @@ class Proposal:
     position: int  # position after the chunk in the tree of all siblings' texts
     answer: str | None
     score: float | None = None
-    flaw: str = ""  # the reason for a missing score that the gate requested
-    # index of the first token that the target rejects; 0 also if it is not needed or not known
+    flaw: str = ""  # the reason why the score that the gate requested is missing
+    # index of the first token that the target rejects; 0 also if that index is not needed or known
     first_rejected: int = 0
-    score_reused: bool = False  # whether the score was taken from an equal chunk of a sibling
+    score_reused: bool = False  # whether the score is copied from an equal chunk of a sibling
     # beginning of the target's own version of the chunk; no gate sees it
     beginning: Beginning | None = None
 
@@ -220,7 +220,7 @@ class Siblings:
         self._positions: dict[tuple[int, TokenIds], int] = {}
         # scores of chunks, keyed by the position in the tree that the chunk leads to
         self.scores: dict[int, KnownScore] = {}
-        self.pending_scores: dict[int, Arrival] = {}  # keyed by position
+        self.pending_scores: dict[int, Arrival] = {}  # keyed by position in the tree
 
     def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
         """Return how many siblings have answered, the share of the leading answer among them, and
@@ -298,7 +298,7 @@ class RolloutBuilder:
             "target": policy.sampling_of("target"),
         }
 
-        # the rollout so far, and values computed from it
+        # the rollout so far, and values computed from its text
         self.rollout = Rollout(problem.id, scope.sample, prompt)
         siblings.rollouts[scope.sample] = self.rollout
         self.turn = 0  # the index of the current turn
@@ -320,9 +320,10 @@ class RolloutBuilder:
 
         # the state of the search for an answer
         self.budget_forcings_left = policy.budget_forcing
-        self._earlier_answer: str | None = None  # the answer found before the last "wait"
+        # the answer found before the last "wait" in the text
+        self._earlier_answer: str | None = None
         self._searched_to = 0  # number of characters before which no answer begins
-        # the last text searched, with its answer
+        # the text that was searched last, with its answer
         self._last_search: tuple[str, str | None] = ("", None)
 
     async def propose(self) -> Proposal:
@@ -741,7 +742,7 @@ def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
     messages: list[Message] = []
     system = policy.system
     if problem.kind == "code" and system == Policy().system:
-        system = _PROGRAM  # a program does not belong in a box
+        system = _PROGRAM  # a program does not belong in a LaTeX box
     if system:
         messages.append(Message("system", system))
     for text, solution in problem.examples:
@@ -796,7 +797,7 @@ def continued(beginning: Beginning, rest: Completion | None, engine: Engine) -> 
     assert ended is not None, "an unfinished beginning needs a continuation"
     text_ids = ids[:-1] if ended == "end" and ids[-1] in engine.spec.end_ids else ids
     if len(logprobs) != len(ids):
-        logprobs = ()  # the engine sent no log-probabilities for the rest
+        logprobs = ()  # the engine sent no log-probabilities for the remaining tokens
     return Completion(ids, engine.tokenizer.decode(text_ids), ended, logprobs, cached_tokens)
 
 

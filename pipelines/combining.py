@@ -75,7 +75,8 @@ class Combiner:
         self._overruled: list[float] = []
         # graded problems in which the target's choice was correct and the vote wrong
         self.better = 0
-        self.worse = 0  # graded problems in which the choice was wrong and the vote correct
+        # graded problems in which the target's choice was wrong and the vote correct
+        self.worse = 0
         self.consistent = 0  # pairs with the same verdict in both orders
         self.inconsistent = 0
         self._is_graded = False
@@ -225,7 +226,7 @@ class RecordedRollouts:
     def __init__(self, outcomes: Callable[[], Iterable[Outcome]], count: int) -> None:
         self._outcomes = outcomes
         self._count = count
-        self._open: dict[str, Outcome] = {}  # keyed by problem
+        self._open: dict[str, Outcome] = {}  # outcomes, keyed by problem
         self._over = set[str]()
 
     def __len__(self) -> int:
@@ -450,7 +451,7 @@ class CombinedVerdicts:
 
     is_vote_correct: bool
     is_choice_correct: bool
-    is_any_correct: bool  # whether any of the rollouts' answers is correct
+    is_any_correct: bool  # whether at least one rollout has a correct answer
 
     @classmethod
     def of(cls, line: FinishedProblem) -> CombinedVerdicts | None:
@@ -485,14 +486,14 @@ class CombineSummary:
     problems: int
     split: int  # number of problems on which the target was asked
     trials: int  # number of these problems in which the target's choice did not count
-    changed: int  # answers that differ from the vote
+    changed: int  # answers that the target's choice changed from the vote
     gained: int  # changed answers that are correct, while the vote is wrong
     lost: int
     pairs: int
     consistent: int
     winnable: int  # graded split problems with a wrong vote and a correct answer among the rollouts
     gain: Estimate  # gain in accuracy over graded problems, with its interval
-    ceiling: float  # the gain of an oracle that is asked about the same problems
+    ceiling: float  # the gain of an oracle that chooses on the same problems
     below: float  # final threshold: a vote counted as split if its leader had at most this share
     actions: tuple[str, ...]
     usage: Usage

@@ -66,7 +66,7 @@ class Forgetting(Protocol):
 
 def let_go(kept: object, question: str) -> None:
     """Let a gate forget a question, and every gate inside it."""
-    # `isinstance` of a protocol takes ten times as long
+    # `isinstance` of a protocol is ten times as slow
     if hasattr(kept, "forget"):
         cast(Forgetting, kept).forget(question)
     inner = getattr(kept, "inner", None)
@@ -137,7 +137,8 @@ class ConformalGate:
         """Report the decision to the calibrator; a forced escalation without a score counts for the
         rate only.
         """
-        if decision.issue is not None:  # decisions of an earlier session already have a number
+        # decisions that an earlier session recorded already have a number
+        if decision.issue is not None:
             self._issued = max(self._issued, decision.issue + 1)
         self.calibrator.observe(decision, escalated)
 
@@ -244,7 +245,7 @@ class StaticRankGate(NonLearningGate):
     """
 
     reads: ClassVar[GateReads] = "score"
-    pools: Mapping[str, tuple[float, ...]]  # ascending
+    pools: Mapping[str, tuple[float, ...]]  # scores in ascending order
     tau: float
 
     @classmethod
@@ -420,7 +421,7 @@ class AgreementGate:
     """
 
     inner: Gate
-    # nothing escalates once this share of the answered siblings has the same answer
+    # no chunk escalates once this share of the answered siblings has the same answer
     agreement: float
 
     def preview(self, features: Features) -> Decision:

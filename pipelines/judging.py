@@ -193,7 +193,8 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
     if builder.target.has_recorded_calls:
         request = _request(builder, proposal.chunk)
         if builder.target.recorded_scores(request) is not None:
-            known = None  # this rollout asked in the earlier session, so it asks again
+            # this rollout sent the request in the earlier session, so it sends the request again
+            known = None
         elif known is None:
             known = _recorded_for_sibling(builder, proposal.chunk, request)
     if known is not None:

@@ -304,7 +304,7 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
         builder.enter([*kept, written], (), decision, score, proposal.flaw)
         return
     if builder.policy.takeover == "repair":
-        # the chunk stays up to, but without, the first token that the target rejects
+        # the chunk stays up to the first token that the target rejects, without that token
         part = first_tokens(chunk, proposal.first_rejected, builder.draft)
         # The part is shorter than the chunk, which fitted, so at least one token of the target
         # fits.
@@ -326,7 +326,8 @@ class RunningVote:
         self.policy = policy
         self.group = group
         self.ended = 0
-        self._settled = ""  # why the remaining rollouts cannot change the winner; empty if they can
+        # the reason why the remaining rollouts cannot change the winner; empty if they can
+        self._settled = ""
         self._cast: dict[int, Ballot] = {}
 
     @property

@@ -265,7 +265,7 @@ def judge_features(
     if not target or len(draft) < len(target):
         return (math.nan,) * len(JUDGE_FEATURES)
     pairs = list(zip(target, draft, strict=False))
-    # an impossible token must not outweigh everything else
+    # without this limit, an impossible token would outweigh all other tokens
     least = -30.0
     given = [max(least, value) for value in target]
     own = [max(least, value) for _, value in pairs]

@@ -72,7 +72,7 @@ class BegunChunk:
     writer: Role
     since: float
     is_look: bool
-    tokens: int = 0  # accepted so far
+    tokens: int = 0  # number of tokens accepted so far
     drafted_until: float = 0.0  # time at which `tokens` was last counted
 
 
@@ -227,7 +227,7 @@ class WriterChoice:
         if begun.writer == "draft" and "target" in self.seconds:
             excess = seconds - tokens * self.seconds["target"]
             self.lost += max(0.0, excess) / (len(self.in_flight) + 1)
-        if begun.writer == self.best:  # this writer has become the faster one in the meantime
+        if begun.writer == self.best:  # meanwhile this writer has become the faster writer
             return
         if self._is_promising():
             self._go_on(self._other)

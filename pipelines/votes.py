@@ -83,14 +83,14 @@ def classes(answers: Sequence[str], group: Grouper) -> list[int]:
 def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
     """Count ballots by equivalence of their answers instead of their strings."""
     labels = classes([ballot.answer for ballot in ballots], group)
-    answers: dict[int, str] = {}  # the first answer seen of each class
+    answers: dict[int, str] = {}  # the spelling of each class's answer that was seen first
     weights: dict[int, float] = {}
     counts: dict[int, int] = {}
     for ballot, label in zip(ballots, labels, strict=True):
         answers.setdefault(label, ballot.answer)
         weights[label] = weights.get(label, 0.0) + ballot.weight
         counts[label] = counts.get(label, 0) + 1
-    # sorting is stable: ties go to the class seen first
+    # sorting is stable, so ties go to the class that was seen first
     heaviest_first = sorted(answers, key=lambda label: -weights[label])
     return Tally(
         tuple(answers[label] for label in heaviest_first),

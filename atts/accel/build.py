@@ -157,7 +157,7 @@ def _speculating_loop(
         lengths,
         vocabulary=config.model.vocabulary,
         table=table,
-        # In one thread, time that other processes took from the processor is not counted.
+        # In one thread, CPU time leaves out the time that other processes took from the processor.
         clock=thread_time if is_here else perf_counter,
     )
     return StepLoop(target.model, scheduler, table, send, proposals)

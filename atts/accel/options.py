@@ -119,7 +119,7 @@ class StageOptions:
     # steps in the stages at the same time; None: as many as stages
     stage_steps: int | None = None
     stage_worker: StageWorker = "process"  # kind of worker; an engine behind "ray:" uses actors
-    # most rows of one run of a block that models of a zoo share; None: all
+    # most rows in one run of a block that models of a zoo share; None: no limit
     block_rows: int | None = None
 
     def check(self) -> None:
@@ -210,7 +210,7 @@ class LoopPlan:
     # class of the user's own proposer, which another process imports by name
     proposer: type[Proposer] | None = None
     is_shared: bool = False  # whether other models of its zoo may be run in the same loop
-    depth: int = 0  # number of layers of the deepest of these models
+    depth: int = 0  # number of layers of the deepest model in the same loop
 
     @property
     def speculates(self) -> bool:

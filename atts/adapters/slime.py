@@ -79,7 +79,7 @@ class _Worker:
         """Return the changes of the policy that the trainer's sampling parameters ask for."""
         given = {name: params[name] for name in _NAMES if params.get(name) is not None}
         if given.get("top_k", 0) < 0:
-            del given["top_k"]  # all tokens
+            del given["top_k"]  # a negative top_k means no limit
         changes: dict[str, Any] = {
             "samples": 1,
             "early_stop": "none",

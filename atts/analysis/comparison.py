@@ -97,7 +97,7 @@ class GradedProblem:
     share: float
     samples: int
     costs: Mapping[str, float]  # known costs, keyed by the names in COSTS
-    unscored: float = 0.0  # increase of `vote` if the unscored ones were correct
+    unscored: float = 0.0  # increase of `vote` if the unscored problems were correct
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class CostRatio:
     """The ratio of the second run's mean cost per problem to the first's, with its interval."""
 
     name: str
-    first: float  # mean per problem
+    first: float  # mean cost per problem
     second: float
     ratio: float  # infinite if the first run's cost is 0
     low: float
@@ -271,7 +271,7 @@ class Compared:
     mcnemar: McNemar | None
     costs: tuple[CostRatio, ...]
     unscored: tuple[int, int] = (0, 0)  # votes counted wrong that could not be scored
-    if_right: Comparison | None = None  # comparison of the votes if these were correct
+    if_right: Comparison | None = None  # comparison of the votes if the unscored votes were correct
     # comparison of votes after every problem, in a seeded random order
     sequential: Sequential | None = None
 

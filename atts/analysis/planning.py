@@ -63,7 +63,7 @@ class CompleteRollout:
     sample: int
     turns: tuple[TurnCost, ...]
     label: Hashable | None
-    is_right: bool | None  # None if it is unknown
+    is_right: bool | None  # None if correctness is not known
     turn_limit: Callable[[int], int]  # turns that it may have under a limit of the policy
 
 
@@ -753,7 +753,7 @@ class PilotArm:
     usage: Usage
     rate: float  # realised rate; NaN if the method escalates nothing
     coin: str = ""  # the name of the coin for the comparison
-    unavailable: str = ""  # why these models cannot run it
+    unavailable: str = ""  # the reason why these models cannot run the method
 
     @property
     def shares(self) -> dict[str, float]:
@@ -778,7 +778,7 @@ class PilotRow:
     gain: Estimate | None  # gain over the coin of the same policy and rate
     p_value: float
     cost: float
-    # cost of a point of accuracy above the draft alone; infinite if it is not better
+    # cost of one percentage point of accuracy above the draft alone; infinite without a gain
     cost_per_point: float
 
     @property

@@ -343,7 +343,7 @@ class PlayedRollout:
 
     label: int  # class of equal answers
     is_right: float  # 1 correct, 0 wrong or unscored
-    costs: tuple[float, float, float, float]  # one cost per unit; NaN if it is not known
+    costs: tuple[float, float, float, float]  # one cost per unit; NaN if the cost is not known
     scores: tuple[tuple[str, float], ...] = ()
 
 
@@ -420,7 +420,7 @@ class RefereeOptions:
     :raises OptionError: for a number that is not positive, or an unknown unit.
     """
 
-    rules: Sequence[str] = ()  # none: all
+    rules: Sequence[str] = ()  # none named: all rules
     samples: int | None = None
     # None means 200, or fewer if there are more than 100 problems, because these also average over
     # orders
@@ -639,7 +639,7 @@ class _Mean:
 @dataclass(frozen=True, slots=True)
 class _ProblemTable:
     rows: list[_Mean]
-    fixed_right: Floats  # correctness of the vote of 1, 2, ... rollouts
+    fixed_right: Floats  # correctness of the vote of the first 1, 2, ... rollouts
     fixed_costs: Floats  # costs of these votes, by unit
 
 

@@ -182,10 +182,10 @@ class _RecordedProblem:
     problem: Problem
     answer: str | None
     is_censored: bool
-    usage: Usage  # usage of all its rollouts
+    usage: Usage  # usage of all rollouts of the problem
     rollouts: tuple[ReplayedRollout, ...]  # the recorded rollouts that belong to the policy
     weights: tuple[float, ...]  # weights of these rollouts' votes
-    rows: range  # its judged chunks
+    rows: range  # the judged chunks of the problem
 
 
 class _Record:

@@ -19,7 +19,7 @@ from atts.evaluators.syntax.vocabulary import Tables
 Split = Literal["train", "calibration", "test"]
 Operator = Literal["+", "-", "*", "/"]
 
-LIMIT = 199  # no number in a problem or its solution is larger
+LIMIT = 199  # the largest number that a problem or its solution may contain
 LEVELS: dict[int, tuple[int, ...]] = {1: (2,), 2: (3,), 3: (4,), 4: (5, 6), 5: (7, 8)}
 """Numbers of steps by level."""
 
@@ -326,7 +326,7 @@ def _comparison(random: Random, count: int) -> Exercise | None:
     sentences = [f"{names[0]} has {values[0]} {item}s."]
     steps = list[Step]()
     for index, name in enumerate(names[1:]):
-        # if the question is about the last person, every step must matter
+        # if the question is about the last person, all steps must matter
         earlier_index = index if not together else random.randint(0, index)
         change = _next_operation(random, values[earlier_index])
         other = names[earlier_index]

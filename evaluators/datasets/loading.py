@@ -374,7 +374,7 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
                     return _copy(known, copy, options)
         copy = HubSource(repo[1], DATA, Columns())
         return _copy(Benchmark.unknown(repo[1]), copy, options)
-    # the reader's error names the kinds of files that it reads
+    # the reader's error message names the file types that the reader accepts
     if path.exists() or (kind_of(path) and not is_hub):
         return _file(path, options, Benchmark.unknown(name))
     raise OptionError(
@@ -463,7 +463,7 @@ def _dataset(
 def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
     """Generate problems; `selection` gives their number, seed and levels."""
     name = "arithmetic"
-    split = cast(arithmetic.Split, options.split)  # the generator refuses any other
+    split = cast(arithmetic.Split, options.split)  # the generator refuses any other split
     count = selection.sample or BENCHMARKS[name].size
     levels = selection.levels or (1, 2, 3, 4, 5)
     revision = (

@@ -97,9 +97,9 @@ class Benchmark:
     form: AnswerForm = "plain"
     grading: Grading = Grading()
     aliases: tuple[str, ...] = ()
-    sample: tuple[int, int] | None = None  # count and seed of the subset that this name denotes
+    sample: tuple[int, int] | None = None  # size and seed of the subset with this name
     hubs: tuple[HubSource, ...] = ()
-    prefix: str = ""  # prefix of the ids, if it differs from the name
+    prefix: str = ""  # prefix of the problems' ids, if the prefix differs from the dataset's name
     note: str = ""
 
     @classmethod
@@ -142,9 +142,9 @@ class LoadOptions:
     answers: Answers = "required"
     seed: int = 0
     grading: Mapping[str, float | str | None] = field(default_factory=dict[str, float | str | None])
-    shots: Path | None = None  # a file of worked examples, which are put before every problem
+    shots: Path | None = None  # a file of worked examples; every prompt begins with these examples
     network: Network = "auto"
-    cache: Path | None = None  # None means the cache of huggingface_hub
+    cache: Path | None = None  # None: the cache of huggingface_hub
 
     def __post_init__(self) -> None:
         for option, known in (("answers", Answers), ("network", Network), ("kind", AnswerKind)):
@@ -164,7 +164,7 @@ class LoadOptions:
 
 Row = Mapping[str, object]
 _MOST_BYTES = 1 << 30  # after decompression; the largest benchmark has a hundredth of that
-_ROW_BYTES = 256  # bytes that a row takes in addition to its values
+_ROW_BYTES = 256  # memory in bytes that a row needs in addition to its values
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
@@ -589,7 +589,8 @@ def _level(text: str) -> int | None:
 
 
 def _choice_texts(value: object) -> list[str]:
-    if isinstance(value, Mapping):  # {"text": [...], "label": [...]}, or {"A": ..., "B": ...}
+    # choices as {"text": [...], "label": [...]}, or {"A": ..., "B": ...}
+    if isinstance(value, Mapping):
         choices = cast(Mapping[str, object], value)
         if isinstance(choices.get("text"), list):
             value = choices["text"]

@@ -18,11 +18,11 @@ from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import OutOfTime, Undecided
 
 SECONDS = 5.0  # time limit of one question
-_TIMEOUTS = 2  # number of timeouts of one tree after which no more questions about it are asked
+_TIMEOUTS = 2  # number of timeouts after which atts asks sympy nothing more about an expression
 _START = 60.0  # seconds for the worker to import sympy, on a busy machine
-_KEPT = 4096  # answers that are remembered
+_KEPT = 4096  # number of answers of sympy that are remembered
 _NODES = 400  # largest number of nodes of both trees together that sympy is asked about
-_FAILURES = 5  # failed starts after which no more are tried
+_FAILURES = 5  # number of failed starts after which atts starts no worker
 
 
 _trial = threading.local()
@@ -78,7 +78,8 @@ class Worker:
 
     def ask(self, one: str, two: str, positive: str = "[]") -> Any:
         """Return the reply about two trees, from memory if the question was asked before."""
-        # look before taking the lock, because a thread has the lock while it waits for the worker
+        # look before taking the lock, because a waiting thread keeps the lock until the worker
+        # replies
         with suppress(KeyError):
             return self.answers[one, two, positive]
         questions = getattr(_trial, "questions", None)
@@ -88,7 +89,7 @@ class Worker:
         with self.lock:
             if (one, two, positive) in self.answers:
                 return self.answers[one, two, positive]
-            larger = max(one, two, key=len)  # the larger expression takes the time
+            larger = max(one, two, key=len)  # the larger expression determines the time
             if self.timeouts[larger] >= _TIMEOUTS:
                 return "time"
             if len(self.answers) >= _KEPT:

@@ -745,7 +745,7 @@ def _is_whole(value: Value) -> TypeGuard[Fraction]:
     return isinstance(value, Fraction) and value.denominator == 1
 
 
-# exact values are bounded where they are made
+# exact values were limited in size where they were made
 _SMALL = frozenset({"number", "symbol", "add", "mul"})
 _SCALES = {"percent": (number(Fraction(1, 100)),), "degree": (number(Fraction(1, 180)), PI)}
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {

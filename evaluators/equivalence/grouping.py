@@ -41,7 +41,7 @@ from atts.evaluators.syntax.tree import (
 from atts.evaluators.syntax.vocabulary import measure, squashed
 from atts.evaluators.verdict import LIMITS, Limits, OutOfTime, Undecided, Undefined
 
-# number of answers under one loose key beyond which each is compared with only the first few
+# if more answers than this have one loose key, each is compared with only the first few of them
 _CROWD = 48
 _FEW = 16  # up to this many different answers are all compared pairwise, whatever their keys
 
@@ -179,7 +179,7 @@ class Keys:
         if not reading.trees:
             return "text:" + spaceless(reading.text)
         node = reading.trees[0]
-        if reading.lettered:  # the letter counts as well as the value
+        if reading.lettered:  # the letter of the choice counts as well as its value
             return f"choice:{reading.choice}:{node!r}"
         if not has(node, *_NOT_VALUES, "percent", "degree") and not is_decimal(node):
             with suppress(NotRational, Undecided, Undefined):

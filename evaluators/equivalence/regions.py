@@ -103,7 +103,7 @@ class Line:
         if node.kind == "union" or node.text == "or" or not (node.text or is_inequality(node)):
             return either
         both = self.shared(parts, len(parts))
-        # x < 1, x > 3 without "and" cannot mean both
+        # x < 1, x > 3 without "and" cannot mean that both conditions are true
         return either if not both and node.kind == "list" and not node.text else both
 
     def built(self, member: Node, condition: Node) -> Region | None:

@@ -273,7 +273,7 @@ def _is_curve(node: Node, names: frozenset[str]) -> bool:
             continue
         is_power = each.kind == "pow" and (each.args[1].value or 0) >= 1
         if each.kind not in ("add", "mul", "symbol") and not is_power:
-            return False  # logarithms, quotients and the like are not usual curves
+            return False  # curves with logarithms, quotients and the like are unusual
     if node.kind == "mul":
         return any(factor.kind != "symbol" for factor in node.args)
     terms = node.args if node.kind == "add" else (node,)

@@ -265,7 +265,7 @@ def _expressions(left: Any, right: Any) -> bool | None:
     gap = left - right
     if _has_clear_gap(left, right):  # values come before proofs, because they take less time
         return False
-    with suppress(Exception):  # if one method fails, the others are still tried
+    with suppress(Exception):  # if one method of proof fails, the next methods are still tried
         if sympy.simplify(gap) == 0:
             return True
     with suppress(Exception):

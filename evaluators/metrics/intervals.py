@@ -30,8 +30,8 @@ class Estimate:
     method: str
     level: float = 0.95
     note: str = ""
-    unscored: int = 0  # counted wrong
-    # value and interval if the unscored ones were correct
+    unscored: int = 0  # number of unscored problems, which count as wrong
+    # value and interval if the unscored problems were correct
     if_right: tuple[float, float, float] | None = None
 
     def __str__(self) -> str:

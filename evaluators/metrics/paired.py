@@ -40,9 +40,9 @@ class Comparison:
 
     first: float
     second: float
-    difference: Estimate  # second - first
+    difference: Estimate  # value of the second run minus value of the first run
     p_value: float
-    better: int  # problems on which the second is above the first
+    better: int  # number of problems on which the second run's value is higher
     worse: int
     tied: int
     problems_needed: int | None
@@ -268,10 +268,10 @@ class Sequential:
     """The result of a comparison that was tested after every problem."""
 
     settled: Settled
-    problems: int  # problems compared until it was decided, or all problems
+    problems: int  # problems compared until the comparison was settled, or all problems
     low: float
     high: float
-    points: float  # differences of at most this many points count as alike
+    points: float  # differences of at most this many percentage points count as equal
     level: float = 0.95
 
     def __str__(self) -> str:
@@ -327,7 +327,7 @@ class ConfidenceSequence:
     @property
     def interval(self) -> tuple[float, float]:
         """Return the range of the remaining candidates, up to the nearest excluded ones."""
-        if not self._means.size:  # happens with probability at most 1 - level
+        if not self._means.size:  # this happens with probability at most 1 - level
             return math.nan, math.nan
         low = max(-1.0, float(self._means[0]) - 1 / _STEPS)
         high = min(1.0, float(self._means[-1]) + 1 / _STEPS)

@@ -199,7 +199,7 @@ class DraftJob:
     texts: list[StepBatch] = field(default_factory=list[StepBatch])
     # slots to free when the step is over
     lent: list[SlotIds] = field(default_factory=list[SlotIds])
-    # first token after each proposal
+    # first token after each proposal of this step
     begun: tuple[list[int], list[PlaceLaw]] = field(default_factory=lambda: ([], []))
     is_enough: bool = False  # if true, the target's step is done and no further draft step begins
     error: BaseException | None = None
@@ -222,7 +222,7 @@ class BranchWriter:
         self._heads = heads
         self._stats = stats
         self.streams = False  # whether the streaming heads are used
-        # number of likeliest tokens of a position that are named in addition to its own token
+        # number of likeliest tokens to name at a position, in addition to the position's own token
         self.fan = 0
         self.acceptance = 0.7  # estimated chance that a proposed token is accepted
 
@@ -585,7 +585,7 @@ class OverlappedDrafter(ModelDrafter):
         """
         if self._rows.drafted(self._rows.sequence(line.ask.key)) != branch.start:
             return 0
-        # the last token must be computed again, because the distribution after it is needed
+        # compute the last token again, because the distribution after this token is needed
         count = min(branch.fed, line.stop - branch.start - 1)
         stop = branch.start + count
         job.moves.append((branch.slots[:count], self._table[line.row, branch.start : stop].copy()))

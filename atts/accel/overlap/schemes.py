@@ -24,7 +24,7 @@ _TURN = 16  # steps of a trial
 _STRETCH = 64  # steps between two checks of the scheme in use
 _SETTLE = 4  # first steps of a turn that do not count, because a drafter catches up in them
 _KNOWN = 128  # limit of the weight, in steps, of a scheme's earlier rate
-_GLANCE = 8  # steps after which a trial at half the other's rate ends
+_GLANCE = 8  # steps after which a trial ends if its rate is half the other scheme's rate
 _SHARE = 0.005  # share of the tokens that trials of one scheme may lose
 _WORTH = 1.05  # least gain, with every outcome guessed, for which a scheme is tried
 _LONGEST = 1024  # steps between two trials if trials lose almost nothing
@@ -59,7 +59,7 @@ class _Scheme:
     # tokens per second if every outcome had been guessed; 0 for the first scheme, which guesses
     # none
     promise: float = 0.0
-    seconds: float = 0.0  # seconds of its last trial
+    seconds: float = 0.0  # seconds of the scheme's last trial
     since: float = 0.0  # tokens that other schemes wrote after that trial
 
     def learn(self, turn: _Turn) -> None:

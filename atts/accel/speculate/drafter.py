@@ -142,7 +142,7 @@ class ModelDrafter(Proposer):
         overwritten.
         """
         sequence = self._rows.sequence(key)
-        # the last token was drawn but not computed
+        # the last token was drawn but not yet computed
         fed = min(accepted, max(0, len(proposal.tokens) - 1))
         self._rows.advance(sequence, self._rows.drafted(sequence) + fed)
 

@@ -260,7 +260,7 @@ class Survival:
         self._none = np.zeros((2, most))
         self._pool = self._none
         self._own: dict[int, NDArray[np.float64]] = {}
-        # rounds that wait to be counted, because counting them together costs hardly more than
+        # rounds that wait to be counted; counting many rounds together costs hardly more than
         # counting one
         self._new: list[Outcome] = []
 
@@ -407,7 +407,7 @@ class _Trial:
 
     length: int
     left: int  # timed steps that are left
-    settling: int = 0  # untimed steps before these
+    settling: int = 0  # untimed steps before the timed steps
     keys: frozenset[int] | None = None  # sequences that get proposals; None: all
     lost: float = 0.0  # seconds lost compared with steps without proposals
 
@@ -600,7 +600,7 @@ class GoodputControl:
         """Stop timing and trials until the balance allows them again; each useless rest is twice as long as the last."""
         due = -self._balance / _SHARE / self._plain(step)
         if self._is_stopped:
-            # until the lost time is a smaller share of the run
+            # until the lost time is a smaller share of the run's time
             missing = self._lost / _MOST_LOST[1] - self._elapsed
             due = max(due, missing / self._plain(step))
         load.resting = load.rested = int(max(load.rest, min(_RESTS[1], due)))

@@ -355,7 +355,7 @@ class SharingScheduler(Scheduler):
 
     def _prefill_stop(self, sequence: Sequence, stop: int) -> int:
         borrowed = int(self._ledger.borrowed[sequence.row])
-        # later tokens are computed in all units
+        # all units compute the later tokens
         return min(stop, borrowed) if sequence.num_computed < borrowed else stop
 
     def _reachable(self, sequence: Sequence, match: PrefixMatch) -> int:

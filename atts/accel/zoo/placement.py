@@ -109,7 +109,7 @@ _FIRST = 1e-2, 1e-4
 
 def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
     """Create one of several engines on the same model, each as its own replica."""
-    from atts.servers import ReplicaPool  # placement of blocks needs no server clients
+    from atts.servers import ReplicaPool  # the placement of blocks does not use clients of servers
 
     return ReplicaPool(
         [(str(at), one) for at, one in enumerate(engines)],

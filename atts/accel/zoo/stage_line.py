@@ -267,7 +267,7 @@ class LayerRange:
     def __init__(self, setup: StageSetup, nodes: int) -> None:
         self.setup = setup
         self.members = dict[int, StageSetup]()
-        self.homes = list[int]()  # the workers that should have it
+        self.homes = list[int]()  # the workers that should have this range
         self.holders = set[int]()
         self.loading = Counter[int]()
         self.failure: EngineError | None = None
@@ -716,7 +716,7 @@ class StageExecutor:
             return
         if isinstance(answer.rows, Exception):
             flight.error = answer.rows
-            for stop, _ in stops:  # however much of the work it did
+            for stop, _ in stops:  # however much of the work the worker did
                 stop.held.forget(node.number, flight.table[stop.batch.table_rows])
             return
         hop = perf_counter() - node.sent - sum(answer.seconds)

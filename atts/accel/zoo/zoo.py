@@ -331,7 +331,7 @@ class SharedPart:
 
     models: tuple[str, ...]
     places: tuple[str, ...]  # places in the first of these models
-    bytes: int  # bytes of the blocks, which are stored once
+    bytes: int  # bytes of the blocks; each block is stored once
     below: tuple[SharedPart, ...]
 
 
@@ -356,8 +356,8 @@ class ZooContents:
     models: tuple[ModelLine, ...]
     tree: tuple[SharedPart, ...]
     blocks: int  # number of different blocks
-    stored: int  # bytes of the zoo
-    apart: int  # bytes of the added folders; for an adapter, with those of its base
+    stored: int  # bytes of the zoo's files
+    apart: int  # bytes of the added folders; for an adapter, with the files of its base
 
     @property
     def saved(self) -> float:

@@ -302,7 +302,7 @@ def _settings(data: RunData) -> list[tuple[str, str, str]]:
     given = data.run.manifest.settings
     for name, setting in data.run.manifest.configuration.items():
         if name in given or (name == "policy" and given):
-            continue  # these are reported below with their origin
+            continue  # the report shows these settings below, with their origin
         parts = (
             setting.value.items() if isinstance(setting.value, Mapping) else [("", setting.value)]
         )

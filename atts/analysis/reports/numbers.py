@@ -111,7 +111,7 @@ class Baseline:
     problems: int
     own: Estimate
     other: Estimate
-    difference: Estimate  # this run - the other
+    difference: Estimate  # value of this run minus value of the other run
     p_value: float  # corrected by Holm's method if there are several others
     problems_needed: int | None
     token_ratio: float
@@ -165,7 +165,7 @@ class Uniformity:
     effective: float
     distance: float
     band: float
-    counts: tuple[int, ...]  # in equal bins of [0, 1]
+    counts: tuple[int, ...]  # counts of p-values in equal bins of [0, 1]
     curve: tuple[tuple[float, float], ...]  # pairs of p and the share of p-values at or below p
 
     @property
@@ -228,7 +228,7 @@ class RateControl:
     p_values: Uniformity | None
     drift: DriftTest | None
     alarms: tuple[DriftAlarm, ...]
-    effective: str  # in words
+    effective: str  # the effective number of scores, in words
     effective_n: float
     promise: StatedGuarantee
     metrics: Mapping[str, float]
@@ -343,7 +343,7 @@ class ProblemRow:
     seconds: float | None
     flags: tuple[str, ...]
     why: str
-    question: str  # its first words
+    question: str  # the first words of the problem
     is_shown: bool = True  # whether a page shows the problem; a page may have room for only some
 
 

@@ -242,7 +242,7 @@ def _replayed(
 ) -> _Match | None:
     try:
         calibrator = fresh_calibrator(data.run, rate, mode)
-    except CalibrationInputError:  # a mode that needs stored scores
+    except CalibrationInputError:  # this mode needs stored scores
         return None
     checked = same = 0
     for place, step in enumerate(steps):
@@ -265,7 +265,7 @@ def _replayed(
                 same += again.action == decision.action and math.isclose(
                     again.p or 0.0, decision.p, abs_tol=1e-9
                 )
-        except CalibrationInputError:  # scores on another scale than perplexities
+        except CalibrationInputError:  # the scores are on another scale than perplexities
             return None
     return _Match(mode, calibrator, checked, same)
 
@@ -338,7 +338,7 @@ class _Columns:
 
     questions: list[str] = field(default_factory=list[str])
     turns: array[int] = field(default_factory=lambda: array("I"))
-    escalated: bytearray = field(default_factory=bytearray)  # 0 or 1 each
+    escalated: bytearray = field(default_factory=bytearray)  # 0 or 1 for each decision
     # indices of the decisions that have a score, and their nonconformities
     judged: array[int] = field(default_factory=lambda: array("I"))
     bad: array[float] = field(default_factory=lambda: array("d"))

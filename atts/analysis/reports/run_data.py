@@ -223,7 +223,7 @@ class RolloutFacts:
     brief: FinishedSample
     decisions: int
     escalated: int
-    tokens: int  # written by both models
+    tokens: int  # number of tokens that draft and target wrote together
     target_tokens: int  # tokens of the rollout that the target wrote
     flags: tuple[str, ...]
     # the tokens that each turn added, by the draft and by the target; plain numbers, because a

@@ -168,12 +168,12 @@ def clock() -> Callable[[], float]:
     """
     anyio.current_time()  # raises where there is no loop
     try:
-        # None under trio's guest mode, whose host loop is not our clock
+        # None under trio's guest mode, because the host loop has another clock
         if asyncio.current_task() is not None:
             return asyncio.get_running_loop().time
     except RuntimeError:
         pass
-    from trio.lowlevel import current_clock  # trio is installed if its loop runs
+    from trio.lowlevel import current_clock  # trio is installed if trio's loop runs
 
     return current_clock().current_time
 
@@ -288,7 +288,7 @@ class SlotQueue:
                 self.give(tokens)
             else:
                 waiter.state = "gone"
-                self._grant()  # smaller requests behind this one may fit now
+                self._grant()  # smaller requests behind this request may fit now
             raise
 
     def _refuse(self, tokens: int) -> None:

@@ -67,7 +67,7 @@ class Problem:
     subject: str = ""
     choices: tuple[str, ...] = ()
     source: str = ""
-    grading: Grading | None = None  # None: the default rules
+    grading: Grading | None = None  # None: the default rules of comparison
     # worked examples (problem, solution), shown to the model before this problem
     examples: tuple[tuple[str, str], ...] = ()
 
@@ -215,7 +215,7 @@ class Decision:
     issue: int | None = None
     score: float | None = None
     p: float | None = None
-    why: str = ""  # the reason, for people only
+    why: str = ""  # the reason for the decision, for people only
     origin: Origin = "gate"
     length: float | None = None  # length of the chunk, if the gate ranks by length
 
@@ -252,8 +252,8 @@ class Features:
     draft_evidence: float = math.nan
     has_answer: bool = False
     answered: int = 0  # siblings with an answer
-    agreement: float = 0.0  # the leading answer's share of their answers
-    agrees: bool = False  # whether this chunk's answer is the leading one
+    agreement: float = 0.0  # the leading answer's share of the siblings' answers
+    agrees: bool = False  # whether this chunk's answer is the leading answer
     text: str = ""
 
     def decision(
@@ -321,7 +321,8 @@ class Turn:
     discarded: tuple[Chunk, ...] = ()
     score: float | None = None
     decision: Decision | None = None
-    note: str = ""  # why a score is missing, or what failed; for people only
+    # the reason why a score is missing, or a description of a failure; for people only
+    note: str = ""
     # number of tokens scored by the target; 0 if an equal chunk of a sibling gave the score
     scored_tokens: int = 0
     is_forced: bool = False  # whether budget forcing inserted the chunk's text
@@ -394,12 +395,12 @@ class Turn:
 class Usage:
     """Numbers of tokens and calls; usages add up with +."""
 
-    draft_tokens: int = 0  # sampled by the draft
-    target_tokens: int = 0  # sampled by the target
-    scored_tokens: int = 0  # scored by the target
+    draft_tokens: int = 0  # tokens sampled by the draft
+    target_tokens: int = 0  # tokens sampled by the target
+    scored_tokens: int = 0  # tokens scored by the target
     draft_prefill_tokens: int = 0
     target_prefill_tokens: int = 0
-    wasted_tokens: int = 0  # sampled, then discarded or cancelled
+    wasted_tokens: int = 0  # tokens that were sampled, then discarded or cancelled
     calls: int = 0
     # the part of target_tokens that was drawn while scoring, without a decoding step
     drawn_tokens: int = 0
@@ -431,7 +432,7 @@ class Rollout:
     sample: int
     prompt: Prompt
     turns: tuple[Turn, ...] = ()
-    finish: Finish | None = None  # None while it runs
+    finish: Finish | None = None  # None while the rollout runs
     answer: str | None = None
     usage: Usage = Usage()
     error: str = ""
@@ -499,7 +500,7 @@ class Combination:
     pairs: int = 0  # number of questions that were asked in both orders
     consistent: int = 0  # number of these with the same answer in both orders
     usage: Usage = Usage()
-    error: str = ""  # why the target could not be asked
+    error: str = ""  # the reason why the target could not be asked
 
     @property
     def answer(self) -> str:
@@ -522,7 +523,7 @@ class Outcome:
     usage: Usage = Usage()
     # a warning about the answer, such as a problem unlike those of the calibration scores
     doubt: str = ""
-    combination: Combination | None = None  # None if the vote alone decides
+    combination: Combination | None = None  # None if the vote alone decides the answer
 
     @property
     def is_complete(self) -> bool:
@@ -606,8 +607,8 @@ class RolloutSpan(
     problem: str
     sample: int
     status: RolloutStatus
-    queued: float  # submitted
-    started: float  # admitted
+    queued: float  # time at which the rollout was submitted
+    started: float  # time at which the rollout was admitted
     ended: float
     released: float
     attempts: int = 1

@@ -86,7 +86,7 @@ class EngineSpec:
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
     flops_per_token: float = 0.0  # operations for one decoded token; 0 if unknown
     weights: str = ""  # digest of the weight files, if they are local
-    chat_template: str = ""  # digest, if the engine renders conversations
+    chat_template: str = ""  # digest of the chat template, if the engine renders conversations
     # log-probabilities of a fixed text, from which a change of the server's model is recognised
     known_logprobs: tuple[float, ...] = ()
     # results of the probe, such as ("scores", "yes: 12 finite scores, ...")
@@ -157,12 +157,12 @@ class EngineStats:
     cancelled: int = 0
     failed: int = 0
     sampled_tokens: int = 0
-    prefilled_tokens: int = 0  # computed, not taken from a cache
+    prefilled_tokens: int = 0  # tokens that were computed, not taken from a cache
     scored_tokens: int = 0
     cached_tokens: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
-    queue_seconds: float = 0.0  # summed over requests
+    queue_seconds: float = 0.0  # seconds in the queue, summed over requests
 
 
 @dataclass(slots=True)
@@ -396,7 +396,7 @@ def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> N
         if not ids:
             raise UsageError(f"{what} is empty, but a request needs at least one id")
         kinds = set[type](map(type, ids))
-        is_plain = kinds == {int}  # asking an abstract class is slow
+        is_plain = kinds == {int}  # `isinstance` with an abstract class is slow
         if not is_plain and (
             bool in kinds or not all(issubclass(kind, Integral) for kind in kinds)
         ):
@@ -569,7 +569,7 @@ class Speculated:
     came_seconds: float = 0.0
     # the seconds predicted for the same tokens without proposals, minus the real seconds
     saved_seconds: float = 0.0
-    silence: str = ""  # why nothing was proposed; empty if something was
+    silence: str = ""  # the reason why nothing was proposed; empty if something was proposed
 
     def __add__(self, other: Speculated) -> Speculated:
         return self._with(other, add)

@@ -44,7 +44,7 @@ class Amount:
     """The spending of engine calls in whole numbers, so that sums are exact."""
 
     calls: int = 0
-    target_tokens: int = 0  # written by the target
+    target_tokens: int = 0  # number of tokens that the target wrote
     total_tokens: int = 0  # tokens of prompts, scored texts and completions, over all calls
     picodollars: int = 0
 

@@ -525,7 +525,7 @@ def _parts(run: RecordedRun) -> Iterator[list[Entry]]:
 def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
     gate, calibrator = Setup.recorded(manifest).decider()
     if isinstance(gate, AgreementGate):
-        gate = gate.inner  # the calibrator observed what was carried out
+        gate = gate.inner  # the calibrator observes the decision that was carried out
     if not isinstance(gate, ConformalGate) or gate.calibrator is not calibrator:
         method = manifest.configuration.get("method")
         raise CalibrationInputError(

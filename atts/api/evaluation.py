@@ -327,7 +327,8 @@ def check_resumes(
     then = {name: default_of(name) for name in GATE_SETTINGS} | then
     # An empty value and a missing value are the same setting.
     changed = [name for name in now if (now[name] or None) != (then.get(name) or None)]
-    if "method" in changed:  # keys that a changed method sets are not named as well
+    # the message does not name keys that only follow from the changed method
+    if "method" in changed:
         settled = {name for name, setting in setup.settings.items() if setting.origin[:2] != "--"}
         changed = [name for name in changed if name in _DECISIVE or name not in settled]
     if "shard" not in changed and dataset_digest(problems) != stored.dataset:

@@ -207,7 +207,7 @@ class GpuPlacement:
     card: str
     count: int
     context: int  # tokens that each server is started with
-    # None if the method does not use that model
+    # None if the method does not use the draft or the target
     draft: GpuShare | None
     target: GpuShare | None
 

@@ -69,7 +69,7 @@ class LoadAdvice:
     measured: float  # tokens per second
     forecast: float  # tokens per second by the models of costs and acceptance
     length: int  # the length with the best prediction; 0: propose nothing
-    best: float  # predicted tokens per second with this length
+    best: float  # predicted tokens per second with the best length
     plain: float  # tokens per second without proposals
 
 

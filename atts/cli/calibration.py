@@ -462,7 +462,7 @@ def _report(
 
     per_question, scale, seed = how
     if file != "-":
-        # raises the error of this command if the file is faulty
+        # raises this command's own error if the file is faulty
         scores_of(file, per_question, scale, None)
         options = {"per_question": per_question, "scale": scale_named(scale), "seed": seed}
         return calibration_report(file, rate=rate, rate_scope=rate_scope, **options)  # type: ignore[arg-type]  # named by type

@@ -334,7 +334,7 @@ def replay(
     for option, value in (("--orders", orders), ("--match", match)):
         if value is not None:
             raise OptionError(option, "it needs --rules")
-    words: Any = {"rate_scope": rate_scope, "vote": vote}  # checked there
+    words: Any = {"rate_scope": rate_scope, "vote": vote}  # the called function checks the value
     replayed = again(
         directory,
         method=method,
@@ -364,7 +364,7 @@ def _play_rules(
     from atts.journal import open_run
 
     run = open_run(directory)
-    words: Any = {} if match is None else {"unit": match}  # checked there
+    words: Any = {} if match is None else {"unit": match}  # the called function checks the value
     options = RefereeOptions(
         rules=[name.strip() for name in rules.split(",") if name.strip()],
         samples=samples,

@@ -528,7 +528,7 @@ def export(
     from atts.api import open_teacher
     from atts.journal import open_run
 
-    words: Any = {"kind": kind, "keep": keep}  # checked there
+    words: Any = {"kind": kind, "keep": keep}  # the called function checks the value
     options = ExportOptions(pairs=pairs, seed=seed, **words)
     run = open_run(directory)
     if teacher is None:

@@ -393,7 +393,7 @@ class Caller:
         self._state = state
         # numbers of the finished calls that the next call depends on
         self.frontier = frontier
-        # set by a problem's first call, after which the next problem may be opened
+        # set by a problem's first call; after this call, the next problem may be opened
         self._declared: anyio.Event | None = None
         # the time when it began to wait for siblings, if it waited since its last call
         self._ready: float | None = None
@@ -841,7 +841,8 @@ class ProblemScope(Caller):
         self.order = order
         self.why = ""
         self.cancel_scope = anyio.CancelScope()
-        self.is_opening = True  # whether it counts as one rollout, since it has not submitted any
+        # whether the problem counts as one rollout, because no rollout was submitted yet
+        self.is_opening = True
         self._declared = self.declared = anyio.Event()
         self.run = run
 
@@ -977,7 +978,7 @@ class GraphStats:
     problems_done: int
     rollouts_waiting: int
     rollouts_in_flight: int
-    rollouts: Mapping[str, int]  # ended, by status
+    rollouts: Mapping[str, int]  # number of ended rollouts, by status
     nodes: int
     sibling_seconds: float  # Ts: waiting for siblings, summed over rollouts
     engines: Mapping[str, EngineUse]

@@ -73,7 +73,7 @@ atts.
 _WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
     {"equal": "correct", "different": "wrong", "unscored": "unscored"}
 )
-_MOST_OPEN = 128  # files at once
+_MOST_OPEN = 128  # most files that are open at the same time
 _FEW_WORDS = 60  # characters
 
 

@@ -118,7 +118,7 @@ def versions(
     return versions
 
 
-_version = cache(version)  # cached, because a session makes a manifest for every question
+_version = cache(version)  # cached, because a session makes a manifest for each of its questions
 
 
 def dataset_digest(problems: Iterable[Problem]) -> str:

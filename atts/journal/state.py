@@ -76,9 +76,9 @@ class FinishedSample:
     sample: int
     finish: Finish
     answer: str | None = None
-    verdict: SampleVerdict | None = None  # None: it was not graded
+    verdict: SampleVerdict | None = None  # None: the sample was not graded
     rule: str = ""
-    error: str = ""  # why it failed
+    error: str = ""  # the reason why the sample failed
     is_fallback_answer: bool = False  # found in a finished text without a marked answer
 
     @classmethod
@@ -133,7 +133,7 @@ class FinishedProblem:
     judged: int = 0  # chunks that a gate decided on, including those of rollouts that were cut
     escalated: int = 0  # number of these that were escalated
     doubt: str = ""  # warning that the problem is unlike the questions of the stored scores
-    combination: Combination | None = None  # None if the vote alone decided
+    combination: Combination | None = None  # None if the vote alone decided the answer
     # seconds in the task graph; None while the problem runs
     seconds: float | None = field(default=None, compare=False)
 
@@ -459,7 +459,7 @@ class RunState:
     said: set[str] = field(default_factory=set[str])  # codes of the warnings so far
     sessions: int = 0
     killed: int = 0  # earlier sessions that ended without closing
-    # how the last session ended; None: it was killed, or still runs
+    # the end of the last session; None: that session was killed, or still runs
     ended: SessionClosed | None = None
     # speculation counters of all sessions that reported them; None if nothing proposes
     speculated: Speculated | None = None

@@ -66,12 +66,12 @@ class Sequence:
     cached_logits: Tensor | None = None
     # whether only the newest token has to be fed; set by the loop, cleared by preemption
     is_decoding: bool = False
-    is_finished: bool = False  # whether it is finished or cancelled
+    is_finished: bool = False  # whether the sequence is finished or cancelled
     num_admissions: int = 0  # number of times that it got a row; more than one if it was preempted
     # the completion that is drawn along the text that this sequence scores; it is not scheduled
     # itself
     drawn: Sequence | None = None
-    ended: Ending | None = None  # why the drawn completion ended, if it did
+    ended: Ending | None = None  # the reason why the drawn completion ended, if it did
 
     @property
     def kind(self) -> int:

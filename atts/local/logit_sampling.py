@@ -52,7 +52,7 @@ def batch_sampling(
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         made = torch.tensor(values, dtype=dtype)
-        # the copy to the device is not waited for
+        # non_blocking: this function does not wait for the copy to the device
         return made if device is None else made.to(device, non_blocking=True)
 
     temperatures = [row.temperature for row in settings]

@@ -105,7 +105,7 @@ class Proposals:
             between = self._clock() - self._ended
             usual = self._between or between
             # some gaps are longer because a report is sent, so a gap counts at most twice the
-            # average
+            # average gap
             self._between = usual + (min(between, 2 * usual) - usual) / _BETWEEN
         self._forget_finished()
         self._is_timed = True

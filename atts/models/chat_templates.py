@@ -201,7 +201,7 @@ def is_plain(template: str) -> bool:
         return isinstance(node, (*statements, *values, *joins))
 
     try:
-        whole = Environment(autoescape=False).parse(template)  # nothing is rendered
+        whole = Environment(autoescape=False).parse(template)  # this call renders nothing
         return is_known(whole) and all(map(is_known, whole.find_all(nodes.Node)))
     except Exception:  # noqa: BLE001  # a template that does not parse is not plain
         return False
@@ -231,7 +231,8 @@ def _serve(seconds: float) -> None:
     if sys.platform != "win32":
         import resource
 
-        with suppress(OSError, ValueError):  # the limit is lower already, or not supported
+        # the system's limit is already lower, or is not supported
+        with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
     for line in sys.stdin.buffer:
         if sys.platform != "win32":

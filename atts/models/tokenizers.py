@@ -53,13 +53,13 @@ class ModelTokenizer:
         )
         self.template_digest = _digest([self._template, self._special_tokens])
         try:
-            # the bytes of each id; empty for special tokens
+            # the bytes of each token id; empty for special tokens
             self.pieces = _pieces(self._backend.get_vocab(), state)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ModelLoadError(
                 name, f"the tokenizer in {folder} cannot be read ({error})"
             ) from error
-        self.vocabulary = len(self.pieces)  # the highest id plus one
+        self.vocabulary = len(self.pieces)  # the highest token id plus one
         eos = self._special_tokens.get("eos_token", "")
         self.end_ids = read_end_ids(folder, name, self._backend.token_to_id(eos) if eos else None)
 

@@ -203,7 +203,7 @@ class SequentialComparison:
         self._sequence = None if rule is None else ConfidenceSequence()
         self._order = list[str]()
         self._next = 0
-        self._over: dict[str, float | None] = {}  # None: it was not graded
+        self._over: dict[str, float | None] = {}  # None: the answer was not graded
 
     def needs(self, problem: str) -> bool:
         """Register the next problem of the dataset; return whether to solve it, which is True for
@@ -294,7 +294,7 @@ class CallBegun:
     """
 
     problem: str
-    rollout: str  # the hint in the request
+    rollout: str  # the hint in the request that names the rollout
     stage: CallKind
     input_tokens: int = 0  # input tokens of the prompt, or of the text with the part to be scored
     max_tokens: int = 0  # most tokens that may be written; 0 if the target judges
@@ -930,7 +930,7 @@ class _Call(Generic[Request, Result]):
 
     kind: CallKind
     request: Request
-    key: str  # names the request by its content, so a repeated request has the same key
+    key: str  # names the request by the request's content, so a repeated request has the same key
     ask: Callable[[Request], Awaitable[Result]]
     check: Callable[[Result, Request, EngineSpec], None]
     seconds: float = 0.0
@@ -1162,7 +1162,7 @@ class EngineCalls:
                     deadlines.scopes.discard(scope)
                 call.check(reply, call.request, self.spec)
                 return reply
-        except TimeoutError as error:  # the engine itself raised this
+        except TimeoutError as error:  # the engine itself raised this error
             late = error
         problem = f"no {deadlines.awaited} within {deadlines.seconds:g} s"
         raise EngineTimeout(self.spec.name, problem) from late
@@ -1481,7 +1481,7 @@ class UnscoredWatch:
 
     def __init__(self, reaction: OnUnscored) -> None:
         self._reaction = reaction
-        self.in_a_row = 0  # set back to 0 by every usable score
+        self.in_a_row = 0  # every usable score sets this count back to 0
         self._asking = anyio.Lock()
         self._diagnosis: str | None = None
 

@@ -195,7 +195,8 @@ class RunSpec:
     conditions: Conditions = "match"  # what to do if conditions differ
     on_unscored: OnUnscored = "stop"  # what to do if the target stops giving usable scores
     warnings: Sequence[str] = ()  # warnings for a reader of the run
-    abstain: Abstain | None = None  # the agreement threshold below which answers are withheld
+    # the agreement threshold; answers below this threshold are withheld
+    abstain: Abstain | None = None
     # the comparison with an earlier run, which ends this run once it is decided
     stop_when: StopWhen | None = None
     # a function that returns the policy for a context length; None: `policy` does not change
@@ -434,7 +435,7 @@ async def evaluate(
     """
     options = options or RunOptions()
     if options.directory is not None:
-        check_directory(options.directory)  # checked before models are loaded
+        check_directory(options.directory)  # this check comes before models are loaded
     async with AsyncExitStack() as engines:
         if options.engines == "open them":
             await engines.enter_async_context(plan.draft)
@@ -456,7 +457,7 @@ async def evaluate(
             of_judge = check_conditions(manifest, plan.judge_under, plan.conditions, "the judge")
             doubt = "; ".join(filter(None, (doubt, of_judge)))
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
-        # otherwise other runs use its gate as well
+        # True if no other run uses this run's gate
         is_alone = (
             options.shared_graph is None or options.directory is not None or options.gate == "own"
         )

@@ -83,7 +83,7 @@ class MergedPart:
 
     run: RecordedRun
     shard: Shard | None
-    problems: tuple[Problem, ...]  # in the order of its dataset
+    problems: tuple[Problem, ...]  # in the order of the run's dataset
     sessions: int
     last_node: int
 

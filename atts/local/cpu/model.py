@@ -189,7 +189,7 @@ class NativeWeights:
         self._keys = keys or [""] * (2 * config.num_layers + 2)
         self._groups = attention_groups(config, cache, group)
         self.most_attentions = max((len(own.layers) for own in self._groups), default=1)
-        self.is_bf16 = True  # true until a weight is found that is not
+        self.is_bf16 = True  # true until a weight is found that bfloat16 cannot represent
         packing.keep(cache)
         self.exact, self.grouped = self._describe(weights, rope_rows(config, cache.shape[2]))
 

@@ -90,7 +90,7 @@ class Station:
         [int, int], Sequence[Problem]
     ]  # takes the number of problems and the number of the episode
     policy: Policy
-    models: tuple[LocalEngine, ...] = ()  # the blocks of this engine are counted
+    models: tuple[LocalEngine, ...] = ()  # `soak` sums the KV blocks that these engines hold
 
 
 async def soak(folder: Path, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS) -> Tally:

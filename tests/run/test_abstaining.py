@@ -26,7 +26,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def abstaining(labelled: Path, abstain: str = ".2@.9") -> Setup:
-    """Return the same settings with answers withheld."""
+    """Return the same settings, with answers withheld if too few rollouts agree."""
     return replace(SETUP, abstain=abstain, labelled=str(labelled))
 
 
@@ -68,7 +68,9 @@ def test_a_run_reports_its_answers_and_the_guarantee(labelled: Path, tmp_path: P
 
 
 def test_labels_of_other_settings_or_of_the_same_problems_are_refused(labelled: Path) -> None:
-    """Each difference is named; another seed and other problems are allowed."""
+    """Labels of other settings or of the same problems give an error that names each difference;
+    another seed and other problems are allowed.
+    """
     setup = abstaining(labelled)
     with pytest.raises(FingerprintError, match="policy.samples: stored 4, now 5"):
         evaluate_sync(NEW, replace(setup, policy=Policy(samples=5)))
@@ -81,7 +83,7 @@ def test_labels_of_other_settings_or_of_the_same_problems_are_refused(labelled: 
 
 @pytest.mark.parametrize("text", ["x", "2@.9", ".1@1", ".1@", "@.9", "-.1", "nan@.9"])
 def test_a_malformed_guarantee_is_refused(labelled: Path, text: str) -> None:
-    """The error shows the correct form before anything runs."""
+    """A malformed guarantee gives an error that shows the correct form before anything runs."""
     with pytest.raises(OptionError, match=r"RISK@PROBABILITY; 0\.1@0\.9"):
         evaluate_sync(NEW, abstaining(labelled, text))
 
@@ -89,8 +91,8 @@ def test_a_malformed_guarantee_is_refused(labelled: Path, text: str) -> None:
 def test_too_few_labelled_problems_are_refused_with_the_number_needed(
     labelled: Path, tmp_path: Path
 ) -> None:
-    """The error gives the number needed; unfinished runs, runs that withheld answers, and one
-    setting without the other are refused too.
+    """The error gives the number of labelled problems needed. atts also refuses unfinished runs,
+    runs that withheld answers, and one setting without the other.
     """
     with pytest.raises(OptionError, match="about .* similar labelled problems are needed"):
         evaluate_sync(NEW, abstaining(labelled, ".02@.9"))

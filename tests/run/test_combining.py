@@ -196,7 +196,9 @@ def test_auto_ignores_a_selector_without_skill(world: Any) -> None:
 
 
 def test_auto_uses_a_skilled_selector_after_its_trial(world: Any) -> None:
-    """The gain is positive, and no problem of the trial changed its answer."""
+    """The gain of a skilled selector is positive, and no problem of the trial changed its
+    answer.
+    """
     result = world.run(planned(world, Selector(0.95), "auto"), world.session(None), problems=160)
     found = result.combined
     assert 0 < found.trials < found.split
@@ -228,7 +230,7 @@ def _loss_of_a_coin(seed: int, is_graded: bool, share_split: float) -> float:
             continue
         share = draws.choice((0.375, 0.5, 0.625))
         plan = combiner.plan("auto", share, 2)
-        # the leader of two finalists is correct more often
+        # the finalist with more votes is correct more often
         right = draws.choices(("first", "second", "none"), (0.5, 0.25, 0.25))[0]
         verdicts = [draws.random() < 0.5 for _ in range(2)]  # votes for the second finalist
         chosen = "second" if all(verdicts) else "first"
@@ -327,7 +329,7 @@ def test_a_refused_comparison_keeps_the_vote(world: Any) -> None:
 
 
 class Babbling(EngineAround):
-    """A target that names neither solution, but states the larger of their answers."""
+    """A target that names neither of the two solutions, but states the larger of their answers."""
 
     async def around(self, request: Any, call: Any) -> Any:
         """Return the larger answer in a sentence."""

@@ -10,13 +10,13 @@ from atts.run import RunLengthEstimate
 
 
 def decide(left: RunLengthEstimate, problem: str, sample: int, turn: int) -> None:
-    """Count one decision."""
+    """Count one decision in the forecast."""
     left.count(Decision("accept", 0.2, problem, turn, sample))
 
 
 def test_rollouts_that_take_equally_many_decisions_are_known_once_one_has_ended() -> None:
-    """Rollouts in flight are expected to take the rest of the known number, not the whole number
-    again.
+    """Once a rollout has ended, rollouts in flight are expected to take the rest of its number of
+    decisions, not the whole number again.
     """
     left = RunLengthEstimate(10, 2)
     for problem in range(4):

@@ -39,7 +39,7 @@ def _plan(world: Any) -> Any:
 async def _failing_late(
     problem: Problem, policy: Policy, context: Context, scope: ProblemScope
 ) -> Outcome:
-    """Solve the problem, then lose the result."""
+    """Solve the problem, then fail, so that the result is lost."""
     await solve(problem, policy, context, scope)
     raise ValueError("lost at the last moment")
 

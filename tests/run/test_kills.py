@@ -134,7 +134,7 @@ def told(directory: Path) -> dict[str, object]:
 
 
 class Study:
-    """Counts of signals so far, and the longest time that a process outlived its run."""
+    """Counts of signals sent so far, and the longest time that a process outlived its run."""
 
     def __init__(self, runs: Runs, size: int) -> None:
         self.runs = runs

@@ -495,7 +495,7 @@ def test_prices_are_read_by_model_or_role(tmp_path: Path) -> None:
 def test_a_wrong_price_file_is_refused_with_a_message(
     tmp_path: Path, text: str, problem: str
 ) -> None:
-    """The message names the fault in the file."""
+    """The message names the fault in the price file."""
     path = tmp_path / "prices.toml"
     path.write_text(text)
     with pytest.raises(OptionError, match=problem):

@@ -77,8 +77,8 @@ def outage(world: Any, role: Role, calls: int, name: str, **changes: Any) -> Any
 def test_an_outage_at_any_point_changes_no_outcome(
     world: Any, outcomes: Outcomes, points: int, role: Role
 ) -> None:
-    """With a frozen gate the first session reports what is missing, and the next session does
-    exactly this.
+    """With a frozen gate, the first session reports which problems are missing, and the next
+    session finishes exactly these problems.
     """
     whole = world.run(world.plan(), world.session("whole"))
     calls = sum(isinstance(e, Sampled | Scored) and e.role == role for e in world.events("whole"))
@@ -128,8 +128,8 @@ def test_finished_rollouts_of_an_open_problem_are_not_repeated(world: Any) -> No
 
 
 def test_an_outage_over_several_sessions_changes_no_outcome(world: Any, outcomes: Outcomes) -> None:
-    """Failed calls are tried again however often they failed; in the end the results are as without
-    an outage.
+    """The next session repeats failed calls however often they failed; in the end the results are
+    as without an outage.
     """
     whole = world.run(world.plan(), world.session("whole"))
     for calls in (9, 0, 17, 0):

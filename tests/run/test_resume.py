@@ -418,7 +418,7 @@ def test_node_numbers_continue_after_a_resume(world: Any) -> None:
     ],
 )
 def test_another_run_is_refused(world: Any, changes: dict[str, Any], field: str) -> None:
-    """The error names the differing field, and nothing in the directory changes."""
+    """The error names the field in which the runs differ, and nothing in the directory changes."""
     world.run(world.plan(), world.session(), problems=1)
     before = (world.tmp_path / "run" / JOURNAL).read_bytes()
     with pytest.raises(FingerprintError, match=field):
@@ -445,7 +445,7 @@ def test_a_bad_directory_is_found_before_engines_open(world: Any) -> None:
 
 
 def test_a_damaged_middle_is_refused(world: Any) -> None:
-    """The error has the number of the line, and the file is not changed."""
+    """The error has the number of the damaged line, and the file is not changed."""
     world.run(world.plan(), world.session(), problems=1)
     path = world.tmp_path / "run" / JOURNAL
     lines = path.read_bytes().splitlines(keepends=True)
@@ -457,7 +457,9 @@ def test_a_damaged_middle_is_refused(world: Any) -> None:
 
 
 def test_a_lost_engine_ends_the_run_and_loses_nothing(world: Any, outcomes: Outcomes) -> None:
-    """The error is raised, and the next session repeats the calls in flight with a working engine."""
+    """The run raises the engine's error, and the next session repeats the calls in flight with a
+    working engine.
+    """
     whole = world.run(world.plan(), world.session("whole"))
     retries = replace(world.plan().retries, calls=1, failures_in_row=2)
 

@@ -202,9 +202,7 @@ def test_the_manifest_says_what_was_run(world: Any) -> None:
 
 
 def test_each_kind_of_verdict_is_reported(world: Any) -> None:
-    """The verdicts correct, wrong, without an answer, undecided, and grader failed are
-    distinguished.
-    """
+    """Verdicts distinguish correct, wrong, without an answer, undecided, and grader failed."""
     words = {"1": "equal", "2": "different", "3": "unscored"}
 
     async def pipeline(
@@ -273,7 +271,7 @@ def test_two_problems_of_one_name_are_refused(world: Any) -> None:
     ("option", "value"), [("engines", "open"), ("signals", "hear"), ("keep", "everything")]
 )
 def test_unknown_choices_are_refused(world: Any, option: str, value: str) -> None:
-    """The error names the known choices, and no default replaces an unknown one."""
+    """The error names the known choices, and atts replaces no unknown choice by a default."""
     with pytest.raises(OptionError, match=f"{option}: unknown value '{value}'"):
         world.session(**{option: value})
 
@@ -398,7 +396,7 @@ class Queue(ScriptedEngine):
 def test_a_call_that_waits_for_its_turn_is_late_only_if_no_step_is_taken(
     world: Any, works: float, failed: bool
 ) -> None:
-    """The deadline of 6 s restarts with each step of an engine that counts its steps."""
+    """The deadline of 6 s restarts with each step of an engine that reports its number of steps."""
     plan = world.plan(
         draft=Queue("draft", works),
         policy=replace(POLICY, timeout_seconds=6.0),
@@ -668,7 +666,7 @@ def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
     plan = replace(usual, pipeline=answering, grade=slow, policy=replace(usual.policy, samples=8))
     result = world.run(plan, world.session(listeners=[crowd]), problems=24)
     assert len(result.problems) == 24
-    assert crowd.most <= 4  # by their number alone eight might be open
+    assert crowd.most <= 4  # a limit on their number alone would allow eight
 
 
 def test_a_calibrator_forgets_finished_problems(world: Any) -> None:

@@ -131,7 +131,7 @@ def test_a_run_without_scores_says_so_first(tmp_path: Path) -> None:
 
 
 def test_a_run_with_scores_has_no_such_line() -> None:
-    """The line is printed only if scoring failed."""
+    """The summary of a run with scores has no line about missing scores."""
     result = solved(toy_problems(3), setup(Overflowing("nan", after=10**9)))
     assert result.unscored == 0
     assert result.unscored_words == ""

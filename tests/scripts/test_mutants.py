@@ -45,7 +45,7 @@ def tree(tmp_path: Path) -> Path:
 def test_faults_are_reported_as_caught_survived_or_hung(
     tree: Path, line: str, tests: str, seconds: float, verdict: str
 ) -> None:
-    """Each fault is reported by its result, and the source is unchanged afterwards."""
+    """The script reports each fault by its result, and the source is unchanged afterwards."""
     before = (tree / "module.py").read_text()
     mutant = Mutant("one", "module.py", "return 2 * number", line, tests)
     trial = try_mutant(tree, mutant, seconds)
@@ -54,7 +54,9 @@ def test_faults_are_reported_as_caught_survived_or_hung(
 
 
 def test_a_fault_without_its_place_is_not_tried(tree: Path) -> None:
-    """A fault whose old line is no longer in the file is reported as out of date."""
+    """The script reports a fault as out of date if the fault's old line is no longer in the
+    file.
+    """
     with pytest.raises(ValueError, match="exactly once"):
         plant(tree, Mutant("one", "module.py", "return 5", "return 6", "test_module.py"))
 

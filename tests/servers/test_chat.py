@@ -216,7 +216,7 @@ async def test_failures_are_tried_a_few_times_and_named(
             before = len(server.calls)
             with pytest.raises(error):
                 await remote.sample(SampleRequest(prompt(remote), 10))
-            # a busy machine may need longer than the deadline to send the request
+            # a busy machine may need more time than the deadline to send the request
             if len(server.calls) > before:
                 break
         assert len(server.calls) - before == (1 if fault == "hang" else 3)

@@ -40,7 +40,9 @@ def told(engine: RemoteEngine) -> tuple[str, str]:
 async def test_a_lossless_server_is_accepted_with_its_speculation_reported(
     serve: Serve, client: Connect, dialect: str, words: str
 ) -> None:
-    """A server that does not speculate is not examined for losslessness."""
+    """The probe reports speculation that keeps the distribution, and does not test a server without
+    speculation.
+    """
     plain = serve(dialect)
     async with client(plain.url) as engine:
         assert told(engine) == ("yes", "the server does not speculate")

@@ -67,7 +67,7 @@ def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path)
             before.settle()
             saved = before.state()
         async with serving(state=tmp_path) as client:
-            # the request is planned, but no call fits into its cap
+            # the server plans the request, but no call fits into its cap
             await ask(client, atts={"max_total_tokens": 1})
             after = calibrator(client.service)
             assert after is not before

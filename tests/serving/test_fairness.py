@@ -88,7 +88,9 @@ def test_time_without_requests_earns_no_credit() -> None:
 
 
 def test_a_full_queue_displaces_the_newest_request_of_the_largest_user() -> None:
-    """The flood loses a place to a newcomer and does not get it back; a second flood shares evenly."""
+    """The queue is full, so a request of the flood makes room for a newcomer and does not get its
+    place back. Two floods share the queue evenly.
+    """
 
     async def main() -> None:
         slots = FairSlots(1, 4)
@@ -220,7 +222,7 @@ def test_a_user_who_floods_the_server_does_not_starve_another() -> None:
                     while client.service.in_flight < 21:  # noqa: ASYNC110
                         await anyio.sleep(0.01)
                 group.start_soon(ask, "other")
-            # one request of the flood lost its place to the other user, with a request to retry
+            # the queue was full, so one flood request got 429 to make room
             assert statuses == {200: 21, 429: 1}
             assert ended.index("other") <= 6
             assert client.service.account.reserved == Amount()

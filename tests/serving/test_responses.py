@@ -143,7 +143,7 @@ def test_a_streamed_response_is_the_whole_one(model: str) -> None:
     ],
 )
 def test_impossible_response_requests_are_refused(fields: dict[str, Any], words: str) -> None:
-    """The error names the field, and nothing was spent."""
+    """The error names the field of the impossible request, and no tokens were spent."""
 
     async def main() -> None:
         async with serving() as client:

@@ -102,7 +102,7 @@ def test_a_stream_says_what_a_whole_reply_says(seed: int) -> None:
 
 
 class HeldEngine(ScriptedEngine):
-    """An engine whose calls end only once the test lets them."""
+    """An engine whose calls end only when the test allows."""
 
     def __init__(self, role: Role) -> None:
         super().__init__(role)
@@ -477,7 +477,7 @@ def changed(name: str, value: Any) -> ServeOptions:
 
 @pytest.mark.parametrize("name", ["requests", "body_bytes"])
 def test_limits_that_serve_nothing_are_refused(name: str) -> None:
-    """A limit that admits no request is refused as a mistake."""
+    """A limit that admits no request is refused as a mistake in the options."""
     with pytest.raises(OptionError, match=name):
         changed(name, 0)
 

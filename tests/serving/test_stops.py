@@ -185,7 +185,7 @@ def test_the_text_of_a_rollout_without_an_answer_is_cut() -> None:
     ],
 )
 def test_impossible_stop_strings_are_refused(stop: Any, words: str) -> None:
-    """The error names the field before any work is done."""
+    """The error names the field with the impossible stop string before any work is done."""
 
     async def main() -> None:
         async with serving() as client:

@@ -133,7 +133,7 @@ def test_a_run_that_stopped_halfway_shows_its_leading_rollout(
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    """The error names the folder."""
+    """The error names the folder that contains no run."""
     with pytest.raises(JournalError, match="there is no run here"):
         RunStatus(tmp_path)
 

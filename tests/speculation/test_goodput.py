@@ -38,7 +38,7 @@ class Machine:
         """
         self.control = GoodputControl(MOST)
         self._known = set[int]()
-        self.begun = 0  # sequences that were proposed for the first time in the last step
+        self.begun = 0  # sequences that got their first proposal in the last step
         self._table = table
         self._noise = noise
         self._proposing: Table = lambda tokens: per_token * tokens + once * (tokens > 0)
@@ -114,7 +114,9 @@ class Machine:
         return sum(tokens for tokens, _ in each) / sum(seconds for _, seconds in each)
 
     def fixed(self, length: int, sequences: int, acceptance: float) -> float:
-        """Return the expected tokens per second with one length for all."""
+        """Return the expected tokens per second if every sequence gets proposals of one fixed
+        length.
+        """
         tokens, seconds = self.goodput([length] * sequences, acceptance)
         return tokens / seconds
 
@@ -184,8 +186,8 @@ def test_a_drafter_with_a_high_fixed_cost_gets_long_requests() -> None:
 def test_the_cost_of_new_texts_is_included(
     sequences: int, start: float, ends: float, catching_up: float, least: float
 ) -> None:
-    """A drafter must read each new text first, so it proposes little unless long proposals pay for
-    the reading.
+    """A drafter must read each new text first, so the engine proposes little unless long proposals
+    pay for the reading.
     """
     machine = Machine(straight(start, 1.4e-4), 2e-5)
     machine.ends = ends
@@ -204,7 +206,9 @@ def test_the_cost_of_new_texts_is_included(
 def test_repeated_decisions_are_made_less_often(
     acceptance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the end one in 64 steps decides, and a proposer that is off is hardly ever tried."""
+    """After many steps only one step in 64 makes a decision, and a proposer that is off is hardly
+    ever tried.
+    """
     decide = GoodputControl._decide  # pyright: ignore[reportPrivateUsage]
     made = list[int]()
 
@@ -239,7 +243,9 @@ def test_speculation_turns_off_and_on_with_acceptance(sequences: int) -> None:
 
 
 def test_less_is_proposed_with_more_sequences() -> None:
-    """With few sequences additional rows cost hardly any time, but with many sequences they do."""
+    """With few sequences, additional rows cost hardly any time; with many sequences they do, so
+    less is proposed.
+    """
     machine = Machine(lambda rows: 1e-3 * max(1.0, rows / 12), 2e-5)
     found = [
         mean(list(machine.steps(500, sequences, 0.8))[-200:]) for sequences in (1, 2, 4, 8, 32)
@@ -284,7 +290,7 @@ def test_prompts_between_other_steps_change_no_lengths() -> None:
 
 
 def test_predicted_step_times_are_accurate() -> None:
-    """Predicted seconds equal the simulated ones except for noise."""
+    """Predicted step times equal the simulated step times except for noise."""
     machine = Machine(straight(1e-3, 5e-5), 2e-5)
     list(machine.steps(600, 4, 0.8))
     assert machine.expected / machine.came == pytest.approx(1, abs=0.05)

@@ -101,7 +101,7 @@ class Machine:
         return tokens, proposing + step, (self._noisy(proposing), self._noisy(step)), rounds
 
     def _plain(self, rows: int) -> float:
-        """Return the seconds of a step that feeds this many rows."""
+        """Return the seconds of a plain step that feeds this many rows."""
         return 1e-3 * (0.12 + 0.17 * min(rows, 16) + 0.11 * max(0, rows - 16))
 
     def _stood(self, length: int) -> int:
@@ -286,7 +286,9 @@ class Opened(Rounds):
 
 @pytest.mark.parametrize("sequences", [2, 4])
 def test_interrupted_first_steps_do_not_hide_what_pays(sequences: int) -> None:
-    """Later trials correct the wrong impression of the first, interrupted steps."""
+    """The first steps of a new engine are slow and suggest that proposals do not pay; later trials
+    correct this impression.
+    """
     fixed = max(Opened(k, "embedded").rate_of(6000 * sequences, sequences) for k in (4, 8))
     kept = list[float]()
     for seed in range(24):
@@ -326,7 +328,7 @@ class Prompts(Machine):
         ("weaker", 1, 0.04, 0.97),
         ("weaker", 8, 0.04, 0.97),
         ("embedded", 4, 0.04, 0.97),
-        ("embedded", 4, 0.01, 0.97),  # proposals that nearly pay are decided on rarely
+        ("embedded", 4, 0.01, 0.97),  # the control rarely decides about proposals that nearly pay
         # the error of a plain step's estimate is as large as the loss of these proposals
         ("embedded", 4, 0.003, 0.96),
     ],

@@ -86,7 +86,9 @@ def test_the_continued_branches_have_the_highest_expected_value(
 def test_a_cache_returns_every_branch_once(
     outcomes: set[tuple[int, int]], accepted: int, token: int
 ) -> None:
-    """The requested branch is returned, all others are freed, and the cache is empty."""
+    """The cache returns the branch of the actual outcome once and frees all others; afterwards the
+    cache is empty.
+    """
     cache = OutcomeCache[tuple[int, int]]()
     for outcome in outcomes:
         cache.put(*outcome, outcome)

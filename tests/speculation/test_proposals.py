@@ -19,7 +19,7 @@ def ask(
     hint: TokenIds = (),
     rollout: str = "p/0",
 ) -> Ask:
-    """Make the request that a proposer gets."""
+    """Make the request that a proposer receives."""
     return Ask(key, ids, written, room, np.zeros(room), Sampling(), rollout, hint)
 
 
@@ -106,7 +106,7 @@ class Sure(HintProposer):
         return [self.found] * len(list(asks))  # type: ignore[call-overload]
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Count how often acceptance is reported."""
+        """Count the reports of acceptance."""
         self.told += 1
 
 

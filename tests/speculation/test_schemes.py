@@ -59,7 +59,9 @@ def test_trials_of_schemes_lose_little(slow: float) -> None:
 
 
 def test_a_change_of_the_fastest_scheme_is_noticed() -> None:
-    """When the text changes, the other scheme is used within some turns."""
+    """When the text changes and another scheme becomes the fastest, the choice uses that scheme
+    within some turns.
+    """
     control = SchemeControl(2)
     used(control, lambda step: (2.0, 1.0), 3000)
     assert used(control, lambda step: (1.0, 2.0), 6000, seed=2)[1] >= 4000

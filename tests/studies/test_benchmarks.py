@@ -39,8 +39,8 @@ def _emit(
 
 
 def test_a_page_is_filled_from_records_and_says_what_is_missing(tmp_path: Path) -> None:
-    """Marked parts are made again, with their chart; other text is kept, and so is a part without a
-    record.
+    """The page gets new content for marked parts that have a record, with their chart; all other
+    text stays.
     """
     _emit(tmp_path / "runs")
     text, missing = pages.fill(MARKS, pages.read(tmp_path / "runs"), tmp_path / "pictures")
@@ -63,7 +63,9 @@ def test_the_newer_of_two_records_counts(tmp_path: Path) -> None:
 
 
 def test_more_effort_counts_more_than_news(tmp_path: Path) -> None:
-    """A later quick run does not replace the record of a long run, whatever number its title has."""
+    """A later quick run does not replace the record of a long run, even if the quick run's title
+    has a larger number.
+    """
     _emit(tmp_path / "long", ((1, 9.0, "b"),), "full", "Growth of 9 things")
     _emit(tmp_path / "quick", ((1, 2.0, "b"),), "quick", "Growth of 2 things")
     found = pages.read(tmp_path)["toy"]
@@ -215,8 +217,8 @@ def test_another_column_or_a_lost_picture_is_another_structure(small: Path) -> N
 
 
 def test_the_one_minute_table_answers_what_was_measured_and_says_what_was_not(small: Path) -> None:
-    """The table invents no number for a study that was not run, and keeps the earlier content of
-    its part.
+    """The table invents no number for a study without a record, and keeps the earlier content of
+    that study's part.
     """
     found = {name: record.tables for name, record in pages.read(small).items()}
     answers = {row[0]: str(row[1]) for row in pages.summary(found).rows}
@@ -233,8 +235,8 @@ def test_the_one_minute_table_answers_what_was_measured_and_says_what_was_not(sm
 
 
 def test_the_best_of_arms_that_are_alike_is_as_good_as_another() -> None:
-    """The best arm is chosen in other rounds than those of the comparison, because it would
-    otherwise be ahead by luck.
+    """The best arm is chosen in other rounds than those in which arms are compared, because luck in
+    the same rounds would favour it.
     """
     random = np.random.default_rng(0)
     found = list[float]()

@@ -23,8 +23,8 @@ def test_requests_have_prompts_of_their_own_or_common_ones() -> None:
 
 
 def test_what_tenants_have_in_common_is_computed_once(tmp_path: Path) -> None:
-    """If prompts differ, as many rows are computed as by four engines; if all tenants use one
-    prompt, fewer are.
+    """If prompts differ, one loop computes as many rows as four engines; if all tenants use one
+    prompt, the loop computes fewer rows.
     """
     zoo = make_family(tmp_path, 1)
     one = Arm(zoo, shares=True)

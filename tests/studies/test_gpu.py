@@ -106,7 +106,7 @@ def test_it_imports_nothing_that_a_bare_machine_lacks(checkout: Path) -> None:
 
 
 def cell(done: list[str], name: str, seconds: float, own: Any) -> None:
-    """Do the job of one cell, and record that it was measured."""
+    """Do the job of one cell, and record that the study measured the cell."""
 
     def measure() -> dict[str, int]:
         done.append(name)
@@ -155,7 +155,7 @@ def test_a_device_that_answers_no_more_is_left_to_a_new_process(
         raise RuntimeError("an illegal memory access was encountered")
 
     class Replaced(Exception):
-        """The end of the process, as `execv` causes it."""
+        """An exception that ends the process in the test, in place of `execv`."""
 
     def execv(program: str, words: list[str]) -> None:
         raise Replaced(words)
@@ -173,7 +173,7 @@ def test_a_device_that_answers_no_more_is_left_to_a_new_process(
 
 
 def test_a_first_round_leaves_time_to_every_part(tmp_path: Path) -> None:
-    """A part that would take more than a third of the time is postponed until the other parts had
+    """A part that would take more than a third of the time runs only after the other parts had
     their turn.
     """
     done: list[str] = []
@@ -186,8 +186,8 @@ def test_a_first_round_leaves_time_to_every_part(tmp_path: Path) -> None:
 
 
 def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
-    """The tables have ratios to the limit, to generate and to target-only, over cells that both
-    sides have.
+    """The tables have ratios to the hardware limit, to `generate` and to target-only, over cells
+    that were measured for both numbers of a ratio.
     """
     own = lab(tmp_path)
     shape = gpu.shape_of(own, "8M")
@@ -303,7 +303,9 @@ print("msgspec from", sys.modules["msgspec"].__file__)
 
 @pytest.mark.slow
 def test_all_of_it_runs_where_only_a_few_packages_are(checkout: Path, tmp_path: Path) -> None:
-    """With every other package hidden, msgspec too, all parts finish and no job fails."""
+    """With every other package hidden, even msgspec, all parts of the study finish and no job
+    fails.
+    """
     names = (
         f"json_names, checkout, out = {sorted(ALLOWED)!r}, {str(checkout)!r}, {str(tmp_path)!r}\n"
     )

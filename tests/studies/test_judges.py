@@ -78,7 +78,9 @@ def test_a_problem_that_a_kill_cut_is_recorded_again(recorded: Path, tmp_path: P
 def test_a_bank_of_an_earlier_version_gets_what_it_lacks(
     recorded: Path, tmp_path: Path, lacks: str
 ) -> None:
-    """The old records are unchanged, and the added numbers equal those of a new bank."""
+    """Records of an earlier version are unchanged, and the numbers that they lacked are added and
+    equal those of a new bank.
+    """
     path = tmp_path / "bank.jsonl"
     problems = toy_problems(6, 5)
     older: list[dict[str, Any]] = []
@@ -116,7 +118,7 @@ def test_a_bank_of_an_earlier_version_gets_what_it_lacks(
 
 
 def test_the_split_shares_both_halves_among_both_sources() -> None:
-    """Problems of the two sources alternate, and two of each four are for development."""
+    """Problems of the two sources alternate, and two of every four problems are for development."""
     names = [f"{source}/{index}" for index in range(8) for source in ("gsm8k", "math500")]
     parts = judges.split(names)
     assert not set(parts.development) & set(parts.confirmation)
@@ -141,7 +143,7 @@ def test_scores_are_chosen_on_development_problems_alone(
 
 
 def rollout(answer: str | None, correct: bool, length: int = 1) -> dict[str, Any]:
-    """Make a rollout with the fields of the bank that a vote reads."""
+    """Make a rollout with the fields of the bank that a vote needs."""
     return {"answer": answer, "correct": correct, "tokens": length}
 
 

@@ -53,7 +53,7 @@ def waiting_speedup(
     accepted: float, hit: float, proposed: int, ratio: float, branching: float
 ) -> float:
     """Return the speed-up of guessed outcomes if the target waits for a new draft after a miss;
-    `branching` is the time of all branches.
+    `branching` is the time to draft all branches.
     """
     return expected_tokens(accepted, proposed) / (
         max(1.0, branching) + (1 - hit) * proposed / ratio
@@ -86,15 +86,18 @@ def test_devices_come_to_the_closed_forms(accepted: float, ratio: int, proposed:
 
 @pytest.mark.parametrize(("depth", "message"), [(0.5, 0.02), (0.25, 0.0), (0.75, 0.1)])
 def test_mirror_takes_what_its_equation_says(depth: float, message: float) -> None:
-    """A step takes the time of equation (10), with a new draft if the exit did not predict the
-    token; the exit predicts by its ranks.
+    """In the simulation, a step of Mirror takes the time of the paper's equation (10), plus the
+    time of a new draft if the early exit missed the token.
+
+    The share of hits equals the probability of the exit's first choices, and more choices hit more
+    often.
     """
     line = mirror(trace(0.8), even(5, message), 4, 3, depth)
     tokens = line.tokens / line.steps
     assert tokens == close(expected_tokens(0.8, 4))
     assert line.hits / line.guessed == close(0.9)
     missed = (1 - line.hits / line.guessed) * 4 / 5
-    first = 4 / 5 + message  # the window before the first verification
+    first = 4 / 5 + message  # the first draft, before the first verification
     assert (line.seconds - first) / line.steps == pytest.approx(
         mirror_seconds(depth, message, 4 / 5) + missed
     )
@@ -145,8 +148,8 @@ def test_a_schedule_changes_no_token() -> None:
 
 
 def test_hits_always_and_never_bracket_every_scheme() -> None:
-    """If every outcome is guessed a step takes as long as the target; if none is, guesses save
-    nothing.
+    """If every outcome is guessed, a step takes only the target's time; if no outcome is guessed,
+    the guesses save no time.
     """
     right = AcceptanceTrace.drawn((1.0,), 3000, 0)
     costs = even(5)
@@ -158,8 +161,8 @@ def test_hits_always_and_never_bracket_every_scheme() -> None:
 
 
 def test_closed_forms_come_to_published_cells() -> None:
-    """The closed forms give the published table of i.i.d. speed-ups; PEARL loses to tuned serial
-    speculation at low acceptance and large ratios.
+    """The closed forms give the published table of speed-ups for independent tokens; PEARL loses to
+    tuned serial speculation at low acceptance and large ratios.
     """
     found = [best_serial(accepted, ratio) for accepted, ratio in ((0.6, 3), (0.8, 10), (0.95, 10))]
     assert [(round(gain, 2), tokens) for gain, tokens in found] == [(1.2, 1), (2.47, 6), (4.48, 15)]
@@ -177,7 +180,9 @@ def test_closed_forms_come_to_published_cells() -> None:
 
 
 def test_what_a_goal_needs() -> None:
-    """The result is the least acceptance that reaches the goal, or None if no acceptance does."""
+    """The function returns the lowest acceptance that reaches a goal, or None if no acceptance
+    reaches the goal.
+    """
     found = needed(lambda accepted: pearl_speedup(accepted, 5, 5), 2.2832)
     assert found == pytest.approx(0.8, abs=1e-3)
     assert needed(lambda accepted: pearl_speedup(accepted, 5, 5), 5.1) is None

@@ -26,7 +26,7 @@ def piece(arm: str, shard: int, right: float = 1.0) -> Any:
 
 
 def test_pieces_come_back_as_they_were(tmp_path: Path) -> None:
-    """The next session reads the pieces that this session added."""
+    """The next session reads the finished parts that this session added to the record."""
     path = tmp_path / "ledger.jsonl"
     first = Ledger(path)
     first.add(Piece("atts", 8, 0, 3, [SOLVED], [1.25]))
@@ -35,8 +35,8 @@ def test_pieces_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_costs_its_piece_alone(tmp_path: Path) -> None:
-    """After a kill in the middle of a write, pieces before and after it are read, and the next
-    piece has its own line.
+    """After a kill in the middle of a write, the parts before and after the torn line are read, and
+    the next part has its own line.
     """
     path = tmp_path / "ledger.jsonl"
     Ledger(path).add(piece("atts", 0))
@@ -60,7 +60,7 @@ def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
 
 
 def test_the_claim_is_read_from_what_is_there() -> None:
-    """The verdict has each requirement with its number, whether it is met or not."""
+    """The verdict lists each requirement with its number, met or not."""
     ledger = Ledger()
     for shard in range(2):
         ledger.add(piece("atts", shard))

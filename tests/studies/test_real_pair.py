@@ -59,7 +59,9 @@ def test_the_study_is_tabulated_and_runs_nothing_twice(tmp_path: Path) -> None:
 
 
 def test_only_parts_that_every_method_completed_are_tabulated(tmp_path: Path) -> None:
-    """Without time no part begins; a part that one method lacks is left out for all methods."""
+    """Without time, no part of the study begins; a part that one method did not complete is left
+    out for all methods.
+    """
     one = series(tmp_path)
     run(one, seconds=-1)
     assert len(one.missing()) == 2 * len(one.arms)
@@ -73,7 +75,7 @@ def test_only_parts_that_every_method_completed_are_tabulated(tmp_path: Path) ->
 
 
 def test_what_runs_ask_alike_is_asked_once() -> None:
-    """Equal requests get the reply to the first one; after a failure one of the waiting requests is
+    """Equal requests of two runs get one reply; after a failure, one of the waiting requests is
     sent again.
     """
     asked: list[int] = []
@@ -137,7 +139,9 @@ def test_answers_are_graded_as_runs_grade_them() -> None:
 
 
 def test_the_ways_to_the_targets_text_are_compared_in_turn() -> None:
-    """All three ways write the same texts, and the target alone is the baseline of the others."""
+    """target-only, target-only with speculation, and exact write the same texts; times are relative
+    to target-only.
+    """
 
     engines = {
         "draft": ScriptedEngine("draft"),

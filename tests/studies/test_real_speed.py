@@ -22,7 +22,7 @@ def lab(tmp_path: Path) -> Any:
 
 
 def test_a_way_is_compared_with_plain_decoding_in_its_round(lab: Any) -> None:
-    """Proposals are counted, their texts equal those of plain decoding, and both tables have the
+    """The study counts proposals, texts equal those of plain decoding, and both tables have the
     rows.
     """
     options = real_pair.ways(str(lab.draft))

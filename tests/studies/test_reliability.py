@@ -19,7 +19,9 @@ def _said(levels: list[Any]) -> dict[str, str]:
 
 
 def test_runs_under_faults_leave_nothing_and_their_journals_tell_what_happened(tally: Any) -> None:
-    """No request and no file is left, and the journal equals the outcomes seen live."""
+    """After the runs no request and no file is left, and the journal equals the outcomes that a
+    listener saw live.
+    """
     assert tally.differences == []
     assert tally.compared > 0
     assert all(level.in_flight == level.temporary == level.blocks == 0 for level in tally.levels)
@@ -37,7 +39,9 @@ def test_runs_under_faults_leave_nothing_and_their_journals_tell_what_happened(t
     ],
 )
 def test_what_grows_run_by_run_is_called_so(field: str, name: str, step: float) -> None:
-    """Only the growing resource is reported; the same growth during the warm-up is ignored."""
+    """The soak reports only the resource that grows; the same growth during the warm-up is
+    ignored.
+    """
     start = getattr(LEVEL, field)
     later = [
         replace(LEVEL, seconds=10.0 * n, **{field: start + int(step * n * 10) / 10})

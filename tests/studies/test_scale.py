@@ -62,8 +62,8 @@ def test_one_request_takes_what_the_formula_says(law: Any) -> None:
 
 
 def test_a_request_costs_its_step_and_its_host_once_each(law: Any) -> None:
-    """Accepting a request makes one step longer; requests are handed over before the step, one
-    after the other.
+    """A new request makes one step longer, and the host hands requests to the engine one after the
+    other before the step.
     """
     (plain,), _ = run_virtual(_timed, law, [(0.0, 15, 4)])
     dear = replace(COST, request=0.5, call=3.0)
@@ -121,13 +121,15 @@ async def _cancelled(law: Any) -> float:
 
 
 def test_a_cancelled_request_gives_its_place_up(law: Any) -> None:
-    """The next request waits for at most one step of the cancelled one."""
+    """When a request is cancelled, the next request waits for at most one more step."""
     step = COST.seconds(1, 500)
     assert run_virtual(_cancelled, law) <= COST.seconds(1, 500, 20 * law.grain) + 2 * step
 
 
 def test_the_closed_form_of_many_steps_is_the_sum_of_single_ones() -> None:
-    """The inverse of the closed form gives the number of steps that have ended."""
+    """The inverse of the closed form gives the number of steps that have ended after a given
+    time.
+    """
     for batch, cached in ((1, 0), (7, 300), (64, 9000)):
         total = 0.0
         for count in range(1, 40):
@@ -137,7 +139,9 @@ def test_the_closed_form_of_many_steps_is_the_sum_of_single_ones() -> None:
 
 
 def test_a_fit_finds_the_coefficients_it_was_made_with() -> None:
-    """Least squares on exact observations returns the coefficients."""
+    """A least-squares fit on exact observations returns the coefficients that made the
+    observations.
+    """
     made = replace(COST, request=3e-4)
     seen: list[Any] = []
     for steps, batch, context, fed in (

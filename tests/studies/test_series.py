@@ -52,8 +52,8 @@ def test_what_failed_is_tried_again_and_the_rest_goes_on(tmp_path: Path) -> None
 
 
 def test_another_series_takes_nothing_over(tmp_path: Path) -> None:
-    """Other steps, another effort or another seed are another series; without a folder nothing is
-    remembered.
+    """A series with other steps, another effort or another seed does not continue this series;
+    without a folder nothing is remembered.
     """
     _run(tmp_path, "B")
     assert _run(tmp_path, "b", seed=1) == (["a", "b", "c"], ["b"])

@@ -54,8 +54,8 @@ async def _conversation(law: Any) -> list[int]:
 
 
 def test_requests_without_names_find_their_prefix() -> None:
-    """A rollout finds all of its own prefix, and a sibling finds the prompt except its last token,
-    as in a server's cache.
+    """A rollout finds all of its own prefix in the cache, and a sibling finds the prompt except its
+    last token, as in a server's cache.
     """
     with servers.pair_law() as law:
         first, again, scored, sibling = run_virtual(_conversation, law)
@@ -106,7 +106,7 @@ def test_lateness_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pair_paces_as_much_faster_as_is_said() -> None:
-    """All costs of a step are scaled, but the engine's capacity is not."""
+    """A faster pair scales all costs of a step, but not the engine's capacity."""
     fast = servers.paced(PAIR, 10.0)
     assert fast.target.seconds(8, 1000.0, 50.0) == pytest.approx(
         PAIR.target.seconds(8, 1000.0, 50.0) / 10

@@ -42,8 +42,8 @@ def copied(name: str, to: Path) -> Path:
 def test_training_makes_an_exit_and_heads_that_know_more(
     dtype: Literal["auto", "bfloat16"], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a few steps on a few texts both predict held-out texts better, and a drafter can read
-    their files.
+    """After a few steps on a few texts, exit and heads predict held-out texts better than untrained
+    ones, and a drafter can read their files.
     """
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"What is {n} + {3 * n}?\n" for n in range(11, 35)))
@@ -90,7 +90,7 @@ def test_the_shipped_exit_names_what_is_written() -> None:
 
 
 def asked(count: int) -> list[Submit]:
-    """Request problems from the target, without filters."""
+    """Request solutions of problems from the target, without sampling filters."""
     tokenizer = ModelTokenizer(path("target"), "target")
     ids = [
         tokenizer.render([Message("user", each.text)]) for each in problems("test", count, seed=5)
@@ -102,7 +102,7 @@ def asked(count: int) -> list[Submit]:
 
 
 def stood(done: Driven) -> float:
-    """Return the accepted share of drafted tokens."""
+    """Return the share of drafted tokens that the target accepted."""
     return sum(counts(done).accepted_at) / sum(counts(done).tested_at)
 
 

@@ -48,7 +48,7 @@ def inside(faults: Faults) -> Engine:
 
 
 def around(faults: Faults) -> Engine:
-    """Put the same faults around an engine that has none of its own."""
+    """Put the same faults around an engine without built-in faults."""
     return FaultyEngine(ScriptedEngine(latency=SLOW, concurrency=1), faults)
 
 

@@ -29,7 +29,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 def ids_of(engine: ScriptedEngine) -> TokenIds:
-    """Render the prompt."""
+    """Render the problem's prompt as ids."""
     return engine.tokenizer.render([Message("user", PROBLEM.text)])
 
 
@@ -208,7 +208,7 @@ async def test_schedule_and_hints_change_nothing_but_cached_tokens() -> None:
 
 @pytest.mark.anyio
 async def test_roles_share_tokens_and_differ_in_skill() -> None:
-    """Draft and target read the same ids, and have different specs."""
+    """Draft and target share one tokenizer, and have different specs."""
     async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
         assert draft.spec.tokenizer == target.spec.tokenizer
         assert draft.spec.fingerprint() != target.spec.fingerprint()

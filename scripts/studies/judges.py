@@ -1252,7 +1252,11 @@ def of_run(run: RecordedRun) -> dict[str, BankProblem]:
 
 
 def live_arms(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> list[Arm]:
-    """Return the draft's vote, a live cascade, the cascade's coin, and the target's vote.
+    """Return the draft's vote, a live cascade, its coin, the cascade with ties drawn by lot, and the
+    target's vote.
+
+    Many problems agree equally little, so the run escalated some of them by chance. The cascade with
+    ties drawn by lot is the mean over these choices.
 
     `targets` are runs of the target alone on the problems that the cascade did not escalate. These
     runs have the rollouts that a coin would have added to the problems.
@@ -1281,6 +1285,7 @@ def live_arms(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> list[Arm]
         alone(problems, "draft", drafts),
         Arm("cascade, live", both, rate, kept + chance * gained, chance * spent, written),
         Arm("coin", both, rate, kept + rate * gained, rate * spent, written),
+        _renamed(cascade_arms(problems, drafts, count, (rate,))[0], "cascade, ties by lot"),
         alone(problems, "target", 1),
         alone(problems, "target", count),
     ]
@@ -1294,7 +1299,7 @@ def live_table(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> Table:
     for arm in arms:
         gain = "-"
         fair = "-"
-        if arm is live:
+        if arm.name.startswith("cascade"):
             gain = shown(over_problems((arm.right - coin.right).tolist()))
             fair = shown(bootstrap(partial(_at_equal_tokens, arm, coin, kept), len(arm.right)))
         rows.append(
@@ -1315,8 +1320,9 @@ def live_table(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> Table:
         "target tokens | draft tokens",
         rows,
         f"{len(live.right)} problems; tokens are per problem. The run decided online. The rollouts "
-        "that a coin adds to the other problems are from a run of the target alone on them; "
-        "the coin's row is the mean over all tosses with the run's realised rate.",
+        "that a coin adds to the other problems are from a run of the target alone on them. "
+        "The coin's row is the mean over all tosses at the run's realised rate. Many problems agree "
+        "equally little; the last cascade is the mean over all choices among them.",
     )
 
 

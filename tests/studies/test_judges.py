@@ -301,7 +301,7 @@ def test_a_live_cascade_is_compared_with_its_coin(tmp_path: Path) -> None:
     evaluate_sync(others, alone, directory=tmp_path / "target-only")
     cascade = open_run(tmp_path / "cascade")
     runs = [open_run(tmp_path / "target-only")]
-    kept, live, coin, _, target = judges.live_arms(cascade, runs)
+    kept, live, coin, by_lot, _, target = judges.live_arms(cascade, runs)
     assert live.rate == len(escalated) / 20
     assert target.right.mean() == 1.0
     # four correct rollouts join four of the draft, so at worst they tie
@@ -311,6 +311,7 @@ def test_a_live_cascade_is_compared_with_its_coin(tmp_path: Path) -> None:
     assert (live.right[kept_rows] == kept.right[kept_rows]).all()
     assert live.target_tokens[kept_rows].sum() == 0
     assert coin.target_tokens.mean() == pytest.approx(live.rate * target.target_tokens.mean())
+    assert by_lot.right.mean() >= coin.right.mean()
     graded = {problem.problem: problem.verdict == "correct" for problem in result.problems}
     without_ties = {
         name: bool(right)

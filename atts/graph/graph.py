@@ -149,8 +149,8 @@ class AdmissionGroup(Protocol):
 
     @property
     def unit(self) -> int:
-        """Return the number of places that one start takes: 1, or all if the rollouts start
-        together.
+        """Return how many concurrency slots one call of `start` needs: 1, or one for each rollout if
+        the rollouts start together.
         """
         ...
 
@@ -667,8 +667,8 @@ class Group(Generic[T]):
 
     @property
     def unit(self) -> int:
-        """Return the number of places that one start takes: 1, or all if the rollouts start
-        together.
+        """Return how many concurrency slots one call of `start` needs: 1, or one for each rollout if
+        the rollouts start together.
         """
         return len(self.samples) if self.admit == "together" else 1
 

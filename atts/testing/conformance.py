@@ -693,7 +693,9 @@ async def check_context(probe: Probe) -> None:
         for ids, tokens in ((full, 1), (full[:-1], 2), (probe.prompt, limit)):
             call = partial(probe.engine.sample, SampleRequest(ids, tokens))
             await refused(
-                f"{len(ids)} ids and {tokens} tokens in a context of {limit}", ContextOverflow, call
+                f"{len(ids)} prompt ids and {tokens} new tokens in a context of {limit}",
+                ContextOverflow,
+                call,
             )
         if limit <= probe.options.boundary:
             await probe.engine.sample(SampleRequest(full[:-2], 2))

@@ -910,7 +910,7 @@ def mean_takeovers_table(problems: Sequence[BankProblem]) -> Table:
         "Takeovers at any chunk, both halves",
         "the target writes | gain in the share of correct answers | target tokens",
         rows,
-        f"{len(takeovers)} chunks, one of each problem, chosen by its name.",
+        f"{len(takeovers)} chunks, one of each problem, drawn with the problem's name as seed.",
     )
 
 
@@ -957,7 +957,7 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
         "score | rank correlation with the advantage | advantage minus a coin's, worst quarter "
         "| the same when the target finishes",
         rows,
-        f"{count} chunks, one of each problem, chosen by its name. The row of the coin shows "
+        f"{count} chunks, one of each problem, drawn with the problem's name as seed. The row of the coin shows "
         "the mean advantage over all these chunks.",
     )
 

@@ -260,9 +260,10 @@ def calibration_of_scores(
     labels: Sequence[Label] = (),
     calibrator: Calibrator | None = None,
 ) -> CalibrationReport:
-    """Report the decisions that scores would get at this rate, one by one in their order.
+    """Replay these scores in order at this rate, and report each decision.
 
-    A `calibrator` that was made from these scores states its guarantee.
+    If a `calibrator` is given, the report shows its guarantee; it must have been made from these
+    scores.
 
     :raises CalibrationInputError: there are no scores, or the mode needs questions and these have
         none.

@@ -289,8 +289,7 @@ def test_the_doctor_predicts_the_memory_of_local_models(
     atts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`atts doctor` predicts the memory of local models without loading them; if the models do not
-    fit, its advice
-    names an `atts pairs` command.
+    fit, its advice names an `atts pairs` command.
     """
     cards = [("h100", 80.0)]
     monkeypatch.setattr("atts.api.preflight._cards_here", lambda: iter(cards))

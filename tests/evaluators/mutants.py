@@ -112,7 +112,7 @@ def mutants(answers: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:
             or _is_same(mutant.gold, mutant.answer)
         ):
             idle[kind] += 1
-            if idle[kind] > 2_000:  # this kind gives no more mutants
+            if idle[kind] > 2_000:  # this kind of change gives no more mutants
                 kinds.remove(kind)
             continue
         found[mutant.gold, mutant.answer] = mutant
@@ -145,8 +145,8 @@ def _framed(kind: str, numbers: Sequence[int], random: Random) -> tuple[str, str
 
 
 def _is_same(gold: str, made: str) -> bool:
-    """Decide by a separate computation whether two numbers, fractions or powers are equal;
-    unreadable texts differ.
+    """Decide by a separate computation whether two texts are equal numbers, fractions or powers;
+    unreadable texts count as different.
     """
     one = _value(gold)
     two = _value(made)
@@ -164,7 +164,7 @@ def _value(text: str) -> float | None:
     if not plain or _PLAIN.sub("", plain) or re.search(r"[\d)]\s*\(|\)\s*\d", plain):
         return None
     try:
-        # safe to evaluate: digits and operators alone
+        # safe to evaluate, because the text has only digits and operators
         return float(eval(plain, {"__builtins__": {}}))
     except (ArithmeticError, SyntaxError, TypeError, ValueError):
         return None

@@ -123,15 +123,15 @@ PIECES = ["\\frac", "{", "}", "^", "_", "\\sqrt", "\\left(", "\\right)", "|", "1
 
 @pytest.mark.parametrize("inside", ["3", "3}", "frt{"])
 def test_nested_fractions_after_integers_are_read_once(inside: str) -> None:
-    """In 2 1/(2 1/(2 ...)) with 25 levels, reading each level twice would take 2^25 steps, so each
-    is read once.
+    """In 2 1/(2 1/(2 ...)) with 25 levels, the parser reads each level once; reading each level
+    twice would take 2^25 steps.
     """
     nested = r"2\frac{1}{" * 25 + inside + "}" * 25
     assert equivalent(nested, "5").status == "different"
 
 
 def test_random_maths_crashes_nothing() -> None:
-    """Random strings of maths raise nothing and stay within the limit on evaluation."""
+    """Random strings of maths raise no error and stay within the limit on evaluation."""
     draw = random.Random(11)
     for _ in range(1_500):
         gold, answer = ("".join(draw.choices(PIECES, k=draw.randrange(1, 14))) for _ in range(2))

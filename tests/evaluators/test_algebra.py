@@ -1,4 +1,4 @@
-"""Tests of sympy as a second opinion, in a process that can be killed."""
+"""Tests of sympy as a second opinion, in a process that atts can kill."""
 
 import asyncio
 import os
@@ -78,7 +78,9 @@ def worker() -> Iterator[algebra.Worker]:
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL.values(), ids=EQUAL)
 def test_sympy_proves_answers_equal(gold: str, answer: str) -> None:
-    """The answers are equal whichever side is the reference, and a vote puts them into one class."""
+    """sympy proves the answers equal whichever side is the reference, and a vote puts them into one
+    class.
+    """
     verdicts = [equivalent(gold, answer), equivalent(answer, gold)]
     assert [verdict.status for verdict in verdicts] == ["equal", "equal"]
     assert group([gold, answer]) == [0, 0]
@@ -86,7 +88,7 @@ def test_sympy_proves_answers_equal(gold: str, answer: str) -> None:
 
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT.values(), ids=DIFFERENT)
 def test_sympy_proves_answers_different(gold: str, answer: str) -> None:
-    """Clearly different texts are different, and the verdict names the rule."""
+    """sympy proves clearly different texts different, and the verdict names the rule."""
     verdicts = [equivalent(gold, answer), equivalent(answer, gold)]
     assert [verdict.status for verdict in verdicts] == ["different", "different"]
     assert group([gold, answer]) == [0, 1]
@@ -99,7 +101,9 @@ def test_a_verdict_of_sympy_names_its_rule() -> None:
 
 
 def test_a_timeout_is_unscored(worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verdict names the time-out, and the worker accepts the next question."""
+    """After a timeout the pair is unscored, the verdict names the timeout, and the worker accepts
+    the next question.
+    """
     monkeypatch.setattr(algebra, "SECONDS", 1.0)
     assert equivalent(*SLOW).rule == "time"
     assert equivalent(*EQUAL["integral"]).is_equal
@@ -118,7 +122,9 @@ def test_a_killed_worker_is_replaced(worker: algebra.Worker) -> None:
 def test_a_worker_that_cannot_start_leaves_pairs_unscored(
     program: str, worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If sympy is missing or no process may be started, nothing raises and the pair is unscored."""
+    """If sympy is missing or no process may be started, no error is raised and the pair is
+    unscored.
+    """
     monkeypatch.setattr(sys, "executable", program)
     assert equivalent(*EQUAL["integral"]).status == "unscored"
 
@@ -145,7 +151,7 @@ def test_the_worker_runs_inside_event_loops() -> None:
 def test_a_fork_starts_its_own_worker(worker: algebra.Worker) -> None:
     """A child process does not use its parent's pipes."""
     assert equivalent(*EQUAL["integral"]).is_equal
-    worker.owner = os.getpid() - 1  # as in a forked child
+    worker.owner = os.getpid() - 1  # simulates the state of a forked child
     assert equivalent(*EQUAL["limit"]).is_equal
     assert worker.owner == os.getpid()
 
@@ -169,7 +175,9 @@ def test_simple_answers_start_no_worker(worker: algebra.Worker) -> None:
 
 
 def test_sympy_knows_which_letters_are_positive() -> None:
-    """An integral of a square root is settled only if its letter is known to be positive."""
+    """sympy settles an integral of a square root only if the integral's letter is known to be
+    positive.
+    """
     gold = r"\int_0^1 2x\sqrt{\rho^2 L}\,dx"
     assert equivalent(gold, r"\rho\sqrt{L}").rule == "sizes"
     assert not equivalent(gold, r"\rho\sqrt{L}", grading=Grading(variables="real")).is_equal

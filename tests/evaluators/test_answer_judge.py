@@ -1,4 +1,4 @@
-"""Tests of a model as judge of unscored answers: it judges nothing else, and its verdicts are
+"""Tests of a model that judges unscored answers: it judges no other answers, and its verdicts are
 marked.
 """
 
@@ -23,7 +23,7 @@ CLOSED = {"gold": "5", "answer": "6"}
 
 
 class Letters:
-    """Return the code points of all messages."""
+    """A stand-in for a tokenizer: the ids of messages are the code points of their letters."""
 
     def render(self, messages: list[Message]) -> tuple[int, ...]:
         """Return the letters of all messages."""
@@ -70,8 +70,8 @@ def judged(engine: Judge, *records: dict[str, Any], prompt: str = "") -> list[Gr
     ],
 )
 def test_a_verdict_of_the_model_is_marked(reply: str, status: str) -> None:
-    """The rule is `judged`, and the detail names the model and the earlier rule that could not
-    decide.
+    """A verdict of the model has the rule `judged`, and its detail names the model and the earlier
+    rule that could not decide.
     """
     engine = Judge(reply)
     one, two = judged(engine, OPEN, CLOSED)
@@ -101,21 +101,23 @@ def test_a_verdict_of_the_model_is_marked(reply: str, status: str) -> None:
     ],
 )
 def test_a_reply_without_a_verdict_leaves_the_answer_unscored(engine: Judge, reason: str) -> None:
-    """The earlier rule stays, and the detail says why the model could not decide."""
+    """If the model's reply has no verdict, the answer keeps its earlier rule, and the detail says
+    why the model could not decide.
+    """
     (one,) = judged(engine, OPEN)
     assert (one.verdict.status, one.verdict.rule) == ("unscored", "undecided")
     assert reason in one.verdict.detail
 
 
 def test_no_model_is_asked_without_an_answer_or_a_reference() -> None:
-    """If the answer or the reference is empty, no judge is needed."""
+    """If the answer or the reference is empty, atts asks no model."""
     engine = Judge("EQUAL")
     judged(engine, {"gold": "", "answer": "5"}, {"gold": "5", "answer": None})
     assert engine.prompts == []
 
 
 def test_a_users_judge_prompt_is_filled_in_once(tmp_path: Path) -> None:
-    """Braces inside an answer are not filled in again."""
+    """Filling in a user's judge prompt does not fill in braces inside an answer."""
     file = tmp_path / "prompt.txt"
     file.write_text("{answer} against {reference}: {x}")
     engine = Judge("EQUAL")
@@ -126,7 +128,7 @@ def test_a_users_judge_prompt_is_filled_in_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{answer} alone", None])
 def test_a_judge_prompt_without_its_fields_is_refused(tmp_path: Path, text: str | None) -> None:
-    """The error names the file and the missing field."""
+    """A judge prompt without a needed field is refused, and the error names the file and the field."""
     file = tmp_path / "prompt.txt"
     if text is not None:
         file.write_text(text)
@@ -176,7 +178,7 @@ def test_the_detail_names_the_model_as_the_user_wrote_it(monkeypatch: pytest.Mon
 def test_misused_judge_options_are_usage_errors(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A prompt without a judge and a missing model are errors."""
+    """A judge prompt without a judge, and a missing model, are usage errors."""
     file = tmp_path / "answers.jsonl"
     file.write_text(json.dumps(OPEN) + "\n")
     assert run(["grade", str(file), *words]) == 2

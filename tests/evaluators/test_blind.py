@@ -1,4 +1,4 @@
-"""Tests on five sets of pairs and texts whose authors had not read the code."""
+"""Tests on five sets of pairs and texts whose authors had not read the grader's code."""
 
 import json
 from collections import Counter
@@ -56,7 +56,7 @@ def test_blind_pairs_are_graded_correctly(number: int) -> None:
 
 
 def test_verdicts_are_symmetric_and_group_agrees() -> None:
-    """Verdicts do not change if either side is the reference, and a vote forms the same classes."""
+    """Exchanging answer and reference does not change a verdict, and a vote forms the same classes."""
     for row in rows("blind_pairs.jsonl"):
         gold = row["gold"]
         answer = row["answer"]
@@ -68,7 +68,7 @@ def test_verdicts_are_symmetric_and_group_agrees() -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 def test_answers_of_blind_texts_are_found(number: int) -> None:
-    """The extracted answer is the one that the author marked, for nearly every text."""
+    """For nearly every text, the extracted answer is the one that the text's author marked."""
     texts = [row for row in rows("blind_texts.jsonl") if row["set"] == number]
     right = 0
     for row in texts:
@@ -249,8 +249,8 @@ def test_answers_of_blind_texts_are_found(number: int) -> None:
     ],
 )
 def test_kinds_of_mistakes_found_by_the_sets(gold: str, answer: str, equal: bool) -> None:
-    """Each kind of mistake that the sets revealed has further examples, which are in none of the
-    sets.
+    """For each kind of mistake that the blind sets revealed, further pairs are graded correctly;
+    none of these pairs is in the sets.
     """
     assert is_equal(gold, answer) is equal
 
@@ -298,7 +298,7 @@ def test_several_letters_are_one_choice() -> None:
 
 
 def test_a_remainder_may_name_its_modulus() -> None:
-    """An answer may add the modulus to a reference without one; if the reference has a modulus, the
+    """An answer may add a modulus that the reference lacks; if the reference has a modulus, the
     answer needs it.
     """
     assert matches_reference("4", r"4 \pmod{9}").is_equal

@@ -1,4 +1,6 @@
-"""Tests of the package's public names: the list is complete, and using it imports no heavy library."""
+"""Tests of the public names of `evaluators`: the list is complete, and using it imports no heavy
+library.
+"""
 
 import ast
 import importlib
@@ -44,7 +46,7 @@ def test_no_name_is_hidden_by_a_folder() -> None:
 
 
 def test_grading_imports_no_numpy_scipy_or_sympy() -> None:
-    """A command that only grades does not spend time on importing these packages."""
+    """A command that only grades imports neither numpy, scipy nor sympy, which would take time."""
     code = (
         "import sys; from atts.evaluators import GradeTally, equivalent, extract, grade, group;"
         "assert equivalent('1/2', '0.5').status == 'equal';"

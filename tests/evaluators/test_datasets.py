@@ -1,5 +1,5 @@
 """Tests of loading problems from files: a file gives problems, or a message that names the fault
-and the fix.
+and a remedy.
 """
 
 import csv
@@ -59,7 +59,7 @@ def write_json(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_gzip(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write compressed lines."""
+    """Write the lines of a file compressed with gzip."""
     path.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
     return path
 
@@ -94,8 +94,8 @@ def test_every_kind_of_file_gives_the_same_problems(
 
 
 def test_the_digest_depends_on_content_and_order_only(tmp_path: Path) -> None:
-    """Key order and unread columns do not change the digest; an answer or the order of problems
-    does.
+    """Key order and unread columns do not change the digest of a file; a changed answer or another
+    order of problems does.
     """
     plain = load_dataset(write_jsonl(tmp_path / "x.jsonl", ROWS))
     (tmp_path / "sub").mkdir()
@@ -109,7 +109,9 @@ def test_the_digest_depends_on_content_and_order_only(tmp_path: Path) -> None:
 
 
 def test_a_column_mapping_reads_any_naming(tmp_path: Path) -> None:
-    """Explicit column names win over guesses, and a lead column precedes the text."""
+    """Column names that the user gives take precedence over guesses, and a lead column precedes the
+    text.
+    """
     path = write_csv(
         tmp_path / "odd.csv", [{"Frage": "wie viel?", "Lösung": "7", "Vorspann": "Es war einmal."}]
     )
@@ -202,7 +204,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_a_missing_column_lists_the_existing_ones(tmp_path: Path) -> None:
-    """The error lists the existing columns and suggests the most similar one."""
+    """The error for a missing column lists the existing columns and suggests the most similar one."""
     path = write_jsonl(tmp_path / "x.jsonl", [{"Question": "p", "Answer": "1"}])
     words = message(lambda: load_dataset(path, options=LoadOptions(columns={"text": "Qestion"})))
     assert "Columns found: Question, Answer" in words
@@ -229,7 +231,7 @@ def test_problems_without_reference_are_kept_only_when_asked(tmp_path: Path) -> 
 
 
 def test_repeated_texts_are_noted(tmp_path: Path) -> None:
-    """Repeated texts are not an error, because their ids differ."""
+    """Repeated problem texts give a note but no error, because their ids differ."""
     rows = [{"problem": "same  text", "answer": "1"}, {"problem": "Same text", "answer": "1"}]
     assert load_dataset(write_jsonl(tmp_path / "x.jsonl", rows)).notes == (
         "1 problems have the same text as another problem",
@@ -271,7 +273,7 @@ def test_choices_are_read_from_positions_letters_and_words(tmp_path: Path) -> No
 
 
 def test_an_answer_outside_the_choices_is_an_error(tmp_path: Path) -> None:
-    """The error is needed because the question would have no correct answer."""
+    """An answer outside the choices is an error, because the question would have no correct answer."""
     path = write_jsonl(
         tmp_path / "x.jsonl", [{"question": "q", "choices": ["a1", "b1"], "answer": "c1"}]
     )
@@ -305,7 +307,7 @@ def test_gpqa_shuffles_the_choices_by_seed(tmp_path: Path) -> None:
     letters = Counter(problem.answer for problem in found)
     # binomial(198, 1/4): 4 deviations
     assert all(25 < letters[letter] < 75 for letter in "ABCD"), letters
-    # commands without a column mapping load the file like this
+    # commands without a column mapping pass empty columns
     again = load_dataset("gpqa", options=LoadOptions(columns={}, file=path))
     other = load_dataset("gpqa", options=LoadOptions(file=path, seed=1))
     assert again.digest == found.digest != other.digest
@@ -347,7 +349,7 @@ def problems(count: int) -> list[Problem]:
 
 
 def test_a_seeded_draw_is_pythons_own_sample() -> None:
-    """The draw equals `random.sample`, so it can be repeated with two lines of Python."""
+    """A draw with a seed equals `random.sample`, so a user can repeat it with two lines of Python."""
     expected = random.Random(42).sample(range(500), 100)
     drawn = select(problems(500), Selection(sample=100, seed=42))
     assert [it.id for it in drawn] == [f"set/{at}" for at in expected]
@@ -380,7 +382,7 @@ def test_filters_then_draw_then_slice() -> None:
     ],
 )
 def test_a_selection_that_selects_nothing_says_why(selection: Selection, says: str) -> None:
-    """The error lists the values that can be selected."""
+    """The error for an empty selection lists the values that the user can select."""
     assert says in message(lambda: select(problems(10), selection))
 
 
@@ -403,7 +405,7 @@ def test_a_slice_in_a_name_is_pythons_slice(
 
 
 def test_a_selection_changes_notes_and_digest(tmp_path: Path) -> None:
-    """Notes and digest follow the selection; the revision stays the file's."""
+    """A selection changes notes and digest of the dataset; the revision remains that of the file."""
     path = write_jsonl(tmp_path / "x.jsonl", ROWS)
     whole = load_dataset(path)
     part = load_dataset(f"{path}[1:]", Selection(levels=(1,)))
@@ -448,7 +450,7 @@ def test_the_generated_benchmark_loads_by_name() -> None:
 
 
 def test_columns_may_be_an_object() -> None:
-    """In Python `columns` can be an object with functions, for what a mapping of names cannot
-    express.
+    """In Python, `columns` can be an object with functions, which can do more than a mapping of
+    names.
     """
     assert Columns.of({"text": "q"}) == Columns(text="q")

@@ -44,7 +44,7 @@ def test_real_files_load_whole(name: str, shared_data: Path) -> None:
     only the expected notes.
     """
     found = from_file(name, shared_data)
-    extra = name == "olympiadbench"  # this file has one problem more than the hub's copy
+    extra = name == "olympiadbench"  # this file has one more problem than the hub's copy
     assert len(found) == BENCHMARKS[name].size + extra
     assert all(it.text and it.answer and it.kind == "math" for it in found)
     assert len({it.id for it in found}) == len(found)
@@ -100,8 +100,8 @@ def test_math500_can_be_selected_by_level_and_subject(shared_data: Path) -> None
 
 
 def test_math100_is_refused_from_a_part_of_math500(tmp_path: Path, shared_data: Path) -> None:
-    """In a part of MATH-500 the indices of MATH-100 would name other problems, so the part is
-    refused.
+    """A part of MATH-500 is refused as a source of MATH-100, because MATH-100's indices would
+    select other problems in it.
     """
     lines = (shared_data / "benchmarks" / "math500.jsonl").read_text().splitlines()[:499]
     (tmp_path / "part.jsonl").write_text("\n".join(lines))
@@ -368,7 +368,7 @@ def test_a_copy_without_an_optional_column_loads_with_a_note(tmp_path: Path) -> 
 
 
 def test_half_of_two_configurations_is_not_the_benchmark(tmp_path: Path) -> None:
-    """If only one of two files is cached, the benchmark counts as not cached."""
+    """If the cache has only one of a benchmark's two files, the benchmark counts as not cached."""
     hub_copy(
         tmp_path,
         "opencompass/AIME2025",
@@ -481,7 +481,7 @@ def test_an_uncached_benchmark_says_how_to_get_it(
         cached("hub:-bad-/..name", tmp_path)
 
 
-# a hub on this machine, from which missing data is fetched once
+# a local stand-in for the hub, from which missing data is fetched once
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -499,7 +499,7 @@ class Hub(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        """Serve the repository, its tree and its file."""
+        """Serve the stand-in's repository, its list of files and its file."""
         self.asked.append(self.path)
         entry = {"type": "file", "path": "test.jsonl", "size": len(self.content), "oid": "e" * 40}
         if "/gpqa" in self.path.lower():
@@ -559,7 +559,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_a_missing_dataset_is_fetched_once(tmp_path: Path, hub: list[str]) -> None:
-    """The second load requests nothing from the hub."""
+    """A missing dataset is fetched once; the second load sends no request to the hub."""
     options = LoadOptions(cache=tmp_path)
     found = load_dataset("hub:math-ai/aime25", options=options)
     assert (found.problems[0].text, found.revision) == ("fetched", Hub.commit)

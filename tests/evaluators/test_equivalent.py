@@ -105,7 +105,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL.values(), ids=EQUAL)
 def test_equal_values_in_different_notation_are_equal(gold: str, answer: str) -> None:
-    """The pair is equal whichever of the two answers is the reference."""
+    """The two notations of a value are equal whichever of them is the reference."""
     assert [equivalent(gold, answer).status, equivalent(answer, gold).status] == ["equal", "equal"]
 
 
@@ -119,8 +119,8 @@ def test_similar_looking_values_are_different(gold: str, answer: str) -> None:
 
 
 def test_undecided_pairs_are_unscored() -> None:
-    """A missing reference, and a pair that algebra cannot decide, make the answer unscored instead
-    of wrong.
+    """An answer is unscored instead of wrong if the reference is missing or algebra cannot decide
+    the pair.
     """
     assert equivalent("", "5").rule == "no reference"
     assert equivalent("0", r"\boxed{}").rule == "no answer"
@@ -128,7 +128,9 @@ def test_undecided_pairs_are_unscored() -> None:
 
 
 def test_the_kind_decides_how_answers_are_compared() -> None:
-    """Texts are compared as text and choices by their letter; an unknown kind raises an error."""
+    """The kind of answer decides the comparison: texts are compared as text and choices by their
+    letter; an unknown kind raises an error.
+    """
     assert equivalent("an ellipse", "Ellipse.", "text").is_equal
     assert not equivalent("0.5", "1/2", "text").is_equal
     assert equivalent("B", "(B) 42", "choice").is_equal
@@ -138,7 +140,7 @@ def test_the_kind_decides_how_answers_are_compared() -> None:
 
 
 def test_the_caller_sets_the_limits() -> None:
-    """With a smaller limit from the caller the same pair is undecided instead of different."""
+    """If the caller sets a smaller limit, a pair that was called different becomes undecided."""
     gold = "(x+1)^{9}+1"
     answer = "1+(1+x)^{9}+0"
     assert equivalent(gold, answer).is_equal

@@ -1,5 +1,5 @@
-"""Property tests of grading on random expressions of known value: notation does not matter, but
-values do.
+"""Property tests of grading on random expressions of known value: the notation never matters, and
+the value always does.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def test_wrapping_changes_nothing(answer: str, inner: str, outer: str) -> None:
 @CASES
 @given(VALUES, UNITS)
 def test_units_may_be_left_out(value: str, unit: str) -> None:
-    """A unit on only one of the two sides is ignored."""
+    """If only the answer or only the reference has a unit, the grader ignores the unit."""
     assert equivalent(value, value + unit).is_equal
     assert equivalent(value + unit, value).is_equal
 

@@ -59,7 +59,7 @@ def test_a_cut_or_empty_box_gives_no_answer(text: str) -> None:
 
 
 def test_a_cut_box_differs_from_a_missing_one() -> None:
-    """The rule of the result says whether the box is cut or missing."""
+    """The rule of the extraction says whether a box is cut or missing."""
     assert extraction(r"so \boxed{12").rule == "cut"
     assert extraction("hm").rule == "none"
 
@@ -122,7 +122,7 @@ def test_unknown_options_are_errors() -> None:
 
 
 def test_extraction_agrees_with_a_reader(shared_data: Path) -> None:
-    """Each undisputed case gives the answer that a human reader found."""
+    """In each undisputed case, extraction gives the answer that a human reader found."""
     text = (shared_data / "equivalence/extract_cases.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.split("\n") if line]
     wrong = [row["id"] for row in rows if row["tag"] == "core" and not _is_right(row)]

@@ -33,7 +33,7 @@ def is_found(kind: AnswerKind, text: str, answer: str) -> bool:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_each_kind_of_text_gives_its_answer(kind: str) -> None:
-    """Every text gives the answer that a reader takes from it."""
+    """From each text, extraction gives the answer that a human reader found."""
     asked: AnswerKind = "choice" if kind.startswith("choice") else "math"
     assert [text for text, answer in KINDS[kind] if not is_found(asked, text, answer)] == []
 

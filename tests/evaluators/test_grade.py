@@ -77,7 +77,9 @@ def test_json_is_one_verdict_per_line_then_a_summary(
 
 
 def test_a_dash_reads_stdin(atts: Callable[..., Done]) -> None:
-    """Records from stdin give, for people, a line per record and a summary with its interval."""
+    """For records from stdin, `atts grade -` prints a line per record and a summary with its
+    interval.
+    """
     done = atts("-", stdin=lines(RECORDS[:1]))
     assert done.returncode == 0, done.stderr
     assert "equal" in done.stdout.splitlines()[0]
@@ -98,7 +100,9 @@ def test_a_dash_reads_stdin(atts: Callable[..., Done]) -> None:
 def test_a_bad_record_is_a_usage_error_under_strict(
     stdin: str, word: str, atts: Callable[..., Done]
 ) -> None:
-    """The exit code is 2, and the message names the record and its fault."""
+    """With `--strict` a bad record ends the command with exit code 2, and the message names the
+    record and its fault.
+    """
     done = atts("-", "--json", "--strict", stdin=stdin)
     assert done.returncode == 2
     assert word in done.stderr
@@ -106,7 +110,9 @@ def test_a_bad_record_is_a_usage_error_under_strict(
 
 
 def test_a_bad_record_is_reported_and_the_rest_is_graded(atts: Callable[..., Done]) -> None:
-    """Graded records keep their index, and the summary leaves bad records out of the accuracy."""
+    """Bad records are reported and the other records are graded: graded records keep their index,
+    and the accuracy leaves out bad records.
+    """
     stdin = 'not json\n{"gold": "5"}\n{"gold": "5", "answer": "5"}\n'
     done = atts("-", "--json", stdin=stdin)
     assert done.returncode == 0
@@ -122,15 +128,15 @@ def test_a_bad_record_is_reported_and_the_rest_is_graded(atts: Callable[..., Don
 
 
 def test_nothing_but_bad_records_is_a_usage_error(atts: Callable[..., Done]) -> None:
-    """A file in which every record is bad is refused, because it has another format."""
+    """If every record of a file is bad, the file is refused, because it must have another format."""
     done = atts("-", stdin='{"gold": "5"}\n')
     assert done.returncode == 2
     assert "no record could be graded" in done.stderr
 
 
 def test_explain_shows_what_was_compared(atts: Callable[..., Done]) -> None:
-    """`--explain` shows references, the extracted answer, the rule in words, and both sides as the
-    grader read them.
+    """`--explain` shows references, the extracted answer, the rule in words, and both answers as
+    the grader read them.
     """
     record = {"gold": ["3", r"\dfrac{1}{2}"], "text": "The answer is 0.5."}
     plain = atts("-", stdin=lines([record]))
@@ -174,8 +180,8 @@ def test_the_python_function_equals_the_command() -> None:
 
 
 def test_expected_verdicts_are_compared() -> None:
-    """If records have an expected verdict, disagreements are counted, with wrongly equal pairs
-    first.
+    """If records have an expected verdict, the summary counts agreements, and separately the pairs
+    that were wrongly called equal.
     """
     tally = GradeTally()
     for each in grade(
@@ -212,8 +218,8 @@ def test_undisputed_texts_are_graded_correctly(shared_data: Path) -> None:
 
 
 def test_any_of_several_references_is_correct() -> None:
-    """An answer is correct if any reference equals it, and an unreadable reference does not affect
-    the others.
+    """An answer is correct if any of its references equals it; an unreadable reference does not
+    affect the other references.
     """
     records: list[dict[str, object]] = [
         {"gold": ["1/2", "2"], "answer": "0.5"},
@@ -226,6 +232,8 @@ def test_any_of_several_references_is_correct() -> None:
 
 
 def test_a_verdict_shows_what_was_read() -> None:
-    """The verdict quotes both answers as the grader read them, after the reason if there is one."""
+    """The verdict quotes both answers as the grader read them, after the verdict's reason if it has
+    one.
+    """
     (graded,) = grade([{"gold": r"\dfrac{1}{2}", "answer": "$0.25$"}])
     assert graded.verdict.detail == r"read as \dfrac{1}{2} and 0.25"

@@ -70,7 +70,9 @@ def test_the_examples_of_fixed_rules_hold() -> None:
 
 
 def test_the_page_is_current(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generating the page again changes nothing, and each disputed pair has its row."""
+    """The page of grading policies is current: generating it again changes nothing, and each
+    disputed pair has its row.
+    """
     from scripts.studies.grading import TARGET, document
 
     monkeypatch.setenv("ATTS_SHARED_DATA", str(shared_data))

@@ -41,8 +41,8 @@ def partition(answers: Sequence[str | None]) -> set[frozenset[str | None]]:
 
 
 def test_answers_of_one_question_are_grouped() -> None:
-    """Spellings of one value get the same class number, counted from the first; a missing answer
-    gets none.
+    """Spellings of one value get the same class number, counted from the first answer; a missing
+    answer gets no class number.
     """
     assert group(["0.5", "x", r"\frac12", None, "1/2", " "]) == [0, 1, 0, -1, 0, -1]
 
@@ -52,7 +52,7 @@ def test_answers_of_one_question_are_grouped() -> None:
 def test_the_partition_does_not_depend_on_the_order(
     answers: list[str | None], order: random.Random
 ) -> None:
-    """Shuffled answers get labels in another order but form the same classes."""
+    """Shuffling the answers changes their labels but not the classes."""
     shuffled = list(answers)
     order.shuffle(shuffled)
     assert partition(answers) == partition(shuffled)
@@ -87,7 +87,7 @@ def test_equal_answers_are_together_unless_that_would_join_different_ones() -> N
 
 
 def test_percent_does_not_join_ten_and_a_tenth() -> None:
-    """10 % equals 10 and 0.1, but these two differ, so they stay in separate classes."""
+    """10 % equals 10 and also 0.1, but 10 and 0.1 differ, so they stay in separate classes."""
     ten, tenth = group(["10", "0.1", r"10\%"])[:2]
     assert ten != tenth
     assert group(["0.1", r"10\%"]) == [0, 0]
@@ -113,7 +113,7 @@ def test_six_thousand_answers_are_grouped_at_once() -> None:
 
 
 def test_keys_separate_most_distinct_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Radicals, fractions, decimals and tuples with many equal digits are distinguished without
+    """Keys distinguish radicals, fractions, decimals and tuples with many equal digits without
     pairwise comparison.
     """
     compared: list[str] = []
@@ -136,8 +136,8 @@ def test_keys_separate_most_distinct_answers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_correct_answers_of_real_models_share_a_class(shared_data: Path) -> None:
-    """Answers that a reader called correct are in one class per question, and no wrong answer is in
-    this class.
+    """Answers that a human reader called correct are in one class per question, and this class has
+    no wrong answer.
     """
     lines = (shared_data / "traces/answer_pairs.jsonl").read_text(encoding="utf-8").split("\n")
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line]

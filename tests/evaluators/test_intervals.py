@@ -1,4 +1,4 @@
-"""Tests of confidence intervals: they equal textbook values, and their coverage is the stated one."""
+"""Tests of confidence intervals: they equal textbook values and have the stated coverage."""
 
 import json
 import math
@@ -59,13 +59,15 @@ def test_every_interval_contains_its_value_within_0_and_1(right: list[int]) -> N
 
 
 def test_one_problem_has_no_interval_over_problems() -> None:
-    """One problem has no interval, whatever the number of its samples."""
+    """The interval of a single problem is wider than 0.7, whatever the number of its samples."""
     found = mean_estimate([0.75], 64)
     assert found.high - found.low > 0.7
 
 
 def test_undefined_rates_are_reported_as_undefined() -> None:
-    """No problems, a problem without a value, and a count of nothing give no number."""
+    """Without problems, with a problem without a value, or with no samples, a rate is reported as
+    undefined.
+    """
     for found in (
         mean_estimate([], 0),
         mean_estimate([math.nan, 1.0], 2),
@@ -78,7 +80,7 @@ def test_undefined_rates_are_reported_as_undefined() -> None:
 
 
 def test_an_estimate_prints_its_basis() -> None:
-    """The text has value, interval, level, method, and problems times samples."""
+    """The text of an estimate has value, interval, level, method, and problems times samples."""
     assert str(Estimate(0.80869, 0.756, 0.8604, 100, 1600, "wilson")) == (
         "0.809 [0.756, 0.860] (95 % wilson, 100 problems × 16)"
     )
@@ -97,12 +99,14 @@ def test_an_estimate_prints_its_basis() -> None:
     ],
 )
 def test_unknown_methods_and_units_are_errors(wrong: Callable[[], object]) -> None:
-    """The error names the unknown word, and no default replaces it."""
+    """Unknown methods and units are errors that name the unknown word, and no default replaces the
+    word.
+    """
     with pytest.raises(OptionError):
         wrong()
 
 
-# coverage is simulated with a seed, so a failure is a change of the code, not bad luck
+# simulations use a fixed seed, so a failed test means that the code changed
 
 
 def benchmarks(
@@ -117,7 +121,7 @@ def benchmarks(
 
 
 def covered(truth: float, found: list[Estimate]) -> float:
-    """Return how often the interval covers the true value."""
+    """Return the share of simulated runs in which the interval covers the true value."""
     return float(np.mean([one.low <= truth <= one.high for one in found]))
 
 
@@ -169,7 +173,8 @@ def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
     ]
     least = 0.95 - 3.5 * math.sqrt(0.0475 / 200)
     for known, found in cases:
-        # closer to 0 or 1, a sample of 30 problems often misses the one in a hundred that differs
+        # for rates closer to 0 or 1, a sample of 30 problems often misses the rare problem that
+        # differs
         if known <= 0.99:
             assert covered(known, [mean_estimate(values, total) for values in found]) >= least, (
                 known
@@ -178,7 +183,9 @@ def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
 
 @pytest.mark.parametrize("truth", [0.02, 0.05, 0.5, 0.95, 0.98])
 def test_shares_of_unequal_totals_are_covered_near_the_edges(truth: float) -> None:
-    """The interval covers in 250 runs of 30 problems with unequal totals, as in realised rates."""
+    """For shares of unequal totals, as in realised rates, the interval covers in 250 runs of 30
+    problems.
+    """
     rng = np.random.default_rng(round(1000 * truth))
     found: list[Estimate] = []
     for _ in range(250):

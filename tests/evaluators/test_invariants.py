@@ -59,7 +59,9 @@ def test_shared_pairs_are_symmetric_and_grouped_alike(shared_data: Path) -> None
 
 
 def test_pairs_of_every_kind_are_grouped_as_they_are_compared() -> None:
-    """Grouping agrees with comparison for each pair of the tests' own list."""
+    """For each pair of the tests' own list, grouping and comparison agree on whether the answers
+    are equal.
+    """
     from tests.evaluators.test_meanings import KINDS
 
     pairs = [pair for kind in KINDS.values() for pair in kind]
@@ -68,7 +70,7 @@ def test_pairs_of_every_kind_are_grouped_as_they_are_compared() -> None:
 
 
 def test_no_verdict_depends_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is ten thousand times slower gives the same verdicts."""
+    """On a machine that is ten thousand times slower, every verdict is the same."""
     pairs = [
         (r"\frac{1}{2\sin(\frac{\pi}{26})}", r"\frac{\sin(\frac{6\pi}{13})}{\sin(\frac{\pi}{13})}"),
         (r"\lfloor\frac{2n-1}{5}\rfloor", r"\lfloor\frac{2n+1}{5}\rfloor"),
@@ -86,7 +88,9 @@ def test_no_verdict_depends_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_answer_ended_by_the_clock_is_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verdict says that the time limit ended the comparison."""
+    """If the time limit ends a comparison, the answer is unscored and the verdict names the time
+    limit.
+    """
     ticks = iter(range(10**9))
     monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks) * 100))
     gold = r"\sum_{k=1}^{300}\sum_{j=1}^{60}(k+j)"
@@ -125,8 +129,8 @@ REPEATED = [
 @pytest.mark.parametrize("unit", REPEATED)
 @pytest.mark.parametrize("read", ["extraction", "choice", "unmarked", "pair"])
 def test_reading_takes_linear_time(unit: str, read: str) -> None:
-    """A text eight times as long takes at most about twenty times as long to read, even if it
-    repeats itself.
+    """Reading takes linear time: a text eight times as long takes at most about twenty times as
+    long, even if it repeats itself.
     """
     readers: dict[str, Callable[[str], object]] = {
         "extraction": lambda text: extraction(text, fallback="number"),
@@ -148,8 +152,8 @@ def test_reading_takes_linear_time(unit: str, read: str) -> None:
 
 
 def test_very_long_texts_are_read_at_their_end() -> None:
-    """Only the last million of ten million characters is read; an answer of that length exceeds a
-    limit.
+    """Of ten million characters only the last million is read; an answer of ten million characters
+    exceeds a limit.
     """
     text = "a" * 10 * MOST_CHARACTERS
     assert extraction(text + r" so \boxed{7}").answer == "7"

@@ -23,7 +23,7 @@ KINDS = dict(_kinds())
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_pairs_are_graded_by_meaning(kind: str) -> None:
-    """Each pair gets its verdict, whichever of the two is the reference."""
+    """Each pair is graded by its meaning, whichever of the two answers is the reference."""
     expected = kind.startswith("equal")
     both = [(gold, answer) for pair in KINDS[kind] for gold, answer in (pair, pair[::-1])]
     assert [pair for pair in both if equivalent(*pair).is_equal != expected] == []

@@ -107,7 +107,9 @@ def test_large_counts_neither_overflow_nor_lose_digits() -> None:
 
 
 def test_rows_may_have_different_lengths() -> None:
-    """Unknown samples count as wrong, and arrays give the same results as lists."""
+    """Problems may have different numbers of samples: unknown samples count as wrong, and arrays
+    give the same results as lists.
+    """
     rows: list[list[bool | None]] = [[True, None, False], [None], []]
     assert (count(rows).n.tolist(), count(rows).c.tolist()) == ([3, 1, 0], [1, 0, 0])
     array = np.array([[1, 0], [1, 1]], dtype=bool)
@@ -126,7 +128,7 @@ def test_rows_may_have_different_lengths() -> None:
     ],
 )
 def test_impossible_arguments_are_errors(wrong: Any) -> None:
-    """The error names the impossible argument, and no default replaces it."""
+    """The error for an impossible argument names the argument, and no default replaces it."""
     with pytest.raises(OptionError):
         wrong()
 
@@ -160,7 +162,9 @@ def brute_majority(labels: Sequence[str | None], correct: Sequence[bool], k: int
 @FEW
 @given(LABELS, st.randoms(use_true_random=False))
 def test_maj_at_k_equals_brute_force(labels: list[str | None], chance: random.Random) -> None:
-    """maj@k equals brute force for every k, also if members of one class were judged differently."""
+    """maj@k equals brute force for every k, also if samples with the same answer were judged
+    differently.
+    """
     correct = [label == "a" or (label == "b" and chance.random() < 0.5) for label in labels]
     for k in range(1, len(labels) + 1):
         expected = brute_majority(labels, correct, k)
@@ -168,7 +172,9 @@ def test_maj_at_k_equals_brute_force(labels: list[str | None], chance: random.Ra
 
 
 def exact_majority(right: int, wrong: Sequence[int], blank: int, k: int) -> Fraction:
-    """Evaluate the polynomial in exact integers, which is too slow for atts but exact for large n."""
+    """Evaluate maj@k's polynomial in exact integers, which is too slow for atts but exact for large
+    n.
+    """
     total = Fraction(0)
     for j in range(1, min(right, k) + 1):
         poly: Counter[tuple[int, int]] = Counter({(0, 0): 1})
@@ -196,8 +202,8 @@ def exact_majority(right: int, wrong: Sequence[int], blank: int, k: int) -> Frac
     ],
 )
 def test_maj_at_k_is_exact_for_64_samples(right: int, wrong: list[int], blank: int, k: int) -> None:
-    """The value is exact to twelve digits with ties and missing answers, also for many rows at
-    once.
+    """maj@k is exact to twelve digits for 64 samples with ties and missing answers, also for many
+    rows at once.
     """
     problem = Votes((right, *wrong), (1.0, *[0.0] * len(wrong)), blank)
     expected = float(exact_majority(right, wrong, blank, k))
@@ -241,7 +247,9 @@ def test_problems_with_too_few_samples_make_a_rate_undefined() -> None:
 
 
 def test_500_problems_of_64_samples_are_one_call() -> None:
-    """All values of k in a usual report have the expected shapes; a study measures the time."""
+    """For 500 problems of 64 samples, one call returns all values of k of a usual report; a study
+    measures the time.
+    """
     rng = np.random.default_rng(0)
     chances = rng.beta(0.5, 0.5, 500)
     c = rng.binomial(64, chances)

@@ -43,8 +43,8 @@ def sample_scores(scorer: Any, rows: NDArray[np.int64]) -> list[Any]:
 
 @pytest.mark.parametrize("k", [1, 2, 5, 8, 9])
 def test_pass_metrics_equal_inspect_ai(k: int) -> None:
-    """The values agree for every number of correct samples of 8, and are undefined in the same
-    cases.
+    """atts and inspect_ai agree for every number of correct samples of 8, and are undefined in the
+    same cases.
     """
     scorer = inspect_scorer()
     for right in range(9):

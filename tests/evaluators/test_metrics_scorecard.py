@@ -73,7 +73,7 @@ def test_samples_without_an_answer_do_not_vote() -> None:
 
 
 def test_without_labels_there_is_no_vote() -> None:
-    """Without statuses the unknown samples are unscored; without problems everything is undefined."""
+    """Without statuses, unknown samples are unscored; without problems, all rates are undefined."""
     found = score([Samples("p", (True, None))])
     assert not [name for name in found.estimates if name.startswith("maj")]
     assert (found.coverage.samples, found.coverage.unscored) == (2, 1)
@@ -90,6 +90,6 @@ def test_without_labels_there_is_no_vote() -> None:
     ],
 )
 def test_samples_that_do_not_fit_together_are_errors(wrong: Any) -> None:
-    """The error names the problem or the status that does not fit."""
+    """If problems or statuses do not fit the samples, the error names the one that does not fit."""
     with pytest.raises(OptionError):
         wrong()

@@ -23,7 +23,7 @@ def test_mutants_are_not_equal() -> None:
 
 
 def test_mutants_of_references_are_not_equal(shared_data: Path) -> None:
-    """Mutants of two benchmarks' answers, changed in the same ways, are not equal to the originals."""
+    """Mutants made from two benchmarks' answers are not equal to the originals."""
     files = [shared_data / "benchmarks" / f"{name}.jsonl" for name in ("math500", "minerva_math")]
     rows = [
         json.loads(line)
@@ -59,6 +59,6 @@ def test_many_mutants_are_hardly_ever_equal(shared_data: Path) -> None:
 
 
 def test_the_generator_knows_equal_values() -> None:
-    """The generator rejects changes that keep the value."""
+    """The generator of mutants rejects changes that keep the value."""
     assert mutants(["0"], 50) != []
     assert all(mutant.answer != "-0" for mutant in mutants(["0"], 50))

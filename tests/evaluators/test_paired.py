@@ -24,7 +24,7 @@ from atts.evaluators.metrics.paired import (
     st.lists(st.integers(-4, 4), min_size=2, max_size=40), st.sampled_from([0.8, 0.9, 0.95, 0.99])
 )
 def test_interval_and_p_never_disagree(differences: list[int], level: float) -> None:
-    """p is below 1 - level exactly if the interval excludes 0."""
+    """The p-value is below 1 - level exactly if the interval excludes 0."""
     delta = np.array(differences, dtype=float) / 4
     found = compare_runs(np.zeros(delta.size), delta, level=level)
     excludes = found.difference.low > 0 or found.difference.high < 0
@@ -38,8 +38,8 @@ def test_interval_and_p_never_disagree(differences: list[int], level: float) -> 
     st.sampled_from([1e-300, 1e-17, 1e-3, 1e150, 1e300]),
 )
 def test_the_unit_of_the_values_does_not_matter(differences: list[int], unit: float) -> None:
-    """p does not change although squares of tiny and of huge differences exceed the range of
-    floats.
+    """The p-value does not change with the unit of the values, although squares of tiny and of huge
+    differences exceed the range of floats.
     """
     delta = np.array(differences, dtype=float)
     one = compare_runs(np.zeros(delta.size), delta)
@@ -53,8 +53,8 @@ def test_the_unit_of_the_values_does_not_matter(differences: list[int], unit: fl
 
 
 def test_undefined_values_count_in_no_column() -> None:
-    """A missing value counts neither as better, worse nor tied; an empty set has no result, and
-    numpy prints no warning.
+    """A missing value counts neither as better, worse nor tied; a comparison of no values has no
+    result, and numpy prints no warning.
     """
     found = compare_runs([math.nan, 0.5, 0.5], [1.0, 0.5, 1.0])
     assert (found.better, found.worse, found.tied) == (1, 0, 1)
@@ -74,7 +74,7 @@ def test_small_gains_on_every_problem_are_noticed() -> None:
 
 
 def test_exchanging_the_runs_flips_the_interval() -> None:
-    """Exchanging the runs changes the sign of both ends, and p is unchanged."""
+    """Exchanging the runs changes the sign of both ends of the interval and leaves p unchanged."""
     rng = np.random.default_rng(4)
     first, second = rng.binomial(4, 0.5, (2, 20)) / 4
     one = compare_runs(first, second)
@@ -123,7 +123,7 @@ def test_mcnemar_is_the_exact_binomial_test(pairs: list[tuple[bool, bool]]) -> N
 
 
 def test_equal_runs_do_not_differ() -> None:
-    """For equal runs the difference is 0 and p is 1, and no number of problems would show a
+    """For two equal runs the difference is 0 and p is 1, and no number of problems would show a
     difference.
     """
     found = compare_runs([0.5, 1.0, 0.0], [0.5, 1.0, 0.0])
@@ -132,7 +132,7 @@ def test_equal_runs_do_not_differ() -> None:
 
 
 def test_ties_alone_do_not_prove_runs_equal() -> None:
-    """With ties alone the interval still covers shares of differing problems that may remain
+    """If all problems are ties, the interval still covers shares of differing problems that may be
     unobserved, and shrinks with n.
     """
     few, many = (compare_runs([0.5] * n, [0.5] * n).difference for n in (40, 400))
@@ -193,7 +193,7 @@ def test_the_interval_of_a_difference_covers() -> None:
 
 @pytest.mark.parametrize("samples", [1, 8])
 def test_the_p_value_is_small_as_often_as_it_says(samples: int) -> None:
-    """p is below 0.1 in at most a tenth of 1,000 pairs of equal runs."""
+    """Among 1,000 pairs of equal runs, p is below 0.1 in at most a tenth."""
     rng = np.random.default_rng(2)
     small = 0
     for _ in range(1_000):
@@ -219,8 +219,8 @@ def test_the_number_of_problems_gives_the_power_it_promises() -> None:
 
 
 def test_problems_needed_for_single_answers() -> None:
-    """AIME's 30 problems cannot show 5 points between independent runs; related runs need fewer
-    problems.
+    """AIME's 30 problems cannot show a difference of 5 points between independent runs; related
+    runs need fewer problems.
     """
     difference = 0.05
     disagree = 0.45 * 0.50 + 0.55 * 0.50
@@ -247,13 +247,13 @@ def test_problems_needed_for_single_answers() -> None:
     ],
 )
 def test_impossible_comparisons_are_errors(wrong: Any) -> None:
-    """The error names the fault, and no default replaces the argument."""
+    """The error for an impossible comparison names the fault, and no default replaces the argument."""
     with pytest.raises(OptionError):
         wrong()
 
 
 def test_too_little_to_compare_is_undefined() -> None:
-    """One problem, or a rate that is undefined itself, gives no comparison."""
+    """A comparison of one problem, or of a rate that is undefined itself, is undefined."""
     assert math.isnan(compare_runs([1.0], [0.0]).difference.value)
     assert math.isnan(compare_runs([1.0, math.nan], [0.0, 1.0]).difference.value)
 

@@ -79,7 +79,9 @@ def test_a_records_policy_wins() -> None:
 
 
 def test_columns_set_tolerance_and_unit_of_one_row(tmp_path: Path) -> None:
-    """OlympiadBench's `error` and `unit` apply to their row; other rows keep the default."""
+    """OlympiadBench's columns `error` and `unit` apply to their own row; other rows keep the
+    default.
+    """
     rows = [
         {"problem": "a", "answer": "29", "error": "1e-1", "unit": ""},
         {"problem": "b", "answer": "7", "error": None, "unit": "km/h"},
@@ -106,8 +108,8 @@ def test_columns_set_tolerance_and_unit_of_one_row(tmp_path: Path) -> None:
 
 
 def test_benchmarks_have_their_own_policy(tmp_path: Path) -> None:
-    """Minerva's decimals may be off by one part in a hundred unless the run sets another policy,
-    and digests record the policy.
+    """Minerva's decimals may be off by one part in a hundred unless the run sets another policy;
+    digests of datasets record the policy.
     """
     file = tmp_path / "minerva.jsonl"
     file.write_text(json.dumps({"question": "How heavy?", "answer": "1.75"}))
@@ -126,8 +128,8 @@ def test_benchmarks_have_their_own_policy(tmp_path: Path) -> None:
 
 
 def test_a_multiple_choice_prompt_requests_the_letter() -> None:
-    """The request for a letter precedes the pair's own instruction; problems of other kinds have no
-    such request.
+    """A multiple-choice prompt requests the letter before the pair's own instruction; prompts of
+    other kinds have no such request.
     """
     choice = Problem("1", "Which?\n\n(A) x\n(B) y", "B", "choice", choices=("x", "y"))
     asked = prompt_of(choice, Policy(system="", instruction="Think."))

@@ -21,7 +21,9 @@ def rows(draw: np.random.Generator, accuracy: np.ndarray, samples: int) -> list[
 
 
 def test_the_split_is_unbiased_with_two_samples() -> None:
-    """Over many small runs the means of both parts equal those of the distribution."""
+    """Over many small runs, the mean estimates of both parts of the variance equal the
+    distribution's true values.
+    """
     draw = np.random.default_rng(0)
     splits: list[VarianceSplit] = []
     for _ in range(300):
@@ -54,7 +56,7 @@ def test_a_detectable_difference_has_80_percent_power(problems: int, samples: in
 
 
 def test_the_problems_needed_shrink_with_samples_and_points() -> None:
-    """A difference three times as large takes about a ninth of the problems."""
+    """Detecting a difference three times as large takes about a ninth of the problems."""
     split = VarianceSplit(0.1, 0.1, 40)
     few, many = paired_power(split, 40, 2), paired_power(split, 40, 8)
     assert few.needed[0] == pytest.approx(4 * many.needed[0], rel=0.01)
@@ -65,7 +67,9 @@ def test_the_problems_needed_shrink_with_samples_and_points() -> None:
 
 
 def test_the_spread_of_a_difference_excludes_sampling_noise() -> None:
-    """The spread is 0 for equal accuracies, and the true one if half of the problems differ."""
+    """The spread of a difference is 0 for equal accuracies, and the true spread if half of the
+    problems differ.
+    """
     draw = np.random.default_rng(2)
     accuracy = draw.uniform(0.3, 0.7, 4_000)
     first = rows(draw, accuracy, 4)
@@ -76,8 +80,8 @@ def test_the_spread_of_a_difference_excludes_sampling_noise() -> None:
 
 
 def test_single_samples_give_no_split_of_variance() -> None:
-    """One sample per problem shows no variance within problems, and equal rollouts show none
-    either, so there is no split.
+    """One sample per problem, or equal rollouts, show no variance within problems, so the variance
+    is not split.
     """
     assert variance_split([[True], [False]]) is None
     alike = variance_split([[True, True], [True, True]])
@@ -95,8 +99,8 @@ def test_no_detectable_difference_exceeds_100_points() -> None:
 
 @pytest.mark.parametrize(("within", "spread"), [(0.0, 0.0), (0.1, -1.0), (0.1, float("nan"))])
 def test_equal_rollouts_give_no_power(within: float, spread: float) -> None:
-    """Without variance two problems would seem to show any difference, so the power is not
-    estimated.
+    """Without variance, a power analysis would claim that two problems show any difference, so atts
+    estimates no power.
     """
     with pytest.raises(OptionError, match="variance"):
         paired_power(VarianceSplit(0.1, within, 5), 10, 4, spread)

@@ -1,4 +1,6 @@
-"""Tests of code tasks: programs are extracted, sandboxed, judged by hidden tests, and grouped."""
+"""Tests of code tasks: programs are extracted, sandboxed, judged by hidden tests, and grouped by
+their outputs.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,7 @@ def test_threads_and_deep_recursion_work() -> None:
 
 
 def test_no_process_or_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of a run is removed, also after a time-out."""
+    """After a time-out, the folder of the program's run is removed."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run_program("while True: pass", [""], SHORT)
     assert list(tmp_path.iterdir()) == []
@@ -144,7 +146,7 @@ def test_no_process_or_folder_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_functions_share_a_process_and_print_nothing() -> None:
     """Functions and methods of a class Solution are called in one process with JSON arguments, one
-    per line, and print nothing.
+    per line; what they print is not part of the output.
     """
     tests = ProgramTests((), function="add")
     plain = "def add(a, b):\n    print('noise')\n    return a + b\n"
@@ -211,7 +213,9 @@ def packed(value: object) -> str:
 
 
 def test_livecodebench_files_are_read(tmp_path: Path) -> None:
-    """Private tests are unpacked without creating objects, and decide the verdict."""
+    """Private tests of LiveCodeBench are unpacked without creating Python objects, and decide the
+    verdict.
+    """
     hidden = json.dumps([{"input": "5\n6", "output": "11", "testtype": "functional"}])
     [task] = load_dataset(livecodebench(tmp_path, packed(hidden))).problems
     assert (task.kind, task.subject, task.level) == ("code", "easy", None)
@@ -235,8 +239,8 @@ class _Trap:
     ],
 )
 def test_unreadable_tests_name_the_row(tmp_path: Path, private: object, words: str) -> None:
-    """A pickle with anything but text is refused, and so is any other form; the error names the
-    row.
+    """A pickle that contains anything but text, and any other unreadable form, is refused; the
+    error names the row.
     """
     with pytest.raises(DatasetError, match=f"line 1 .*{words}"):
         load_dataset(livecodebench(tmp_path, private))

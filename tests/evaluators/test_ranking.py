@@ -1,4 +1,6 @@
-"""Tests of how well scores predict wrong rollouts: exact on small cases, with intervals that cover."""
+"""Tests of how well scores predict wrong rollouts, exactly on small cases and by the coverage of
+intervals.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def test_scores_that_only_know_the_question_have_auroc_one_half() -> None:
 
 
 def test_a_perfect_score_catches_what_the_rate_allows() -> None:
-    """At rate 0.2 a perfect score finds both wrong chunks of ten; a coin finds a fifth of them."""
+    """At rate 0.2 a perfect score finds both wrong chunks among ten; a coin finds a fifth of them."""
     made = [LabelledChunk(q, float(n), n > 7) for q in range(5) for n in range(10)]
     assert gain_over_coin(made, 0.2).value == pytest.approx(0.8)
     assert gain_over_coin(made, 0.1).value == pytest.approx(0.4)
@@ -63,8 +65,8 @@ def test_a_perfect_score_catches_what_the_rate_allows() -> None:
 
 @pytest.mark.parametrize("alike", [0, 1])
 def test_one_mixed_question_has_no_interval(alike: int) -> None:
-    """An interval needs several questions with both correct and wrong rollouts, and the note says
-    so.
+    """If only one question has both correct and wrong rollouts, the AUROC has no interval, and a
+    note says so.
     """
     made = [LabelledChunk("a", float(n), n > 3) for n in range(6)] * alike
     made += [LabelledChunk("b", 1.0, True)] * 3
@@ -90,7 +92,7 @@ def test_intervals_cover(count: int, shift: float) -> None:
 
 
 def test_holm_rejects_no_more_than_it_may() -> None:
-    """Corrected p-values keep their order, are never smaller, and limit the probability of any
+    """Holm's correction keeps the order of p-values, lowers none, and limits the probability of any
     error.
     """
     draw = np.random.default_rng(0)
@@ -105,7 +107,7 @@ def test_holm_rejects_no_more_than_it_may() -> None:
 
 
 def test_a_missing_p_value_rejects_nothing_and_moves_no_other() -> None:
-    """NaN counts as p = 1, so a comparison without a p-value still counts in the correction."""
+    """A missing p-value (NaN) counts as p = 1, so the other p-values are corrected for it too."""
     assert holm([math.nan, 0.01]) == [1.0, 0.02]
 
 

@@ -1,4 +1,6 @@
-"""Tests of confidence sequences: their coverage is enumerated, and their delay is simulated."""
+"""Tests of confidence sequences: all outcomes are enumerated for the coverage, and runs simulated
+for the delay.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from atts.evaluators import ConfidenceSequence, compare_in_order
 
 
 def excluded(differences: tuple[float, ...], mean: float, level: float) -> bool:
-    """Return whether the sequence's interval ever excluded the mean."""
+    """Return whether the confidence sequence's interval ever excluded the mean."""
     sequence = ConfidenceSequence(level)
     for difference in differences:
         sequence.add(difference)
@@ -66,8 +68,8 @@ def test_a_difference_of_twenty_points_is_seen_within_a_hundred_problems() -> No
 
 
 def test_exchanging_sides_exchanges_the_verdict() -> None:
-    """With exchanged sides, better becomes worse; runs that never differ are called alike only if a
-    margin is given.
+    """If the two runs are exchanged, "better" becomes "worse"; runs that never differ are called
+    alike only if a margin is given.
     """
     draw = np.random.default_rng(7)
     differences = draw.choice([-1.0, 0.0, 1.0], 200, p=[0.05, 0.6, 0.35]).tolist()

@@ -1,4 +1,4 @@
-"""Tests of computed values: rational ones are exact, and others have a true error bound."""
+"""Tests of computed values: rational values are exact, and others have a true error bound."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ TERMS = st.recursive(
 
 
 def approximation(node: Node, bits: int) -> Approx:
-    """Return the value at this precision, with its bound."""
+    """Return the value of an expression at this precision, with its error bound."""
     evaluator = Evaluator(bits, LIMITS)
     return evaluator.approximate(evaluator.value(node))
 
@@ -142,7 +142,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def test_short_evaluations_add_up_to_the_limit() -> None:
-    """The limit counts the work of a pair over all its evaluation points, however short each
+    """The limit counts the work of all evaluation points of a pair together, however short each
     evaluation is.
     """
     gold = r"a\cdot|b|-|b|a"

@@ -17,7 +17,7 @@ ANSWERS = (r"\sum_{k=1}^{n}k^7\binom{n}{k}", r"\int_0^n x^7\binom{n}{x}\,dx", "1
 
 @pytest.fixture
 def asking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace the worker by a worker that decides nothing, and list the threads that call it."""
+    """Replace sympy's worker by one that decides nothing, and list the threads that call it."""
     threads = list[str]()
 
     def reply(question: str) -> Any:
@@ -30,7 +30,9 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_thread_asks_each_question_once(asking: list[str]) -> None:
-    """No question is asked in the loop's own thread, and the vote uses the remembered answers."""
+    """The event loop's own thread asks sympy no question, each question is asked once, and the vote
+    uses the remembered answers.
+    """
     answers = answers_for("math")
 
     async def vote() -> list[int]:
@@ -46,13 +48,13 @@ def test_a_thread_asks_each_question_once(asking: list[str]) -> None:
 
 
 def test_answers_that_are_grouped_at_once_start_no_thread(asking: list[str]) -> None:
-    """Numbers are grouped in the vote itself, so no thread starts."""
+    """Numbers are grouped in the vote itself, so atts starts no thread."""
     assert not takes_long(("1/2", "0.5", None, "7"))
     assert asking == []
 
 
 def test_a_remembered_answer_does_not_wait_for_another_question(asking: list[str]) -> None:
-    """A question in flight has a lock, but the lock does not block remembered answers."""
+    """While a question waits for sympy under a lock, remembered answers remain available."""
     algebra.WORKER.answers["a", "b", "[]"] = True
     with algebra.WORKER.lock:
         thread = threading.Thread(target=lambda: asking.append(str(algebra.WORKER.ask("a", "b"))))

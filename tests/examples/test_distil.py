@@ -30,7 +30,9 @@ def test_the_divergence_falls_on_problems_left_out(
 
 
 def test_the_interval_is_over_problems(example: Callable[[str], ModuleType]) -> None:
-    """The interval is over problems, so one problem with many positions does not narrow it."""
+    """The interval of the change in divergence is over problems, so one problem with many positions
+    does not narrow the interval.
+    """
     interval = example("distil").interval
     rows = np.array([[10.0, 10, 0, 10]] + [[0.0, 10, 0, 10]] * 9)
     difference, low, high = interval(rows)

@@ -33,7 +33,7 @@ def nano(example: Callable[[str], ModuleType]) -> Any:
 def test_nano_atts_reaches_the_outcomes_of_the_pipeline(
     nano: Any, rate: float, seed: int, tokens: int, stop: tuple[str, ...]
 ) -> None:
-    """Tokens, escalations, answers and votes of 40 rollouts are equal.
+    """Tokens, escalations, answers and votes of 40 rollouts equal those of the real pipeline.
 
     The rollouts run one by one, because the gate depends on their order.
     """

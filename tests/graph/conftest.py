@@ -21,7 +21,7 @@ class Named:
 
 
 class Tick(Protocol):
-    """A function called at each step of each engine call, with the number of the step."""
+    """A function that an engine calls at each step of each call, with the number of the step."""
 
     def __call__(self, step: int) -> None: ...
 
@@ -72,7 +72,7 @@ def named() -> Callable[[int], list[Named]]:
 
 @pytest.fixture
 def virtually(anyio_backend: Backend) -> Callable[[Callable[[], Awaitable[T]]], T]:
-    """Return a function that runs another under virtual time on this test's back end."""
+    """Return a function that runs an async function under virtual time on this test's back end."""
     return lambda function: run_virtual(function, backend=anyio_backend)
 
 

@@ -1,4 +1,4 @@
-"""A sink that records the events of a graph in order."""
+"""A stand-in for a journal that records the events of a graph in order."""
 
 from __future__ import annotations
 

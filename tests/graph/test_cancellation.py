@@ -93,7 +93,7 @@ class Disturbed:
         )
 
     def tick(self, step: int) -> None:
-        """Do what is planned for this step."""
+        """Disturb the run as planned for this step."""
         what = self.at.get(step)
         if what in ERRORS:
             raise ERRORS[what]
@@ -178,7 +178,9 @@ def test_a_run_survives_a_disturbance_at_any_step(
     disturbance: Disturbance,
     admit: Literal["each", "together"],
 ) -> None:
-    """Each disturbance is tried at each step of an undisturbed run."""
+    """Each kind of disturbance is tried at each step of a run, and no run leaves a task or slot
+    behind.
+    """
     quiet = Disturbed(engine, {}, admit)
     run_virtual(quiet.main, backend=anyio_backend)
     quiet.check(is_empty)
@@ -221,8 +223,8 @@ def test_a_run_survives_several_disturbances(
 def test_a_settled_vote_cancels_exactly_its_own_rollouts(
     virtually: Virtually[None], engine: Engine
 ) -> None:
-    """The other rollouts of the problem end at once and keep their saved values; other problems are
-    not affected.
+    """After a settled vote, the problem's other rollouts end at once and keep their saved values;
+    other problems continue.
     """
     recording = Recording()
 
@@ -311,7 +313,7 @@ def test_at_the_deadline_open_problems_return_what_they_have(
 
 
 def test_a_cancelled_problem_is_cancelled_alone(virtually: Virtually[None]) -> None:
-    """A cancelled problem ends with its own reason, and the other problems end as usual."""
+    """A cancelled problem ends with its own reason, and all other problems end as usual."""
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> str:
@@ -337,7 +339,7 @@ def test_a_cancelled_problem_is_cancelled_alone(virtually: Virtually[None]) -> N
 def test_a_sink_that_fails_ends_the_run_with_its_error(
     virtually: Virtually[None], is_empty: IsEmpty
 ) -> None:
-    """If events cannot be written, the whole run ends; no slot stays taken."""
+    """If the sink cannot write events, the run ends with the sink's error, and no slot stays taken."""
 
     async def main() -> None:
         count = 0

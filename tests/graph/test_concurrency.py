@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_single_error_is_raised_without_a_group() -> None:
-    """The error is not wrapped in a group of one, nor in nested groups."""
+    """A single error is raised directly, not wrapped in a group of one, nor in nested groups."""
 
     async def fail() -> None:
         raise KeyError("lost")
@@ -68,7 +68,7 @@ async def test_cancelling_from_outside_stays_a_cancellation() -> None:
 
 
 async def test_collect_returns_results_in_argument_order() -> None:
-    """The order does not depend on which result is ready first."""
+    """Results are in the order of the arguments, whichever result is ready first."""
     events = [anyio.Event() for _ in range(4)]
     done: list[int] = []
 
@@ -84,7 +84,9 @@ async def test_collect_returns_results_in_argument_order() -> None:
 
 
 async def test_collect_cancels_the_others_when_one_fails() -> None:
-    """The clean-up of the other calls ends before the error is raised."""
+    """If one call fails, the others are cancelled, and their clean-up ends before the error is
+    raised.
+    """
     cleaned: list[str] = []
 
     async def wait() -> None:
@@ -154,7 +156,7 @@ def test_shielded_clean_up_is_timed(virtually: Virtually[float]) -> None:
 
 
 def test_the_clock_is_the_loops_own(virtually: Virtually[None]) -> None:
-    """The clock is virtual if the loop's time is virtual, and absent without a loop."""
+    """The clock is virtual if the event loop's time is virtual; without a loop there is no clock."""
 
     async def main() -> None:
         now = concurrency.clock()

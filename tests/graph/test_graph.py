@@ -243,7 +243,7 @@ def test_slow_conclusions_delay_the_next_problems(virtually: Virtually[int]) -> 
         assert [result.status for result in results] == ["done"] * 12
         return most
 
-    # four conclude and one was in flight; by their number alone eight could be open
+    # four problems conclude and one was in flight; by their number alone eight could be open
     assert virtually(main) == 4 + 1
 
 
@@ -277,7 +277,7 @@ def test_rollout_slots_go_by_priority_then_by_age(
 
 
 async def pass_by(line: RolloutScope[None]) -> None:
-    """Do nothing for one rollout."""
+    """Return without a call, as a rollout that does nothing."""
     await anyio.lowlevel.checkpoint()
 
 
@@ -416,7 +416,7 @@ def test_a_failed_rollout_does_not_affect_its_siblings(virtually: Virtually[None
 
 
 def test_a_call_is_tried_again_as_the_policy_says(virtually: Virtually[None]) -> None:
-    """A retryable error causes a wait and another node, other errors are final, and each attempt
+    """A retryable error causes a wait and another attempt, other errors are final, and each attempt
     frees its slot.
     """
     recording = Recording()
@@ -530,7 +530,9 @@ def test_a_lost_server_ends_the_run(virtually: Virtually[None]) -> None:
 
 
 def test_a_failed_problem_does_not_affect_others(virtually: Virtually[None]) -> None:
-    """An error in a problem's function or in `settle` is the result of that problem."""
+    """An error in a problem's function or in `settle` becomes that problem's result, and other
+    problems continue.
+    """
 
     async def main() -> None:
         async def rollout(line: RolloutScope[int]) -> int:
@@ -630,7 +632,7 @@ def test_rounds_wait_for_exactly_their_members(virtually: Virtually[float]) -> N
         async def solve(problem: Named, scope: ProblemScope) -> list[list[dict[int, int]] | None]:
             async def rollout(line: RolloutScope[list[dict[int, int]]]) -> list[dict[int, int]]:
                 seen: list[dict[int, int]] = []
-                for turn in range(line.sample + 1):  # sample 0 leaves first
+                for turn in range(line.sample + 1):  # sample 0 leaves the round first
                     await line.call("draft", anyio.sleep, 1.0 + line.sample, turn=turn)
                     seen.append(dict(await line.meet(10 * line.sample + turn)))
                 return seen
@@ -709,8 +711,8 @@ def test_without_rounds_no_edge_joins_siblings(virtually: Virtually[None]) -> No
 
 
 def test_the_next_call_waits_for_all_parallel_calls(virtually: Virtually[None]) -> None:
-    """Two parallel calls wait for the same node, and the next call waits for both; nothing waits
-    for a cancelled call.
+    """Two parallel calls have edges from the same node, and the next call has edges from both;
+    nothing waits for a cancelled call.
     """
     recording = Recording()
 

@@ -1,4 +1,4 @@
-"""Tests of failing disks and memory: every call of a writer fails in turn, and power is lost
+"""Tests of failing disks and memory: each system call of a writer fails in turn, and power is lost
 between writes.
 """
 
@@ -82,7 +82,7 @@ class Nth:
     met: bool = False
 
     def is_due(self) -> bool:
-        """Count a call, and return whether it is the one that fails."""
+        """Count a call, and return whether this call must fail."""
         self.calls += 1
         self.met = self.met or self.calls == self.number
         return self.calls == self.number
@@ -129,7 +129,7 @@ def test_a_run_resumes_after_any_failed_write(
     be resumed.
     """
     expected, writes = whole
-    # each fault is tried on its share of the writes
+    # each kind of fault is tried on its own share of the writes
     ways = [(name, share) for name in REFUSALS for share in (0.0, 0.6)]
     way = ways.index((refusal, part)) if refusal in REFUSALS else int(5 * part)
     for number in (
@@ -159,7 +159,9 @@ def test_a_counted_line_that_was_not_written_ends_the_writing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lines after a gap in the numbers would be unreadable, so nothing more is written."""
+    """If a numbered line was not written, the writer writes nothing more, because lines after a gap
+    in the numbers would be unreadable.
+    """
     expected, _ = whole
     nth = Nth(9, None)
     proper = LineWriter.line
@@ -263,7 +265,9 @@ def _refusal(act: Callable[[], object]) -> BaseException | None:
 def test_a_run_resumes_after_any_failed_system_call(
     refusal: str, whole: tuple[dict[str, Any], int], tmp_path: Path
 ) -> None:
-    """A failed call ends a new or resumed run, or does not change it, and the run can be resumed."""
+    """If a system call fails, a new or resumed run ends or continues unchanged, and the run can be
+    resumed.
+    """
     expected, _ = whole
     for number in range(1 + (refusal == "no memory"), 200, 2):
         run = tmp_path / f"run {number}"

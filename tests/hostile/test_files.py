@@ -80,8 +80,8 @@ def test_output_never_replaces_a_special_file(
     capsys: Said,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line names the device, pipe or socket, the exit code is that of a storage error, and
-    nothing is replaced.
+    """If the output is a device, pipe or socket, one line names it, the exit code is that of a
+    storage error, and nothing is replaced.
     """
     monkeypatch.chdir(tmp_path)
     PLACES[place](tmp_path / "out")
@@ -111,8 +111,8 @@ def test_an_empty_path_and_a_dot_are_refused_as_output(
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_output_through_a_link_writes_the_target(name: str, recorded: Path, tmp_path: Path) -> None:
-    """The link is kept and its target written, also through several links and if the target does
-    not exist yet.
+    """Output to a link writes the link's target and keeps the link, also through several links or
+    if the target does not exist yet.
     """
     (tmp_path / "first").symlink_to("second")
     (tmp_path / "second").symlink_to(tmp_path / "inner" / "file")
@@ -129,7 +129,7 @@ def test_output_through_a_link_writes_the_target(name: str, recorded: Path, tmp_
 def test_a_dash_is_standard_output(
     name: str, recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch
 ) -> None:
-    """Standard output receives the bytes of the file and nothing else."""
+    """With `-` as output, standard output receives the bytes of the file and nothing else."""
     monkeypatch.chdir(tmp_path)
     assert writes(name, recorded, "file") == 0
     capsys.readouterr()
@@ -231,7 +231,7 @@ LIES = (
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_values_that_are_not_scores_are_refused(suffix: str, tmp_path: Path) -> None:
-    """No field accepts true as 1, or words or NaN as numbers."""
+    """No field of a score accepts true as 1, or words or NaN as numbers."""
     for lie in LIES:
         (tmp_path / f"in{suffix}").write_text(lie)
         with pytest.raises(CalibrationInputError):

@@ -313,7 +313,9 @@ READERS = (
 
 
 def test_edited_journals_end_with_a_message(recorded: Path, capsys: Said) -> None:
-    """Each reader and a resumed run get a journal that was edited and given valid checksums."""
+    """Each reader and a resumed run end with a message for a journal that was edited and given
+    valid checksums.
+    """
     counts = Counter[int]()
     resumed = Counter[int]()
     rows = list(map(json.loads, (recorded / JOURNAL).read_text().splitlines()))
@@ -348,7 +350,9 @@ def test_edited_journals_end_with_a_message(recorded: Path, capsys: Said) -> Non
 
 
 def test_edited_manifests_end_with_a_message(recorded: Path, capsys: Said) -> None:
-    """Each reader and a resumed run get a manifest that was edited and given a valid checksum."""
+    """Each reader and a resumed run end with a message for a manifest that was edited and given a
+    valid checksum.
+    """
     counts = Counter[int]()
     whole = json.loads((recorded / "manifest.json").read_text())
     whole.pop("checksum")

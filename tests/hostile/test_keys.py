@@ -21,8 +21,8 @@ KEYS = (
 def test_a_key_in_place_of_a_variable_name_is_refused_unprinted(
     engine: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No run begins, no directory is made, and no output contains the key, even if it looks like a
-    variable's name.
+    """A key in place of a variable's name is refused before a run begins, and no output contains
+    the key, even if the key looks like a variable's name.
     """
     monkeypatch.chdir(tmp_path)
     for words in (["--dry-run"], ["--out", "run"])[: 2 if engine == KEYS[0] else 1]:
@@ -36,8 +36,8 @@ def test_a_key_in_place_of_a_variable_name_is_refused_unprinted(
 def test_a_variable_that_is_not_set_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The error names the variable; a lower-case name works too, and the default variable may be
-    missing.
+    """The error for a variable that is not set names the variable; a lower-case name works too, and
+    the default variable may be missing.
     """
     monkeypatch.delenv("ATTS_API_KEY", raising=False)
     assert ApiKey().read() == ""
@@ -52,7 +52,7 @@ def test_a_variable_that_is_not_set_is_refused(
 
 @pytest.mark.parametrize("key", ["two words", "line\nline", "bell\x07", "naïve", "nul\x00"])
 def test_a_key_that_no_header_can_hold_is_refused(key: str, tmp_path: Path) -> None:
-    """The message does not contain the key."""
+    """A key that no HTTP header can contain is refused, and the message does not contain the key."""
     (tmp_path / "key").write_text(key, encoding="utf-8")
     with pytest.raises(OptionError, match="contains a space, a control character") as refused:
         ApiKey(file=tmp_path / "key").read()
@@ -76,7 +76,9 @@ URLS = (
 def test_an_invalid_url_is_refused_before_a_request(
     url: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The message shows the URL without its control codes."""
+    """An invalid URL is refused before a request, and the message shows the URL without its control
+    codes.
+    """
     for command in (["probe", url], ["eval", "arithmetic[:1]", "--draft", f"vllm:{url}"])[
         : 2 if url == URLS[0] else 1
     ]:

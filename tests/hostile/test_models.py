@@ -64,9 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_template_that_raises_is_refused(folder: Path, process: TemplateProcess) -> None:
-    """A template is a program in a sandbox; whatever error it raises, atts names the model and the
-    template.
-    """
+    """If a chat template raises any error in its sandbox, atts names the model and the template."""
     refused = 0
     tokenizer = ModelTokenizer(folder, "mine")
     tokenizer._templates = process  # pyright: ignore[reportPrivateUsage]
@@ -82,7 +80,9 @@ def test_a_template_that_raises_is_refused(folder: Path, process: TemplateProces
 def test_a_template_that_would_take_all_memory_is_refused(
     folder: Path, process: TemplateProcess
 ) -> None:
-    """Templates run in a child process with limits, and the message names the folder."""
+    """Chat templates run in a child process with limits, so a template that would take all memory
+    is refused with the folder's name.
+    """
     tokenizer = ModelTokenizer(folder, "mine")
     tokenizer._templates = process  # pyright: ignore[reportPrivateUsage]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -98,7 +98,9 @@ def test_a_template_that_would_take_all_memory_is_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("template", ENDLESS)
 def test_an_endless_template_is_stopped(template: str) -> None:
-    """The child's processor time is limited, and the next template gets a new child."""
+    """An endless template is stopped by a limit on the child's processor time, and the next
+    template gets a new child process.
+    """
     process = TemplateProcess(0.5)
     rows = [{"role": "user", "content": "1"}]
     with pytest.raises(TemplateError, match="takes more than"):
@@ -109,7 +111,7 @@ def test_an_endless_template_is_stopped(template: str) -> None:
 def test_a_templates_process_sees_no_secrets_and_ends_with_its_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Keys in the environment are not passed on, and no child process is left."""
+    """The child process of a template gets no keys from the environment, and ends with its owner."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     owner = TemplateProcess()
     child = owner.start()
@@ -203,7 +205,9 @@ def test_weights_larger_than_any_memory_are_refused_unread(power: int, folder: P
 
 
 def test_a_folder_with_a_gguf_file_alone_is_refused_for_that_reason(tmp_path: Path) -> None:
-    """Each reader names the two supported ways; a GGUF file next to usual weights is ignored."""
+    """A folder with only a GGUF file is refused with the two supported ways to use it; next to
+    usual weights, a GGUF file is ignored.
+    """
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
     for read in (require_template, read_model_config):
         with pytest.raises(ModelLoadError, match="model-q4.gguf and no config.json") as raised:

@@ -84,7 +84,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_a_replaced_file_is_the_old_or_the_new_one_at_every_moment(
     tmp_path: Path, disk: Disk
 ) -> None:
-    """After the call returns, both the content and the name are those of the new file."""
+    """At every moment the name gives the old or the new file, and after the call returns the new
+    file is on disk.
+    """
     write_atomic(tmp_path / "f", b"old")
     assert disk.left_of(tmp_path) == {"f": b"old"}
     seen = list[bytes]()
@@ -95,7 +97,7 @@ def test_a_replaced_file_is_the_old_or_the_new_one_at_every_moment(
 
 
 def test_a_replacement_that_fails_leaves_the_old_file(tmp_path: Path, disk: Disk) -> None:
-    """Each system call fails in turn, and no temporary file is left."""
+    """If a system call of the replacement fails, the old file stays and no temporary file is left."""
     write_atomic(tmp_path / "f", b"old")
     for call in (1, 2):
         disk.calls = 0

@@ -152,7 +152,7 @@ def may_be(name: Any, new: Any) -> bool:
 
 @asynccontextmanager
 async def opened(kind: str) -> AsyncGenerator[tuple[Canned, DialectClient]]:
-    """Open a client of a server that still replies correctly."""
+    """Open a client of a server that sends correct replies until the handshake is over."""
     async with ScriptedEngine("target") as engine:
         client = Canned(kind, engine)
         dialect = await find_dialect(cast(Client, client), kind.split()[0])
@@ -177,8 +177,8 @@ def calls(requests: DialectClient) -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_an_impossible_part_makes_a_reply_bad(kind: str) -> None:
-    """Each impossible value is noticed wherever the reply is read; parts that are not read have no
-    effect.
+    """An impossible value is noticed wherever atts reads it in a reply; parts that atts does not
+    read have no effect.
     """
     async with opened(kind) as (client, requests):
         for verb, call in calls(requests).items():
@@ -290,7 +290,7 @@ async def test_a_servers_description_is_read_strictly(kind: str) -> None:
 
 @pytest.mark.parametrize("gauge", ["nan", "inf", "1e400", "-1", "", "x", "9" * 5000, "1 2 3"])
 async def test_impossible_gauges_are_ignored(gauge: str) -> None:
-    """With an impossible gauge the number of running requests is unknown."""
+    """If a server's gauge has an impossible value, the number of running requests is unknown."""
     async with opened("vllm") as (client, requests):
         client.replies = {"/metrics": f"vllm:num_requests_running{{a=1}} {gauge}\n".encode()}
         assert await requests.dialect.running(cast(Client, client)) in (None, 3)

@@ -178,8 +178,8 @@ FLOODS: dict[str, Callable[[str], Reply]] = {
 async def test_a_replys_size_is_bounded_by_the_request(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client], flood: str
 ) -> None:
-    """A reply above the limit is refused as bad or lost within its attempts, and a bomb is inflated
-    only up to the limit.
+    """A reply above the limit of its request is refused as bad, or as lost after the allowed
+    attempts; a compression bomb is inflated only up to the limit.
     """
     server = hostile(FLOODS[flood])
     client = connect(server.url)
@@ -198,7 +198,9 @@ async def test_a_replys_size_is_bounded_by_the_request(
 async def test_what_is_within_the_limit_is_read(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client]
 ) -> None:
-    """A longer request may have a longer reply; a gzip reply is read although it was not requested."""
+    """A longer request allows a longer reply; atts reads a gzip reply although it did not request
+    compression.
+    """
     text = b"[" + b"1," * (MEBIBYTE // 2) + b"1]"
     packed = zlib.compressobj(wbits=31)
     replies = {"/work": once(packed.compress(text) + packed.flush(), Content_Encoding="gzip")}

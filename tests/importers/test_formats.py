@@ -31,7 +31,7 @@ def read(directory: Path) -> tuple[dict[str, FinishedProblem], dict[str, Outcome
 
 
 def measured(run: RecordedRun) -> dict[tuple[str, int], Measured]:
-    """Return what another tool measured of each rollout."""
+    """Return what the other tool measured of each rollout."""
     events = [entry.event for entry in run.entries((Measured,))]
     return {(one.problem, one.sample): one for one in events if isinstance(one, Measured)}
 
@@ -95,7 +95,7 @@ def test_an_eval_archive_compressed_with_zstandard_is_imported(
     check_inspect(made.directory)
     data = path.read_bytes()
     place = data.index(b"samples/1_epoch_1.json") + len("samples/1_epoch_1.json")
-    for offset in (1, 40):  # within the frame's header, and within its text
+    for offset in (1, 40):  # the damage is within the frame's header, and within its text
         damaged = bytearray(data)
         damaged[place + offset] ^= 255
         path.write_bytes(damaged)
@@ -207,7 +207,9 @@ def test_lm_eval_samples_are_imported(tmp_path: Path, run_import: Import) -> Non
 
 
 def test_lm_eval_needs_one_filter(tmp_path: Path, run_import: Import) -> None:
-    """Replies under two filters are two sets of answers, so the user must choose one filter."""
+    """If lm_eval's log has replies under two filters, the user must choose one filter, because each
+    filter gives its own answers.
+    """
     rows = [
         lm_eval_row(0, ["1 or 2"], answer, float(answer == "1"), filter)
         for filter, answer in (("strict", "1"), ("flexible", "2"))

@@ -48,7 +48,7 @@ def rows(problems: int, samples: int, text: str = "so") -> Iterator[dict[str, An
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, run_import: Import, line: str, problem: str) -> None:
-    """File and line are in the message, and no run is created."""
+    """The error for a wrong line names the file and the line, and no run is created."""
     path = write_lines(tmp_path / "mine.jsonl", rows(3, 1))
     with path.open("a") as file:
         file.write(f"\n{line}\n")
@@ -86,7 +86,7 @@ def test_a_cut_json_file_is_refused(tmp_path: Path, run_import: Import) -> None:
 def test_unreadable_kinds_of_files_are_refused(
     tmp_path: Path, run_import: Import, name: str, problem: str
 ) -> None:
-    """Each message says how to make a readable file."""
+    """For each kind of file that atts cannot read, the message says how to make a readable file."""
     if name != "missing.jsonl":
         (tmp_path / name).write_bytes(b"abc")
     with pytest.raises(DatasetError, match=problem):
@@ -155,7 +155,7 @@ def test_memory_does_not_grow_with_the_file(
     """An import of eight times the bytes or rollouts adds only a small part of the additional size
     to the memory.
     """
-    # a usual block would be larger than the smallest of these files
+    # a usual block would be larger than the smallest of these test files
     monkeypatch.setattr("atts.importers.records._BLOCK", 1 << 14)
     sizes: list[int] = []
     peaks: list[int] = []
@@ -218,7 +218,7 @@ def test_changed_files_are_another_run(tmp_path: Path, run_import: Import) -> No
 
 
 def test_an_import_can_be_graded_by_atts(tmp_path: Path, run_import: Import) -> None:
-    """atts may grade again what the tool graded; a verdict of the tool is marked as such."""
+    """atts can grade again what the tool graded; a verdict that comes from the tool is marked."""
     row = {"question": "1?", "text": "\\boxed{0.5}", "gold": "1/2", "correct": False}
     path = write_lines(tmp_path / "mine.jsonl", [row])
     for grades, verdict in (("recorded", "wrong"), ("again", "correct")):
@@ -286,7 +286,7 @@ def test_an_imported_run_works_with_every_reader(tmp_path: Path, run_import: Imp
 
 
 def test_unrecorded_facts_stay_unknown() -> None:
-    """If the tool did not record the model, the run names none."""
+    """If the other tool did not record the model, the imported run names none."""
     sample = ForeignSample("q", "t")
     assert replace(sample, number=1).tokens is None
     assert ImportOptions().grades == "recorded"

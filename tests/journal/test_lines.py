@@ -159,7 +159,7 @@ def test_kinds_may_change_while_reading(tmp_path: Path, story: list[Event]) -> N
 
 
 def test_damage_is_found_on_unwanted_lines(tmp_path: Path, story: list[Event]) -> None:
-    """Lines that are not selected are checked too."""
+    """Lines of kinds that the reader did not select are checked for damage too."""
     lines = write(tmp_path / "j", story)
     for harm in (lines[4].replace(b"e", b"f", 1), b"", lines[4] * 2):
         (tmp_path / "j").write_bytes(b"".join([*lines[:4], harm, *lines[5:]]))
@@ -179,7 +179,9 @@ def test_a_torn_last_line_does_not_count(tmp_path: Path, story: list[Event]) -> 
 
 
 def test_a_last_line_of_rubbish_does_not_count(tmp_path: Path, story: list[Event]) -> None:
-    """After a power failure the end of the file may be zeros, which count as a torn line."""
+    """If a power failure leaves zeros or rubbish at the end of a journal, the last line counts as
+    torn.
+    """
     before = b"".join(write(tmp_path / "j", story))
     for rubbish in (b"\x00" * 500, b"\x00" * 500 + b"\n", b"{}\n", b"\n"):
         (tmp_path / "j").write_bytes(before + rubbish)
@@ -262,7 +264,7 @@ def test_a_file_that_is_not_a_journal_is_refused(tmp_path: Path, story: list[Eve
 
 
 def test_a_missing_file_is_a_storage_error(tmp_path: Path) -> None:
-    """The error is one sentence, with the documented exit code."""
+    """A missing journal is a storage error in one sentence, with the documented exit code."""
     with pytest.raises(StorageError, match="No such file"):
         list(read_entries(tmp_path / "nothing"))
 
@@ -283,7 +285,7 @@ def test_a_writer_keeps_only_calls_of_open_turns(tmp_path: Path) -> None:
                 RolloutStarted(name, 0, Prompt(ids, ids)),
                 Sampled(name, "a", done, "draft"),
                 OutcomeReached(name, "answered", "4", (0,)),
-                # a call may end after its problem, during clean-up
+                # during clean-up, a call may end after its problem
                 Sampled(name, "b", done, "draft"),
             ]
             file.writelines(writer.line(event, 0.0, 1e9) for event in events)

@@ -39,7 +39,9 @@ with locked(Path(sys.argv[1]), Path(sys.argv[1]).parent):
 
 
 def test_the_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
-    """A second process is refused with the process id of the first, and SIGKILL frees the lock."""
+    """A second process is refused with the process id of the lock's holder, and killing the holder
+    by SIGKILL frees the lock.
+    """
     lock = tmp_path / "lock"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE)
     try:

@@ -88,8 +88,8 @@ def test_every_difference_is_named(
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
-    """A run resumes only with the same weights; it is also refused if one side has no digest of
-    them.
+    """A run resumes only with the same weights; it is refused too if the stored or the new manifest
+    has no digest of the weights.
     """
     marked = replace(
         MANIFEST, engines={**MANIFEST.engines, "target": {"model": "big", "weights": "ab" * 16}}
@@ -104,7 +104,7 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_origins_versions_and_dates_may_differ(tmp_path: Path) -> None:
-    """Origins, versions and dates are for people and change no result."""
+    """Origins, versions and dates may differ in a resumed run, because they change no result."""
     save_manifest(tmp_path / "m", MANIFEST)
     stored = load_manifest(tmp_path / "m")
     assert stored is not None
@@ -147,7 +147,7 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path, schema: int) -
 
 
 def test_a_new_directory_has_no_manifest(tmp_path: Path) -> None:
-    """Loading its manifest returns None."""
+    """Loading the manifest of a new directory returns None."""
     assert load_manifest(tmp_path / "m") is None
 
 
@@ -204,7 +204,7 @@ def test_a_model_is_recognised_by_its_log_probabilities(tmp_path: Path) -> None:
     """
     known = Manifest(known_logprobs={"target": (-1.0, -9.0, -0.2)})
     known.check(Manifest(known_logprobs={"target": (-1.05, -9.1, -0.2)}), tmp_path)
-    # An older run, or a model that this run does not ask.
+    # an older run stored no log-probabilities, or this run does not use the model
     known.check(Manifest(), tmp_path)
     known.check(Manifest(known_logprobs={"draft": (-5.0,)}), tmp_path)
     for others in ((-1.4, -8.0, -0.2), (-1.0, -9.0), (1e308, -1e308, 0.0), (math.nan, -9.0, -0.2)):

@@ -76,7 +76,7 @@ def test_calls_of_all_sessions_share_one_clock(runs: Path) -> None:
 
 
 def test_settings_are_found_by_name(runs: Path) -> None:
-    """A setting that the run does not have gives None."""
+    """Settings are found by name; a setting that the run does not have gives None."""
     run = open_run(runs / "finished")
     assert run.setting("method") == "atts"
     assert run.setting("nothing of the kind") is None
@@ -112,7 +112,9 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, runs: Path) -> No
 
 
 def test_damaged_and_other_versions_runs_are_refused(tmp_path: Path) -> None:
-    """The manifest shows the damage or the other version before any line is read."""
+    """A damaged manifest, or one of another version, is refused before any line of the journal is
+    read.
+    """
     for text, error in (
         ("{", JournalCorrupt),
         (json.dumps({"schema": SCHEMA + 1}), JournalVersion),

@@ -145,7 +145,9 @@ def fuzz(runs: Path, folder: Path, count: int, seed: int, readers: tuple[str, ..
 def test_edits_with_valid_checksums_never_give_a_traceback(
     runs: Path, tmp_path: Path, count: int, readers: tuple[str, ...]
 ) -> None:
-    """Each reader ends with an answer or a documented exit code."""
+    """For edited journals with valid checksums, each reader ends with an answer or a documented
+    exit code.
+    """
     assert {0, 5} <= fuzz(runs, tmp_path, count, 2, readers) <= {0, 2, 4, 5}
 
 
@@ -226,7 +228,9 @@ MISUSES: dict[str, tuple[Harm, str, int, str]] = {
 def test_misused_salvage_is_refused(
     run: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """The error is one message with the documented exit code, and nothing is written."""
+    """Misused `atts journal salvage` ends with one message and the documented exit code, and writes
+    nothing.
+    """
     harm, words, code, said = MISUSES[name]
     harm(run)
     places = {"RUN": str(run), "OUT": str(run.parent / "out")}

@@ -205,7 +205,9 @@ def test_a_key_contains_all_that_decides_the_reply(other: SampleRequest) -> None
 
 
 def test_a_score_key_knows_where_the_suffix_begins() -> None:
-    """The same ids divided into another prefix and suffix are another request."""
+    """The same ids divided into another prefix and suffix have another key, because the score is
+    for the suffix.
+    """
     keys = [
         ScoreRequest((1, 2), (3,)),
         ScoreRequest((1,), (2, 3)),

@@ -101,7 +101,7 @@ async def test_many_tasks_keep_the_order_of_recording(tmp_path: Path) -> None:
 
 
 async def test_recorded_events_are_written_at_once(tmp_path: Path) -> None:
-    """Recorded events are written at once, also for callers who never wait."""
+    """Recorded events are written at once, also if the caller never waits for `saved`."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         for number in range(20):
             journal.record(Warned("w", str(number)))
@@ -190,7 +190,9 @@ async def test_cancelled_runs_keep_what_was_recorded(tmp_path: Path) -> None:
 
 
 async def test_a_failed_run_says_why(tmp_path: Path) -> None:
-    """The error of the failed run is raised unchanged, and its message is the journal's last line."""
+    """If a run fails, its error is raised unchanged, and the error's message is the journal's last
+    line.
+    """
     with pytest.raises(ZeroDivisionError):
         async with open_journal(tmp_path, SETTINGS):
             _ = 1 / 0
@@ -247,7 +249,7 @@ async def test_an_unknown_durability_is_refused() -> None:
 
 
 async def test_closing_twice_keeps_the_first_reason(tmp_path: Path) -> None:
-    """The second close changes nothing, so the first reason is kept."""
+    """Closing a journal a second time changes nothing, so the first reason is kept."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         await journal.close(SessionClosed("interrupted", "asked to"))
         await journal.close(SessionClosed("finished"))

@@ -152,7 +152,7 @@ def test_reading_takes_linear_time(unit: str, read: str) -> None:
 
 
 def test_very_long_texts_are_read_at_their_end() -> None:
-    """Of ten million characters only the last million is read; an answer of ten million characters
+    """Only the last million of ten million characters is read; an answer of ten million characters
     exceeds a limit.
     """
     text = "a" * 10 * MOST_CHARACTERS

@@ -93,7 +93,7 @@ class Disturbed:
         )
 
     def tick(self, step: int) -> None:
-        """Disturb the run as planned for this step."""
+        """Do what the test planned for this step of the run."""
         what = self.at.get(step)
         if what in ERRORS:
             raise ERRORS[what]

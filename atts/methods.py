@@ -75,6 +75,7 @@ class Preset:
     changes: dict[str, Any]
     gate: Callable[[GateInputs], Gate | RoundGate]
     is_judged: bool = True  # whether chunks are judged; False: every chunk is kept
+    has_rate: bool = True  # whether the gate aims at the nominal rate
     departures: tuple[str, ...] = ()  # departures from the published implementation of the method
 
     def policy(self, base: Policy) -> Policy:
@@ -207,13 +208,21 @@ PRESETS: tuple[Preset, ...] = (
         _conditional,
         departures=PAPER_DEPARTURES,
     ),
-    Preset("draft-only", "the draft alone", {}, lambda g: FixedGate("accept"), is_judged=False),
+    Preset(
+        "draft-only",
+        "the draft alone",
+        {},
+        lambda g: FixedGate("accept"),
+        is_judged=False,
+        has_rate=False,
+    ),
     Preset(
         "target-only",
         "the target alone",
         {"drafter": "target"},
         lambda g: FixedGate("accept"),
         is_judged=False,
+        has_rate=False,
     ),
     Preset(
         "exact",
@@ -221,6 +230,7 @@ PRESETS: tuple[Preset, ...] = (
         {"drafter": "target", "exact": True},
         lambda g: FixedGate("accept"),
         is_judged=False,
+        has_rate=False,
     ),
     Preset(
         "coin",
@@ -245,12 +255,14 @@ PRESETS: tuple[Preset, ...] = (
         "the target rates each step 0-9 and rewrites those below 7",
         {"score": ScoreRule("rating"), "takeover": "replace", "answers": "verify"},
         lambda g: ThresholdGate(3.0),  # a score is 10 minus the rating
+        has_rate=False,
     ),
     Preset(
         "speculative-thinking",
         "chunks escalate where the draft hesitates",
         {"takeover": "continue", "answers": "stop"},
         lambda g: CueGate(),
+        has_rate=False,
     ),
     Preset(
         "deep-conf",
@@ -262,6 +274,7 @@ PRESETS: tuple[Preset, ...] = (
         },
         lambda g: FixedGate("accept"),
         is_judged=False,
+        has_rate=False,
     ),
 )
 

@@ -301,6 +301,10 @@ def _escalated(result: RunResult, configuration: Configuration) -> str:
     rate = result.summary.rate
     if not rate.n_samples:
         return ""
+    from atts.methods import preset
+
+    if not preset(configuration["method"]).has_rate:
+        return f"{rate.counted()}   the method has no nominal rate"
     return f"{rate.counted()}   nominal rate {configuration['rate']:g}"
 
 

@@ -266,6 +266,19 @@ def test_a_run_without_a_gate_prints_no_rate(atts: Any, scripted: tuple[str, ...
     assert "nominal rate" not in said.out
 
 
+@pytest.mark.parametrize("method", ["spec-reason", "speculative-thinking"])
+def test_a_method_that_aims_at_no_rate_prints_none(
+    atts: Any, scripted: tuple[str, ...], method: str
+) -> None:
+    """A fixed threshold or a cue decides, so the default of --rate is not the rate of the run."""
+    words = ("eval", "arithmetic[:2]", *scripted, "--samples", "2", "--report", "none")
+    said = atts(*words, "--method", method)
+    assert said.code == 0
+    assert "escalated chunks" in said.out
+    assert "the method has no nominal rate" in said.out
+    assert "nominal rate 0.2" not in said.out
+
+
 def test_sigterm_saves_calls_in_flight(tmp_path: Path) -> None:
     """SIGTERM, which a cluster's scheduler sends, saves the calls in flight as Ctrl-C does, but has
     its own exit code.

@@ -212,9 +212,7 @@ class Policy:
         EscalatedVote,
         "voters on an escalated problem: all rollouts, or the target's rollouts alone",
     ] = "all"
-    takeover: Annotated[Takeover, "way in which the target takes over an escalated chunk"] = (
-        "replace"
-    )
+    takeover: Annotated[Takeover, "what the target writes for an escalated chunk"] = "replace"
     answers: Annotated[
         AnswerCheck,
         "whether a rollout ends at its answer, or only after the chunk of the answer was accepted",

@@ -142,7 +142,8 @@ def test_the_audit_notices_changed_decisions(run: Path, tmp_path: Path) -> None:
         for entry in read_entries(run / JOURNAL)
     )
     assert held.promise.mode == "question-turn"
-    assert f"{asked:,} of {asked:,} recorded decisions" in held.promise.audit
+    assert f"repeated {asked:,} recorded decisions" in held.promise.audit
+    assert f"and {asked:,} had the recorded result" in held.promise.audit
     seen = 0
 
     def tamper(event: Any) -> Any:
@@ -185,7 +186,9 @@ def test_a_run_of_known_size_states_a_narrow_guarantee(evaluate_into: Any, tmp_p
         "If scores are exchangeable, with probability 0.95 the realised rate is within 0.0"
         in held.promise.guarantee
     )
-    assert "within (0.006 W + 1 + 0.7 E) / T of 0.3 when the run ends" in held.promise.guarantee
+    assert (
+        "(0.006 W + 1 + 0.7 E) / T of the nominal rate when the run ends" in held.promise.guarantee
+    )
     assert "did not" not in held.promise.audit
     assert abs(held.rate.value - 0.3) <= 0.006 + 4 / held.rate.n_samples
 
@@ -549,4 +552,4 @@ def test_a_chart_of_many_questions_draws_some() -> None:
     control = replace(few, by_question=groups, questions=4000, decisions=40_000)
     chart = next(one for one in calibration_charts(control) if one.title == "Rate by question")
     assert 500 <= chart.picture.count("<circle") <= 1001
-    assert "one of 4 questions" in chart.caption
+    assert "one of every 4 questions" in chart.caption

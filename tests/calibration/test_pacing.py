@@ -252,7 +252,10 @@ def test_a_cap_is_exact_at_every_moment(worst: str) -> None:
         if count % 50 == 0:
             calibrator = Calibrator.restored(json.loads(json.dumps(calibrator.state())))
     assert calibrator.escalated >= 39 or worst == "never"
-    assert "at most ceil(1/5 n) escalate, exactly" in calibrator.guarantee
+    assert (
+        "at most ceil(1/5 n) of the first n decisions escalate, for ANY sequence"
+        in calibrator.guarantee
+    )
     with pytest.raises(CalibrationInputError, match="cap"):
         Calibrator(0.5, cap=1.5)
 

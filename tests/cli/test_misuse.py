@@ -319,7 +319,7 @@ CASES = [
         "drafter of another tokenizer",
         f"eval {RUN} {DRAFTED}",
         USAGE,
-        ("another tokenizer",),
+        ("their tokenizers differ",),
         drafter("other"),
     ),
     Case(

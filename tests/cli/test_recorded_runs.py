@@ -244,7 +244,7 @@ def test_a_run_whose_problems_all_failed_says_why(atts: Atts) -> None:
     said = atts(*run)
     assert said.code == 3
     assert "failed: 2 of 2 problems are not complete: " in said.err
-    assert "first by ContextOverflow: engine draft" in said.err
+    assert "first error: ContextOverflow: engine draft" in said.err
     assert "the same command continues the run" in said.err
     assert "accuracy" in said.out
 

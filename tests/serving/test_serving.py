@@ -147,7 +147,7 @@ def test_a_stream_begins_before_any_engine_call_has_ended(model: str) -> None:
         ({"atts": {"rate": 1.5}}, 400, "outside [0, 1]"),
         ({"atts": {"early_stop": "maybe"}}, 400, "early_stop"),
         ({"atts": {"max_cost": 1.0}}, 400, "has no price"),
-        ({"atts": {"max_calls": 0}}, 400, "would allow nothing"),
+        ({"atts": {"max_calls": 0}}, 400, "would allow no call"),
         ({"atts": {"on_limit": "x"}}, 400, "best or error"),
         ({"atts": []}, 400, "atts is not an object"),
         ({"model": "atts/toi"}, 404, "did you mean 'atts/toy'?"),

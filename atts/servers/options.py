@@ -34,7 +34,7 @@ class ApiKey:
 
     >>> ApiKey(variable="ATTS_NO_SUCH_KEY").read()
     Traceback (most recent call last):
-    atts.errors.OptionError: key: the variable ATTS_NO_SUCH_KEY is not set; set it to the API key, or leave `key` out
+    atts.errors.OptionError: key: the variable ATTS_NO_SUCH_KEY is not set; write the API key there, or leave `key` out
 
     :raises OptionError: `variable` is not the name of a variable, so it may be the key itself. When
         the key is read: the named variable or file contains no key.

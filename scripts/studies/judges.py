@@ -1212,17 +1212,7 @@ def classes_table(problems: Sequence[BankProblem], rate: float = 0.3) -> Table:
     rows: list[Row] = []
     for arm in arms:
         gain = "-" if arm is two else shown(over_problems((arm.right - two.right).tolist()))
-        rows.append(
-            (
-                arm.name,
-                arm.rollouts,
-                round(arm.rate, 3),
-                shown(over_problems(arm.right.tolist())),
-                gain,
-                round(float(arm.target_tokens.mean())),
-                round(float(arm.draft_tokens.mean())),
-            )
-        )
+        rows.append(_row_of(arm, gain))
     return Table.of(
         "Classes of problems beside stop and escalate",
         "classes | rollouts | share escalated | accuracy | minus the cascade's | target tokens | "
@@ -1302,18 +1292,7 @@ def live_table(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> Table:
         if arm.name.startswith("cascade"):
             gain = shown(over_problems((arm.right - coin.right).tolist()))
             fair = shown(bootstrap(partial(_at_equal_tokens, arm, coin, kept), len(arm.right)))
-        rows.append(
-            (
-                arm.name,
-                arm.rollouts,
-                round(arm.rate, 3),
-                shown(over_problems(arm.right.tolist())),
-                gain,
-                fair,
-                round(float(arm.target_tokens.mean())),
-                round(float(arm.draft_tokens.mean())),
-            )
-        )
+        rows.append(_row_of(arm, gain, fair))
     return Table.of(
         "A live run of the cascade",
         "arm | rollouts | rate | accuracy | minus the coin's | the same, equal target tokens | "
@@ -1323,6 +1302,19 @@ def live_table(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> Table:
         "that a coin adds to the other problems are from a run of the target alone on them. "
         "The coin's row is the mean over all tosses at the run's realised rate. Many problems agree "
         "equally little; the last cascade is the mean over all choices among them.",
+    )
+
+
+def _row_of(arm: Arm, *gains: str) -> Row:
+    """Return an arm with its accuracy, these gains, and its tokens per problem."""
+    return (
+        arm.name,
+        arm.rollouts,
+        round(arm.rate, 3),
+        shown(over_problems(arm.right.tolist())),
+        *gains,
+        round(float(arm.target_tokens.mean())),
+        round(float(arm.draft_tokens.mean())),
     )
 
 

@@ -232,8 +232,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Evidence that a gate may use in addition to the score: on the draft, and on siblings'
-    answers.
+    """Evidence that a gate may use in addition to the score: the draft's log-probabilities, and the
+    answers of siblings.
     """
 
     question: str
@@ -284,7 +284,7 @@ class Chunk:
     draft_ids: TokenIds
     target_ids: TokenIds
     ended: Ending
-    # the author's, one per generated id (a generated end token included), or empty
+    # log-probabilities by the author, one per generated id (a generated end token included), or none
     logprobs: tuple[float, ...] = ()
 
     @property

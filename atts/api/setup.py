@@ -335,7 +335,7 @@ class Setup:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return warnings about lengths that look too small and about the score, before a run."""
+        """Return the warnings to print before a run, about small lengths and unsuitable scores."""
         return (*budget_warnings(self._policy, self.budget), *score_warnings(self._policy))
 
     @property

@@ -92,7 +92,7 @@ class RowBlocks:
         )
 
     def size(self) -> BlockClass:
-        """Return the sizes of these blocks as one class."""
+        """Return the number of these blocks, and the width and length to which all can be padded."""
         width = int(self.counts.max(initial=0))
         lengths = self.lengths
         is_even = width == 1 and bool((lengths == lengths[0]).all())

@@ -127,8 +127,8 @@ class RemoteEngine(BaseEngine):
         self._identity: Identity | None = None
         self._known: Known | None = None
         self._watch: Watch | None = None
-        # The time until which the server counts as unchanged, and the number of the client's doubts
-        # that have been checked.
+        # The time of the next check that the server is the same, and the number of lost connections
+        # and changed names that earlier checks have covered.
         self._trusted_until = 0.0
         self._doubts_checked = 0
         self._unchecked = 0  # answers since the server was last compared with its known values

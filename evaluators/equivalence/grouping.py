@@ -245,7 +245,8 @@ class Keys:
         yield "value:" + written(self.value(value))
         constants = arbitrary(variables(value))
         others = variables(value) - constants
-        if constants and others:  # the key ignores letters of constants and added constants
+        # the key ignores the names of arbitrary constants, and constants that are added
+        if constants and others:
             prober = Prober(self.limits)
             known = {name: number(1) for name in constants}
             ends = (

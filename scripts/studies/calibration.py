@@ -568,8 +568,8 @@ The shares of the embedded default were measured on 2,000 problems.
 
 
 def certificates(options: Options) -> Table:
-    """Measure how often a policy is certified against the target alone, by lost answers and by net
-    loss.
+    """Measure how often each of two tests certifies a policy: the test of lost answers and the test
+    of the net loss.
     """
     runs = options.pick(40, 200, 1000)
     rows = list[Row]()

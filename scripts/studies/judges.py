@@ -958,7 +958,7 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
         "| the same when the target finishes",
         rows,
         f"{count} chunks, one of each problem, drawn with the problem's name as seed. The row of the coin shows "
-        "the mean advantage over all these chunks.",
+        f"the mean advantage of a takeover over all {count} chunks.",
     )
 
 

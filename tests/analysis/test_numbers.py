@@ -465,7 +465,7 @@ def test_a_large_run_shows_some_problems_and_links_to_all(
     lines = (tmp_path / "page.problems.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == [row.id for row in rows]
     assert "12 problems" in built.report.verdict.line
-    # a problem's name may contain characters that have a meaning in URLs
+    # the report's file name may contain characters that have a meaning in URLs
     page = save_report(built, "html", tmp_path / "100%#1 <b>?.html").read_text()
     assert '<a href="100%25%231%20%3Cb%3E%3F.problems.jsonl">' in page
     assert (tmp_path / "100%#1 <b>?.problems.jsonl").is_file()

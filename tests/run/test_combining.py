@@ -138,7 +138,7 @@ def test_the_cost_of_combining_is_part_of_a_problems_usage(world: Any) -> None:
     found = result.combined
     assert len(asked) == found.usage.calls == 2 * found.pairs > 0
     assert found.usage.target_tokens == sum(len(event.completion.ids) for event in asked)
-    # the draft writes alone, so all target tokens are of comparisons
+    # the draft writes all rollouts, so the target writes tokens only for comparisons
     assert result.usage.target_tokens == found.usage.target_tokens
     assert found.usage.target_prefill_tokens > 0
     recorded = [event for event in world.events() if isinstance(event, OutcomeReached)]

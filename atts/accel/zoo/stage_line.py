@@ -716,7 +716,8 @@ class StageExecutor:
             return
         if isinstance(answer.rows, Exception):
             flight.error = answer.rows
-            for stop, _ in stops:  # however much of the work the worker did
+            # the worker may have done any part of the work, so none of these slots counts as filled
+            for stop, _ in stops:
                 stop.held.forget(node.number, flight.table[stop.batch.table_rows])
             return
         hop = perf_counter() - node.sent - sum(answer.seconds)

@@ -124,7 +124,7 @@ def test_the_script_resumes_and_marks_arms_that_were_not_run(
     ):
         assert column in first
     assert "| published, any of 16 | 0.467 |" in first
-    assert "not run by this project" in first
+    assert "This project had no GPUs to run" in first
     assert "2 seeds" in first
 
 

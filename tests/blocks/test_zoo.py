@@ -329,7 +329,7 @@ def test_a_newer_zoo_and_a_foreign_folder_are_refused(zoo: Zoo, base: Path, tmp_
         lambda: zoo.remove("base"),
         lambda: zoo.folder("base"),
     ):
-        with pytest.raises(ZooError, match="newer atts"):
+        with pytest.raises(ZooError, match="newer version of atts"):
             ask()
     assert contents(zoo.directory) == before
     with pytest.raises(ZooError, match="nor empty"):

@@ -334,7 +334,7 @@ def test_a_newer_zoo_and_a_foreign_folder_are_refused(zoo: Zoo, base: Path, tmp_
     assert contents(zoo.directory) == before
     with pytest.raises(ZooError, match="nor empty"):
         Zoo(base).add("x", base)
-    with pytest.raises(ZooError, match="it is not a zoo"):
+    with pytest.raises(ZooError, match="the directory is not a zoo"):
         Zoo(tmp_path / "none").show()
 
 

@@ -572,7 +572,7 @@ async def test_a_proxy_in_the_environment_is_used_only_when_asked_for(
         assert (await remote.sample(REQUEST)).ids
     with pytest.raises(EngineUnavailable, match=r"(?i)http_proxy is set but was not used"):
         await client("http://127.0.0.1:9").__aenter__()
-    with pytest.raises(EngineUnavailable, match=r"(?i)by the proxy of http_proxy"):
+    with pytest.raises(EngineUnavailable, match=r"(?i)used the proxy of http_proxy"):
         await client(server.url, options=RemoteOptions(proxy="environment")).__aenter__()
 
 

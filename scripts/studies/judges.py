@@ -1234,6 +1234,7 @@ def of_run(run: RecordedRun) -> dict[str, BankProblem]:
                 "answer": answer,
                 "correct": answer is not None and judge(outcome.problem, answer).status == "equal",
                 "tokens": sum(chunk.tokens for chunk in rollout.chunks),
+                "is_whole": rollout.finish not in ("settled", "cancelled", "failed"),
             }
             is_by_target = any(chunk.author == "target" for chunk in rollout.chunks)
             (problem.targets if is_by_target else problem.drafts).append(record)
@@ -1249,7 +1250,8 @@ def live_arms(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> list[Arm]
     ties drawn by lot is the mean over these choices.
 
     `targets` are runs of the target alone on the problems that the cascade did not escalate. These
-    runs have the rollouts that a coin would have added to the problems.
+    runs have the rollouts that a coin would have added to the problems. If two of these runs have
+    the same problem, the last one counts.
     """
     escalated = {
         decision.decision.question for decision in cascade.decisions() if decision.decision.escalate
@@ -1262,6 +1264,12 @@ def live_arms(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> list[Arm]
             if name not in added:
                 raise SystemExit(f"no run of the target alone has rollouts of {name}")
             problem.targets = added[name].targets
+        if not all(one["is_whole"] for one in (*problem.drafts, *problem.targets)):
+            # a cancelled rollout would count as free and as an abstention
+            raise SystemExit(
+                f"{name}: a rollout was cancelled or failed, so its cost and answer are unknown; run "
+                "the problem again with --set early_stop=none"
+            )
         problems.append(problem)
     chance = np.array([float(problem.name in escalated) for problem in problems])
     rate = float(chance.mean())

@@ -297,10 +297,15 @@ def test_a_live_cascade_is_compared_with_its_coin(tmp_path: Path) -> None:
     result = evaluate_sync(problems, setup, directory=tmp_path / "cascade")
     escalated = {problem.problem for problem in result.problems if problem.escalated}
     others = [problem for problem in problems if problem.id not in escalated]
-    alone = Setup(target=engine("target", 1.0), method="target-only", policy=Policy(samples=4))
-    evaluate_sync(others, alone, directory=tmp_path / "target-only")
     cascade = open_run(tmp_path / "cascade")
-    runs = [open_run(tmp_path / "target-only")]
+    policies = {"stopped": Policy(samples=4), "whole": Policy(samples=4, early_stop="none")}
+    for name, policy in policies.items():
+        alone = Setup(target=engine("target", 1.0), method="target-only", policy=policy)
+        evaluate_sync(others, alone, directory=tmp_path / name)
+    # the fourth rollout of a target that never errs is cancelled, so its cost is unknown
+    with pytest.raises(SystemExit, match="a rollout was cancelled or failed"):
+        judges.live_arms(cascade, [open_run(tmp_path / "stopped")])
+    runs = [open_run(tmp_path / name) for name in policies]
     kept, live, coin, by_lot, _, target = judges.live_arms(cascade, runs)
     assert live.rate == len(escalated) / 20
     assert target.right.mean() == 1.0

@@ -13,7 +13,7 @@ from atts.core import Action, Decision, Features, Origin
 from atts.errors import CalibrationInputError, OptionError
 
 GateReads = Literal["score", "nothing"]
-"""What a gate reads of a chunk: the score alone, or neither the score nor any log-probability."""
+"""The numbers that a gate reads of a chunk: the score alone, or nothing."""
 
 
 class Gate(Protocol):

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,7 @@ FINISHED_BY_TARGET = 2
 MAX_TOKENS = 512
 CHUNK_TOKENS = 80
 STEP = "\n\n"
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 SAMPLING = Sampling(temperature=0.7)
 ORDERS = (("Yes", "No"), ("No", "Yes"))
 PROBLEMS_AT_ONCE = 12
@@ -166,6 +168,8 @@ class Recorder:
         """Return the readings of a finished rollout by both models that its record still lacks."""
         ids = tuple(rollout["ids"])
         fields: dict[str, Any] = {}
+        if "chunk_texts" not in rollout:
+            fields["chunk_texts"] = self.texts(ids, rollout["chunks"])
         if "draft_entropies" not in rollout:
             read = await self.draft.score(ScoreRequest(prompt, ids, entropies=True))
             fields["draft_entropies"] = _rounded([-value for value in read.logprobs])
@@ -197,6 +201,12 @@ class Recorder:
         if begin < len(ids):
             ends.append(len(ids))
         return ends
+
+    def texts(self, ids: TokenIds, ends: Sequence[int]) -> list[str]:
+        """Return the text of each chunk."""
+        begins = [0, *ends[:-1]]
+        decode = self.draft.tokenizer.decode
+        return [decode(ids[begin:end]) for begin, end in zip(begins, ends, strict=True)]
 
     def verdict(self, problem: Problem, text: str) -> tuple[str | None, bool]:
         """Return the answer of a finished text, and whether the answer is correct."""
@@ -464,7 +474,7 @@ def has_everything(records: Sequence[dict[str, Any]], experiments: int) -> bool:
     return len(takeovers) >= wanted and all(
         name in one
         for one in drafts
-        for name in ("draft_entropies", "target_logprobs", "said_correct")
+        for name in ("chunk_texts", "draft_entropies", "target_logprobs", "said_correct")
     )
 
 
@@ -476,10 +486,14 @@ def append(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def begin_bank(
-    out: Path, limit: int, rollouts_only: bool = False, experiments: int = 1
+    out: Path,
+    limit: int,
+    rollouts_only: bool = False,
+    experiments: int = 1,
+    half: str | None = None,
 ) -> tuple[Path, list[Problem]]:
     """Write the split to the file before any measurement. Return the file, and the problems that
-    are missing or incomplete in it.
+    are missing or incomplete in it, of one half or of both.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "bank.jsonl"
@@ -487,6 +501,8 @@ def begin_bank(
     parts = split([problem.id for problem in wanted])
     text = json.dumps({"development": parts.development, "confirmation": parts.confirmation})
     (out / "split.json").write_text(text, encoding="utf-8")
+    if half is not None:
+        wanted = [problem for problem in wanted if problem.id in getattr(parts, half)]
     recorded: dict[str, list[dict[str, Any]]] = {}
     for entry in read(path):
         recorded.setdefault(entry["problem"], []).append(entry)
@@ -516,10 +532,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--experiments", type=int, default=1, help="chunks of each problem to take over"
     )
+    parser.add_argument(
+        "--half",
+        choices=["development", "confirmation"],
+        help="record the problems of this half only (default: both halves)",
+    )
     given = parser.parse_args(arguments)
     if not problems():
         parser.error("no benchmark files at hand: name their folder in ATTS_SHARED_DATA")
-    path, wanted = begin_bank(given.out, given.limit, given.rollouts_only, given.experiments)
+    path, wanted = begin_bank(
+        given.out, given.limit, given.rollouts_only, given.experiments, given.half
+    )
     options = LocalOptions(
         device="cpu", threads=given.threads, max_batch=128, kv_tokens=CACHE_TOKENS
     )
@@ -766,6 +789,18 @@ def vote(
     return _mean([float(right[label]) for label in leaders])
 
 
+def agreement_at_step(problem: BankProblem, rollout: Mapping[str, Any], index: int) -> float:
+    """Return the share of the sibling rollouts that contain the last number of a chunk.
+
+    A chunk without a number contradicts no sibling, so its share is 1.
+    """
+    numbers = NUMBER.findall(rollout["chunk_texts"][index])
+    siblings = [one for one in problem.drafts if one is not rollout]
+    if not numbers or not siblings:
+        return 1.0
+    return _mean([float(numbers[-1] in NUMBER.findall(one["text"])) for one in siblings])
+
+
 def rollout_scores(problem: BankProblem) -> dict[str, list[float]]:
     """Return every score of every draft rollout of a problem; higher is worse."""
     scores: dict[str, list[float]] = {}
@@ -785,6 +820,11 @@ def rollout_scores(problem: BankProblem) -> dict[str, list[float]]:
         -_mean(one["said_correct"]) for one in problem.drafts
     ]
     scores["verdict in one token, one order"] = [-one["said_correct"][0] for one in problem.drafts]
+    if all("chunk_texts" in one for one in problem.drafts):
+        scores["agreement with siblings at the step; worst chunk"] = [
+            -min(agreement_at_step(problem, one, index) for index in range(len(one["chunks"])))
+            for one in problem.drafts
+        ]
     labels = labels_of(problem, problem.drafts)
     sizes = [0 if label is None else labels.count(label) for label in labels]
     scores["agreement of answers"] = [-float(size) for size in sizes]
@@ -846,6 +886,10 @@ def takeover_scores(problem: BankProblem, takeover: Mapping[str, Any]) -> dict[s
     scores["target's own chunk likelier, mean"] = _mean(takeover["rewritten_logprobs"]) - _mean(
         chunk.target
     )
+    if all("chunk_texts" in one for one in problem.drafts):
+        scores["agreement with siblings at the step"] = -agreement_at_step(
+            problem, rollout, takeover["chunk"]
+        )
     labels = labels_of(problem, problem.drafts)
     label = labels[problem.drafts.index(rollout)]
     scores["agreement of siblings' answers"] = -max(

@@ -56,6 +56,7 @@ def test_every_problem_has_its_rollouts_and_one_experiment(recorded: Path) -> No
             assert len(rollout["draft_logprobs"]) == len(rollout["target_logprobs"]) == count
             assert len(rollout["draft_entropies"]) == count
             assert min(rollout["draft_entropies"]) >= 0
+            assert "".join(rollout["chunk_texts"]) == rollout["text"]
             assert sum(len(chunk.target) for chunk in judges.chunks_of(rollout)) == count
         for takeover in problem.takeovers:
             assert len(takeover["kept"]) == len(takeover["replaced"]) == judges.CONTINUATIONS
@@ -92,6 +93,7 @@ def test_a_bank_of_an_earlier_version_gets_what_it_lacks(
                     del entry[name]
         if lacks != "experiments":
             entry.pop("draft_entropies", None)
+            entry.pop("chunk_texts", None)
         if lacks != "everything but the rollouts" or entry["kind"] != "takeover":
             older.append(entry)
     judges.append(path, older)
@@ -138,7 +140,10 @@ def test_scores_are_chosen_on_development_problems_alone(
     assert tables[0].rows[0][2] == 6
     assert tables[2].notes[0].startswith("4 problems")
     assert [table.notes[0][:10] for table in tables[4:]] == ["4 problems"] * 2 + ["2 problems"]
-    assert "draft entropy, change; worst chunk" in {row[0] for row in tables[2].rows}
+    names = {row[0] for row in tables[2].rows}
+    assert "draft entropy, change; worst chunk" in names
+    assert "agreement with siblings at the step; worst chunk" in names
+    assert "agreement with siblings at the step" in {row[0] for row in tables[3].rows}
     assert {row[0] for row in tables[2].rows} >= {"target, worst token; worst chunk"}
 
 
@@ -248,6 +253,36 @@ def test_a_judge_finds_planted_advantages_on_problems_that_it_never_saw() -> Non
         found.append(above / (1 - values.mean()))  # as a share of what a perfect score finds
     assert found[0] == pytest.approx(1.0)
     assert abs(found[1]) < 0.5
+
+
+def test_agreement_at_a_step_is_the_share_of_siblings_with_its_last_number() -> None:
+    """The last number of a chunk is looked for in the siblings, and as a whole number; a chunk
+    without a number agrees with everyone.
+    """
+    texts = [["so 3 + 4 = 7.", "\n\nThus 1,250."], ["3 + 4 = 7"], ["it is 71"], ["7 and 1,250"]]
+    drafts = [{"chunk_texts": one, "text": "".join(one), "chunks": one} for one in texts]
+    drafts.append({"chunk_texts": ["none"], "text": "none", "chunks": ["none"]})
+    problem = judges.BankProblem("p", drafts=drafts)
+    assert judges.agreement_at_step(problem, drafts[0], 0) == pytest.approx(2 / 4)
+    assert judges.agreement_at_step(problem, drafts[0], 1) == pytest.approx(1 / 4)
+    assert judges.agreement_at_step(problem, drafts[2], 0) == 0
+    assert judges.agreement_at_step(problem, drafts[4], 0) == 1
+
+
+def test_one_half_of_a_bank_can_be_recorded_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The split is that of the whole bank, and only the named half is recorded."""
+    wanted = toy_problems(8, 5)
+    monkeypatch.setattr(judges, "problems", lambda: wanted)
+    _, both = judges.begin_bank(tmp_path, 8)
+    split = json.loads((tmp_path / "split.json").read_text(encoding="utf-8"))
+    for half in ("development", "confirmation"):
+        _, lacking = judges.begin_bank(tmp_path, 8, half=half)
+        assert [one.id for one in lacking] == split[half]
+        assert len(lacking) == 4
+    assert [one.id for one in both] == [one.id for one in wanted]
+    assert json.loads((tmp_path / "split.json").read_text(encoding="utf-8")) == split
 
 
 def test_a_coin_is_given_the_tokens_that_the_cascade_spends() -> None:

@@ -26,7 +26,7 @@ from atts.local.devices import (
 )
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop
-from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
+from atts.local.messages import LoopReport, ShareCores, WorkerConfig, WorkerReady
 from atts.local.model import TorchModel
 from atts.local.model_config import rope_rows
 from atts.local.scheduler import Scheduler, SchedulerConfig
@@ -178,8 +178,12 @@ def set_threads(config: WorkerConfig) -> None:
     torch.set_num_threads(threads_of(config))
 
 
-def share_cores(config: WorkerConfig, model: Model, loops: int) -> None:
-    """Compute with the number of threads that one of `loops` loops gets."""
-    shared = replace(config, sharers=loops)
-    set_threads(shared)
-    model.use_threads(threads_of(shared))
+def share_cores(config: WorkerConfig, model: Model, shared: ShareCores) -> None:
+    """Compute with the number of threads that each loop gets.
+
+    Idle loops lend their cores to the busy ones. With torch, other thread counts change the last
+    bits of results, so there the cores are divided among all open loops.
+    """
+    set_threads(replace(config, sharers=shared.open_loops))
+    loops = shared.busy_loops if model.is_thread_independent else shared.open_loops
+    model.use_threads(threads_of(replace(config, sharers=max(1, loops))))

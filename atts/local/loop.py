@@ -104,7 +104,7 @@ class StepLoop:
         self._batches = StepBatches()
         self._is_closing = False
         # set by the builder of the loop
-        self.share_cores: Callable[[int], None] = lambda loops: None
+        self.share_cores: Callable[[ShareCores], None] = lambda shared: None
 
     def run(self, inbox: Inbox) -> None:
         """Take steps while there is work, or else sleep; return after a message to close."""
@@ -144,8 +144,8 @@ class StepLoop:
                 self._submit(command)
             case Cancel(request_id):
                 self._stats.cancelled += self._scheduler.cancel(request_id)
-            case ShareCores(loops):
-                self.share_cores(loops)
+            case ShareCores():
+                self.share_cores(command)
             case Close():
                 self._is_closing = True
             case _:

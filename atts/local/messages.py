@@ -101,9 +101,10 @@ class Cancel(Command):
 
 @dataclass(frozen=True, slots=True)
 class ShareCores(Command):
-    """A message that `loops` loops share the cores from now on."""
+    """A message about the loops that share the cores from now on."""
 
-    loops: int
+    open_loops: int
+    busy_loops: int  # loops with requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,7 +306,11 @@ class TorchModel:
             1, 2
         )
 
-    @torch.inference_mode()
+    @property
+    def is_thread_independent(self) -> bool:
+        """Return False: torch adds numbers in an order that depends on the number of threads."""
+        return False
+
     def use_threads(self, threads: int) -> None:
         """Do nothing, because torch has a thread count for each calling thread."""
 

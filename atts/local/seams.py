@@ -252,6 +252,11 @@ class Model(Protocol):
         """Describe where the model computes."""
         ...
 
+    @property
+    def is_thread_independent(self) -> bool:
+        """Return whether results have the same bits with any number of threads."""
+        ...
+
     def use_threads(self, threads: int) -> None:
         """Compute with `threads` threads from now on."""
         ...

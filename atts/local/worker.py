@@ -8,21 +8,24 @@ import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import IO, Protocol
 
 from atts.concurrency import import_lock, python_command
 from atts.errors import EngineError
 from atts.local.messages import (
     GONE,
+    Cancel,
     Close,
     Command,
     FailureReply,
     LoopReport,
     ShareCores,
+    Submit,
     WorkerConfig,
     WorkerReady,
     close_pipes,
@@ -49,27 +52,58 @@ def worker_environment() -> dict[str, str]:
 
 
 class OpenLoops:
-    """The step loops that compute with several threads, and therefore share the cores."""
+    """The step loops that compute with several threads, and therefore share the cores.
+
+    A loop is busy while it has requests. The idle loops lend their cores to the busy ones, for
+    example a draft that waits for its target.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: list[Callable[[int], None]] = []
+        # the requests of each loop, keyed by the function that sends the loop a message
+        self._requests: dict[Callable[[Command], None], set[int]] = {}
+        self._sent = ShareCores(0, 0)
 
-    def register(self, listener: Callable[[int], None]) -> int:
-        """Add a loop, report the new count to the others, and return it."""
+    def register(self, send: Callable[[Command], None]) -> int:
+        """Add a loop, report the new counts to the others, and return the number of open loops."""
         with self._lock:
-            for other in self._listeners:
-                other(len(self._listeners) + 1)
-            self._listeners.append(listener)
-            return len(self._listeners)
+            self._requests[send] = set()
+            self._sent = self._counts()
+            for other in self._requests:
+                if other != send:
+                    other(self._sent)
+            return len(self._requests)
 
-    def leave(self, listener: Callable[[int], None]) -> None:
+    def leave(self, send: Callable[[Command], None]) -> None:
         """Give the cores of a loop to the other loops. A second call has no effect."""
         with self._lock:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
-                for other in self._listeners:
-                    other(len(self._listeners))
+            if self._requests.pop(send, None) is not None:
+                self._report()
+
+    def begin(self, send: Callable[[Command], None], request_id: int) -> None:
+        """Count a request that the loop is about to get. A loop that does not share is ignored."""
+        if send in self._requests:
+            with self._lock:
+                self._requests.get(send, set()).add(request_id)
+                self._report()
+
+    def end(self, send: Callable[[Command], None], request_ids: Iterable[int]) -> None:
+        """Count requests that the loop has answered, or that nobody waits for any more."""
+        if send in self._requests:
+            with self._lock:
+                self._requests.get(send, set()).difference_update(request_ids)
+                self._report()
+
+    def _report(self) -> None:
+        """Report the counts to every loop, if they have changed."""
+        counts = self._counts()
+        if counts != self._sent:
+            self._sent = counts
+            for send in self._requests:
+                send(counts)
+
+    def _counts(self) -> ShareCores:
+        return ShareCores(len(self._requests), sum(map(bool, self._requests.values())))
 
 
 OPEN_LOOPS = OpenLoops()
@@ -115,6 +149,7 @@ class ThreadWorker:
 
         ready = Future[WorkerReady]()
         config = join_loops(config, self._share)
+        deliver = partial(_hand_on, deliver, self._share)
 
         def run() -> None:
             try:
@@ -136,10 +171,11 @@ class ThreadWorker:
 
     def send(self, command: Command) -> None:
         """Pass a command on without waiting."""
+        _count_request(command, self._share)
         self._mailbox.put(command)
 
-    def _share(self, loops: int) -> None:
-        self._mailbox.put(ShareCores(loops))
+    def _share(self, command: Command) -> None:
+        self._mailbox.put(command)
 
     def close(self) -> None:
         """End the loop and wait for its end. A second call has no effect."""
@@ -190,6 +226,7 @@ class ProcessWorker:
         process = self._process
         assert process is not None, "a worker may be opened only once, before its end"
         config = join_loops(config, self._share)
+        deliver = partial(_hand_on, deliver, self._share)
         try:
             answer = first_answer(process, config, config.name)
         except GONE as error:
@@ -211,6 +248,7 @@ class ProcessWorker:
 
     def send(self, command: Command) -> None:
         """Pass a command on without waiting."""
+        _count_request(command, self._share)
         self._outbox.put(command)
 
     def close(self) -> None:
@@ -228,8 +266,8 @@ class ProcessWorker:
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
 
-    def _share(self, loops: int) -> None:
-        self._outbox.put(ShareCores(loops))
+    def _share(self, command: Command) -> None:
+        self._outbox.put(command)
 
     def _start(self, thread: threading.Thread) -> None:
         self._threads.append(thread)
@@ -280,13 +318,34 @@ def new_worker(kind: WorkerKind) -> LoopWorker:
     return ThreadWorker() if kind == "thread" else ProcessWorker()
 
 
-def join_loops(config: WorkerConfig, share: Callable[[int], None]) -> WorkerConfig:
+def join_loops(config: WorkerConfig, send: Callable[[Command], None]) -> WorkerConfig:
     """Register a loop that is about to open; return its configuration with the number of loops that
     share the cores.
     """
     if not config.is_parallel:
         return config
-    return replace(config, sharers=OPEN_LOOPS.register(share))
+    return replace(config, sharers=OPEN_LOOPS.register(send))
+
+
+def _count_request(command: Command, send: Callable[[Command], None]) -> None:
+    """Count the request of a command that is about to be sent to a loop."""
+    match command:
+        case Submit(request_id):
+            OPEN_LOOPS.begin(send, request_id)
+        case Cancel(request_id):
+            OPEN_LOOPS.end(send, [request_id])
+        case _:
+            pass
+
+
+def _hand_on(deliver: Deliver, send: Callable[[Command], None], report: LoopReport) -> None:
+    """Count the requests that a loop has answered, then deliver its report."""
+    answered = [reply.request_id for reply in report.replies]
+    if 0 in answered:  # the loop has ended
+        OPEN_LOOPS.leave(send)
+    elif answered:
+        OPEN_LOOPS.end(send, answered)
+    deliver(report)
 
 
 def broken(error: BaseException) -> FailureReply:

@@ -110,6 +110,7 @@ class ExitModel:
         self._eps = eps
         self._listener: ExitListener | None = None
         # all methods except forward are the model's own
+        self.is_thread_independent = model.is_thread_independent
         self.use_threads = model.use_threads
         self.compute_logits = model.compute_logits
         self.sample = model.sample

@@ -478,6 +478,11 @@ class ManyModels(Generic[M]):
             np.concatenate([hidden, owners[:, None].astype(np.float32)], axis=1)
         )
 
+    @property
+    def is_thread_independent(self) -> bool:
+        """Return whether results have the same bits with any number of threads."""
+        return self._model.is_thread_independent
+
     def use_threads(self, threads: int) -> None:
         """Set the number of threads; a step uses the number of its first model."""
         self._model.use_threads(threads)

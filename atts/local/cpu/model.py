@@ -492,8 +492,15 @@ class NativeModel:
         halves += ", scores in bf16" * self._rounds_scores
         return f"native, {self._threads} thread{'s' if self._threads > 1 else ''}{halves}"
 
+    @property
+    def is_thread_independent(self) -> bool:
+        """Return True: each number is summed by one thread, in a fixed order."""
+        return True
+
     def use_threads(self, threads: int) -> None:
         """Compute with `threads` threads from now on; the results stay the same to the bit."""
+        if threads == self._threads:
+            return
         self._threads = threads
         self._scratch = np.empty(threads * self._scratch_floats, dtype=np.float32)
         self._step.threads = threads

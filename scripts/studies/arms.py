@@ -581,11 +581,12 @@ def _table(where: str, clock: Literal["seconds", "processor"], found: Mapping[st
         "draft and scored tokens | realised rate | RMS error by turn | RMS error by question | "
         "largest error in 500 decisions",
         [_method_row(name, clock, one, alone) for name, one in found.items()],
-        "Both engines share two cores. The study compares processor times, because wall times depend"
-        " on the load of the machine."
+        "Draft and target share two cores. The study compares processor times, because wall "
+        "times depend on the load of the machine."
         if clock == "processor"
-        else "A toy model with true log-probabilities. At most 16 draft and 4 target requests run at once;"
-        " a draft token takes 12 ms, a target token 45 ms, about as in the published runs.",
+        else "The engines are toy models with exact log-probabilities. At most 16 draft "
+        "requests and 4 target requests run at once. A draft token takes 12 ms and a "
+        "target token 45 ms, about as in the published runs.",
         headline=f"at rate {RATE:g} the published rule escalates {rates[0]}, atts with the same "
         f"policy {rates[1]}. "
         f"The default of atts, with no promise by question, escalates {rates[2]}",
@@ -652,20 +653,21 @@ def study_ablations(options: Options) -> list[Table]:
             "choice | option | accuracy | minus the default's, points | target tokens | "
             "arithmetic | time | realised rate | rate error by question",
             [_ablation_row(*each, default) for each in [("default", "atts", default), *found]],
-            f"{count} problems x {SAMPLES} samples, rate {RATE:g}. Arithmetic and time are the "
-            "option's divided by the default's. Intervals are at 95 %, paired by problem.",
+            f"{count} problems x {SAMPLES} samples, rate {RATE:g}. The columns *arithmetic* and "
+            "*time* divide the option's value by the default's. Intervals are 95 % intervals, "
+            "paired by problem.",
         ),
         Table.of(
             "Which defaults would change",
             "choice | options that win | verdict",
             verdicts,
-            "An option wins if its accuracy is higher than the default's (interval above 0) for no "
-            f"more arithmetic. An option also wins if it loses less than {-100 * _LOSS:g} point of "
-            f"accuracy (low end of the interval) and saves {100 * _WORTH:.0f} % of arithmetic or "
-            "time. If no option wins, the default stays.",
-            f"A run of fewer than {_ENOUGH} problems changes no default; this run has {count} "
-            "problems. Each choice has several options, so a single "
-            "narrow win is weaker evidence than its interval suggests.",
+            "An option wins if it is more accurate than the default (interval above 0) without "
+            f"more arithmetic. An option also wins if it loses less than {-100 * _LOSS:g} point "
+            f"of accuracy (low end of the interval) and saves {100 * _WORTH:.0f} % of "
+            "arithmetic or time. If no option wins, the default stays.",
+            f"A default changes only after a run of at least {_ENOUGH} problems; this run has "
+            f"{count}. Each setting has several options, so a single narrow win is weaker "
+            "evidence than its interval suggests.",
             headline=f"defaults that another option beats: {', '.join(changed) or 'none'} "
             f"(of {len(chosen)})",
         ),
@@ -961,9 +963,10 @@ def field_table(prices: Prices, found: Sequence[tuple[str, Sum]]) -> Table:
         "method | accuracy | 95 % | low | high | target tokens decoded | target tokens read | "
         "draft tokens | TFLOPs | GPU seconds | Pareto-optimal",
         rows,
-        "Costs are per problem. The accuracies are the embedded pair's. The prices are those of "
-        f"{prices.name}: {prices.draft_gpus} GPU for the draft and {prices.target_gpus} for the target, "
-        f"steps of {PRICED_BATCH} sequences with {PRICED_CONTEXT:,} tokens each.",
+        "Costs are per problem. Accuracies are measured with the embedded pair, but costs are "
+        f"computed for models of {prices.name}: the draft on {prices.draft_gpus} GPU, the "
+        f"target on {prices.target_gpus}, and steps of {PRICED_BATCH} sequences with "
+        f"{PRICED_CONTEXT:,} tokens each.",
         chart=Chart("GPU seconds", "accuracy", "method", "log", low="low", high="high"),
     )
 

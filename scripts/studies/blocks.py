@@ -334,7 +334,7 @@ def study_simulated(options: Options) -> list[Table]:
         title,
         header,
         rows,
-        "Times are virtual: 8B models have the step times published for one H100.",
+        "Times are simulated with the step times that were published for an 8B model on one H100.",
     )
     return [first, _published(options, count)]
 
@@ -614,8 +614,9 @@ def study(options: Options) -> list[Table]:
                 arrivals = arrive(count, load * capacity, options.seed + number, prompts)
                 rows += [(shared, prompts, load, *row) for row in _loaded(one, four, arrivals)]
             disk_notes.append(
-                f"With {100 * shared:.0f} % of the layers shared, the zoo takes {disk.stored / 1e6:.1f} MB of disk, "
-                f"and separate folders take {disk.apart / 1e6:.1f} MB."
+                f"If {100 * shared:.0f} % of the layers are shared, the four models take "
+                f"{disk.stored / 1e6:.1f} MB of disk in one zoo, but {disk.apart / 1e6:.1f} MB "
+                "in separate folders."
             )
     title = f"{PROMPT} tokens in, {LENGTH} out, {count} requests, clock: processor time of one core"
     header = (
@@ -835,9 +836,9 @@ def study_real(options: Options) -> list[Table]:
             "requests of each tenant | arm | tokens/s | relative to four engines | weights MB",
             speeds,
             f"The models are {', '.join(TENANTS)}. Each request has {PROMPT} prompt tokens and "
-            f"{LENGTH} written tokens; times are processor times of one core. The zoo takes "
-            f"{contents.stored / 1e6:.1f} MB of disk, and separate models take "
-            f"{contents.apart / 1e6:.1f} MB.",
+            f"{LENGTH} written tokens; times are processor times of one core. The models take "
+            f"{contents.stored / 1e6:.1f} MB of disk in one zoo, but {contents.apart / 1e6:.1f} "
+            "MB in separate folders.",
         ),
     ]
 
@@ -878,7 +879,8 @@ def relatives(base: Path, scratch: Path, zoo: Zoo, steps: int) -> Table:
         "after | processor seconds",
         rows,
         f"Each model was trained for {steps} steps of {BATCH} generated problems; adapters have "
-        f"rank {RANK}. The loss is measured on {HELD_OUT * BATCH} problems of another split.",
+        f"rank {RANK}. The loss is measured on {HELD_OUT * BATCH} problems that were not "
+        "trained on.",
     )
 
 

@@ -481,8 +481,8 @@ def study_crash(options: Options) -> list[Table]:
     notes = (
         f"The {len(rows)} runs had {kills} SIGKILLs, about half of them in the middle of a write, and "
         f"{full} full disks.",
-        f"A repeated call was in flight when its process was killed; at most "
-        f"{crashing.SLOTS} calls are in flight at a time.",
+        "The column *calls repeated* counts calls that were in flight when the process was "
+        f"killed; at most {crashing.SLOTS} calls are in flight at a time.",
     )
     same = sum(row[6] == row[7] == "identical" for row in rows)
     headline = f"{same} of {len(rows)} runs end with identical decisions and outcomes. {notes[0]}"

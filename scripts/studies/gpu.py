@@ -862,7 +862,7 @@ def _device(lab: Lab) -> Table:
         for _, one in _found(lab, "device")
     ]
     header = "device | GB | GB/s read and written by a copy | TFLOP/s of a matrix product | us to launch an operation"
-    return Table.of("The device, and what nothing on it can pass", header, rows)
+    return Table.of("The device and its limits", header, rows)
 
 
 def _kernel(lab: Lab) -> Table:
@@ -872,9 +872,9 @@ def _kernel(lab: Lab) -> Table:
         "The attention kernel compared with gathered slots in float32",
         "model | type | largest difference | kernel",
         rows,
-        "Random keys in scattered slots: blocks of 1 to 16 rows, contexts up to 616 tokens; for "
-        "the embedded target a "
-        "window of 100 as well.",
+        "Keys are random and lie in scattered cache slots. Blocks have 1 to 16 rows, and "
+        "contexts have up to 616 tokens. The embedded target is also tested with an attention "
+        "window of 100 tokens.",
     )
 
 
@@ -895,9 +895,9 @@ def _exactness(lab: Lab) -> Table:
         "computed as | texts | equal texts | tokens before the first difference | error "
         "of log-probs, mean | largest",
         rows,
-        "Texts under four laws (greedy, .7, top-p, top-k with min-p) with the same random numbers; "
-        "the log-probs are "
-        "those of the CPU's texts. One token that differs makes all after it another text.",
+        "The texts use four sampling settings (greedy, temperature 0.7, top-p, top-k with "
+        "min-p) and the same random numbers. Log-probabilities are compared on the CPU's "
+        "texts. After the first different token, the rest of the text also differs.",
     )
 
 
@@ -909,11 +909,11 @@ def _decoding(lab: Lab) -> Table:
         "shape | rollouts | tokens/s | ms per step | least ms | share of the limit | "
         "without graphs, ms | transformers.generate, tokens/s | ratio",
         rows,
-        f"Prompts of {lab.sizes.prompt} tokens, {lab.sizes.tokens} written by each rollout, "
-        f"temperature .7, the whole "
-        "step loop; the median step of the second half. The limit reads weights and cache as fast "
-        "as a copy does, or "
-        "multiplies as fast as a large product. For generate: all its tokens less the first.",
+        f"Each prompt has {lab.sizes.prompt} tokens, and each rollout writes {lab.sizes.tokens} "
+        "tokens at temperature 0.7. Times include the whole step loop; *ms per step* is the "
+        "median of the second half. *Least ms* is the time to read weights and cache at the "
+        "speed of a copy, or to multiply at the speed of a large matrix product. The rate of "
+        "generate leaves out its first token.",
     )
 
 
@@ -945,11 +945,12 @@ def _scoring(lab: Lab) -> Table:
             (size, int(batch), one["rate"], one["rate"] / written["rate"] if written else None)
         )
     return Table.of(
-        f"Scoring {lab.sizes.chunk} new tokens on each of several rollouts of {lab.sizes.prefix} "
-        f"known ones",
+        f"Scoring {lab.sizes.chunk} new tokens on each of several rollouts of "
+        f"{lab.sizes.prefix} cached tokens",
         "shape | rollouts | scored tokens/s | relative to written tokens/s",
         sorted(rows, key=lambda row: (str(row[0]), row[1])),
-        "All chunks are scored at once in the whole step loop; the faster of two rounds.",
+        "All chunks are scored at once. Times include the whole step loop, and are those of "
+        "the faster of two rounds.",
     )
 
 
@@ -969,10 +970,12 @@ def _pairs(lab: Lab) -> Table:
         "target-only | accuracy | minus target-only's, points | pass@1 | tokens per "
         "question: draft, scored, target",
         rows,
-        "Padded models write the embedded models' texts, and compute as much as models of that size. "
-        f"Temperature 0.7, rate {RATE}, early stop, methods in turn on each question. The embedded "
-        "draft agrees with its target on 0.98 of tokens, which flatters `exact` and speculation. Only "
-        "questions that both methods finished are compared, with 95 % intervals over questions.",
+        "Padded models write the texts of the embedded models, but compute as much as models "
+        "of the named size. All methods run in turn on each question, with temperature 0.7, "
+        f"rate {RATE} and early stop. The embedded draft agrees with its target on 0.98 of the "
+        "tokens, so `exact` and speculation look better than with real pairs. Each method is "
+        "compared with target-only on the questions that both finished, with 95 % intervals "
+        "over questions.",
     )
 
 
@@ -1041,10 +1044,11 @@ def _speculation(lab: Lab) -> Table:
         "drafter/target | rollouts | proposals | tokens/s | relative to none | accepted "
         "share of proposed tokens",
         sorted(rows, key=lambda row: (str(row[0]), int(str(row[1])))),
-        "Padded models, temperature 0.7. Two uncounted rounds of one question's rollouts come before "
-        "the three counted rounds. `auto` proposes tokens from earlier texts and from the drafter, as "
-        "many as save time. The embedded drafter agrees with its target on 0.98 of tokens, more than "
-        "real drafters.",
+        "Padded models write at temperature 0.7. Each measurement has two uncounted rounds and "
+        "then three counted rounds of one question's rollouts. `auto` takes proposed tokens "
+        "from earlier texts and from the drafter, and proposes as many as save time. The "
+        "embedded drafter agrees with its target on 0.98 of the tokens, more than real "
+        "drafters.",
     )
 
 

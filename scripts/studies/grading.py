@@ -503,8 +503,9 @@ def sympy_questions(sets: dict[str, list[Pair]]) -> Table:
         "Pairs sent to sympy",
         "set | pairs | passed to sympy | share | decided | median ms in sympy",
         rows,
-        "*Median ms in sympy* is the wall time of one question in a running worker process. The "
-        "medians above exclude this time, because few pairs need sympy.",
+        "*Median ms in sympy* is the median wall time of the pairs that are passed to sympy, "
+        "in a running worker process. Few pairs need sympy, so this time does not appear in "
+        "the medians of the other tables.",
     )
 
 

@@ -58,8 +58,8 @@ def conserved() -> list[Table]:
     rollouts = recorded_rollouts()
     if rollouts is None:
         say(
-            "graph: the recorded traces are not at hand: nothing is said of the conservation of "
-            "work"
+            "graph: the recorded traces are missing, so the study leaves out the table of work "
+            "conservation"
         )
         return []
     questions = stages(rollouts)
@@ -294,13 +294,12 @@ def _flatness(options: Options) -> Table:
         "1.25) | "
         "hand / its smallest",
         rows,
-        f"With {IN_FLIGHT} calls in flight, the smallest run ends before its queues are full. The "
-        "smallest run makes the same calls per rollout, but its calls are probably cheaper, "
-        "because they touch less memory. "
-        "Garbage collection explains a part of the growth: with the collector off, the time per "
-        "rollout grows less.",
-        f"With {IN_FLIGHT // 4} calls in flight, the smallest run fills its slots four times, so the "
-        "remaining growth comes from the number of rollouts.",
+        f"With {IN_FLIGHT} calls in flight, the smallest run ends before its queues are full. "
+        "The smallest run makes the same calls per rollout, but its calls are probably "
+        "cheaper, because they touch less memory. Garbage collection explains a part of the "
+        "growth in time per rollout: without the collector, the time grows less.",
+        f"With {IN_FLIGHT // 4} calls in flight, the smallest run fills its slots four times, "
+        "so the remaining growth in time per rollout comes from the number of rollouts.",
     )
 
 

@@ -868,9 +868,10 @@ def rollouts_table(problems: Sequence[BankProblem]) -> Table:
     )
     return Table.of(
         "Incorrect rollouts distinguished from correct ones",
-        "score | AUROC within problems | the same, rollouts with an answer | AUROC over all rollouts",
+        "score | AUROC within problems | AUROC within problems, rollouts with an answer | "
+        "AUROC over all rollouts",
         rows,
-        f"{len(problems)} problems, of which {mixed} have correct and incorrect rollouts. "
+        f"{len(problems)} problems, of which {mixed} have both correct and incorrect rollouts. "
         "A score without information has AUROC 0.5.",
     )
 
@@ -936,7 +937,7 @@ def mean_takeovers_table(problems: Sequence[BankProblem]) -> Table:
             round(written),
         ),
         (
-            "the chunk and the rest",
+            "the chunk and the rest of the rollout",
             shown(over_problems([finishing_advantage(one) for one in takeovers])),
             round(finished),
         ),
@@ -945,7 +946,7 @@ def mean_takeovers_table(problems: Sequence[BankProblem]) -> Table:
     if fresh:
         rows.append(
             (
-                "a whole rollout in the draft's stead",
+                "a whole rollout instead of the draft",
                 shown(over_problems([replacing_advantage(*pair) for pair in fresh])),
                 round(_mean([_tokens(one) for problem, _ in fresh for one in problem.targets])),
             )
@@ -954,7 +955,8 @@ def mean_takeovers_table(problems: Sequence[BankProblem]) -> Table:
         "Takeovers at any chunk, both halves",
         "the target writes | gain in the share of correct answers | target tokens",
         rows,
-        f"{len(takeovers)} chunks, one of each problem, drawn with the problem's name as seed.",
+        f"The table uses {len(takeovers)} chunks. The study chose one random chunk per problem, "
+        "with the problem's name as seed.",
     )
 
 
@@ -999,10 +1001,11 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
     return Table.of(
         "What a takeover gains where a score is worst",
         "score | rank correlation with the advantage | advantage minus a coin's, worst quarter "
-        "| the same when the target finishes",
+        "| advantage minus a coin's, worst quarter, if the target finishes",
         rows,
-        f"{count} chunks, one of each problem, drawn with the problem's name as seed. The row of the coin shows "
-        f"the mean advantage of a takeover over all {count} chunks.",
+        f"The table uses {count} chunks. The study chose one random chunk per problem, with the "
+        "problem's name as seed. The row *coin* shows the mean advantage of a takeover over "
+        f"all {count} chunks.",
     )
 
 
@@ -1190,13 +1193,14 @@ def cascade_table(
         )
     return Table.of(
         title,
-        "arm | rollouts | rate | accuracy | with its interval | minus a coin's | the same, equal target tokens | "
-        "target tokens | draft tokens",
+        "arm | rollouts | rate | accuracy | accuracy, 95 % interval | minus a coin's | minus a "
+        "coin's at equal target tokens | target tokens | draft tokens",
         rows,
-        f"{len(problems)} problems; tokens are per problem. In a cascade of 4 + 4, four draft rollouts "
-        "vote, and four target rollouts join the vote on the problems where the four "
-        "agree least. The solutions of these problems are longer than average, so a "
-        "coin that spends as many target tokens escalates a few more problems.",
+        f"{len(problems)} problems; tokens are per problem. In *cascade 4 + 4*, four draft "
+        "rollouts of each problem vote. On the problems where the four draft rollouts agree "
+        "least, four target rollouts join the vote. The escalated problems have longer "
+        "solutions than average, so a coin that spends as many target tokens escalates a few "
+        "more problems.",
         chart=Chart("target tokens", "accuracy", "arm"),
     )
 
@@ -1262,8 +1266,8 @@ def classes_table(problems: Sequence[BankProblem], rate: float = 0.3) -> Table:
         "classes | rollouts | share escalated | accuracy | minus the cascade's | target tokens | "
         "draft tokens",
         rows,
-        f"{len(problems)} problems. Every arm asks the target for {4 * rate:.2g} rollouts per "
-        "problem, as far as a rate of 1 allows.",
+        f"{len(problems)} problems. Every arm requests {4 * rate:.2g} target rollouts per "
+        "problem on average, or fewer if it reaches rate 1 first.",
     )
 
 
@@ -1347,13 +1351,15 @@ def live_table(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> Table:
         rows.append(_row_of(arm, gain, fair))
     return Table.of(
         "A live run of the cascade",
-        "arm | rollouts | rate | accuracy | minus the coin's | the same, equal target tokens | "
-        "target tokens | draft tokens",
+        "arm | rollouts | rate | accuracy | minus the coin's | minus the coin's at equal "
+        "target tokens | target tokens | draft tokens",
         rows,
-        f"{len(live.right)} problems; tokens are per problem. The run decided online. The rollouts "
-        "that a coin adds to the other problems are from a run of the target alone on them. "
-        "The coin's row is the mean over all tosses at the run's realised rate. Many problems agree "
-        "equally little; the last cascade is the mean over all choices among them.",
+        f"{len(live.right)} problems; tokens are per problem. The cascade decided online which "
+        "problems to escalate. On the other problems, the coin's target rollouts come from a "
+        "separate run of the target alone. The row *coin* is the mean over all random choices "
+        "at the cascade's realised rate. If many problems have equal agreement, chance decides "
+        "which are escalated; the row *cascade, ties by lot* is the mean over all choices "
+        "among problems with equal agreement.",
     )
 
 

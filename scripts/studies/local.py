@@ -347,11 +347,12 @@ def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
         "decoding, ratio | "
         "torch kernel, ratio | ms a step | limit by torch.mm, ms | limit by memory, ms | limit over step",
         rows,
-        f"Each prompt has {PROMPT} tokens, none of them in a cache. Both programs use one thread, "
-        "float32 and temperature 0.7. The time of decoding is the time for all tokens minus the "
-        "time for one token. A step has two limits: torch.mm on the same shapes, and the bytes of "
-        f"weights and cache divided by the {traffic / 1e9:.1f} GB/s of a large copy. Data in the "
-        "processor's caches is read faster.",
+        f"Each prompt has {PROMPT} tokens, none of them in a cache. atts and transformers use "
+        "one thread, float32 and temperature 0.7. The time of decoding is the time for all "
+        "tokens minus the time for one token. A step has two lower limits: the time of "
+        "torch.mm on the same shapes, and the time to read weights and cache at "
+        f"{traffic / 1e9:.1f} GB/s, the speed of a large copy. A step can be faster than the "
+        "second limit if the data is in the processor's caches.",
         spent.disturbance(),
         headline=f"the embedded target writes {rates['target', 16]:,.0f} tokens/s on one core at "
         f"batch 16, {shown[4]} "
@@ -420,8 +421,8 @@ def overheads(subjects: Sequence[Subject], rates: Rates, machine: Machine) -> Ta
         rows.append((subject.name, count, floor, step, floor / step))
     return Table.of(
         f"One token at a time: {machine.operation_microseconds:.2f} us per torch operation",
-        "model | operations of a step in transformers | least cost of these, ms | step of atts, ms | "
-        "ratio",
+        "model | operations of a step in transformers | least cost of these operations, ms | "
+        "step of atts, ms | ratio",
         rows,
     )
 
@@ -653,10 +654,10 @@ def _rounded(exact: Sequence[float], rounded: Sequence[float], faster: Spread) -
         "Scores of rows rounded to bfloat16",
         " | ".join([header, *(f"changed decisions at rate {rate}" for rate in RATES)]),
         [(len(one), str(faster), float(apart.mean()), float(apart.max()), *others)],
-        "Texts are scored from the prompt on, in batches of 100 problems; the "
-        "processor time includes the tasks of the caller. A decision changes if only "
-        "one of the chunk's two scores (float32 and bfloat16) is above the threshold that gives "
-        "the rate in float32.",
+        "All tokens after the prompt are scored, in batches of 100 problems. The speed-up "
+        "compares processor times, which include the tasks of the caller. A decision changes "
+        "if only one of the chunk's two scores (float32 and bfloat16) is above the threshold "
+        "that gives the rate in float32.",
     )
 
 

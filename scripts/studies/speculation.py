@@ -835,10 +835,10 @@ def published(options: Options) -> Table:
         "with it | published over best serial | verdict"
     )
     note = (
-        "*Acceptance needed* is the acceptance rate at which the closed formula gives "
-        "the published figure, if all tokens have the same rate. The acceptance rates "
-        "of these settings were not published, so agreement shows consistency with the "
-        "costs and is no confirmation."
+        "*Acceptance needed* is the acceptance rate at which the closed formula gives the "
+        "published figure, if all tokens have the same rate. The acceptance rates of these "
+        "settings were not published, so agreement shows only that the published figure is "
+        "consistent with the costs."
     )
     return Table.of(
         "Published speed-ups over plain decoding, and the acceptance that they need",
@@ -1266,7 +1266,7 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
         title,
         header,
         rows,
-        f"Each arm decodes {count} texts in {rounds} interleaved rounds.",
+        f"Each row of the table decodes {count} texts in {rounds} interleaved rounds.",
         spent.disturbance(),
     )
 
@@ -1323,8 +1323,9 @@ def groups(options: Options) -> Table:
         "speed-up of drafting after 60 tokens | after 150 | after 250"
     )
     note = (
-        "Each proposal has 4 tokens, at temperature 0.7. The speed-up of drafting is the time to "
-        f"draft {_TOKENS} tokens in exact steps, divided by the time in groups."
+        "Each proposal has 4 tokens, at temperature 0.7. The speed-up of drafting is the time "
+        f"to draft {_TOKENS} tokens in exact steps, divided by the time to draft them with "
+        "grouped attentions."
     )
     return Table.of("Drafting in groups of attentions", header, rows, note, spent.disturbance())
 

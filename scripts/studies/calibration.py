@@ -346,10 +346,12 @@ def coverage(problems: int, options: Options) -> Table:
         f"Coverage of nominal 95 % intervals with {problems} problems of {SAMPLES} samples",
         " | ".join(["quantity", "true value", *FORMULAS]),
         rows,
-        f"Each row has {many:,} simulated benchmarks; differences and ratios have {runs:,}. maj@5 has a "
-        "quarter of the benchmarks, with three values of wrong answers. Difficulties follow Beta "
-        "distributions. This study computed the formulas of inspect_ai, which has none for "
-        "differences and ratios, and of lm_eval, which treats two runs as independent.",
+        f"Each row has {many:,} simulated benchmarks, but rows of differences and ratios have "
+        f"{runs:,}, and rows of maj@5 have {many // 4:,}. In the rows of maj@5, wrong answers "
+        "have three different values. Difficulties follow Beta distributions. The study "
+        "computes the intervals of inspect_ai and lm_eval with the formulas of these "
+        "harnesses. inspect_ai has no formula for differences and ratios; lm_eval treats two "
+        "runs as independent.",
     )
 
 
@@ -394,14 +396,15 @@ def paired_averages(options: Options) -> Table:
             rows.append((law, gain, problems, samples, *cells))
     return Table.of(
         "Paired differences of averages: coverage and power",
-        "accuracies | gain | problems | samples | coverage | power | coverage of plain "
-        "t | power | coverage of the bootstrap | power",
+        "accuracies | gain | problems | samples | coverage | power | coverage of plain t | "
+        "power of plain t | coverage of the bootstrap | power of the bootstrap",
         rows,
-        f"Each row has {runs:,} simulated pairs of runs. *Significant* is the share of pairs whose "
-        "interval excludes 0 (p below 0.05): at gain 0, the false positives. Accuracies are "
-        "Beta(1, 1) (*even*), Beta(9, 1) (*easy*), or 0.98 for nine problems of ten and 0.5 for "
-        "the tenth; with the gain, an accuracy is at most 1. The bootstrap uses percentiles of "
-        f"{_RESAMPLES} resamples of problems.",
+        f"Each row has {runs:,} simulated pairs of runs. *Power* is the share of pairs whose "
+        "interval excludes 0 (p below 0.05); at gain 0, it is the share of false positives. A "
+        "problem's accuracy follows Beta(1, 1) (*even*) or Beta(9, 1) (*easy*). In *one in ten "
+        "undecided*, the accuracy is 0.5 for one problem of ten and 0.98 for the others. With "
+        f"the gain, an accuracy is at most 1. The bootstrap uses percentiles of {_RESAMPLES} "
+        "resamples of problems.",
     )
 
 
@@ -438,10 +441,10 @@ def rankings(options: Options) -> Table:
         "Within questions: AUROC and gain over a coin",
         "skill of the score | questions | AUROC | coverage | gain at rate 0.2 | coverage",
         rows,
-        f"{runs:,} simulated runs per row, with 8 rollouts per question and 2 to 6 chunks per "
-        "rollout. Scores have a common part for the question and one for the rollout. "
-        "Skill is the number of standard deviations by which the chunks of wrong "
-        "rollouts score worse.",
+        f"Each row has {runs:,} simulated runs, with 8 rollouts per question and 2 to 6 chunks "
+        "per rollout. Each score is a sum of three random parts: one for the question, one for "
+        "the rollout, and one for the chunk. *Skill* is the number of standard deviations that "
+        "is added to the scores of all chunks of wrong rollouts.",
     )
 
 
@@ -559,7 +562,7 @@ RATIOS: Mapping[str, tuple[Callable[[Draw, int], tuple[Floats, Floats]], float]]
 LAWS = {
     "as good, 8.5 % lost and won": (0.085, 0.085),
     "the embedded default": (0.0074, 0.0062),
-    "worse by .025": (0.11, 0.085),
+    "worse by 0.025": (0.11, 0.085),
 }
 """Shares of problems that a policy loses and wins compared with the target alone.
 
@@ -590,8 +593,9 @@ def certificates(options: Options) -> Table:
         f"Share of runs that are certified at {EPSILON}, by simulation",
         "policy | problems | answers lost (`certify`) | net loss (`certify_net`)",
         rows,
-        f"Each row has {runs:,} simulated runs, with delta 0.1. So a policy that is worse by 0.025 "
-        "may be certified in one run of ten.",
+        f"Each row has {runs:,} simulated runs. Delta, the allowed probability of a wrong "
+        "certificate, is 0.1, so a policy that is worse by 0.025 may be certified in one run "
+        "of ten.",
     )
 
 
@@ -624,9 +628,10 @@ def lengths(options: Options) -> Table:
         "Rate of mode marginal, nominal 0.2, by chunks in flight",
         "chunks | in flight | ranks among all | ranks by length",
         rows,
-        f"Each row has {runs} simulated runs of first chunks, whose duration is proportional to "
-        "their length. The logarithms of length and perplexity correlate by 0.54, as "
-        "on a real pair, and the limit of 500 tokens cuts some chunks.",
+        f"Each row has {runs} simulated runs in which every rollout has one chunk. A chunk's "
+        "duration is proportional to its length. Log length and log perplexity have "
+        "correlation 0.54, as measured on a real pair, and the limit of 500 tokens cuts some "
+        "chunks.",
     )
 
 
@@ -700,13 +705,15 @@ def small_runs(folder: Path, options: Options) -> Table:
                 rows.append((f"{problems} x {samples}", order, rate, *cells))
     return Table.of(
         "Error of the default mode's realised rate (root mean square)",
-        "problems x samples | order | rate | error, size known | worst escalated | "
-        "error, size unknown | worst escalated | error, coin | worst escalated",
+        "problems x samples | order | rate | error, size known | worst escalated, size known | "
+        "error, size unknown | worst escalated, size unknown | error, coin | worst escalated, "
+        "coin",
         rows,
-        f"{runs} runs per row. Problems are drawn from a recorded run with replacement, 64 rollouts are "
-        "in flight, and durations are proportional to lengths. "
-        "*Worst escalated* is the escalated share of the chunks with the highest "
-        "scores, as many chunks as the rate allows.",
+        f"Each row has {runs} runs. Problems are drawn from a recorded run with replacement, 64 "
+        "rollouts are in flight, and durations are proportional to lengths. *Size known* means "
+        "that the gate knows the number of rollouts in advance. *Worst escalated* is the share "
+        "of the worst chunks that the gate escalated; the number of worst chunks is the rate "
+        "times the number of all chunks.",
     )
 
 
@@ -904,9 +911,10 @@ def study_replay(options: Options) -> list[Table]:
             "changed setting | runs | decisions that differ | unknown votes | bounds of the "
             "accuracy | live accuracy | bounds that contain it",
             rows,
-            "Recorded runs of the embedded pair on 20 problems of 8 samples at rate 0.2. Each "
-            "changed setting also has a live run on the same problems with another seed. Bounds are "
-            "means over runs, and the live accuracy is that of all live runs.",
+            "The recorded runs have 20 problems with 8 samples at rate 0.2, on the embedded "
+            "pair. Each changed setting also ran live on the same problems with another seed. "
+            "The bounds are means over the replayed runs, and the live accuracy is the mean "
+            "over the live runs.",
         )
     ]
 
@@ -984,15 +992,18 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
         )
     return Table.of(
         "Small runs, live: error of the realised rate, escalated worst chunks, accuracy",
-        "problems x samples | order | rate | runs | error, size known | worst escalated "
-        "| error, size unknown | worst escalated | error, coin | worst escalated | "
-        "accuracy minus the coin's | chunks escalated, size unknown / known | accuracy, "
-        "size known minus unknown | the same at equal numbers of escalated chunks",
+        "problems x samples | order | rate | runs | error, size known | worst escalated, size "
+        "known | error, size unknown | worst escalated, size unknown | error, coin | worst "
+        "escalated, coin | accuracy minus the coin's | chunks escalated, size unknown / known "
+        "| accuracy, size known minus unknown | accuracy, size known minus unknown, at equal "
+        "numbers of escalated chunks",
         rows,
-        "Runs of the embedded pair on arithmetic problems, sorted by level or not, with 64 "
-        "rollouts in flight. Each run is made with its size known and unknown. *Worst* are "
-        "the chunks with the highest scores, as many as the rate allows. The last column interpolates linearly between the "
-        "runs of the same seed at the two nearest rates.",
+        "The embedded pair solves arithmetic problems, in random order or sorted by level, "
+        "with 64 rollouts in flight. Each run is made twice, with a gate that knows the run's "
+        "size and with one that does not. *Worst escalated* is the share of the worst chunks "
+        "that the gate escalated; the number of worst chunks is the rate times the number of "
+        "all chunks. The last column interpolates linearly between the runs of the same seed "
+        "at the two nearest rates.",
     )
 
 

@@ -239,12 +239,12 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
         "Method exact compared with target-only: the same seed, separate engines",
         "quantity | value",
         rows,
-        "A draw takes the token whose probability interval contains a uniform random "
-        "number. Scoring computes a chunk at once and decoding one token at a time, so "
-        "the log-probabilities of both differ by about 1e-5. A random number within 1e-5 of "
-        "the border of an interval may therefore fall on either side. `transformers` "
-        "computes the distribution at each difference; inf means that the two tokens "
-        "have no common border.",
+        "A draw takes the token whose probability interval contains a uniform random number. "
+        "Scoring computes a whole chunk at once, but decoding computes one token at a time, so "
+        "their log-probabilities differ by about 1e-5. A random number within 1e-5 of the "
+        "border of an interval may therefore fall on either side. For each rollout that "
+        "differs, the study computes the distribution at the first different token with "
+        "`transformers`; inf means that the intervals of the two tokens have no common border.",
         headline=f"method exact wrote {total['rollouts'] - len(flips):,} of {total['rollouts']:,} "
         f"rollouts token for "
         f"token as the target alone; the others first differ at a draw on a border ({near} of "
@@ -275,11 +275,11 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
     arms = [
         make("target-only"),
         make("target-only, 2 threads", "target-only", threads=2),
-        make("target-only, proposed to", "target-only", variant="proposed to"),
+        make("target-only, with speculation", "target-only", variant="proposed to"),
         make("exact"),
         make("atts"),
-        make("atts, proposed to", "atts", variant="proposed to"),
-        make("atts, drafting on", "atts", optimistic=True),
+        make("atts, with speculation", "atts", variant="proposed to"),
+        make("atts, optimistic", "atts", optimistic=True),
         *([make("atts, scores in bfloat16", "atts", variant="rounding")] if _can_round() else []),
         make("draft-only", early_stop="none"),
     ]
@@ -315,12 +315,12 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
         "+ s + g | measured | deviation | draft tokens | scored | target tokens | drawn "
         "while scoring",
         [_time_row(name, one, base, (found["target-only"], rates)) for name, one in found.items()],
-        "All methods were measured in interleaved blocks of one run. The base is the "
-        "faster target-only without speculation. Processor time is that of this "
-        f"process and its engines, compared with target-only on one thread. Measured alone in this "
-        f"run: {written * 1e6:.0f} us per target token, "
-        f"{scored * 1e6:.0f} us per scored token ({scored / written:.2f} of it), "
-        f"{drafted * 1e6:.0f} us per draft token ({drafted / written:.2f}).",
+        "All methods were measured in interleaved blocks of one run. *Speed-up* compares each "
+        "method with the faster row of target-only without speculation. *Processor time* is "
+        "relative to target-only on one thread. When an engine runs alone, a target token "
+        f"takes {written * 1e6:.0f} us, a scored token {scored * 1e6:.0f} us "
+        f"({scored / written:.2f} of a target token), and a draft token {drafted * 1e6:.0f} us "
+        f"({drafted / written:.2f}).",
         headline=f"**{found['atts'].speed_up(base)}** times as fast, {words.split(',')[0]}",
     )
 
@@ -449,8 +449,8 @@ def claimed(ledger: Ledger) -> list[Table]:
     for samples in sorted({samples for _, samples, _, _ in ledger.pieces}):
         title = "The claim" if not tables else f"The claim at {samples} samples"
         words = (
-            f"The row *atts* is the default policy at rate {CLAIMED['atts']:g}. No rollout of either "
-            "method was stopped early."
+            f"The row *atts* is the default policy at rate {CLAIMED['atts']:g}. No method "
+            "stopped a rollout early."
         )
         compared = methods(title, ledger, list(CLAIMED), samples, words)
         tables.append(replace(compared, headline=_headline(ledger, samples)))
@@ -519,14 +519,14 @@ async def every_method(options: Options) -> list[Table]:
 _SAMPLES_NOTES = (
     "The live runs stop a problem's vote as soon as the vote cannot change. Numbers are per "
     "problem, with 95 % intervals over problems.",
-    "In a tie, the answer that came first wins, so a vote of 2 samples is no better than 1 sample. "
-    "With odd numbers of samples, the vote improves on problems whose most probable answer is "
-    "correct, and gets worse on other problems.",
+    "In a tie, the answer that came first wins, so a vote of 2 samples is no better than 1 "
+    "sample. With more samples (odd numbers), the vote improves on problems whose most "
+    "probable answer is correct, and gets worse on other problems.",
 )
 _LIMIT_NOTE = (
-    f"Each problem has {SEQUENTIAL} samples. A rollout that a limit cuts has no vote. So a higher "
-    "limit does not lower accuracy, except by chance. Chunks of target and draft are equally long, "
-    "so rollouts of both need equally many turns."
+    f"Each problem has {SEQUENTIAL} samples. A rollout that is cut by a limit has no vote, so a "
+    "higher limit can lower accuracy only by chance. Chunks of draft and target are equally "
+    "long, so draft-only and target-only need equally many turns."
 )
 
 
@@ -663,11 +663,13 @@ def methods(
     seeds = {piece.seed for piece in alone.pieces}
     return Table.of(
         f"{title}: {len(problems)} problems x {samples} samples x {len(seeds)} seeds",
-        f"method | accuracy | minus {base}'s, points | pass@1 | minus {base}'s, points | draft tokens | "
-        f"scored | target tokens | share of {base}'s | GFLOPs | seconds | speed-up | escalated",
+        f"method | accuracy | accuracy minus {base}'s, points | pass@1 | pass@1 minus {base}'s, "
+        f"points | draft tokens | scored | target tokens | share of {base}'s | GFLOPs | seconds "
+        "| speed-up | escalated",
         [_method(name, one, alone) for name, one in found.items() if one.pieces],
-        f"Speed-up: seconds of {base} divided by the method's, block by block in one interleaved run "
-        "(median and range); none if both ran at different times.",
+        f"*Speed-up* is the time of {base} divided by the method's time, for each block of one "
+        f"interleaved run (median and range). It is missing if the method and {base} ran at "
+        "different times.",
         *words,
     )
 
@@ -720,10 +722,11 @@ def scores_asked(
         "gate | drafted tokens | in chunks decided by a score | scored by the target | change | "
         f"accuracy minus {base}'s, points",
         rows,
-        f"Change: tokens that the target scored, compared with scoring every chunk that {base} decides"
-        " on by a score. Equal chunks after equal prefixes are scored once; an escalated chunk is "
-        "read again if the target draws tokens meanwhile. If no two rollouts write the same, as with "
-        "chunks of hundreds of tokens, only decisions without a score save anything.",
+        "*Change* compares the tokens that the target scored with scoring every chunk that "
+        f"{base} decides on by a score. Equal chunks after equal prefixes are scored once. The "
+        "target reads an escalated chunk again if it draws tokens meanwhile. If all chunks "
+        "differ, as chunks of hundreds of tokens do, only decisions without a score save "
+        "scored tokens.",
     )
 
 
@@ -962,10 +965,9 @@ SAMPLES = (1, 2, 4, 8, 16)
 NOT_YET = "not yet measured"
 _CLOCKS: dict[Clock, str] = {
     "wall": "Times are wall times, and each method may use all cores.",
-    "processor": "**Times are processor time** of all processes with one thread each, for the "
-    "machine was busy with "
-    "other work: what one core would take. Engines that overlap on two cores are not seen, nor "
-    "targets that use both.",
+    "processor": "**Times are processor times** of all processes with one thread each, because "
+    "the machine was busy with other work. So the times do not show the gain from "
+    "draft and target that run at the same time, or from targets on two cores.",
 }
 
 How = Literal["latency", "throughput"]
@@ -1095,11 +1097,15 @@ def tables(found: Sequence[Measured], agreement: Mapping[str, float]) -> list[Ta
     found = [one for one in found if one.clock == clock]
     groups = list(_groups(found, list(agreement)))
     drafts = "; ".join(
-        f"the draft {name} agrees with its target on {share:.2f} of tokens"
+        f"in the setting *draft {name}*, the draft agrees with its target on {share:.2f} of the "
+        "tokens"
         for name, share in agreement.items()
     )
     loads = [one.load for one in found]
-    load = f"Load of the machine when cells began: {min(loads):.1f} to {max(loads):.1f}. {_CLOCKS[clock]}"
+    load = (
+        f"When the measurements began, the load of the machine was {min(loads):.1f} to "
+        f"{max(loads):.1f}. {_CLOCKS[clock]}"
+    )
     return [_map(groups, drafts, load), _advice(groups), _bounds(groups), _arms(groups)]
 
 
@@ -1207,10 +1213,10 @@ def _bounds(groups: Sequence[Group]) -> Table:
         "Time over the bound d + s + g",
         "setting | target | rollouts | method | time over the bound, median and range",
         rows,
-        "The bound adds the times of the tokens that the draft writes (d), and that the "
-        "target scores (s) and writes (g). Each is at the speed of the model alone in this "
-        "cell. A ratio below 1 means that the engines work at the same "
-        "time.",
+        "The bound adds the times for the tokens that the draft writes (d), that the target "
+        "scores (s), and that the target writes (g). Each time is computed with the speed of "
+        "that model running alone. A ratio below 1 means that draft and target work at the "
+        "same time.",
     )
 
 

@@ -569,17 +569,18 @@ def _fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
         rows.append((role, *coefficients, 1e6 * cost.request, *shares, error))
     return costs, Table.of(
         "The embedded pair's costs on this machine",
-        "engine | a, ms per step | b, us per sequence | c, ns per KV token | d, us per "
-        "fed token | us per request | next to the other, processor | next to the other, "
-        "wall | fit's relative error",
+        "engine | a, ms per step | b, us per sequence | c, ns per KV token | d, us per fed "
+        "token | us per request | other engine busy, processor time | other engine busy, wall "
+        "time | fit's relative error",
         rows,
-        f"Least squares over {len(pieces_of('draft'))} and {len(pieces_of('target'))} kinds of "
-        "work: decoding at several batches and lengths, rollouts that come and go, and scoring by the "
-        "target. Seconds are processor time of the engine's thread, median of all rounds. No "
-        "coefficient is below 0.",
-        f"Passing a request to an engine takes {1e6 * _handing(seen):.0f} us of the "
-        "event loop. The columns *next to the other* have the factor by which the "
-        "same work takes longer while the other engine is always busy.",
+        "The coefficients a to d are fitted by least squares, without negative values, to "
+        f"{len(pieces_of('draft'))} kinds of work of the draft and {len(pieces_of('target'))} "
+        "of the target. The work is decoding at several batches and lengths, rollouts that "
+        "come and go, and scoring by the target. Times are median processor times of the "
+        "engine's thread.",
+        f"Passing a request to an engine takes {1e6 * _handing(seen):.0f} us of the event loop. "
+        "The columns *other engine busy* have the factor by which the same work takes longer "
+        "while the other engine is always busy.",
     )
 
 
@@ -647,9 +648,8 @@ def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
     runs = [one for every in seen.runs.values() for one in every]
     waited = sum(one.taken.waited for one in runs) / sum(one.taken.wall for one in runs)
     words = f"wall time {_words(errors['wall'])}" if waited < 0.05 else (
-        f"wall time cannot be judged on this machine, because ready threads waited for a processor "
-        f"for {100 * waited:.0f} % of that time "
-        f"({_words(errors['wall'])})"
+        "wall time cannot be judged on this machine, because ready threads waited for a "
+        f"processor for {100 * waited:.0f} % of the wall time ({_words(errors['wall'])})"
     )  # fmt: skip
     summary = (
         f"{len(runs)} live runs of {len(seen.runs)} kinds: simulated processor time "
@@ -663,13 +663,14 @@ def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
         "for a processor",
         rows,
         summary,
-        f"Embedded pair: {pair_mark()}. {next(iter(seen.runs)).problems} new problems per "
-        "run. Seconds are means over runs. An error is the predicted total divided by the measured "
-        "one, minus 1; three columns have the errors of single threads. *Waited for a processor*: the "
-        "longest time that one thread was ready to run but had no processor, as a share of wall time.",
-        "The costs were fitted to pieces of work, not to runs. Only the event loop's time was measured "
-        "with the same pipelines, on engines that answer at once. The gate of atts is frozen, so the "
-        "simulated run requests the same chunks as the live run.",
+        f"Embedded pair: {pair_mark()}. {next(iter(seen.runs)).problems} new problems per run. "
+        "Seconds are means over runs. An error is the predicted total divided by the measured "
+        "total, minus 1; the columns *of the draft*, *of the target* and *of the event loop* "
+        "have the errors of single threads. *Waited for a processor* is the longest time that "
+        "one thread was ready to run but had no processor, as a share of wall time.",
+        "The costs of the engines were fitted to other work than these runs. Only the event "
+        "loop's time was measured with the same pipelines, on engines that answer at once. The "
+        "gate of atts is frozen, so the simulated run requests the same chunks as the live run.",
         headline=summary,
     )
 
@@ -952,8 +953,8 @@ def costs_table(law: TraceLaw) -> Table:
             row("8B draft", EIGHT.draft, EIGHT.draft_kv),
             row("1.5B draft", SMALL.draft, SMALL.draft_kv),
         ],
-        f"Work: {law.library.origin}; prompts of 150 tokens, chunks of up to 500. All methods "
-        f"write the same amount.",
+        f"The simulated work is {law.library.origin}, with prompts of 150 tokens and chunks of "
+        "up to 500 tokens. All methods write equally many tokens.",
     )
 
 

@@ -112,11 +112,10 @@ def study_remote(options: Options) -> list[Table]:
         "in flight | client | requests/s | relative to aiohttp | client CPU ms/request",
         rows,
         f"A server in another process answers completions of {TOKENS} tokens after "
-        f"{DELAY_SECONDS * 1000:g} ms. "
-        "Server and client share the machine's cores, so both limit the requests per second. "
-        "Ratios compare interleaved rounds, and "
-        "processor time is the client's alone. The first round is not counted. Python "
-        "collects garbage every 20,000 new objects, as in the command `atts`.",
+        f"{DELAY_SECONDS * 1000:g} ms. Server and client share the machine's cores, so the "
+        "server's speed also limits the requests per second. Ratios compare interleaved "
+        "rounds, and processor time is that of the client alone. The first round is not "
+        "counted. Python collects garbage every 20,000 new objects, as in the command `atts`.",
         headline=f"{ours[2]} requests/s at {ours[0]} in flight, {ours[3]} times a bare aiohttp loop",
     )
     return [table]
@@ -552,15 +551,14 @@ def _table(
         "time relative to virtual time | waiting for siblings | waiting in virtual time "
         "| correct",
         rows,
-        f"Number of problems: {problems}. Both servers run {faster:g} times as fast as the GPUs whose published step "
-        "times they imitate (8B: one H100, 70B: four). A token of the embedded pair "
-        f"counts as {GRAIN}. Texts are computed before the timed run, except texts that "
-        "depend on the real order of events. Method `exact` is missing, because vLLM "
-        "cannot draw tokens while it scores.",
-        f"{within} of {len(rows)} measured times are within 10 % of virtual time. Clients, servers and "
-        f"pipelines share the cores of this machine; together they need {1e3 * each:.1f} ms of "
-        "processor time per call. "
-        f"{spent.disturbance()}",
+        f"Number of problems: {problems}. Both servers run {faster:g} times as fast as the GPUs "
+        "whose published step times they imitate (8B: one H100, 70B: four). Each token of the "
+        f"embedded pair stands for {GRAIN} tokens of the large models. Texts are computed "
+        "before the timed run, except texts that depend on the real order of events. Method "
+        "`exact` is missing, because vLLM cannot draw tokens while it scores.",
+        f"{within} of {len(rows)} measured times are within 10 % of virtual time. Clients, "
+        f"servers and pipelines share the cores of this machine, and need {1e3 * each:.1f} ms "
+        f"of processor time per call together. {spent.disturbance()}",
     )
 
 
@@ -746,9 +744,9 @@ def study_serve(options: Options) -> list[Table]:
         "Processor time of the endpoint",
         "request | server CPU ms/request | requests/s | engine calls/request",
         rows,
-        f"Scripted engines in the server's process, {CONNECTIONS} connections, {count} requests a round, "
-        f"{repeats} rounds measured in turn. Processor time is that of the server's "
-        "process, with its scripted engine. Client and servers share the machine's cores.",
+        f"Each of {repeats} rounds sends {count} requests of every kind over {CONNECTIONS} "
+        "connections. *Server CPU* is the processor time of the server's process, including "
+        "its scripted engines. Client and servers share the machine's cores.",
         headline=f"{rows[1][1]} ms CPU for one rollout; a bare echo takes {rows[0][1]} ms",
     )
     return [table]
@@ -787,11 +785,13 @@ def study_soak(options: Options) -> list[Table]:
             "Soak of the endpoint: what the process holds",
             "seconds | requests | in flight | reserved | file descriptors | threads | resident MB",
             looks,
-            f"The client sends about {_SOAK_RATE} requests a second, in a mixture drawn by seed {options.seed}: "
-            f"{', '.join(f'{name} {number:,}' for name, number in sorted(done.items()))}. The "
-            "process was measured after all clients had left. The server remembers its latest "
-            "1,000 runs, so its memory grows until it has 1,000 runs. In the soak test, the server "
-            "keeps background responses for a minute.",
+            f"The client sends about {_SOAK_RATE} requests a second, of random kinds (seed "
+            f"{options.seed}): "
+            f"{', '.join(f'{name} {number:,}' for name, number in sorted(done.items()))}. "
+            "Clients of kind *left* disconnect early, and requests of kind *refused* are "
+            "invalid. The process was measured after all clients had disconnected. The server "
+            "remembers its latest 1,000 runs, so its memory grows until it has 1,000 runs. In "
+            "the soak test, the server keeps background responses for a minute.",
             headline=f"{middle[6]} MB and {middle[4]} file descriptors at half time, {last[6]} MB "
             f"and {last[4]} after {last[1]:,} requests in {last[0]:,} s",
         )

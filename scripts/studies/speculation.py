@@ -161,9 +161,9 @@ def study(options: Options) -> list[Table]:
             "Choices of the controller, compared with the best fixed length",
             choices,
             chosen,
-            "The best fixed length is chosen on every second round and compared on the "
-            "other rounds; then both halves are swapped. The controller learns in ten rounds "
-            "before the compared rounds. In the first round (n=1) it has learned nothing yet.",
+            "The study chooses the best fixed length on half of the rounds and measures it on "
+            "the other half, and then swaps the halves. The controller learns in ten earlier "
+            "rounds. In the first round (n=1), the controller has not learned anything yet.",
         ),
         Table.of(
             "Acceptance by position, if all earlier tokens are accepted", header, places.values()
@@ -292,7 +292,7 @@ def _beside_transformers(lab: Lab) -> Table:
             (name, 1 / Spread.of(seen[name]).median, str(ratio(seen, name, "k=auto")))
             for name in ("generate", "assisted")
         ],
-        "Both programs run the embedded pair in float32 at temperature 0.7, on one thread.",
+        "atts and transformers run the embedded pair in float32 at temperature 0.7, on one thread.",
     )
 
 
@@ -305,14 +305,13 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
         "per step and sequence | accepted share of proposals | share of time spent on "
         "proposals",
         rows,
-        f"The embedded target writes {SAMPLES} texts for each arithmetic problem, at temperature "
-        f"{LAW.temperature} on one thread. "
-        "Every arm wrote the same tokens as plain decoding; the study checks this. "
-        "`suffix` proposes continuations from texts of the same problem. `plain, once "
-        "more` is a second engine without proposals, whose difference from `plain` "
-        "shows the measurement noise. *Weaker* and *weak* are the embedded draft with Gaussian "
-        f"noise of {' and '.join(map(str, NOISE.values()))} of each matrix' "
-        f"standard deviation.",
+        f"The embedded target writes {SAMPLES} texts for each arithmetic problem, at "
+        f"temperature {LAW.temperature} on one thread. The study checks that every arm (row) "
+        "wrote the same tokens as plain decoding. `suffix` proposes continuations from texts "
+        "of the same problem. `plain, once more` is a second engine without proposals, whose "
+        "difference from `plain` shows the measurement noise. *Weaker* and *weak* are copies "
+        "of the embedded draft with Gaussian noise on the weights, of "
+        f"{' and '.join(map(str, NOISE.values()))} times each matrix's standard deviation.",
         spent.disturbance(),
         headline=f"tokens a second compared with plain decoding, embedded pair: {figures} sequences",
     )

@@ -236,7 +236,7 @@ def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
         0.25,
         4.0,
     )
-    assert tables["Scoring 6 new tokens on each of several rollouts of 16 known ones"].rows == (
+    assert tables["Scoring 6 new tokens on each of several rollouts of 16 cached tokens"].rows == (
         ("8M", 2, 7.0, 7.0),
     )
     rows = {row[2]: row for row in tables["Padded pairs"].rows}

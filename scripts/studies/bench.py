@@ -80,16 +80,18 @@ STUDIES = {
         120,
     ),
     "overlap-virtual": Study(
-        "study overlap on virtual devices, with published costs and recorded acceptance",
+        "the schemes of study overlap on virtual devices, with published costs and recorded "
+        "acceptances",
         "speculation:study_virtual",
         0,
         60,
     ),
     "blocks": Study(
-        "one zoo for four tenants, compared with a separate engine for each", "blocks:study"
+        "four related models in one zoo, compared with a separate engine for each model",
+        "blocks:study",
     ),
     "blocks-simulated": Study(
-        "12 to 64 virtual GPUs that share blocks, compared with a whole model for each tenant",
+        "shared blocks of models on 12 to 64 virtual GPUs, compared with complete models",
         "blocks:study_simulated",
         0,
         160,
@@ -98,15 +100,15 @@ STUDIES = {
         "memory of a family of models, in one zoo and in separate processes", "blocks:memory", 0, 60
     ),
     "blocks-real": Study(
-        "a zoo of relatives of a real model, trained here, compared with separate engines",
+        "models that the study trains from a real model, in one zoo and in separate engines",
         "blocks:study_real",
     ),
     "judges": Study(
-        "how well each score finds the mistakes of a real pair, on recorded rollouts",
+        "how well each score finds incorrect chunks and rollouts of a real pair, as recorded",
         "judges:study",
     ),
     "real-pair": Study(
-        "methods on a real pair, live: accuracy, tokens, scores; takes hours, and resumes",
+        "live methods on a real pair: accuracy, tokens, scores; takes hours, but can be resumed",
         "real_pair:study",
     ),
     "referee": Study(
@@ -116,7 +118,8 @@ STUDIES = {
         4,
     ),
     "real-speed": Study(
-        "decoding speed of a real pair: plain, with every proposer, transformers, llama.cpp",
+        "decoding speed of a real pair in atts (plain, and with every proposer), transformers "
+        "and llama.cpp",
         "real_pair:study_speed",
     ),
     "distil": Study(
@@ -198,7 +201,8 @@ STUDIES = {
         smallest=True,
     ),
     "serve-soak": Study(
-        "the endpoint under constant load, half an hour with --full: its memory must not grow",
+        "memory of the endpoint under constant load, which must not grow (half an hour with "
+        "--full)",
         "servers:study_soak",
     ),
     "against": Study(
@@ -231,19 +235,19 @@ STUDIES = {
         200,
     ),
     "gpu": Study(
-        "the local engine on a GPU: exactness, speed, gain of a draft; run it alone "
+        "the local engine on a GPU: exactness, speed, gain of a draft; run this study alone "
         "(docs/benchmarks/gpu.md)",
         "gpu:study",
     ),
     "soak": Study(
-        "endless solving under faults, cancellations and drift: memory must not grow",
+        "memory of many runs under faults, cancellations and drift, which must not grow",
         "graph:study_soak",
         0,
         120,
         smallest=True,
     ),
     "crash": Study(
-        "runs that are killed and resumed, two hundred times with --full",
+        "runs that are killed and resumed (200 times with --full)",
         "graph:study_crash",
         0,
         60,
@@ -285,7 +289,9 @@ def main() -> None:
         sys.exit(130)
     say(f"bench: {len(steps)} studies: {began}")
     if failed:
-        sys.exit(f"bench: failed: {', '.join(failed)}; the same command tries these again")
+        sys.exit(
+            f"bench: failed: {', '.join(failed)}; the same command tries the failed studies again"
+        )
 
 
 def run(name: str, options: Options) -> None:

@@ -188,10 +188,11 @@ def alarms(found: dict[str, StoredScores], own: str, options: Options) -> Table:
         "Alarms within 300 scores of whole questions drawn from the array",
         "array | loaded calibration | runs | alarms | median score of the alarm | latest",
         rows,
-        "Clean runs draw questions with replacement from the loaded array, so their alarms are false. "
-        "In the second kind of run, the loaded scores are also drawn in this way, separately for each run. "
-        "Made-up arrays have 60 questions of 16 scores, whose levels are skewed, have heavy tails, or "
-        "are of two kinds.",
+        "Clean runs draw questions with replacement from the loaded array, so their alarms are "
+        "false. In the runs *clean, loaded scores drawn too*, the loaded scores are also drawn "
+        "with replacement, separately for each run. Simulated arrays have 60 questions of 16 "
+        "scores. The levels of their questions are skewed, have heavy tails, or come from two "
+        "groups.",
     )
 
 

@@ -1236,9 +1236,13 @@ def main(arguments: list[str] | None = None) -> None:
         )
     print(publish(lab, asked.out))
     failed = [name for name in work if lab.parts.get(f"trouble | {name}")]
-    remarks = [f"out of time for: {', '.join(left)}; the same command continues"] if left else []
+    remarks = (
+        [f"no time left for: {', '.join(left)}; the same command resumes the study"] if left else []
+    )
     remarks += (
-        [f"failed: {', '.join(failed)}; the same command tries these again"] if failed else []
+        [f"failed: {', '.join(failed)}; the same command tries the failed parts again"]
+        if failed
+        else []
     )
     print(f"gpu: {'; '.join(remarks) or 'all is done'}", file=sys.stderr)
     if failed:
@@ -1251,7 +1255,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--minutes",
         type=float,
         default=9.0,
-        help="time limit; begin no measurement that would end later",
+        help="time limit in minutes; no measurement starts that would end later",
     )
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for finished cells, gpu.json and gpu.md"
@@ -1260,7 +1264,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tiny",
         action="store_true",
-        help="use small models and few requests, to check that the code runs",
+        help="use tiny models and few requests, only to check that the code runs; the printed "
+        "rates have no meaning",
     )
     parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--skip", action="append", default=[], help=argparse.SUPPRESS)

@@ -120,8 +120,8 @@ def traces() -> Path | None:
     if root is not None and (root / "traces").is_dir():
         return root / "traces"
     say(
-        "no traces at hand: studies of real streams are left out (set ATTS_SHARED_DATA to their "
-        "folder)"
+        "the recorded traces are missing, so studies that need them are left out; set "
+        "ATTS_SHARED_DATA to the folder of the traces"
     )
     return None
 
@@ -223,7 +223,8 @@ class Parts(dict[str, Any]):
             self[record["part"]] = record["value"]
         except (json.JSONDecodeError, KeyError):
             print(
-                f"{self._path}: a line was torn by a kill; its part is run again", file=sys.stderr
+                f"{self._path}: a killed run left an incomplete line; its part is run again",
+                file=sys.stderr,
             )
 
 

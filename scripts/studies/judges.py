@@ -527,7 +527,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rollouts-only",
         action="store_true",
-        help="neither scores nor takeovers: enough to compare cascades, in a quarter of the time",
+        help="record neither scores nor takeovers, which is enough to compare cascades and "
+        "takes a quarter of the time",
     )
     parser.add_argument(
         "--experiments", type=int, default=1, help="chunks of each problem to take over"
@@ -539,7 +540,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     given = parser.parse_args(arguments)
     if not problems():
-        parser.error("no benchmark files at hand: name their folder in ATTS_SHARED_DATA")
+        parser.error("the benchmark files are missing; set ATTS_SHARED_DATA to their folder")
     path, wanted = begin_bank(
         given.out, given.limit, given.rollouts_only, given.experiments, given.half
     )
@@ -1465,8 +1466,8 @@ def bank_tables() -> list[Table]:
     whole = load(path)
     if not whole:
         say(
-            "no bank at hand: record one with `python -m scripts.studies.judges DRAFT TARGET FOLDER`, "
-            "and name the folder in ATTS_BANK"
+            "no bank of recordings found: record one with `python -m scripts.studies.judges "
+            "DRAFT TARGET FOLDER`, and set ATTS_BANK to the folder"
         )
         return []
     parts = json.loads((folder / "split.json").read_text(encoding="utf-8"))

@@ -315,15 +315,15 @@ def _paper(job: Job, arms: Mapping[str, Measured]) -> Table:
         else "one measurement; --repeats gives a range"
     )
     notes = [
-        f"{len(job.dataset)} problems (digest {job.dataset.digest[:12]}), {target.size} samples, "
-        f"{repeats} seed"
-        f"{'s' * (repeats > 1)}; 95 % intervals over problems. Answers are graded here, by "
-        f"equivalence.",
-        "The presets of the paper take their scores from one first chunk per sample of the test "
-        "questions, as the published code does. Times and tokens here leave out this pass.",
+        f"{len(job.dataset)} problems (digest {job.dataset.digest[:12]}), {target.size} "
+        f"samples, {repeats} seed{'s' * (repeats > 1)}; 95 % intervals over problems. atts "
+        "graded the answers by equivalence.",
+        "The presets of the paper take their scores from one first chunk per sample of the "
+        "test questions, as the published code does. Times and tokens in these tables leave "
+        "out the first chunks.",
         "Departures from the published code: " + "; ".join(PAPER_DEPARTURES) + ".",
-        f"Speed-up: seconds of the target alone divided by seconds of the arm, {how}. Arms run one "
-        "after another on the same engines, whose caches stay warm.",
+        f"*Speed-up* is the time of the target alone divided by the time of the method ({how}). "
+        "The methods run one after another on the same engines, and caches stay warm.",
     ]
     if known := job.published:
         published = (
@@ -337,9 +337,10 @@ def _paper(job: Job, arms: Mapping[str, Measured]) -> Table:
         )
         rows.append(("published, any of 16", *published))
         notes.append(
-            "The published row has the authors' numbers. A model judged the answers, on the authors' "
-            "hardware, for the first 15 problems of AIME and another 50 of AMC. This project had no "
-            f"GPUs to run {job.pair.name}."
+            "The published row has the numbers of the paper's authors. They measured on their "
+            "own hardware, a model judged the answers, and they used the first 15 problems of "
+            "AIME and 50 other problems of AMC. This project had no GPUs to run "
+            f"{job.pair.name}."
         )
     return Table.of(
         f"{job.dataset.name}: {job.pair.draft} drafts, {job.pair.target} is the target",
@@ -368,9 +369,12 @@ def _runs(job: Job, arms: Mapping[str, Measured]) -> Table:
         f"draft tokens | scored | "
         "target tokens | of target alone | seconds",
         rows,
-        "The difference is of single samples, paired by problem.",
+        "The column *minus target* compares single samples, paired by problem.",
         *(
-            [f"{failed} problems failed and are in no rate; the journals say why."]
+            [
+                f"{failed} problems failed and are left out of all rates; the journals have the "
+                "reasons."
+            ]
             if failed
             else []
         ),

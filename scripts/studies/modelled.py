@@ -257,7 +257,7 @@ def synthetic_library(questions: int = 100, samples: int = 16, seed: int = 0) ->
         table.append(tuple(lines))
     return Library(
         tuple(table),
-        "synthetic: log-normal lengths and scores (the recorded traces are not at hand)",
+        "synthetic: log-normal lengths and scores (the recorded traces are missing)",
     )
 
 

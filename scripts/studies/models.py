@@ -144,7 +144,10 @@ def _accuracy(sampled: Mapping[Embedded, Sampled]) -> Table:
             (name, level or "all", *_cells(rate(found.marks(level))))
             for level in (None, 1, 2, 3, 4, 5)
         ]
-    note = f"Temperature {TEMPERATURE}, graded by exact match of the last boxed integer; 95 % intervals by problem."
+    note = (
+        f"Temperature {TEMPERATURE}, answers graded by exact match of the last boxed integer; "
+        "*low* and *high* are 95 % intervals over problems."
+    )
     return Table.of("pass@1 by level", "model | level | pass@1 | low | high | problems", rows, note)
 
 
@@ -166,7 +169,8 @@ def _voting(sampled: Mapping[Embedded, Sampled], samples: int) -> Table:
         "Voting",
         f"model | pass@1 | maj@{samples} | pass@{samples} | same wrong answer again",
         rows,
-        "Last column: how often another sample repeats a wrong answer.",
+        "*Same wrong answer again* is the probability that another sample of the problem "
+        "repeats a wrong answer.",
     )
 
 
@@ -191,8 +195,8 @@ def _recovery(tests: Sequence[Exercise], seed: int) -> Table:
         "Recovery",
         "continued by | wrong chunk | rate | low | high | problems",
         rows,
-        "Share of solutions that end right after a wrong chunk; last row: share of right chunks "
-        "called wrong.",
+        "*Rate* is the share of solutions that end correctly after a wrong chunk; in the last "
+        "row, it is the share of correct chunks that the target calls wrong.",
     )
 
 
@@ -217,7 +221,7 @@ def _evidence(target: Llama, encoder: Encoder, drafts: Sampled, limit: int) -> T
         "Chunk scores as evidence",
         "correct chunks | wrong chunks | AUROC",
         [(len(right), len(wrong), better)],
-        "Area under the curve: the chance that a right chunk scores better than a wrong one.",
+        "AUROC is the probability that a correct chunk scores better than a wrong chunk.",
     )
 
 
@@ -369,8 +373,9 @@ def study_distillation(options: Options) -> list[Table]:
             "draft | seeds | KL per token | change | chunks escalated, % | change, points | "
             "rollouts correct, % | change, points",
             rows,
-            f"{count // 2} problems left out of the training, 4 rollouts each, {epochs} epochs; 95 % "
-            f"intervals over problems. The disturbed draft has noise of {DISTILLED_DRAFTS[0][1]} on its weights.",
+            f"Measured on {count // 2} problems that were not trained on, with 4 rollouts each, "
+            f"after {epochs} epochs of training; 95 % intervals over problems. The disturbed "
+            f"draft has noise of {DISTILLED_DRAFTS[0][1]} on its weights.",
             headline=f"a disturbed draft that is distilled on a run's export escalates "
             f"**{found['disturbed escalated']} points** of chunks, with "
             f"{found['disturbed correct']} points of rollouts correct",

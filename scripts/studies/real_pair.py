@@ -167,7 +167,7 @@ def study(options: Options) -> list[Table]:
     """
     asked = problems(options.pick(PART, 100, 400))
     if not asked:
-        raise SystemExit("no benchmark files at hand: name their folder in ATTS_SHARED_DATA")
+        raise SystemExit("the benchmark files are missing; set ATTS_SHARED_DATA to their folder")
     try:
         folders = (folder_of("qwen05"), folder_of("qwen15"))
     except CannotBeMadeError as error:
@@ -392,11 +392,13 @@ def accuracy_table(sums: Mapping[str, Sum], count: int) -> Table:
         "pass@1 minus target-only's, points | realised rate | target tokens written | "
         "target tokens scored | draft tokens",
         rows,
-        f"{count} problems, GSM8K and MATH-500 of levels 1 to 3 in turn, x {SAMPLES} rollouts, at "
-        f"most {judges.MAX_TOKENS} tokens, chunks of at most {judges.CHUNK_TOKENS} that end at a blank "
-        "line, temperature 0.7. A coin escalates as often and as much; rate 0.2 for rows without one. "
-        f"Tokens are per problem. A gate lives for a run of {PART} problems. Intervals are of 95 %, "
-        "differences paired by problem.",
+        f"The methods run on {count} problems (GSM8K and MATH-500 of levels 1 to 3 in turn) "
+        f"with {SAMPLES} rollouts each, at temperature 0.7. A rollout has at most "
+        f"{judges.MAX_TOKENS} tokens, and a chunk ends at a blank line or after "
+        f"{judges.CHUNK_TOKENS} tokens. Each method is compared with a coin that escalates as "
+        "often and as much. The rate is 0.2 in rows that name no rate. Tokens are per problem. "
+        f"Each gate starts again after {PART} problems. Intervals are 95 % intervals, and "
+        "differences are paired by problem.",
     )
 
 
@@ -446,11 +448,11 @@ def score_table(runs: Mapping[str, Sequence[PartRun]], count: int) -> Table:
         if by_problem and not name.startswith("cascade"):
             rows.append((name, mixed, shown(within(list(by_problem.values())))))
     return Table.of(
-        "What the scores know",
+        "Scores of incorrect and correct rollouts",
         "method | problems with correct and incorrect rollouts | AUROC within problems",
         rows,
-        f"Of {count} problems. 0.5 knows nothing. Chunks that scored worst were rewritten, so the "
-        "figure understates what the score knows.",
+        f"The runs have {count} problems. A score without information has AUROC 0.5. Each "
+        "method rewrote the chunks with the worst scores, so the AUROC is too low.",
     )
 
 
@@ -473,7 +475,7 @@ def study_losses(options: Options) -> list[Table]:
     """
     asked = problems(options.pick(2, 8, 32))
     if not asked:
-        raise SystemExit("no benchmark files at hand: name their folder in ATTS_SHARED_DATA")
+        raise SystemExit("the benchmark files are missing; set ATTS_SHARED_DATA to their folder")
     try:
         draft, target = folder_of("qwen05"), folder_of("qwen15")
     except CannotBeMadeError as error:
@@ -565,12 +567,13 @@ def losses_table(
     samples, most = sizes
     return Table.of(
         "The target's own text, with the draft's help",
-        "method | tokens/s | seconds per token, of target-only's | the same, processor seconds | "
-        "drawn while scoring | texts equal to target-only's",
+        "method | tokens/s | seconds per token, relative to target-only | processor seconds "
+        "per token, relative to target-only | drawn while scoring | texts equal to "
+        "target-only's",
         rows,
-        f"{problems} problems of GSM8K x {samples} rollouts of at most {most} tokens, at once; "
-        f"{len(base)} rounds in turn: median, least and most. On a busy machine only processor "
-        "seconds can be compared.",
+        f"All {samples} rollouts of {problems} GSM8K problems run at once, with at most {most} "
+        f"tokens each. Cells have the median, minimum and maximum of {len(base)} interleaved "
+        "rounds. On a busy machine, only processor seconds can be compared.",
     )
 
 
@@ -660,7 +663,7 @@ def study_speed(options: Options) -> list[Table]:
     """
     asked = problems(64)
     if not asked:
-        raise SystemExit("no benchmark files at hand: name their folder in ATTS_SHARED_DATA")
+        raise SystemExit("the benchmark files are missing; set ATTS_SHARED_DATA to their folder")
     try:
         draft, target = folder_of("qwen05"), folder_of("qwen15")
     except CannotBeMadeError as error:
@@ -916,11 +919,12 @@ def together_table(lab: Lab) -> Table:
         "Plain decoding",
         "rollouts at once | program | tokens/s | atts is faster by | less processor time by",
         rows,
-        f"Qwen2.5-Coder-1.5B-Instruct, texts of {lab.sizes.tokens} tokens at temperature 0.7, "
-        f"{THREADS_ALONE} threads; reading the prompts is not timed. Median, least and most of the rounds; "
-        "ratios within rounds. atts reads bfloat16 weights and multiplies in float32, transformers "
-        "holds float32 weights, and llama.cpp's server reads what the row says and rounds the other "
-        "factor of its products.",
+        f"Qwen2.5-Coder-1.5B-Instruct writes texts of {lab.sizes.tokens} tokens at temperature "
+        f"0.7 on {THREADS_ALONE} threads; the time to read prompts is left out. Cells have the "
+        "median, minimum and maximum of the rounds, and ratios compare programs within a "
+        "round. atts stores bfloat16 weights and multiplies in float32, and transformers "
+        "stores float32 weights. llama.cpp's server stores weights in the format that the row "
+        "names, and rounds activations before it multiplies.",
     )
 
 
@@ -931,13 +935,14 @@ def alone_table(lab: Lab) -> Table:
     rows = [row for name in names for row in _alone(name, lab.timings(f"alone|{name}"), plain)]
     return Table.of(
         "Proposed tokens at one rollout",
-        "proposed by | tokens/s, of plain decoding's | tokens per processor second | tokens a step | "
-        "accepted | texts equal to "
-        "plain decoding's",
+        "proposed by | tokens/s, relative to plain decoding | tokens per processor second, "
+        "relative to plain decoding | tokens per step | accepted | texts equal to plain "
+        "decoding's",
         rows,
-        f"Qwen2.5-Coder-Instruct, 0.5B for 1.5B: {lab.sizes.texts} texts of {lab.sizes.tokens} tokens "
-        "one after the other, temperature 0.7, a fresh engine in every round, whose first text is not "
-        f"timed. {len(plain)} rounds: median, least and most.",
+        f"Qwen2.5-Coder-Instruct 0.5B drafts for 1.5B: {lab.sizes.texts} texts of "
+        f"{lab.sizes.tokens} tokens, one after another, at temperature 0.7. Every round has a "
+        "new engine, whose first text is not timed. Cells have the median, minimum and maximum "
+        f"of {len(plain)} rounds.",
     )
 
 

@@ -551,11 +551,11 @@ def _table(
         "time relative to virtual time | waiting for siblings | waiting in virtual time "
         "| correct",
         rows,
-        f"Number of problems: {problems}. Both servers run {faster:g} times as fast as the GPUs "
-        "whose published step times they imitate (8B: one H100, 70B: four). Each token of the "
-        f"embedded pair stands for {GRAIN} tokens of the large models. Texts are computed "
-        "before the timed run, except texts that depend on the real order of events. Method "
-        "`exact` is missing, because vLLM cannot draw tokens while it scores.",
+        f"Number of problems: {problems}. Both paced servers run {faster:g} times as fast as "
+        "the GPUs whose published step times they imitate (8B: one H100, 70B: four). Each "
+        f"token of the embedded pair stands for {GRAIN} tokens of the large models. Texts are "
+        "computed before the timed run, except texts that depend on the real order of events. "
+        "Method `exact` is missing, because vLLM cannot draw tokens while it scores.",
         f"{within} of {len(rows)} measured times are within 10 % of virtual time. Clients, "
         f"servers and pipelines share the cores of this machine, and need {1e3 * each:.1f} ms "
         f"of processor time per call together. {spent.disturbance()}",
@@ -689,10 +689,11 @@ async def _hosted_table(
         "score | escalated | pass@1 | accuracy | pass@1 minus the coin's, points | "
         "target tokens written per problem | scored | calls",
         rows,
-        f"{len(problems)} problems, {HOSTED_SAMPLES} rollouts each, nominal rate {HOSTED_RATE}; 95 % "
-        "intervals over problems. Each score is compared with the coin that escalates the same "
-        "unit, on the same problems. The scripted target's replies to one question are independent, "
-        "so four of them judge better than one; those of a real model are not.",
+        f"{len(problems)} problems, {HOSTED_SAMPLES} rollouts each, nominal rate {HOSTED_RATE}; "
+        "95 % intervals over problems. Each score is compared with the coin that escalates the "
+        "same unit, on the same problems. The scripted target's replies to one question are "
+        "independent, so four replies judge better than one; a real model's replies are not "
+        "independent.",
     )
 
 

@@ -59,7 +59,7 @@ def read_lock(text: str) -> list[Pinned]:
         pin = _PIN.match(entry)
         hashes = _HASH.findall(entry)
         if pin is None or not hashes:
-            raise ValueError(f"not a pinned package with hashes: {entry.splitlines()[0]}")
+            raise ValueError(f"expected a pinned package with hashes, got: {entry.splitlines()[0]}")
         pins.append(Pinned(normal(pin[1]), pin[2], tuple(hashes)))
     return pins
 
@@ -227,7 +227,7 @@ def main() -> None:
                 if problems:
                     raise SystemExit(1)
                 sys.stdout.write(
-                    f"{built.sdist.name} and {built.wheel.name} hold what they should\n"
+                    f"{built.sdist.name} and {built.wheel.name} have the expected contents\n"
                 )
         case words:
             sys.stderr.write(f"supply: expected sbom or contents, got {' '.join(words)!r}\n")

@@ -396,7 +396,10 @@ def verdict(tally: Tally) -> Table:
         f"**{trend}**: {', '.join(names)}" for trend, names in measures_by_trend.items()
     )
     headline = f"{words}. {notes[0]} {notes[1]}"
-    header = "between runs | median of the first third | of the last third | most | growth an hour | verdict"
+    header = (
+        "between runs | median of the first third | median of the last third | maximum | "
+        "growth per hour | verdict"
+    )
     return Table.of(
         "Soak: what the process holds after warm-up", header, rows, *notes, headline=headline
     )

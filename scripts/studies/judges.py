@@ -642,7 +642,7 @@ CHUNK_SCORES: Mapping[str, Callable[[Chunk], float]] = {
     "speculative, mean": lambda chunk: _mean(
         [max(0.0, d - t) for d, t in zip(chunk.draft, chunk.target, strict=True)]
     ),
-    "draft less target, mean": lambda chunk: _mean(
+    "draft minus target, mean": lambda chunk: _mean(
         [d - t for d, t in zip(chunk.draft, chunk.target, strict=True)]
     ),
     "draft, mean": lambda chunk: -_mean(chunk.draft),

@@ -1164,7 +1164,7 @@ def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
     """Describe the fastest method for each number of rollouts, and say if atts is never among them.
 
     >>> sentence([(1, {"exact": 0.5, "atts": 0.9}), (2, {"exact": 0.6, "atts": 0.8}), (4, {"exact": 1.0, "atts": 0.4})])
-    'exact up to 2 rollouts (2.0 to 1.7 times the target alone), atts at 4 (2.5 times)'
+    'exact up to 2 rollouts (2.0 to 1.7 times as fast as the target alone), atts at 4 (2.5 times)'
     """
     chosen = list[tuple[str, int, float]]()
     parts = list[str]()
@@ -1193,7 +1193,7 @@ def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
         parts.append(
             f"{name} {where} ({words})"
             if parts
-            else f"{name} {where} {unit} ({words} the target alone)"
+            else f"{name} {where} {unit} ({words} as fast as the target alone)"
         )
     never = "" if any("atts" in name for name, _, _ in chosen) else "; atts nowhere"
     return ", ".join(parts) + never

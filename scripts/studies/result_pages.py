@@ -66,7 +66,10 @@ def draw_map(title: str, across: str, panels: dict[str, Panel]) -> str:
             f'<g transform="translate({x} '
             f'{y})">{"".join(_panel(name, across, panel, (rows, columns)))}</g>'
         )
-    words = "Green: atts is faster than the best alternative, which stands below. Red: it is not. Grey: not yet measured."
+    words = (
+        "Green: atts is faster than the best alternative, which is named below. Red: atts "
+        "is slower. Grey: not measured yet."
+    )
     parts.append(f'<text x="10" y="{height - 8}">{escape(words)}</text>')
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="chart">'

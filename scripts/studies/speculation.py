@@ -1054,7 +1054,7 @@ _COLOURS = {
 }  # fmt: skip
 _NAMES = {
     "draft": "draft; attention",
-    "branches": "branches of guesses; MLP",
+    "branches": "guessed branches; MLP",
     "verify": "verify; after the exit",
     "to the exit": "up to the early exit",
 }
@@ -1069,9 +1069,9 @@ def schemes() -> dict[str, Timeline]:
     easy = fuzzy_devices(8, 3, attention=0.5 / 5 / 8, mlp=0.5 / 5 / 8)
     return {
         "Serial: draft 4, verify, draft": serial(trace, costs, 4),
-        "PEARL: one guess, everything stands": ahead(trace, costs, 4),
-        "SSD: the draft's next choices at every place as well": ahead(trace, costs, 4, 2),
-        "Mirror: the target's early exit names what is continued": mirror(trace, exits, 4, 2),
+        "PEARL: the draft continues as if all tokens were accepted": ahead(trace, costs, 4),
+        "SSD: the draft's next choices at every position are continued as well": ahead(trace, costs, 4, 2),
+        "Mirror: the target's early exit chooses what the draft continues": mirror(trace, exits, 4, 2),
         "EasySpec: attentions of a group of 3 layers at once (8 layers)": serial(trace, costs, 4, easy),
     }  # fmt: skip
 
@@ -1318,8 +1318,8 @@ def groups(options: Options) -> Table:
             gains = [str(ratio(times[context], "1", str(size))) for context in _CONTEXTS]
             rows.append((size, accepted[0], accepted[1] if size > 1 else None, *gains))
     header = (
-        "attentions per group | later tokens accepted, calibrated | not calibrated | "
-        "speed-up of drafting after 60 tokens | after 150 | after 250"
+        "attentions per group | later tokens accepted, calibrated | later tokens accepted, not "
+        "calibrated | speed-up of drafting after 60 tokens | after 150 | after 250"
     )
     note = (
         "Each proposal has 4 tokens, at temperature 0.7. The speed-up of drafting is the time "

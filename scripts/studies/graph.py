@@ -379,7 +379,8 @@ def verdict(tally: Tally) -> Table:
         f"minutes; {tally.failed_rollouts} rollouts failed as planned by the fault schedule, "
         "and the journal records "
         "these failures.",
-        f"{tally.compared} outcomes in the journal were compared with the live ones: {len(wrong)} differences"
+        f"{tally.compared} outcomes in the journal were compared with the live outcomes: "
+        f"{len(wrong)} differences"
         + (
             f" (first: {wrong[0]})"
             if wrong

@@ -668,8 +668,8 @@ def methods(
         "| speed-up | escalated",
         [_method(name, one, alone) for name, one in found.items() if one.pieces],
         f"*Speed-up* is the time of {base} divided by the method's time, for each block of one "
-        f"interleaved run (median and range). It is missing if the method and {base} ran at "
-        "different times.",
+        f"interleaved run (median and range). The speed-up is missing if the method and {base} "
+        "ran at different times.",
         *words,
     )
 

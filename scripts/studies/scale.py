@@ -649,7 +649,7 @@ def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
     waited = sum(one.taken.waited for one in runs) / sum(one.taken.wall for one in runs)
     words = f"wall time {_words(errors['wall'])}" if waited < 0.05 else (
         "wall time cannot be judged on this machine, because ready threads waited for a "
-        f"processor for {100 * waited:.0f} % of the wall time ({_words(errors['wall'])})"
+        f"processor for {100 * waited:.0f} % of wall time ({_words(errors['wall'])})"
     )  # fmt: skip
     summary = (
         f"{len(runs)} live runs of {len(seen.runs)} kinds: simulated processor time "

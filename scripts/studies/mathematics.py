@@ -337,9 +337,9 @@ def _paper(job: Job, arms: Mapping[str, Measured]) -> Table:
         )
         rows.append(("published, any of 16", *published))
         notes.append(
-            "The published row has the numbers of the paper's authors. They measured on their "
-            "own hardware, a model judged the answers, and they used the first 15 problems of "
-            "AIME and 50 other problems of AMC. This project had no GPUs to run "
+            "The published row has the numbers of the paper's authors. The authors measured on "
+            "their own hardware, and a model judged the answers. The authors used the first 15 "
+            "problems of AIME and 50 other problems of AMC. This project had no GPUs to run "
             f"{job.pair.name}."
         )
     return Table.of(

@@ -83,9 +83,8 @@ def test_what_to_take_is_what_was_fastest() -> None:
     ]
     advice = pipelines.tables(found, AGREEMENT)[1].rows[0]
     assert (
-        advice[2]
-        == "exact at 1 rollout (2.0 times as fast as the target alone), exact or atts at 2 (2.0 times), "
-        + ("atts at 4 to 8 (5.0 to 4.0 times)")
+        advice[2] == "exact at 1 rollout (2.0 times as fast as the target alone), "
+        "exact or atts at 2 (2.0 times), atts at 4 to 8 (5.0 to 4.0 times)"
     )
     never = pipelines.tables([measured("4M", 1, 9.0, 5.0), measured("4M", 2, 9.0, 5.0)], AGREEMENT)[
         1

@@ -1,8 +1,9 @@
 """Compare methods on the same problems, block by block in turn, and save every finished shard.
 
-The last part compares methods at equal cost. Every method runs live on the embedded pair. Its
-tokens are then priced as if a pair of real models had processed them: arithmetic and GPU seconds.
-So accuracies are measured on the embedded pair, and prices are those of the named pair.
+The last part compares methods at equal cost. For this part, every method runs live on the embedded
+pair. The tokens of the runs are then priced as if two larger models had processed them: in
+arithmetic and in GPU seconds. So accuracies are measured on the embedded pair, and prices are those
+of the larger models.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ CONTEXT = 128
 """Mean context length, in tokens, at which the arithmetic of the embedded pair is counted."""
 Schedule = Literal["together", "one by one"]
 Variant = Literal["plain", "proposed to", "rounding"]
-"""Variants of the target: plain, with tokens proposed by the draft, or with scores in bfloat16."""
+"""Variants of the target: without options, with tokens proposed by the draft, or with scores in
+bfloat16.
+"""
 Watch = Callable[[str, Sequence[Outcome]], Awaitable[None]]
 
 
@@ -198,10 +201,10 @@ class Solved:
     draft: int
     scored: int
     target: int
-    # (position in the order of requests, turn, True if the chunk escalated)
+    # one decision: (position in the order of requests, turn, True if the chunk escalated)
     decisions: Sequence[tuple[int, int, bool]]
     drawn: int = 0  # target tokens that were drawn during scoring
-    # tokens of chunks that a score judged; each chunk counts, also chunks that share a score
+    # tokens of chunks with a score; if equal chunks share one score, the tokens of each chunk count
     judged: int = 0
 
     @classmethod
@@ -311,8 +314,8 @@ async def run_grid(
 ) -> None:
     """Run every arm on every shard and seed, interleaved block by block.
 
-    Pieces that are already in the ledger do not run again. Each shard has one gate, which learns
-    from block to block, as in a run over the whole shard.
+    Pieces that are already in the ledger do not run again. Each shard has one gate, which keeps
+    what it learned from one block to the next, as in a run over the whole shard.
     """
     for seed in grid.seeds:
         for number, shard in enumerate(grid.shards()):
@@ -363,7 +366,7 @@ Value = Callable[[Solved], float]
 
 @dataclass(frozen=True)
 class Sum:
-    """The results of an arm over all its pieces."""
+    """The results of an arm, added up over all its pieces."""
 
     pieces: Sequence[Piece]
 
@@ -380,7 +383,8 @@ class Sum:
     def by_problem(self, value: Value) -> dict[str, float]:
         """Return the mean over seeds for each problem.
 
-        Intervals are over problems, so each problem counts once, even if several seeds ran it.
+        Confidence intervals treat each problem as one observation, even if the problem was run with
+        several seeds.
         """
         found: defaultdict[str, list[float]] = defaultdict(list)
         for one in self.solved:
@@ -392,8 +396,8 @@ class Sum:
         return mean_estimate(list(self.by_problem(value).values()), len(self.solved))
 
     def minus(self, base: Sum, value: Value) -> Estimate:
-        """Estimate the difference between two arms, paired by problem, over the problems that both
-        arms have.
+        """Estimate the difference between two arms, paired by problem, for the problems that were
+        run with both arms.
         """
         first = base.by_problem(value)
         second = self.by_problem(value)
@@ -431,7 +435,9 @@ class Sum:
         return sum(one.escalated for one in self.solved) / asked if asked else None
 
     def rate_error(self, nominal: float) -> float:
-        """Return the root mean square over questions of the realised rate minus the nominal rate."""
+        """Return the root mean square error of the realised rates: one error per question, against
+        the nominal rate.
+        """
         rates = [one.escalated / len(one.decisions) for one in self.solved if one.decisions]
         return (
             float(np.sqrt(np.mean([(rate - nominal) ** 2 for rate in rates])))
@@ -442,10 +448,10 @@ class Sum:
     def speed_up(
         self, base: Sum, clock: Literal["seconds", "processor"] = "seconds"
     ) -> Spread | None:
-        """Return the time of the base divided by the time of this arm, block by block.
+        """Return the time of the base arm divided by the time of this arm, for each block.
 
-        Only blocks with the same shard, seed and position are compared. Return None if there are
-        none.
+        Only blocks with the same shard, seed and position are compared. Return None if there are no
+        such blocks.
         """
         mine = {piece.key[1:]: getattr(piece, clock) for piece in self.pieces}
         pairs = [
@@ -458,7 +464,7 @@ class Sum:
 
 
 def right(one: Solved) -> float:
-    """Return 1 if the vote is correct, else 0."""
+    """Return 1 if the vote of the rollouts is correct, else 0."""
     return one.right
 
 
@@ -476,16 +482,17 @@ TARGET = Latency(
     prefilled_token=1e-4,
     jitter=0.4,
 )
-"""Durations like those of a 1.5B and a 32B model."""
+"""Simulated call durations like those of a 1.5B draft and a 32B target."""
 SLOTS = {"draft": Limit(slots=16), "target": Limit(slots=4)}
 
 
 def cases(stored: Sequence[float]) -> list[Arm]:
     """Return one arm per method, with the settings of the method's authors.
 
-    The published rule needs scores of first chunks before a run; `stored` has them.
+    The published rule needs scores of first chunks before a run; `stored` contains these scores.
     """
-    # The target continues after the chunk, and chunks with an answer are judged too.
+    # In this arm, the target also writes the rest of an escalated rollout, and chunks that contain
+    # an answer are judged too.
     theirs: dict[str, Any] = {"takeover": "continue", "answers": "verify", "repeats": 15}
     made = [
         arm("atts (ours), default settings", "atts"),
@@ -616,8 +623,8 @@ def _method_row(name: str, clock: Literal["seconds", "processor"], one: Sum, alo
 
 
 SAMPLES = 8
-# An option whose votes are not better replaces a default only if it saves this share of arithmetic
-# or time.
+# If an option's votes are not better than the default's, the option replaces the default only if it
+# saves this share of arithmetic or time.
 _WORTH = 0.05
 # With fewer problems no default is changed: intervals are wider than one percentage point.
 _ENOUGH = 100
@@ -625,7 +632,8 @@ _LOSS = -0.01  # lowest acceptable lower bound of the difference in accuracy
 
 
 def study_ablations(options: Options) -> list[Table]:
-    """Compare every option of the policy with the default; arms take turns on each block.
+    """Compare every option of the policy with the default; each block of problems is run with every
+    arm in turn.
 
     With an output folder, finished pieces are kept and not run again.
     """
@@ -737,8 +745,8 @@ def _time(one: Sum, default: Sum) -> float:
 
 
 def _verdict(one: Sum, default: Sum) -> str:
-    """Describe the gain of an option by the rule printed under the table; return "" if the option
-    does not win.
+    """Describe the gain of an option that beats the default; return "" if the option does not. The
+    rule for this verdict is printed under the table.
     """
     votes = one.minus(default, right)
     cost = one.gflops / default.gflops
@@ -819,8 +827,8 @@ def frontier_table(found: Mapping[str, Sum]) -> Table:
 
 
 def _is_unbeaten(one: Sum, found: Mapping[str, Sum]) -> bool:
-    """Return whether no other run is at least as accurate and as cheap, and better in accuracy or
-    cost.
+    """Return whether the run is Pareto-optimal: every run that is more accurate costs more, and
+    every cheaper run is less accurate.
     """
     mine, *others = ((each.estimate(right).value, -each.gflops) for each in (one, *found.values()))
     return not any(
@@ -828,7 +836,7 @@ def _is_unbeaten(one: Sum, found: Mapping[str, Sum]) -> bool:
     )
 
 
-PRICED_BATCH = 64  # sequences decoded in one step
+PRICED_BATCH = 64  # number of sequences decoded in one step
 PRICED_CONTEXT = 1000  # cached tokens of each sequence
 
 
@@ -847,7 +855,9 @@ def scaled(cost: Cost, share: float, origin: str) -> Cost:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """The costs of a pair: parameters, seconds of a step, and number of GPUs of each model."""
+    """The costs of a pair: for each model its parameters, the seconds of a step, and its number of
+    GPUs.
+    """
 
     name: str
     draft_parameters: float
@@ -866,7 +876,8 @@ class Prices:
     def gpu_seconds(self, one: Sum) -> float:
         """Return the seconds of a problem summed over all GPUs, at full batches.
 
-        Tokens that the target draws while it scores need no decoding step.
+        Tokens that the target draws while it scores a chunk need no decoding step, so their
+        decoding time is 0.
         """
         count = max(1, len(one.solved))
         decoded = decoded_by_target(one)

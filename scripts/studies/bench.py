@@ -25,11 +25,13 @@ class Study:
     """
 
     what: str
-    function: str  # MODULE:NAME below scripts.studies, of a plain or a coroutine function
+    # MODULE:NAME of the study's function (plain or coroutine), with MODULE relative to
+    # scripts.studies
+    function: str
     quick: int = 0
     default: int = 0
-    # True: `scripts/bench all` runs the quick grid, because the default grid takes longer and adds
-    # nothing
+    # True: `scripts/bench all` runs this study with the quick grid, because the default grid takes
+    # longer but adds no finding
     smallest: bool = False
 
 
@@ -351,7 +353,7 @@ def _run_apart(step: Step, seed: int, out: Path | None) -> bool:
 
 
 def planned(asked: Sequence[str], effort: Effort) -> list[Step]:
-    """Return the steps that the arguments name, without repetitions."""
+    """Return the steps that the arguments name, each step only once."""
     whole = "all" in asked
     names = list(dict.fromkeys(asked))
     if whole or "quick" in asked:

@@ -58,10 +58,11 @@ KV_BYTES = 131_072
 STATE_BYTES = 8_192
 NODE = 4  # number of GPUs in a node, joined by a fast link
 FAST = (5e-6, 200e9)
-SLOW = (20e-6, 12.5e9)  # links within a node and between nodes: seconds to begin, bytes per second
+# latency in seconds and bandwidth in bytes per second of a link, within a node and between nodes
+SLOW = (20e-6, 12.5e9)
 VIRTUAL_PROMPT = 512
-# Mean numbers of tokens. The numbers are drawn from exponential distributions, but are at least a
-# third of the mean.
+# Mean numbers of tokens of prompts and outputs. Lengths follow exponential distributions, but no
+# length is below a third of its mean.
 VIRTUAL_LENGTH = 96
 MOST = 64  # largest number of rows in one run of a block
 Serving = Literal["models", "models, spread", "blocks"]
@@ -77,13 +78,13 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Request:
-    """A request, which passes all parts of its model once per token."""
+    """A request; each of its tokens passes all parts of its model."""
 
     tenant: int
     arrived: float
-    fed: int  # tokens to read in the next pass
-    left: int  # tokens left to write
-    held: int = 0  # tokens whose keys and values are cached
+    fed: int  # number of tokens to read in the next pass
+    left: int  # number of tokens that are still to be written
+    held: int = 0  # number of tokens whose keys and values are cached
     at: int = 0  # index of the next part in the chain
     server: int = -1
     owners: dict[str, int] = field(default_factory=dict[str, int])
@@ -214,8 +215,8 @@ class Cluster:
         heapq.heappush(self._events, (at, self._count, what))
 
     def _advance(self, request: Request, server: int) -> int:
-        """Move a request past a part, and return the number of tokens that this wrote: one after
-        the last part.
+        """Move a request past a part, and return the number of written tokens: 1 after the last
+        part, otherwise 0.
         """
         chain = self._chains[request.tenant]
         request.owners[chain[request.at].name] = server
@@ -259,7 +260,8 @@ class Cluster:
     def _seconds(self, share: float, batch: Sequence[Request]) -> float:
         """Return the seconds of one run of a part, in proportion to the part's share of the model.
 
-        The run prefills requests with unread prompts, and decodes one token of all other requests.
+        The run prefills requests whose prompts are unread, and decodes one token of every other
+        request.
         """
         fed = sum(request.fed for request in batch if request.fed > 1)
         decoding = [request.held for request in batch if request.fed == 1]
@@ -289,8 +291,8 @@ class Cluster:
 
 
 def capacity(servers: int) -> float:
-    """Return the request rate that counts as load 1: the rate of whole models on busy servers at
-    batches of eight.
+    """Return the request rate that counts as load 1: the rate at which whole models keep all
+    servers busy with batches of eight.
     """
     step = COST.seconds(8, 8 * (VIRTUAL_PROMPT + VIRTUAL_LENGTH / 2)) / 8
     return servers / (VIRTUAL_LENGTH * step + COST.prefilled * VIRTUAL_PROMPT)
@@ -301,8 +303,7 @@ def compared(
 ) -> Iterator[tuple[Serving, Outcome]]:
     """Compare shared blocks with whole models on the same requests.
 
-    `at` has the shared fraction of layers, the skew of tenants, the number of requests and the
-    seed.
+    `at` is (shared fraction of layers, skew of the tenants' popularity, number of requests, seed).
     """
     sharing, skew, count, seed = at
     for serving in get_args(Serving):
@@ -311,8 +312,8 @@ def compared(
 
 
 def study_simulated(options: Options) -> list[Table]:
-    """Measure a grid of sizes, loads and arrivals, and find the conditions that reach the figures
-    of the paper.
+    """Measure a grid of sizes, loads and arrivals, and find the conditions under which shared
+    blocks reach the figures of the paper.
     """
     count = options.pick(300, 800, 8000)
     rows = list[Row]()
@@ -390,7 +391,7 @@ TENANTS = ("base", "adapter-1", "adapter-2", "tuned")
 PROMPT = 80
 LENGTH = 40  # tokens
 LOADS = (0.3, 0.7, 0.9)
-OWN = (1, 3)  # how many of the six layers, counted from the last, belong to each tenant alone
+OWN = (1, 3)  # number of last layers (of six) that each tenant has for itself
 ALIKE = 4  # number of requests with a common prompt
 Prompts = Literal["own", "common"]
 _LAYERS = 6
@@ -422,8 +423,8 @@ class Served(NamedTuple):
     tokens: int  # tokens written
     waits: tuple[float, ...]
     weight_bytes: int
-    kv_tokens: int  # largest number of cached tokens, summed over all step loops
-    block_rows: int  # tokens that were processed, summed over blocks
+    kv_tokens: int  # peak number of cached tokens, summed over all step loops
+    block_rows: int  # number of processed tokens, summed over blocks
 
     @property
     def tokens_per_second(self) -> float:
@@ -471,7 +472,7 @@ class Arm:
     def _block_rows(self) -> int:
         """Count the rows that all blocks have processed.
 
-        In an engine for one model, each token passes every block.
+        An engine for one model does not count rows, but each of its tokens passes every block.
         """
         model: Any = self._loops[0]._model
         if isinstance(model, ChainModel):
@@ -528,8 +529,8 @@ def _config(zoo: Zoo, name: str, *, shares: bool) -> WorkerConfig:
 
 
 def make_family(folder: Path, own: int) -> Zoo:
-    """Make a zoo of four tenants: the embedded target, two adapters of rank 8, and a model with
-    `own` tuned last layers.
+    """Make a zoo of four tenants: the embedded target, two adapters of rank 8, and a model whose
+    last `own` layers are tuned.
     """
     base = path("target")
     zoo = Zoo(folder / "zoo")
@@ -583,8 +584,8 @@ def arrive(count: int, rate: float, seed: int, prompts: Prompts) -> list[Arrival
 
 
 def study(options: Options) -> list[Table]:
-    """Measure memory, throughput with equal requests from each tenant, and waiting times under
-    Poisson arrivals.
+    """Measure three things: memory, throughput with equally many requests from each tenant, and
+    waiting times under Poisson arrivals.
     """
     torch.set_num_threads(1)
     rounds = options.pick(5, 11, 25)
@@ -641,8 +642,8 @@ def study(options: Options) -> list[Table]:
 
 
 def at_once(one: Arm, four: Arm, rounds: int) -> tuple[list[Row], float]:
-    """Measure weights in memory, and tokens per second with one and with four requests of each
-    tenant.
+    """Measure weights in memory, and tokens per second with one and with four simultaneous requests
+    of each tenant.
     """
     rows = list[Row]()
     capacity = 0.0
@@ -653,7 +654,7 @@ def at_once(one: Arm, four: Arm, rounds: int) -> tuple[list[Row], float]:
             arrivals = [Arrival(0.0, at, at % len(TENANTS), at) for at in numbers]
             for name, arm in (("zoo", one), ("four engines", four)):
                 served = arm.serve(arrivals)
-                if number:  # the first round does not count, because it loads weights
+                if number:  # the first round is not measured, because it loads the weights
                     found.setdefault(name, []).append(served)
         speeds = {
             name: statistics.median(served.tokens_per_second for served in all_)
@@ -728,7 +729,7 @@ def family(folder: Path) -> Zoo:
 
 
 async def _megabytes(zoo: Zoo, engines: Sequence[tuple[str, int]]) -> float:
-    """Return the megabytes that the processes use after some work.
+    """Return the megabytes that the processes use after they have written some tokens.
 
     Models with the same process number share a process.
     """
@@ -755,11 +756,13 @@ def resident(process: Path) -> int:
 
 
 MODEL = "REAL_FAMILY"
-"""Environment variable that selects a model of `real_models` by its key; default smollm2."""
+"""Name of the environment variable that selects a model of `real_models` by its key; default
+smollm2.
+"""
 ADAPTED = ("q_proj", "v_proj")
 OWN_LAYERS = 2
 BATCH = 8
-LONGEST = 128  # tokens of a training text
+LONGEST = 128  # number of tokens of a training text
 HELD_OUT = 4  # number of batches
 RATE = 1e-3  # learning rate of adapters; whole layers are trained at a tenth of this rate
 
@@ -844,8 +847,8 @@ def study_real(options: Options) -> list[Table]:
 
 
 def relatives(base: Path, scratch: Path, zoo: Zoo, steps: int) -> Table:
-    """Train every relative, add it to the zoo, and tabulate each relative's loss before and after
-    training.
+    """Train every relative, add it to the zoo, and return a table of each relative's loss before
+    and after training.
     """
     from transformers import AutoTokenizer
 

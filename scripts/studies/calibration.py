@@ -1,5 +1,5 @@
-"""Measure how far realised rates are from nominal rates: modes and alarms on recorded scores,
-intervals, small runs.
+"""Measure the calibration: realised against nominal rates per mode, drift alarms on recorded
+scores, coverage of intervals, and small runs.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def arrays(folder: Path) -> dict[str, StoredScores]:
 
 
 def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> Table:
-    """Compare every mode at one rate with three baselines: published rule, synchronous sort and
-    coin.
+    """Compare every mode at one rate with three baselines: the published rule, a sort that waits
+    for all siblings, and a coin.
     """
     rows = list[Row]()
     for order, records in streams.items():
@@ -144,8 +144,8 @@ def _others(
     stored: StoredScores,
     rate: float,
 ) -> dict[str, list[bool]]:
-    """Return the decisions of three baselines: the published rule, a sort that waits for all
-    siblings, and a coin.
+    """Return the escalation decisions of three baselines: the published rule, a sort that waits for
+    all siblings, and a coin.
     """
     pool = np.sort(np.asarray(stored.nonconformity))
     coins = np.random.default_rng(0).random(len(scores))
@@ -160,7 +160,7 @@ def _others(
 
 
 def alarms(found: dict[str, StoredScores], own: str, options: Options) -> Table:
-    """Count false alarms on clean streams and missed alarms on corrupted arrays."""
+    """Count false alarms on unchanged arrays of scores, and missed alarms on corrupted arrays."""
     clean = options.pick(100, 1000, 1000)
     broken = options.pick(20, 100, 200)
     others = () if options.effort == "quick" else ("self_opt", "1b8761b8", "amc_s1.1")
@@ -197,7 +197,9 @@ def alarms(found: dict[str, StoredScores], own: str, options: Options) -> Table:
 
 
 def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
-    """Measure how often runs of one model raise an alarm against the arrays of other models."""
+    """Measure how often an alarm is raised if the stored scores belong to one model and the run to
+    another model.
+    """
     runs = options.pick(10, 60, 200)
     rows = list[Row]()
     for name, stored in found.items():
@@ -265,7 +267,7 @@ def _synthetic() -> dict[str, StoredScores]:
 
 
 def _sampled(stored: StoredScores, seed: int) -> StoredScores:
-    """Draw whole questions from an array with replacement, as many as the array has.
+    """Draw whole questions from an array with replacement, as many questions as the array has.
 
     A tiny random shift of each question keeps repeated questions distinct.
     """
@@ -286,8 +288,8 @@ def _effect(stored: StoredScores, other: StoredScores) -> float:
 def _oracle(
     stored: StoredScores, other: StoredScores, questions: int = 19, level: float = 0.005
 ) -> float:
-    """Return the power of the likelihood-ratio test between two normal distributions of level and
-    log spread per question.
+    """Return the power of the likelihood-ratio test for two populations of questions. In each
+    population, a question's mean score and the log of its spread are normally distributed.
     """
     samples = [QuestionSample.of(each, 0) for each in (stored, other)]
     columns = [question_features(sample.questions, sample.size) for sample in samples]
@@ -302,7 +304,7 @@ T = TypeVar("T")
 Draw = np.random.Generator
 Ends = tuple[float, float]
 Turns = Sequence[tuple[float, int]]
-"""A recorded rollout: the score and the number of characters of each chunk."""
+"""A recorded rollout: for each chunk its score and its number of characters."""
 
 EPSILON = 0.02
 SAMPLES = 16
@@ -311,8 +313,8 @@ _MANY = 20_000  # number of simulated problems whose mean counts as the true val
 
 
 def study_statistics(options: Options) -> list[Table]:
-    """Simulate the coverage of intervals; if traces are available, also replay rates on recorded
-    scores.
+    """Simulate the coverage of intervals; if recorded traces are available, also measure realised
+    rates in a replay of recorded scores.
     """
     tables = [
         coverage(problems, options)
@@ -512,8 +514,8 @@ def _rates(draw: Draw, truth: float, problems: int, runs: int) -> Iterator[Row]:
 
 
 def _majorities(draw: Draw, right: Floats) -> Floats:
-    """Return the exact maj@5 of every problem, if correct samples agree and wrong samples have
-    three answers.
+    """Return the exact maj@5 of every problem: all correct samples have one answer, and wrong
+    samples are spread over three answers.
     """
     wrong = draw.multinomial(SAMPLES - right.astype(int), (0.5, 0.3, 0.2))
     sizes = np.column_stack([right.astype(int), wrong]).tolist()
@@ -605,9 +607,9 @@ def _policy(losses: Floats) -> Candidate:
 
 
 def lengths(options: Options) -> Table:
-    """Measure the rate of mode marginal if long chunks have worse scores and end later.
+    """Measure the realised rate of mode "marginal" if long chunks have worse scores and end later.
 
-    Chunks are ranked among all chunks, or among chunks of the same length.
+    Compare two rankings of a chunk's score: among all chunks, and among chunks of the same length.
     """
     runs = options.pick(4, 40, 200)
     rows = list[Row]()
@@ -672,13 +674,14 @@ def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> 
 
 
 GATES = ("counted", "streaming in", "coin")
-"""The default gate, the same gate without knowledge of the run's size, and a coin at the same rate.
+"""The compared gates: the default gate, the default gate without knowledge of the run's size, and a
+coin at the same rate.
 """
 
 
 def small_runs(folder: Path, options: Options) -> Table:
-    """Measure the default mode on resampled recorded rollouts, both if the gate knows the run's
-    size and if not.
+    """Measure the default mode on resampled recorded rollouts, once with and once without knowledge
+    of the run's size.
     """
     runs = options.pick(2, 6, 20)
     sizes = ((20, 8), (30, 16), (40, 8), (100, 8))
@@ -791,7 +794,8 @@ class WatchedGate(ConformalGate):
     def decide(self, features: Features, score: float) -> Decision:
         """Decide with the conformal gate or with a coin, as the gate's name says.
 
-        With "streaming in" the conformal gate does not know how much of the run is left.
+        If the name contains "streaming in", the conformal gate is not informed how much of the run
+        is left.
         """
         if self._name == "coin":
             return self._coin.decide(features, score)
@@ -816,7 +820,7 @@ class Ended:
 
     @classmethod
     def of(cls, gate: WatchedGate, outcomes: Sequence[Outcome], rate: float) -> Ended:
-        """Summarise the decisions and the answers of a run."""
+        """Count the decisions and the answers of a run."""
         worst = sorted(gate.made, reverse=True)[: max(1, round(rate * len(gate.made)))]
         right = {one.problem.id: float(one.answer == one.problem.answer) for one in outcomes}
         return cls(
@@ -881,7 +885,7 @@ CHANGES: Mapping[str, Change] = {
     "coin": Change({"method": "coin"}, arm("coin", rate=REPLAYED_RATE)),
     "4 samples": Change({"samples": 4}, arm("atts", rate=REPLAYED_RATE, samples=4)),
 }
-"""Changed settings, each replayed on runs of 8 samples at rate 0.2."""
+"""Changed settings, each replayed on recorded runs of 8 samples at rate 0.2."""
 
 
 def study_replay(options: Options) -> list[Table]:
@@ -954,7 +958,7 @@ def _ordered(problems: Sequence[Problem], order: str) -> list[Problem]:
 
 
 def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
-    # All settings except the seed are the outer key, and the seed is the inner key.
+    # `runs` is keyed by all settings except the seed, then by the seed.
     found: defaultdict[tuple[str, ...], dict[str, Ended]] = defaultdict(dict)
     for name, value in parts.items():
         *place, seed = name.split("|")
@@ -1009,7 +1013,7 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
 
 
 def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
-    """Return the accuracy of each problem at this share of escalated chunks.
+    """Return each problem's accuracy for a run in which this share of chunks escalated.
 
     The accuracy is interpolated between the two runs whose realised rates are nearest.
     """
@@ -1020,14 +1024,14 @@ def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
 
 
 def _gained(runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
-    """Return the difference in accuracy between two runs, the second minus the first."""
+    """Return the accuracy of the second run minus the accuracy of the first run."""
     pairs = [(first[name], right) for first, second in runs for name, right in second.items()]
     return interval(compare_runs(*map(list, zip(*pairs, strict=True))).difference) if pairs else "-"
 
 
 def _facts(runs: Sequence[Ended], rate: float) -> tuple[float | None, float | None]:
-    """Return two numbers of a gate: the root mean square of the rate's error, and the mean
-    escalated share of the worst chunks.
+    """Return two numbers of a gate: the root mean square error of its realised rate, and the mean
+    share of the worst chunks that escalated.
     """
     if not runs:
         return None, None

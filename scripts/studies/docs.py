@@ -48,7 +48,7 @@ MOVED = {
 HIDDEN = {"docs/modules.md"}
 """Pages for developers of atts; the site links to these pages in the repository."""
 SEARCHED = ("rate", "vLLM", "resume", "AIME")
-"""Words that a reader may look for, which the search index must contain."""
+"""Words that the search index must contain, because a reader may look for them."""
 
 _LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -189,7 +189,7 @@ def configuration_page() -> str:
 
 
 def without_configuration(text: str) -> str:
-    """Return the page of commands, with a link where the table of configuration keys was."""
+    """Return the page of commands, in which a link replaces the table of configuration keys."""
     before, heading, rest = text.partition("## Configuration\n")
     _, mark, commands = rest.partition("\n## atts\n")
     link = (
@@ -327,8 +327,8 @@ def sources() -> dict[str, str]:
 def site_text(source: str, text: str) -> str:
     """Return a page with its links rewritten for the site.
 
-    A link to another page leads to that page's place on the site, and a link to any other file
-    leads to the repository.
+    A link to a page of the site becomes that page's address on the site; a link to any other file
+    becomes its address in the repository.
     """
     if source == "docs/cli.md":
         text = without_configuration(text)
@@ -504,7 +504,7 @@ def dead_links(site: Path) -> Iterator[str]:
         anchors[page] = {html.unescape(name) for name in re.findall(r'\bid="([^"]+)"', text)}
     for page, text in texts.items():
         if page.name == "404.html":
-            # on the page for missing addresses, links are absolute, relative to the server's root
+            # the 404 page has links that begin at the server's root
             continue
         for link in sorted(set(re.findall(r'\b(?:href|src)="([^"]+)"', text))):
             address = urlsplit(html.unescape(link))
@@ -540,7 +540,7 @@ KILL_AT = 3500
 """Number of journal lines after which the recorded run is killed."""
 LIVE = "eval arithmetic --limit 400 --samples 8 --report none --out runs/live"
 LIVE_AT = 4000
-"""Number of journal lines after which the picture of the live page is taken."""
+"""Number of journal lines of the run after which the picture of the live page is taken."""
 PICTURED_PAGES = {
     "report.png": "runs/first/report.html",
     "calibration.png": "calibration.html",
@@ -647,7 +647,8 @@ def recorded(folder: Path) -> list[Line]:
     """Record a terminal in which an evaluation is killed in the middle and then resumed."""
     lines = [Line(f"$ atts {EVAL}", 0.0, is_typed=True)]
     journal = folder / "runs" / "long" / "journal.jsonl"
-    # The output of the killed process is left out, because it never reached a terminal.
+    # The recording leaves out the output of the killed process, because this output never reached a
+    # terminal.
     running = subprocess.Popen(
         _atts_command(EVAL),
         cwd=folder,
@@ -672,8 +673,8 @@ def _count_lines(path: Path) -> int:
 
 
 def _shown_output(words: str, folder: Path, second: float) -> list[Line]:
-    """Run a command, and return the command and its output as lines; the output appears one second
-    after the command.
+    """Run a command, and return the command and its output as lines; in the recording, the output
+    appears one second after the command.
     """
     printed = [line.rstrip() for line in _run_atts(words, folder).splitlines()]
     kept = [line for line in printed if line and not line.startswith(("loading", "ended;"))]

@@ -89,7 +89,9 @@ from scripts.studies.local import (
 )
 
 _COPIED = 1 << 32
-_MATRIX = 8192  # bytes copied, and rows of a matrix; both are larger than a device's caches
+# number of copied bytes, and number of rows of a square matrix; copy and matrix are larger than a
+# device's caches
+_MATRIX = 8192
 
 
 class OutOfTime(Exception):
@@ -98,7 +100,7 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of models, batches and requests in this study."""
+    """The sizes of the models, the batches and the requests in this study."""
 
     shapes: tuple[str, ...] = ("8B", "1.5B", "32B")  # models with random weights
     pairs: tuple[tuple[str, str], ...] = (("0.6B", "8B"), ("1.5B", "32B"))
@@ -109,7 +111,7 @@ class Sizes:
     prompt: int = 64
     prefix: int = 128  # known tokens before a scored chunk
     chunk: int = 32
-    requests: int = 32  # number of requests in comparisons with a CPU
+    requests: int = 32  # number of requests that are also computed on a CPU for comparison
     samples: tuple[int, ...] = (16, 64, 8)
     questions: int = 24
     # numbers of rollouts for which the speculation tables have rows
@@ -137,7 +139,7 @@ class Lab:
 
     @property
     def is_cuda(self) -> bool:
-        """Return whether the device is a GPU."""
+        """Return whether the study's device is a GPU."""
         return self.device.type == "cuda"
 
     @property
@@ -259,8 +261,8 @@ class RandomModel:
         config = shape_of(lab, size)
         self.config = config
         weights = random_weights(config, lab.half, lab.device)
-        # A head of zeros would draw uniform tokens, and multiplying zeros takes a device less power
-        # than other numbers.
+        # The head is random too: a head of zeros would draw uniform tokens, and a device needs less
+        # power to multiply zeros.
         weights = replace(weights, head=weights.embedding * config.hidden_size**-0.5)
         per_sequence = max(sizes.prompt + sizes.tokens, sizes.prefix + 3 * sizes.chunk) + 32
         room = torch.cuda.mem_get_info(lab.device)[0] * 0.8 if lab.is_cuda else 1 << 28
@@ -310,7 +312,7 @@ def _ignore(report: LoopReport) -> None:
 
 
 def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the matrices that every step reads."""
+    """Return the number of bytes of the weight matrices that every step reads."""
     return config.matrix_weights * dtype.itemsize
 
 
@@ -323,8 +325,8 @@ def prompts(count: int, length: int, seed: int) -> list[TokenIds]:
 
 
 def decoding(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
-    """Return the median seconds of a late step, when all sequences write and all graphs are
-    captured.
+    """Return the median seconds of a decoding step late in the run, when all sequences write and
+    all CUDA graphs are captured.
     """
     sizes = lab.sizes
     law = Sampling(temperature=0.7)
@@ -370,7 +372,7 @@ def least_step(lab: Lab, config: ModelConfig, batch: int, limits: dict[str, Any]
 
 
 class TheirModel:
-    """A transformers model with the sizes of an atts model and random weights."""
+    """A transformers model with random weights and the sizes of an atts model."""
 
     def __init__(self, lab: Lab, size: str) -> None:
         own = shape_of(lab, size)
@@ -387,9 +389,7 @@ class TheirModel:
             )
 
     def decoding(self, lab: Lab, batch: int) -> dict[str, Any]:
-        """Measure the time of all tokens except the first, because the first includes reading the
-        prompt.
-        """
+        """Measure the time of all tokens except the first, whose time includes reading the prompt."""
         sizes = lab.sizes
         ids = torch.tensor(prompts(batch, sizes.prompt, batch), device=lab.device)
         counts = (max(2, sizes.tokens // 2), 1)
@@ -424,7 +424,8 @@ def kernel(lab: Lab) -> list[dict[str, Any]]:
         **{s: shape_of_size(base, read_size(s)) for s in lab.sizes.shapes},
     }
     for name, config in shapes.items():
-        # Each type, width and window compiles its own kernel. For large models one type is enough.
+        # A kernel is compiled for each data type, width and window. For large models, only one data
+        # type is measured.
         is_own = config is base
         for dtype in (torch.float32, torch.bfloat16) if is_own else (torch.bfloat16,):
             cache = torch.zeros(
@@ -555,7 +556,8 @@ def exactness(lab: Lab) -> None:
 
 ARMS = ("target-only", "atts", "exact", "draft-only")
 RATE = 0.2
-# number of questions in a row at one number of rollouts, before the next number takes its turn
+# number of consecutive questions at one number of rollouts, before the study changes to the next
+# number
 _BLOCK = 6
 
 
@@ -638,7 +640,7 @@ class Pair:
     def __init__(self, draft: LocalEngine, target: LocalEngine) -> None:
         self._draft = draft
         self._target = target
-        # kept between questions, because a gate learns from one question to the next
+        # one gate for all questions, because a gate learns from one question to the next
         self._gates: dict[tuple[str, int], Gate | RoundGate] = {}
 
     async def answer(self, arm: str, problem: Problem, samples: int, seed: int) -> dict[str, Any]:
@@ -691,7 +693,7 @@ def _calibrator(samples: int) -> Calibrator:
 
 
 def _by_spelling(answers: Sequence[str]) -> list[int]:
-    """Group answers by spelling.
+    """Group equally spelled answers.
 
     The embedded models answer with whole numbers, so equal answers have equal spelling.
     """
@@ -702,7 +704,7 @@ def _by_spelling(answers: Sequence[str]) -> list[int]:
 def _stored() -> StoredScores:
     """Return the scores that the package ships for the pair.
 
-    The check of their conditions is skipped, because padding and data types differ here.
+    The check of the scores' conditions is skipped, because padding and data types differ here.
     """
     state: dict[str, Any] = json.loads(scores_path().read_text(encoding="utf-8"))
     scores, questions, turns, lengths = (
@@ -763,7 +765,7 @@ async def _answer_all(
     warmed = set[int]()
     async with opened(lab, draft, target) as pair:
         for name, (samples, number, arm) in cells.items():
-            # the first questions do not count: they capture graphs and compile kernels
+            # the first questions are not measured, because they capture graphs and compile kernels
             if samples not in warmed:
                 for each in ARMS:
                     await pair.answer(each, asked[-1], samples, 7)
@@ -1152,7 +1154,9 @@ def run(
 
 
 def _told(lab: Lab, name: str, trouble: str) -> None:
-    """Record why a job failed, or "" if the job works; print a reason that is new."""
+    """Record why a job failed, or "" if the job works; print the reason unless it was printed
+    before.
+    """
     if lab.parts.get(f"trouble | {name}", "") != trouble:
         lab.parts.keep(f"trouble | {name}", trouble)
         print(
@@ -1216,7 +1220,7 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = TINY if asked.tiny else Sizes()
     kind = f"{asked.device}{'-tiny' if asked.tiny else ''}"
     lab = Lab(asked.device, sizes, Parts(asked.out / f"gpu-{kind}.jsonl"), until)
-    if lab.is_cuda:  # only the end of the process can stop a kernel that never ends
+    if lab.is_cuda:  # a kernel that never ends stops only if the process ends
         faulthandler.dump_traceback_later(lab.left + 90, exit=True)
     work = jobs(sizes)
     broken, left = run(lab, work, asked.skip, partial(publish, lab, asked.out))

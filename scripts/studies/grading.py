@@ -34,7 +34,8 @@ from atts.evaluators.verdict import Undecided
 from scripts.studies.harness import Options, Row, Table, rows_of, say
 from tests.evaluators.mutants import BUILT_IN, mutants
 
-# limit of wall time for one pair, in seconds; a timer of CPU time would coarsen `process_time`
+# limit of wall time for one pair, in seconds; a timer of CPU time would make `process_time` less
+# precise
 _PATIENCE = 10.0
 _BLIND = Path(__file__).resolve().parents[2] / "tests" / "evaluators" / "blind_pairs.jsonl"
 T = TypeVar("T")
@@ -124,7 +125,7 @@ def _sympy() -> Check:
 
 def _minerva() -> Check:
     """Return the check of lm-eval's Minerva task: the check normalises both texts, then simplifies
-    their difference.
+    the difference of the texts.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("datasets")
@@ -238,8 +239,8 @@ def _in_new_process(work: Callable[..., T], *given: object) -> T:
 
 
 def hostile_answers(pairs: Sequence[Pair]) -> Table:
-    """Run the checker of atts on hostile answers; report its slowest pair, false equals and peak
-    memory.
+    """Run the checker of atts on hostile answers; report its slowest pair, the pairs that it
+    wrongly calls equal, and its peak memory.
     """
     names = "equal | different | unscored | false equal | slowest wall s | CPU s | peak MB"
     return Table.of(f"Hostile answers: {len(pairs)}", names, [_in_new_process(_attacked, pairs)])
@@ -265,7 +266,7 @@ def _attacked(pairs: Sequence[Pair]) -> Row:
 def grouping(count: int) -> Table:
     """Group many answers, each set in a new process.
 
-    Some sets have only distinct answers; other sets have few values in many spellings.
+    Some sets have only distinct answers; other sets have few values, each in many spellings.
     """
     rows: list[Row] = []
     for name in (*_DISTINCT, "mixed", "100 values"):
@@ -302,7 +303,7 @@ def _grouped(name: str, count: int) -> Row:
 
 
 def _peak_memory_mb() -> float | None:
-    """Return the peak memory of this process in MB.
+    """Return the peak memory of the current process in MB.
 
     `getrusage` is not used, because its peak includes the parent's memory before this process
     started.
@@ -450,7 +451,7 @@ def switched_off(switches: Sequence[Switch]) -> Generator[None]:
 
 
 def rules_off(pairs: Sequence[Pair]) -> Table:
-    """Compare every pair with each rule switched off in turn.
+    """Check every pair again with one rule switched off, for each rule in turn.
 
     If no remaining rule decides a pair, sympy checks the pair.
     """

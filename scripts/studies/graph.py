@@ -42,7 +42,7 @@ from tests.run.soaking import Kind, Level, Tally, soak
 SLOTS = {"draft": 16, "target": 4}
 REPLAYED_SAMPLES = 16
 Stage = tuple[str, str, int, float]
-"""Stage, engine, turn, seconds."""
+"""One call of a rollout: (stage, engine, turn, seconds)."""
 Questions = Mapping[str, Sequence[Sequence[Stage]]]
 
 
@@ -54,7 +54,9 @@ class Question:
 
 
 def conserved() -> list[Table]:
-    """Replay recorded rollouts on limited slots; return no table if the recorded traces are absent."""
+    """Replay recorded rollouts on limited slots, and compare the time with its lower bound; return
+    no table if the recorded traces are absent.
+    """
     rollouts = recorded_rollouts()
     if rollouts is None:
         say(
@@ -103,7 +105,9 @@ def lower_bound(timing: Timing) -> float:
 
 
 def stages(rollouts: Sequence[Mapping[str, Any]]) -> Questions:
-    """Return the stages of every rollout of a recorded run, with durations fitted to it."""
+    """Return the stages of every rollout of a recorded run, with durations that are fitted to the
+    run.
+    """
     questions: dict[str, list[list[Stage]]] = {}
     for record in rollouts:
         found: list[Stage] = []
@@ -141,7 +145,8 @@ async def replayed(questions: Questions, admit: Admit, rollouts: int) -> tuple[f
 
 SAMPLES = 16
 TURNS = 4
-STAGES = (("draft", "draft"), ("score", "target"), ("escalate", "target"))  # 12 nodes a rollout
+# each rollout has 12 nodes
+STAGES = (("draft", "draft"), ("score", "target"), ("escalate", "target"))
 IN_FLIGHT = 1000
 
 
@@ -154,7 +159,9 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A workload: the number of rollouts, the slots, and the number of rollouts in flight."""
+    """A workload: the number of rollouts, the number of slots, and the number of rollouts in
+    flight.
+    """
 
     backend: str
     rollouts: int
@@ -234,8 +241,8 @@ WAYS: Mapping[str, Callable[[Load], Awaitable[None]]] = {
 def _microseconds(way: str, load: Load) -> float:
     """Return the CPU time per rollout, in microseconds."""
     gc.collect()
-    # frozen: the garbage collector then skips objects from imports, which the measured work does
-    # not use
+    # freeze the objects of imports, so that the garbage collector skips them during the measured
+    # work
     gc.freeze()
     try:
         seconds = cpu_seconds(lambda: anyio.run(WAYS[way], load, backend=load.backend))
@@ -336,7 +343,7 @@ async def _journalled(load: Load, folder: Path) -> None:
 
 
 _NOISE = 0.02  # memory and objects count as flat if they rise by at most this share
-# runs until every kind has met every set: caches fill and allocators settle meanwhile
+# number of warm-up runs: every kind of run has then had every set of problems, so caches are full
 _WARM_UP = 30
 
 
@@ -453,8 +460,8 @@ def _episodes(tally: Tally) -> Table:
 
 
 def study_crash(options: Options) -> list[Table]:
-    """Kill each run ten times; `crash` raises an error if a resumed run changed or repeated
-    anything that was recorded.
+    """Kill each run ten times; the function `crash` raises an error if a resumed run changed or
+    repeated a recorded result.
     """
     kills = options.pick(20, 60, 200)
     rows: list[Row] = []

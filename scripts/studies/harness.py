@@ -137,7 +137,9 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def pair_mark() -> str:
-    """Return a hash of both embedded models' weights, four bytes of each."""
+    """Return a hash of both embedded models' weights; each model contributes four bytes of the
+    hash.
+    """
     from atts.models import EMBEDDED, path
 
     def mark(role: Literal["draft", "target"]) -> str:
@@ -185,8 +187,8 @@ def _loop_seconds(count: int = 2000) -> float:
 class Parts(dict[str, Any]):
     """Finished values of a study by name, kept on disk.
 
-    With a file, values from earlier sessions and from other processes that write to it are
-    included.
+    If a file is given, the values include those that earlier sessions and other processes wrote to
+    the file.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -212,7 +214,7 @@ class Parts(dict[str, Any]):
                 file.write(f"{newline}{json.dumps({'part': name, 'value': value})}\n".encode())
 
     def forget(self) -> None:
-        """Forget all parts, also the parts on disk."""
+        """Delete all parts, also those on disk."""
         self.clear()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -238,7 +240,7 @@ Row = tuple[Cell, ...]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The effort, the seed, and the folder for files (None: nowhere)."""
+    """The effort, the seed, and the folder for files (None: the study writes no files)."""
 
     effort: Effort = "default"
     seed: int = 0
@@ -249,7 +251,7 @@ class Options:
         return {"quick": quick, "default": default, "full": full}[self.effort]
 
     def file(self, name: str) -> Path | None:
-        """Return the file of a study's finished parts, or None if it keeps none."""
+        """Return the file of a study's finished parts, or None if the study stores no parts."""
         return None if self.out is None else self.out / name
 
 
@@ -330,7 +332,7 @@ def _text(cell: Cell) -> str:
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """Round a number to significant digits, and write large numbers in full with commas.
+    """Round a number to significant digits; large numbers are written in full, with commas.
 
     >>> figure(0.123456), figure(11_151.7), figure(2713.4, 3), figure(9999.7)
     ('0.1235', '11,150', '2,710', '10,000')
@@ -340,7 +342,7 @@ def figure(value: float, digits: int = 4) -> str:
 
 
 def times(factor: float) -> str:
-    """Return a factor to two digits."""
+    """Return a factor as text with two digits."""
     return f"{factor:.0f}x" if factor >= 9.95 else f"{factor:.1f}x"
 
 
@@ -399,7 +401,7 @@ def interleaved(
 
 
 def ratio(values: Mapping[str, Sequence[float]], over: str, under: str) -> Spread:
-    """Return the spread of round-by-round ratios over/under."""
+    """Return the spread of the ratios over/under, one ratio per round."""
     return Spread.of([a / b for a, b in zip(values[over], values[under], strict=True)])
 
 
@@ -410,8 +412,8 @@ def beside_best(
     times.
 
     The best arm is chosen in half of the rounds and compared in the other half; then the halves
-    change roles. If the same rounds were used for both, the best of several equal arms would look
-    better than it is.
+    change roles. If one set of rounds were used to choose and to compare, the best of several equal
+    arms would look better than it is.
     """
     found = list[str]()
     ratios = list[float]()
@@ -466,7 +468,7 @@ class Spent:
         )
 
     def disturbance(self) -> str:
-        """Return a note about the load from other processes during the measurement."""
+        """Return a note about the load that other processes caused during the measurement."""
         passed = max(time.perf_counter() - self._wall, 1e-9)
         others = max(0.0, (_busy_seconds() - self._all) - (_own_seconds() - self._own)) / passed
         return (
@@ -527,8 +529,8 @@ def emit(
     machine: Machine,
     spent: Mapping[str, float] | None = None,
 ) -> None:
-    """Print the tables; with an output folder, also write NAME.json there, because pages are made
-    from that file. `spent` is the number of seconds that the study took.
+    """Print the tables; with an output folder, also write NAME.json to the folder, because pages
+    are made from this file. `spent` is the number of seconds that the study took.
     """
     facts = "\n".join(f"- {line}" for line in machine.words())
     text = f"## {name} ({options.effort}, seed {options.seed})\n\n{facts}\n\n"

@@ -8,7 +8,7 @@ The second part computes every table from a bank, without a model: how well a sc
 mistakes, and the gain of takeovers chosen by the score. All intervals of this part resample
 problems.
 
-The last part compares rival stopping rules on other recorded rollouts.
+The last part compares stopping rules on other recorded rollouts.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ CACHE_TOKENS = 60_000
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Problem names in two halves: scores are chosen on the first, and confirmed on the second."""
+    """Problem names in two halves: scores are chosen on the first half and confirmed on the second
+    half.
+    """
 
     development: tuple[str, ...]
     confirmation: tuple[str, ...]
@@ -183,7 +185,7 @@ class Recorder:
     async def write(
         self, role: Role, ids: TokenIds, tokens: int, seed: Seed, stop: tuple[str, ...] = ()
     ) -> Completion:
-        """Let a model continue these token ids."""
+        """Let a model continue these token ids, and return the completion."""
         engine = self.draft if role == "draft" else self.target
         return await engine.sample(SampleRequest(ids, tokens, SAMPLING, seed, stop))
 
@@ -256,8 +258,8 @@ class Recorder:
         }
 
     async def asked(self, problem: Problem, text: str, question: str) -> list[float]:
-        """Return the log-odds of the target's "Yes" against its "No", for both orders of the two
-        choices.
+        """Return the log-odds of the target's "Yes" against its "No", for both orders in which a
+        prompt can offer these choices.
         """
         odds: list[float] = []
         for first, second in ORDERS:
@@ -278,7 +280,7 @@ class Recorder:
         return odds
 
     async def rating(self, ids: TokenIds) -> list[float]:
-        """Return the target's log-probabilities of the ratings 0 to 9 after these ids."""
+        """Return the target's log-probabilities of the ratings 0 to 9 as the token after these ids."""
         prefix = ids + self.target.tokenizer.encode(RATING)
         given: list[float] = []
         for digit in range(10):
@@ -352,7 +354,7 @@ class Recorder:
         stream: int,
         attempt: int,
     ) -> dict[str, Any]:
-        """Return the outcome of a begun rollout if the given model finishes it."""
+        """Let the given model finish a begun rollout, and return the outcome."""
         ends = self.draft.spec.end_ids
         text_ids = begun
         tokens = 0
@@ -380,12 +382,12 @@ def places(
     """Return the chunks at which takeovers are measured.
 
     The chunks are drawn with the problem's name as the seed. The last chunk of a rollout is never
-    drawn. A larger `count` adds chunks to the draw of a smaller `count`.
+    drawn. With a larger `count`, the chunks of a smaller `count` are drawn too.
     """
     left = [(rollout, index) for rollout in rollouts for index in range(len(rollout["chunks"]) - 1)]
     chosen: list[tuple[dict[str, Any], int]] = []
     for number in range(min(count, len(left))):
-        # banks with one experiment per problem use the name without a number
+        # the first key has no number, as in banks with one experiment per problem
         place = random.Random(f"place {name}" + f" {number}" * (number > 0)).choice(left)
         left.remove(place)
         chosen.append(place)
@@ -423,7 +425,9 @@ async def record(
     is_whole: bool,
     experiments: int,
 ) -> None:
-    """Record these problems, or the missing parts of their records, some problems at a time."""
+    """Record these problems, or the missing parts of their records, several problems at the same
+    time.
+    """
     recorded: dict[str, list[dict[str, Any]]] = {}
     for entry in read(path):
         recorded.setdefault(entry["problem"], []).append(entry)
@@ -492,8 +496,8 @@ def begin_bank(
     experiments: int = 1,
     half: str | None = None,
 ) -> tuple[Path, list[Problem]]:
-    """Write the split to the file before any measurement. Return the file, and the problems that
-    are missing or incomplete in it, of one half or of both.
+    """Write the split to the bank's file before any measurement. Return the file, and the problems
+    of one half or of both halves that the file lacks or has incompletely.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "bank.jsonl"
@@ -511,7 +515,7 @@ def begin_bank(
         for name, records in recorded.items()
         if rollouts_only or has_everything(merged(records), experiments)
     }
-    # problems that only lack a reading come last, because they can be used already
+    # problems that lack only a reading are recorded last, because tables can already use them
     lacking = [problem for problem in wanted if problem.id not in complete]
     return path, sorted(lacking, key=lambda problem: problem.id in recorded)
 
@@ -555,9 +559,9 @@ Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
 RESAMPLES = 2_000
 RATES = (0.1, 0.2, 0.3, 0.5)
-# the first problems; both halves of them were looked at while this study was written
+# number of the first problems, whose two halves were examined while this study was written
 LOOKED_AT = 12
-LEAST_JUDGED = 10  # number of problems with takeovers on which a judge is fitted
+LEAST_JUDGED = 10  # least number of problems with takeovers on which a judge is fitted
 # number of the first problems; the cascade was fixed before any later problem was recorded
 CHOSEN_ON = 60
 
@@ -567,12 +571,13 @@ class Chunk:
     """One chunk of a draft's rollout: the log-probabilities that both models give its tokens."""
 
     index: int
-    of: int  # chunks of the rollout
+    of: int  # number of chunks of the rollout
     draft: Sequence[float]
     target: Sequence[float]
     text_bytes: int
-    entropies: Sequence[float] = ()  # log-probabilities by the draft; older banks lack them
-    # mean log-probability of the previous chunk; for a first chunk, its own mean
+    # log-probabilities that the draft gives the tokens; older banks lack them
+    entropies: Sequence[float] = ()
+    # mean log-probability of the previous chunk; for a first chunk, the mean of the chunk itself
     entropy_before: float = math.nan
 
 
@@ -654,7 +659,7 @@ CHUNK_SCORES: Mapping[str, Callable[[Chunk], float]] = {
     "length": lambda chunk: float(len(chunk.draft)),
     "position": lambda chunk: float(chunk.index),
 }
-"""Scores of a chunk from what is recorded of every one; higher is worse."""
+"""Scores of a chunk that need only data recorded of every chunk; a higher score is worse."""
 
 
 def chunk_scores(problems: Iterable[BankProblem]) -> Mapping[str, Callable[[Chunk], float]]:
@@ -668,12 +673,12 @@ def chunk_scores(problems: Iterable[BankProblem]) -> Mapping[str, Callable[[Chun
 
 
 def worst(rollout: Mapping[str, Any], score: Callable[[Chunk], float]) -> float:
-    """Return the score of a rollout's worst chunk."""
+    """Return the highest, which is the worst, score of a rollout's chunks."""
     return max(score(chunk) for chunk in chunks_of(rollout))
 
 
 def labels_of(problem: BankProblem, rollouts: Sequence[Mapping[str, Any]]) -> list[int | None]:
-    """Return the class of each rollout's answer, or None if it has no answer."""
+    """Return the class of each rollout's answer, or None for a rollout without an answer."""
     answers = [rollout["answer"] for rollout in rollouts]
     given = [answer for answer in answers if answer is not None]
     classes = iter(group(given)) if given else iter(())
@@ -774,7 +779,9 @@ def vote(
     rollouts: Sequence[Mapping[str, Any]],
     weights: Sequence[float] | None = None,
 ) -> float:
-    """Return the probability that the vote of these rollouts is correct, if ties are drawn by lot."""
+    """Return the probability that the vote of these rollouts is correct, if ties are broken at
+    random.
+    """
     labels = labels_of(problem, rollouts)
     totals: dict[int, float] = {}
     right: dict[int, bool] = {}
@@ -904,21 +911,27 @@ def takeover_scores(problem: BankProblem, takeover: Mapping[str, Any]) -> dict[s
 
 
 def advantage(takeover: Mapping[str, Any]) -> float:
-    """Return the measured advantage of the target's chunk: the gain in the share of correct answers."""
+    """Return the measured advantage of the target's chunk: the share of correct answers if the
+    target writes the chunk, minus the share if the draft writes it.
+    """
     replaced = _mean([float(one["correct"]) for one in takeover["replaced"]])
     kept = _mean([float(one["correct"]) for one in takeover["kept"]])
     return replaced - kept
 
 
 def finishing_advantage(takeover: Mapping[str, Any]) -> float:
-    """Return the gain in the share of correct answers if the target finishes the rollout."""
+    """Return the gain in the share of correct answers if the target finishes the rollout instead of
+    the draft.
+    """
     finished = _mean([float(one["correct"]) for one in takeover["finished_by_target"]])
     kept = _mean([float(one["correct"]) for one in takeover["kept"]])
     return finished - kept
 
 
 def replacing_advantage(problem: BankProblem, takeover: Mapping[str, Any]) -> float:
-    """Return the gain in the share of correct answers of a fresh target rollout over the draft's."""
+    """Return the gain in the share of correct answers if a fresh target rollout replaces the
+    draft's rollout.
+    """
     fresh = _mean([float(one["correct"]) for one in problem.targets])
     kept = _mean([float(one["correct"]) for one in takeover["kept"]])
     return fresh - kept
@@ -1056,12 +1069,12 @@ def _ranks(values: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A way to spend rollouts on problems: for each problem the probability that the vote is
-    correct, and the tokens of draft and target.
+    """The results of one policy: for each problem the probability that the vote is correct, and the
+    tokens of draft and target.
     """
 
     name: str
-    rollouts: str  # rollouts of a problem
+    rollouts: str  # number of rollouts of each model on a problem
     rate: float  # share of problems that are escalated
     right: Floats
     target_tokens: Floats
@@ -1117,8 +1130,8 @@ def cascade_arms(
 
 
 def _escalated(scores: Floats, rate: float) -> Floats:
-    """Return the probability of each problem to be among the worst `rate`, if ties are drawn by
-    lot.
+    """Return for each problem the probability that it is among the share `rate` with the worst
+    scores, if ties are broken at random.
     """
     wanted = rate * len(scores)
     chances = np.zeros(len(scores))
@@ -1133,7 +1146,7 @@ def _escalated(scores: Floats, rate: float) -> Floats:
 
 
 def alone(problems: Sequence[BankProblem], writer: str, rollouts: int) -> Arm:
-    """Return the arm in which some rollouts of one model vote."""
+    """Return the arm in which one model writes the given number of rollouts, which vote."""
     right: list[float] = []
     tokens: list[float] = []
     for problem in problems:
@@ -1154,7 +1167,9 @@ def alone(problems: Sequence[BankProblem], writer: str, rollouts: int) -> Arm:
 
 
 def _at_equal_tokens(arm: Arm, coin: Arm, kept: Arm, rows: Rows) -> float:
-    """Return the gain of a cascade over a coin that spends the same number of target tokens."""
+    """Return the gain in accuracy of a cascade over a coin that spends the same number of target
+    tokens.
+    """
     more = arm.target_tokens[rows].mean() / coin.target_tokens[rows].mean()
     gained = arm.right[rows] - kept.right[rows]
     by_coin = coin.right[rows] - kept.right[rows]
@@ -1210,8 +1225,8 @@ def simulated(draft: float, target: float, count: int = 400, seed: int = 0) -> l
     """Return simulated problems on which agreement is informative: the answers of unsure drafts
     spread over five values.
 
-    `draft` and `target` are the mean accuracies of single rollouts. As in real pairs, the
-    accuracies of both models on a problem rise and fall together, from 0 to 1.
+    `draft` and `target` are the mean accuracies of single rollouts. As in real pairs, both models
+    find the same problems hard; a problem's accuracies lie between 0 and 1.
     """
     random = np.random.default_rng(seed)
     problems: list[BankProblem] = []
@@ -1243,8 +1258,8 @@ def simulated_classes() -> list[Table]:
 
 
 def classes_table(problems: Sequence[BankProblem], rate: float = 0.3) -> Table:
-    """Compare other divisions into classes of problems with the cascade's two classes, at equal
-    numbers of target rollouts.
+    """Compare the cascade's two classes of problems with other classes, at equal numbers of target
+    rollouts.
 
     In the cascade, problems with enough agreement stop, and all other problems get four target
     rollouts, which vote with the draft's rollouts. Each arm below changes one of these rules. The
@@ -1273,7 +1288,7 @@ def classes_table(problems: Sequence[BankProblem], rate: float = 0.3) -> Table:
 
 
 def of_run(run: RecordedRun) -> dict[str, BankProblem]:
-    """Return the problems of a run with their rollouts, in the form that a bank has."""
+    """Return the problems of a run with their rollouts, in the form of a bank's problems."""
     problems: dict[str, BankProblem] = {}
     for outcome in run.outcomes():
         problem = BankProblem(outcome.problem.id, outcome.problem.source)
@@ -1299,8 +1314,8 @@ def live_arms(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> list[Arm]
     ties drawn by lot is the mean over these choices.
 
     `targets` are runs of the target alone on the problems that the cascade did not escalate. These
-    runs have the rollouts that a coin would have added to the problems. If two of these runs have
-    the same problem, the last one counts.
+    runs have the target's rollouts that a coin would have used. If two of these runs have the same
+    problem, the last run counts.
     """
     escalated = {
         decision.decision.question for decision in cascade.decisions() if decision.decision.escalate
@@ -1314,7 +1329,7 @@ def live_arms(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> list[Arm]
                 raise SystemExit(f"no run of the target alone has rollouts of {name}")
             problem.targets = added[name].targets
         if not all(one["is_whole"] for one in (*problem.drafts, *problem.targets)):
-            # a cancelled rollout would count as free and as an abstention
+            # cancelled rollouts are refused, because they would count as free and as abstentions
             raise SystemExit(
                 f"{name}: a rollout was cancelled or failed, so its cost and answer are unknown; run "
                 "the problem again with --set early_stop=none"
@@ -1339,7 +1354,7 @@ def live_arms(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> list[Arm]
 
 
 def live_table(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> Table:
-    """Return accuracy and cost of a live cascade, and its gain over a coin."""
+    """Return the table of accuracy and cost of a live cascade, and its gain over a coin."""
     arms = live_arms(cascade, targets)
     kept, live, coin, *_ = arms
     rows: list[Row] = []
@@ -1365,7 +1380,7 @@ def live_table(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> Table:
 
 
 def _row_of(arm: Arm, *gains: str) -> Row:
-    """Return an arm with its accuracy, these gains, and its tokens per problem."""
+    """Return the table's row of an arm: its accuracy, the given gains, and its tokens per problem."""
     return (
         arm.name,
         arm.rollouts,
@@ -1432,11 +1447,12 @@ def _one_or_four(problems: Sequence[BankProblem], rate: float) -> Arm:
 
 
 def _more_drafts_first(problems: Sequence[BankProblem], rate: float) -> Arm:
-    """Return the cascade whose worse half of problems gets four more draft rollouts before the
-    cascade judges them.
+    """Return a cascade that gives the half of the problems with less agreement four more draft
+    rollouts before it judges this half.
     """
     doubted = _escalated(_disagreements(problems, 4), 0.5)
-    # problems with agreement stop, so the rate is spent on the half with more draft rollouts
+    # problems with enough agreement stop, so only the half with more draft rollouts can be
+    # escalated
     again = _escalated(_disagreements(problems, 8) + 8 * (doubted > 0), rate)
     chance = np.minimum(again, doubted)
     first = _votes(problems, 4, 0)

@@ -1,7 +1,10 @@
-"""Stand in for msgspec on machines that lack it: structs can be made, nothing can be decoded."""
+"""Replacement for msgspec on machines without msgspec: it can make structs, but it cannot decode
+data.
+"""
 
-# The folder above comes last on the path, so that an installed msgspec is used. `convert` checks
-# nothing: in the study that uses this, only data files of the checkout itself pass through it.
+# This package's parent folder comes last on the path, so that an installed msgspec is used.
+# `convert` checks nothing: the study that uses this replacement converts only data files of the
+# checkout itself.
 
 from __future__ import annotations
 

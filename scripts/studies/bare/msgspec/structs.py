@@ -1,4 +1,4 @@
-"""Stand in for msgspec.structs, where structs are dataclasses."""
+"""Replacement for msgspec.structs on machines without msgspec; structs are dataclasses."""
 
 from dataclasses import asdict
 

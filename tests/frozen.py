@@ -73,7 +73,7 @@ def _lean(value: Any) -> Any:
             for key, inner in value.items()
             if key not in WORDS and key not in CLOCKS
         }
-        if "logprobs" in kept:  # a checksum is short, and differs for every text
+        if "logprobs" in kept:  # the sum is short, and nearly always shows a change
             kept["logprobs"] = math.fsum(kept["logprobs"])
         if kept.get("draft_ids") == kept.get("target_ids"):
             kept.pop("draft_ids", None)

@@ -472,7 +472,8 @@ class Arm:
     def _block_rows(self) -> int:
         """Count the rows that all blocks have processed.
 
-        An engine for one model does not count rows, but each of its tokens passes every block.
+        An engine for one model does not count rows, so they are computed: each token passes every
+        block.
         """
         model: Any = self._loops[0]._model
         if isinstance(model, ChainModel):

@@ -743,7 +743,7 @@ async def opened(lab: Lab, draft: str, target: str) -> AsyncGenerator[Pair]:
 def pair_cells(lab: Lab, draft: str, target: str) -> None:
     """Measure all arms, question after question, for every number of rollouts.
 
-    Finished cells are kept.
+    Finished cells are not measured again.
 
     :raises OutOfTime: too little time is left for another question.
     """

@@ -54,7 +54,7 @@ class Pair:
 def study(options: Options) -> list[Table]:
     """Return the tables of the study.
 
-    The study includes other checkers if they are installed, and sets of pairs if their files exist.
+    Other checkers are included if they are installed, and sets of pairs if their files exist.
     """
     core = [
         row

@@ -63,9 +63,10 @@ class Machine:
 
 
 def look(rounds: int = 15) -> Machine:
-    """Measure this machine; under a second if it is idle.
+    """Measure this machine, which takes less than a second on an idle machine.
 
-    One thread computes, because all studies measure per core."""
+    One thread computes, because all studies measure per core.
+    """
     import torch
 
     threads = torch.get_num_threads()
@@ -149,9 +150,9 @@ def pair_mark() -> str:
 
 
 def pair_name() -> str:
-    """Return the hash of the pair for a file's name.
+    """Return the hash of the embedded pair for a file's name.
 
-    The measurements of each pair have their own file.
+    The hash is needed because the measurements of each pair have their own file.
     """
     return pair_mark().replace(", ", "-").replace(" ", "-")
 

@@ -1024,8 +1024,8 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
 
 
 def learned(measured: Sequence[tuple[BankProblem, Mapping[str, Any]]], gains: Floats) -> Floats:
-    """Return the gain that a judge predicts at each chunk; the judge is fitted on the other
-    problems alone.
+    """Return the gain that a judge predicts at each chunk; for each problem, the judge is fitted on
+    the remaining problems.
 
     The judge's features are the features of score.kind learned, and every other score of a
     takeover.
@@ -1307,11 +1307,11 @@ def of_run(run: RecordedRun) -> dict[str, BankProblem]:
 
 
 def live_arms(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> list[Arm]:
-    """Return the draft's vote, a live cascade, its coin, the cascade with ties drawn by lot, and the
+    """Return the draft's vote, a live cascade, its coin, the cascade with random ties, and the
     target's vote.
 
-    Many problems agree equally little, so the run escalated some of them by chance. The cascade with
-    ties drawn by lot is the mean over these choices.
+    The rollouts of many problems agree equally little, so the run escalated some of these problems
+    by chance. The cascade with random ties is the mean over all such choices.
 
     `targets` are runs of the target alone on the problems that the cascade did not escalate. These
     runs have the target's rollouts that a coin would have used. If two of these runs have the same

@@ -15,7 +15,8 @@ from atts.evaluators import load_dataset
 inspect_ai: Any = pytest.importorskip(
     "inspect_ai", reason="inspect_ai is not installed: pip install 'atts-llm[inspect]'"
 )
-pytestmark = pytest.mark.filterwarnings("default")  # inspect_ai and its dependencies warn
+# inspect_ai and its dependencies raise warnings, which must not fail the tests
+pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,9 @@ def test_model_provider_solves_the_embedded_benchmark() -> None:
 
 
 def test_solver_answers_in_place_of_the_tasks_model() -> None:
-    """The solver answers a task although the task names another model, and each epoch is a new run."""
+    """The solver of atts answers a task instead of the model that the task names, and each epoch is
+    a new run.
+    """
     from atts.adapters.inspect_ai import atts_solver
 
     task = arithmetic(2, atts_solver("scripted", samples=2))

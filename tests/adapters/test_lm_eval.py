@@ -17,7 +17,8 @@ lm_eval: Any = pytest.importorskip(
     "lm_eval", reason="lm_eval is not installed: pip install 'atts-llm[lm-eval]'"
 )
 pytest.importorskip("datasets", reason="lm_eval's datasets are not installed")
-pytestmark = pytest.mark.filterwarnings("default")  # lm_eval and its dependencies warn
+# lm_eval and its dependencies raise warnings, which must not fail the tests
+pytestmark = pytest.mark.filterwarnings("default")
 
 
 def task_of(folder: Path, problems: tuple[Problem, ...]) -> Any:

@@ -147,7 +147,7 @@ def test_samples_of_one_prompt_differ_and_messages_are_read() -> None:
 
 
 def test_a_limit_of_tokens_truncates() -> None:
-    """`max_new_tokens` bounds the response."""
+    """`max_new_tokens` limits the number of tokens of the response."""
     [sample] = written([toy_problems(1)[0].text], params={**PARAMS, "max_new_tokens": 4}, rate=0.0)
     assert sample.status is Sample.Status.TRUNCATED
     assert 0 < sample.response_length <= 4

@@ -15,7 +15,8 @@ from atts.evaluators import load_dataset
 vf: Any = pytest.importorskip(
     "verifiers.v1", reason="verifiers is not installed: pip install verifiers"
 )
-pytestmark = pytest.mark.filterwarnings("default")  # verifiers and its dependencies warn
+# verifiers and its dependencies raise warnings, which must not fail the tests
+pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture

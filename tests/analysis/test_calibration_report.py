@@ -133,8 +133,8 @@ def _labelled(path: Path, labels: Sequence[Any]) -> Path:
 
 
 def test_labels_show_whether_scores_predict_wrong_answers(tmp_path: Path) -> None:
-    """If worse scores belong to wrong answers, the p-values separate them; if labels are random,
-    they do not.
+    """If worse scores belong to wrong answers, the p-values of wrong and of correct answers differ;
+    with random labels they do not differ.
     """
     telling = [n * 37 % 100 < 60 for n in range(300)]
     found = calibration_report(_labelled(tmp_path / "a.jsonl", telling)).labelled

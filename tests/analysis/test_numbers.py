@@ -259,8 +259,8 @@ class ProudGate(LuckyGate):
 
 
 def test_a_user_gate_states_its_own_guarantee(evaluate_into: Any, tmp_path: Path) -> None:
-    """A user's gate is reported by its name, and the audit looks for no calibrator mode in its
-    decisions.
+    """A user's gate is reported by its name, and the audit does not try to explain the gate's
+    decisions by a calibrator's mode.
     """
     silent = build_report(evaluate_into(tmp_path / "silent", 2, gate=LuckyGate())).report
     proud = build_report(evaluate_into(tmp_path / "proud", 2, gate=ProudGate())).report
@@ -469,7 +469,7 @@ def test_a_large_run_shows_some_problems_and_links_to_all(
     page = save_report(built, "html", tmp_path / "100%#1 <b>?.html").read_text()
     assert '<a href="100%25%231%20%3Cb%3E%3F.problems.jsonl">' in page
     assert (tmp_path / "100%#1 <b>?.problems.jsonl").is_file()
-    # a page on stdout has no pages of problems next to it
+    # a page on stdout has no file of problems next to it
     assert "problems.jsonl" not in render(built, "html")
 
 

@@ -114,7 +114,7 @@ def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) 
     assert [arm.name for arm in report.unavailable] == ["exact"]
     cascade = report.row("cascade")
     assert cascade is not None
-    assert cascade.gain is not None  # the run of a coin for that gate
+    assert cascade.gain is not None  # needs the run in which a coin replaces the cascade's gate
     assert "Holm's method for" in text
     assert "Take the gate: --set method=atts" in text
     assert report.flags["method"] == "atts"

@@ -37,7 +37,7 @@ def test_the_interval_scales_with_the_unit_of_cost() -> None:
 
 def test_costs_that_vary_little_give_a_narrow_interval() -> None:
     """For thirty problems with counts near 40 in one run and near 20 in the other, the interval of
-    the ratio has a width of a tenth.
+    the ratio is 0.1 wide.
     """
     draw = np.random.default_rng(2)
     low, high = ratio_interval(

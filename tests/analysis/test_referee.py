@@ -205,8 +205,9 @@ def test_fewer_rollouts_are_drawn_from_all() -> None:
 
 
 def test_needed_problems_grow_with_the_variance_of_the_difference() -> None:
-    """Even a rule that never differs needs 779 problems, as if all differences had one sign; rules
-    that differ more need more.
+    """Even for a rule that never changes the vote of all rollouts, 779 problems are needed: the
+    smallest spread that allows a difference of 1 point. Rules that change more votes need more
+    problems.
     """
     (first, *rest) = referee(planted(60, 8), RefereeOptions(orders=20)).rows
     assert first.problems_for_a_point is None

@@ -128,8 +128,8 @@ def test_there_is_one_coin_per_takeover_and_rate(tmp_path: Path) -> None:
 
 
 def test_equal_requests_are_sent_once(made: SweepReport) -> None:
-    """All runs of a sweep share first turns, and a run with fewer samples uses the first samples of
-    a larger run.
+    """All runs of a sweep share the replies to first turns, and a run with fewer samples uses the
+    first samples of a larger run.
     """
     shared = {point.name: point.shared for point in made.points}
     assert shared["target-only"] == 0

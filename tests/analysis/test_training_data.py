@@ -369,8 +369,8 @@ def test_impossible_exports_are_refused(
 
 
 def test_models_with_different_tokenizers_are_refused(tmp_path: Path, recorded: Path) -> None:
-    """The error is needed because a target with another tokenizer has no log-probabilities of the
-    draft's tokens.
+    """An export of models with different tokenizers is refused, because the target has no
+    log-probabilities of the draft's tokens.
     """
     run = open_run(recorded)
     other = tmp_path / "other"

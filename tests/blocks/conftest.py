@@ -63,8 +63,8 @@ def tune(base: Path, tmp_path: Path) -> Tune:
 
 @pytest.fixture
 def make_zoo(base: Path, tune: Tune, tmp_path: Path) -> MakeZoo:
-    """Return a function that makes a zoo of the base, models tuned in the named places and
-    adapters.
+    """Return a function that makes a zoo of the base, of models whose named tensors are tuned, and
+    of adapters.
     """
     from .test_adapters import save_adapter
 

@@ -233,8 +233,8 @@ def test_shared_blocks_run_once_per_step(family: Zoo) -> None:
     model = chain_model(family, "base", "end", "middle", "head", "narrow", "wide")
 
     def stages(*chains: int) -> list[tuple[int, int, tuple[tuple[int, ...], ...]]]:
-        """Return the ranges of layers between changes of the grouping, without cuts made only to
-        keep states.
+        """Return the ranges of layers with one grouping of the models; ranges that were cut only to
+        keep states are joined.
         """
         found = list[tuple[int, int, tuple[tuple[int, ...], ...]]]()
         for start, stop, groups in model.spans(chains):

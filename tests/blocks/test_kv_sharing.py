@@ -99,8 +99,8 @@ def test_a_slot_without_kept_states_is_not_shared(relatives: Zoo) -> None:
 
 
 def test_a_new_model_shares_no_slot_that_is_itself_borrowed(relatives: Zoo) -> None:
-    """A new model shares no borrowed slot: the model is added while another one is in the middle of
-    a prompt with borrowed slots, and differs in the same layer.
+    """A slot that a running sequence has borrowed is not shared with a new model. The new model is
+    added in the middle of that sequence's prompt, and differs from the base in the same layer.
     """
     loop = Loop(relatives, "base", "forward", "asks", chunk_tokens=16)
     loop.answer(0, sample(OTHERS[:9]), 1)

@@ -35,7 +35,7 @@ SECONDS = st.floats(0, 10)
 )
 def test_a_request_goes_where_it_finishes_first(instances: list[Instance]) -> None:
     """The chosen server finishes the request first, counting waiting, computing, moving keys and
-    values, and the next hop; the owner wins a tie.
+    values, and the next hop; in a tie the server that owns the block is chosen.
     """
     chosen = instances[dispatched(instances)]
 

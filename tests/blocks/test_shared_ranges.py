@@ -166,8 +166,8 @@ def test_losing_a_worker_of_a_shared_range_loses_no_reply(
 def test_ranges_move_next_to_their_successors(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The simulator's placement function moves ranges next to their successors by the counted rows,
-    and replies stay bit-identical.
+    """The placement function of the simulator gets the counted rows and moves ranges next to their
+    successors, and replies stay bit-identical.
     """
     monkeypatch.setattr("atts.accel.zoo.stage_line._LOOKED_AT", 8)
     asks = dict(enumerate(requests(random.Random(7), 30), 1))
@@ -347,7 +347,9 @@ def test_ranges_that_cannot_be_reloaded_fail_all_models(
 async def test_engines_in_ranges_give_the_replies_of_one_process(
     family: Zoo, here: type[StageHere]
 ) -> None:
-    """A second model brings its own adapter or last layer into the ranges that it shares."""
+    """Engines in ranges of layers reply like one process, also if the second model has an adapter
+    or a last layer of its own.
+    """
     ask = SampleRequest((5, 6, 7), 20, Sampling(0.9), seed=Seed(1))
     for name in ("wide", "end"):
         found = list[Completion]()

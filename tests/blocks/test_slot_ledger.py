@@ -107,8 +107,8 @@ def drive(
     rng: random.Random,
     each: Callable[[], None] = lambda: None,
 ) -> None:
-    """Submit requests at random steps, and sometimes cancel a request that `each` has not seen
-    finished.
+    """Submit the waiting requests at random steps, and call `each` after each step until all
+    requests have ended.
     """
     while waiting or loop._scheduler.num_unfinished:
         while waiting and rng.random() < 0.4:

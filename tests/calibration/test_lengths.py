@@ -39,7 +39,8 @@ def chunks(number: int, draw: random.Random) -> list[tuple[float, float]]:
 def arrivals(number: int, in_flight: int, seed: int, lasts_with_length: bool = True) -> Records:
     """Simulate the first chunks of a run; a chunk begins when another one ends.
 
-    A chunk lasts as long as its own length or, without `lasts_with_length`, another chunk's.
+    A chunk's duration is its own length or, without `lasts_with_length`, the length of another
+    chunk.
     """
     draw = random.Random(seed)
     made = chunks(number, draw)

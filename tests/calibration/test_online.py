@@ -113,8 +113,8 @@ def test_aci_bound_holds_for_any_sequence(scores: list[float], rate: float, seed
 
 
 def test_siblings_share_one_step_of_the_level() -> None:
-    """All siblings of a question together change the level by one step, because 64 whole steps
-    would make a hard problem close the gate for itself.
+    """All siblings of a question together change the level by one step. With a step for each of 64
+    siblings, the first escalations of a hard problem would prevent its later escalations.
     """
     levels: list[float] = []
     for samples in (1, 8, 64):
@@ -338,7 +338,8 @@ def test_a_missing_issue_is_skipped_or_given_up() -> None:
     assert len(calibrator.state()["pool"]["live"]) == 76
     calibrator.observe(decisions[11])
     assert len(calibrator.state()["pool"]["live"]) == 77
-    calibrator.observe(replace(decisions[78], score=None))  # never scored, so no score waits for it
+    # this chunk is never scored, so no score waits for it
+    calibrator.observe(replace(decisions[78], score=None))
     calibrator.observe(decisions[79])
     assert len(calibrator.state()["pool"]["live"]) == 78
 

@@ -482,7 +482,7 @@ def test_ctrl_c_while_handlers_change_leaves_no_thread(
                 group.cancel_scope.cancel()
         await anyio.lowlevel.checkpoint()
 
-    # ends once the run makes fewer changes than `chosen`
+    # the loop ends once the run changes the handler fewer than `chosen` times
     while changes >= chosen:
         chosen += 1
         changes = 0

@@ -134,7 +134,9 @@ def _mutant(
 
 
 def _framed(kind: str, numbers: Sequence[int], random: Random) -> tuple[str, str]:
-    """Make an answer of this kind and a different one from two numbers of the given answers."""
+    """Make an answer of this kind, and an answer with another meaning, from two numbers of the
+    given answers.
+    """
     one, two = sorted(random.sample(numbers, 2))
     filled = {"A": str(one), "B": str(two), "C": str(two + 1)}
     gold, others = random.choice(FRAMES[kind])

@@ -34,7 +34,9 @@ CASE = st.lists(st.booleans(), min_size=1, max_size=9).flatmap(
 
 
 def share(row: Sequence[bool], k: int, right: Any) -> Fraction:
-    """Return the share of k-subsets whose number of correct answers `right` accepts."""
+    """Return the share of all subsets of k samples in which `right` accepts the number of correct
+    samples.
+    """
     subsets = list(itertools.combinations(row, k))
     return Fraction(sum(bool(right(sum(subset))) for subset in subsets), len(subsets))
 
@@ -140,8 +142,8 @@ LABELS = st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_s
 
 
 def brute_majority(labels: Sequence[str | None], correct: Sequence[bool], k: int) -> Fraction:
-    """Let every subset vote: ties are split evenly, and a class is worth the share of its correct
-    members.
+    """Return the mean accuracy of the votes of all subsets of k samples. Ties are split evenly, and
+    a class that wins counts with its share of correct samples.
     """
     total = Fraction(0)
     subsets = list(itertools.combinations(range(len(labels)), k))

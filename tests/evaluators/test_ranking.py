@@ -87,7 +87,7 @@ def test_intervals_cover(count: int, shift: float) -> None:
         estimates = within_question_auroc(made), gain_over_coin(made, 0.2)
         for place, (estimate, value) in enumerate(zip(estimates, values, strict=True)):
             covered[place] += estimate.low <= value <= estimate.high
-    # 0.91 is three standard errors below 0.95 + 0.01 for 150 runs
+    # with a true coverage of 0.96, 150 runs measure at least 0.91 (three standard errors lower)
     assert (covered / runs > 0.90).all(), covered / runs
 
 

@@ -27,8 +27,8 @@ def excluded(differences: tuple[float, ...], mean: float, level: float) -> bool:
 
 @pytest.mark.parametrize(("won", "lost"), [(0.3, 0.3), (0.5, 0.2), (0.05, 0.6)])
 def test_sequences_of_five_problems_keep_their_level(won: float, lost: float) -> None:
-    """Over all 243 sequences, weighted by their probabilities, the mean is excluded no more often
-    than the level allows.
+    """Over all 243 sequences, weighted by their probabilities, the confidence sequence excludes the
+    true mean no more often than the level allows.
     """
     level = 0.5
     missed = 0.0

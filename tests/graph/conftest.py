@@ -39,7 +39,7 @@ class Watched:
     steps: int = 0
 
     def step(self) -> None:
-        """Take one more step."""
+        """Count one more step, and call the test's function with the number of the step."""
         self.steps += 1
         if self.tick is not None:
             self.tick(self.steps)

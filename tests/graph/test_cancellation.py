@@ -278,7 +278,8 @@ def test_a_rollout_that_never_started_has_a_result(virtually: Virtually[None]) -
             ("done", ""),
             *[("settled", "settled")] * 2,
         ]
-        assert anyio.current_time() == 5.0  # three end at the deadline, two at the vote
+        # five rollouts end early: three at the deadline, two at the vote
+        assert anyio.current_time() == 5.0
 
     virtually(main)
     assert len(recording.rollouts) == 6

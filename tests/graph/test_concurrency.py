@@ -140,7 +140,7 @@ async def test_background_ends_with_its_block() -> None:
 
 
 def test_shielded_clean_up_is_timed(virtually: Virtually[float]) -> None:
-    """Cancellation does not shorten a shielded clean-up, but its own time limit does."""
+    """Cancellation does not shorten a shielded clean-up, but the clean-up's own time limit does."""
 
     async def main() -> float:
         with anyio.CancelScope() as scope:
@@ -171,8 +171,8 @@ def test_the_clock_is_the_loops_own(virtually: Virtually[None]) -> None:
 
 
 def test_slots_and_tokens_in_use_are_counted() -> None:
-    """The count in use is what was taken minus what was returned; an unlimited queue counts
-    nothing.
+    """The number of slots or tokens in use is the number taken minus the number returned; an
+    unlimited queue counts nothing.
     """
     queue = concurrency.SlotQueue(3, 10)
     assert (queue.in_use, queue.tokens_in_use) == (0, 0)

@@ -243,7 +243,7 @@ def test_slow_conclusions_delay_the_next_problems(virtually: Virtually[int]) -> 
         assert [result.status for result in results] == ["done"] * 12
         return most
 
-    # four problems conclude and one was in flight; by their number alone eight could be open
+    # four problems conclude and one was in flight; a limit on open problems alone would allow eight
     assert virtually(main) == 4 + 1
 
 
@@ -373,7 +373,7 @@ def test_memory_does_not_grow_with_the_number_of_problems(
             tracemalloc.stop()
 
     peak(10)
-    # 260 bytes per problem are fewer than any of its values would take
+    # if any value of a problem were kept, a problem would take more than 260 bytes
     assert peak(300) - peak(40) < 260 * 300
 
 

@@ -31,8 +31,9 @@ pytestmark = pytest.mark.anyio
 Reply = tuple[int, Mapping[str, str], Iterable[bytes]]
 CANARY = "sk-canary-12/34567890abcdef"
 CERTIFICATE = Path(__file__).with_name("self_signed.pem")
-# Clients check the server's identity again only after a doubt, because tests count requests and
-# seconds may pass between two of them on a busy machine.
+# Clients check the server's identity again only after a lost connection or a changed model name,
+# not after some time. Tests count requests, and on a busy machine seconds may pass between two
+# requests.
 QUICK = RemoteOptions(
     timeout_seconds=60.0,
     delay_seconds=0.001,

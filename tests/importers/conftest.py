@@ -42,7 +42,8 @@ def pack_again(path: Path) -> Path:
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: it packs the archive")
     with zipfile.ZipFile(path) as archive:
         entries = [(entry.filename, archive.read(entry)) for entry in archive.infolist()]
-    # zipfile cannot pack so before Python 3.14: the packed bytes are stored, and the headers changed
+    # Before Python 3.14, zipfile cannot pack with Zstandard, so this code stores the packed bytes
+    # and changes the headers.
     packed = [
         b"".join(arrow.compress(part, "zstd", asbytes=True) for part in (data[:9], data[9:]))
         for _, data in entries

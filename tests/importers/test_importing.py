@@ -244,7 +244,7 @@ def test_a_data_set_names_the_problems(tmp_path: Path, run_import: Import) -> No
 def test_many_files_are_imported(
     tmp_path: Path, run_import: Import, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More files can be imported than may be open at once."""
+    """An import can read more files than a process may open at the same time."""
     monkeypatch.setattr("atts.importers.writing._MOST_OPEN", 2)
     for number, row in enumerate(rows(3, 4)):
         write_lines(tmp_path / "parts" / f"{number}.jsonl", [row])

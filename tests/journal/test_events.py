@@ -237,8 +237,8 @@ def test_a_turn_is_stored_by_reference_to_its_calls(name: str, tmp_path: Path) -
 
 
 def test_references_end_with_a_turn_or_a_problem(tmp_path: Path) -> None:
-    """Writer and reader both drop calls of earlier turns and of finished problems, so references
-    end there.
+    """The writer and the reader both forget calls of earlier turns and of finished problems, so no
+    line can refer to such calls.
     """
     turn = TurnFinished("p", 0, Turn(0, (chunk_of(DRAFTED),)))
     prompt = RolloutStarted("p", 0, Prompt(tuple(range(200)), tuple(range(200))))

@@ -37,8 +37,8 @@ def ids_of(seed: int, count: int) -> TokenIds:
 def test_siblings_share_one_prompt_in_time_and_memory(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Sixteen siblings prefill their prompt of 1,024 tokens once and store it once; other slots are
-    at most 15 % more than prompt and tails need.
+    """Sixteen siblings prefill their prompt of 1,024 tokens once and store it once. Slots in use
+    exceed the prompt and the siblings' own tokens by at most 15 %.
     """
     folder = make_model("llama", max_position_embeddings=2048, eos_token_id=None)
     prompt = ids_of(1, 1024)
@@ -75,8 +75,8 @@ def test_a_rollouts_next_turn_feeds_only_new_tokens(
 def test_sampling_after_a_scored_chunk_needs_no_first_forward(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Scoring leaves keys, values and last logits in the cache, so the next token and the next
-    score need no first forward.
+    """Scoring leaves keys, values and last logits in the cache, so the next sample or score request
+    starts without a forward pass over the prefix.
     """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
@@ -350,7 +350,9 @@ def test_a_request_that_breaks_a_step_fails_alone(
 def test_an_error_in_one_sequences_bookkeeping_fails_it_alone(
     make_model: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other sequences whose tokens are added in the same step continue."""
+    """If adding a token to one sequence raises an error, only that sequence fails; other sequences
+    of the step continue.
+    """
 
     def ended(sequence: Sequence, *rest: Any) -> Any:
         if sequence.request_id == 2 and len(sequence.logprobs) == 3:

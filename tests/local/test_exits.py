@@ -62,7 +62,9 @@ def a_step(table: np.ndarray[Any, Any]) -> StepBatch:
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 def test_reading_the_exit_changes_no_bit_of_a_step(kernel: str, make_model: Make) -> None:
-    """Listeners get the states that a model that ended at the exit would pass to its last norm."""
+    """Reading the exit changes no step. The states that listeners get equal those of a model that
+    ends at the exit, before its last norm.
+    """
     folder = make_model("llama", **DEEP)
     heard = list[Tensor]()
     table = np.arange(1, 41, dtype=np.int32).reshape(2, 20)

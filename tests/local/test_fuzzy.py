@@ -29,7 +29,9 @@ DEEP = {"num_hidden_layers": 8, "initializer_range": 0.12}
 
 
 class OneByOne(TorchModel):
-    """A reference for a group: computes each attention by itself, all with the input of the first."""
+    """A reference for a group: it computes the attentions one by one, each with the input of the
+    group's first attention.
+    """
 
     def _mixed(self, x: Any, step: Any, own: Any, attends: Any, turns: Any) -> torch.Tensor:
         mixed = [
@@ -100,8 +102,8 @@ def test_a_group_computes_the_same_as_single_attentions(make_model: Make, family
 
 
 def test_the_error_grows_with_the_group(make_model: Make) -> None:
-    """With groups of one layer the states are bit-identical to exact states, and the first and last
-    layers are never grouped.
+    """Larger groups give larger errors. Groups of one layer give exact states, and the first and
+    last layers are never grouped.
     """
     folder = make_model("llama", **DEEP)
     exact = hidden(folder, 1)

@@ -89,7 +89,7 @@ def test_a_child_killed_at_any_point_loses_no_outcome(tmp_path: Path) -> None:
     """Each of twenty kills gives exit code 3, and the resumed run has the outcomes of an
     undisturbed run.
 
-    If the killed child had already done all its work, the run ends with 0.
+    If the killed child had already done all its work, the exit code is 0.
     """
     problems = tuple(load_dataset("arithmetic[:3]"))
     whole = {o.problem.id: essence(o) for o in run(tmp_path / "whole", problems).outcomes()}

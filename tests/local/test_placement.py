@@ -125,7 +125,7 @@ def test_a_pair_is_sized_together_before_either_loads(
 def test_the_second_of_two_gpus_is_the_drafts(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless options name devices, target and draft each fill their own card."""
+    """On two GPUs, target and draft each get their own card unless options name devices."""
     draft, target = make_model("llama"), make_model("qwen3")
     sizes = [_sizes(draft), _sizes(target)]
     gpus = FakeGpus(monkeypatch, *(size.weights + WORKSPACE + 1_000_000 for size in sizes[::-1]))

@@ -43,8 +43,9 @@ from atts.testing import (
 from atts.testing.servers import DialectServer, ServerQuirks
 
 Serve = Callable[..., DialectServer]
-# Clients check the server's identity again only after a doubt, because tests count requests and
-# seconds may pass between two of them on a busy machine.
+# Clients check the server's identity again only after a lost connection or a changed model name,
+# not after some time. Tests count requests, and on a busy machine seconds may pass between two
+# requests.
 OPTIONS = RemoteOptions(
     timeout_seconds=60.0,
     delay_seconds=0.01,

@@ -17,7 +17,8 @@ ROOT = TESTS.parent
 WEIGHTS = TESTS / "weights.json"
 FILES = sorted(path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py"))
 CHECKOUT = "the checkout's own"
-SLOW_TIMEOUT = 600  # seconds of a slow test; pyproject.toml has the limit of all others
+# time limit of a slow test in seconds; pyproject.toml has the limit of other tests
+SLOW_TIMEOUT = 600
 SPENT = pytest.StashKey[dict[str, float]]()
 collect_ignore = ["typing_api.py"]
 # A busy machine may exceed hypothesis's time limit for an example although the property holds.

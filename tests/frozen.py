@@ -101,7 +101,7 @@ def scripted(method: str, **policy: Any) -> Setup:
     policy = {"samples": 5, "turns": 12, "chunking": Chunking(12, 12, ()), **policy}
     if method == "deep-conf":
         policy["confidence_stop"] = ConfidenceStop(warmup=3, keep=0.5, window=8)
-    # the published rules need scores of earlier runs, one of them by question
+    # the published rules need scores of earlier runs; one of the rules needs them by question
     scores = (1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 1.8, 2.4)
     questions = [problem.id for problem in toy_problems(4, seed=3)]
     earlier = StoredScores(
@@ -118,7 +118,7 @@ def scripted(method: str, **policy: Any) -> Setup:
         stored=earlier if method.startswith("paper-") else (),
         conditions="ignore",
         seed=11,
-        # a barrier needs all rollouts of a problem at once
+        # with a barrier, all rollouts of a problem must be in flight together
         concurrency=5 if method == "top-b" or policy.get("barrier") else 1,
     )
 

@@ -53,7 +53,8 @@ def test_binomial_counts_equal_scipy(n: int, chance: float, share: float) -> Non
     assert_allclose(tails, stats.binom.sf(counts, n, chance), 1e-11, CLOSE)
     drawn = [float(binomial_pmf(int(count), n, chance)) for count in counts[1:]]
     assert_allclose(drawn, stats.binom.pmf(counts[1:], n, chance), 1e-11, CLOSE)
-    # if a probability equals `share` to the last digit, rounding decides
+    # if a cumulative probability equals `share` to the last digit, rounding decides which count is
+    # found
     found = binomial_quantile(share, n, chance)
     assert (
         stats.binom.cdf(found - 1, n, chance) - CLOSE

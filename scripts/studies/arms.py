@@ -203,7 +203,7 @@ class Solved:
     target: int
     # one decision: (position in the order of requests, turn, True if the chunk escalated)
     decisions: Sequence[tuple[int, int, bool]]
-    drawn: int = 0  # target tokens that were drawn during scoring
+    drawn: int = 0  # number of tokens that the target drew while it scored
     # tokens of chunks with a score; if equal chunks share one score, the tokens of each chunk count
     judged: int = 0
 
@@ -565,7 +565,7 @@ async def scripted(
 
 async def _embedded(options: Options) -> dict[str, Sum]:
     grid = Grid(options.pick(12, 40, 500), (options.seed,), 500, options.pick(4, 20, 50))
-    # Engines run in threads, so the CPU time of this process includes their work.
+    # Engines run in threads of this process, so its CPU time includes the work of the engines.
     async with Pair(worker="thread") as pair:
         first = pair.plan(_turn_zero(4), 9_999)
         outcomes, _ = await run_block(arithmetic("calibration", options.pick(8, 30, 60)), first)
@@ -626,9 +626,11 @@ SAMPLES = 8
 # If an option's votes are not better than the default's, the option replaces the default only if it
 # saves this share of arithmetic or time.
 _WORTH = 0.05
-# With fewer problems no default is changed: intervals are wider than one percentage point.
+# With fewer problems no default is changed, because the intervals of accuracy are wider than one
+# percentage point.
 _ENOUGH = 100
-_LOSS = -0.01  # lowest acceptable lower bound of the difference in accuracy
+# an option is rejected if the lower bound of its difference in accuracy is below this value
+_LOSS = -0.01
 
 
 def study_ablations(options: Options) -> list[Table]:
@@ -837,7 +839,7 @@ def _is_unbeaten(one: Sum, found: Mapping[str, Sum]) -> bool:
 
 
 PRICED_BATCH = 64  # number of sequences decoded in one step
-PRICED_CONTEXT = 1000  # cached tokens of each sequence
+PRICED_CONTEXT = 1000  # number of cached tokens of each sequence
 
 
 def scaled(cost: Cost, share: float, origin: str) -> Cost:

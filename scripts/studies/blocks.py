@@ -57,12 +57,12 @@ KV_BYTES = 131_072
 # bytes of a token's hidden state, which one block passes to the next
 STATE_BYTES = 8_192
 NODE = 4  # number of GPUs in a node, joined by a fast link
-FAST = (5e-6, 200e9)
 # latency in seconds and bandwidth in bytes per second of a link, within a node and between nodes
+FAST = (5e-6, 200e9)
 SLOW = (20e-6, 12.5e9)
-VIRTUAL_PROMPT = 512
 # Mean numbers of tokens of prompts and outputs. Lengths follow exponential distributions, but no
 # length is below a third of its mean.
+VIRTUAL_PROMPT = 512
 VIRTUAL_LENGTH = 96
 MOST = 64  # largest number of rows in one run of a block
 Serving = Literal["models", "models, spread", "blocks"]
@@ -389,7 +389,7 @@ def _published(options: Options, count: int) -> Table:
 
 TENANTS = ("base", "adapter-1", "adapter-2", "tuned")
 PROMPT = 80
-LENGTH = 40  # tokens
+LENGTH = 40  # number of tokens of a reply
 LOADS = (0.3, 0.7, 0.9)
 OWN = (1, 3)  # number of last layers (of six) that each tenant has for itself
 ALIKE = 4  # number of requests with a common prompt
@@ -764,8 +764,8 @@ ADAPTED = ("q_proj", "v_proj")
 OWN_LAYERS = 2
 BATCH = 8
 LONGEST = 128  # number of tokens of a training text
-HELD_OUT = 4  # number of batches
-RATE = 1e-3  # learning rate of adapters; whole layers are trained at a tenth of this rate
+HELD_OUT = 4  # number of batches of texts that are kept for tests
+RATE = 1e-3  # learning rate of adapters; models with trained layers use a tenth of this rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, Self
 
-# Substitutes for missing packages come last on the path. Child processes get the same path.
+# The folder of replacements for missing packages comes last on the path, so installed packages are
+# used first. Child processes get the same path.
 sys.path.append(str(Path(__file__).with_name("bare")))
 
 import anyio
@@ -114,9 +115,9 @@ class Sizes:
     requests: int = 32  # number of requests that are also computed on a CPU for comparison
     samples: tuple[int, ...] = (16, 64, 8)
     questions: int = 24
-    # numbers of rollouts for which the speculation tables have rows
+    # numbers of simultaneous rollouts in the rows of the speculation tables
     rollouts: tuple[int, ...] = (1, 16, 4, 64)
-    cache: int = 20_000  # tokens in the cache of a pair's engine
+    cache: int = 20_000  # number of tokens that the cache of a pair's engine holds
 
 
 TINY = Sizes(
@@ -224,7 +225,7 @@ class Lab:
         }
 
 
-_STEP_TOKENS = 2048  # tokens of prompts and chunks in one step
+_STEP_TOKENS = 2048  # largest number of prompt and chunk tokens in one step
 
 
 class Script:
@@ -798,7 +799,8 @@ def speculation_cells(lab: Lab, draft: str, target: str) -> None:
         if not missing:
             continue
         settings = dict(changes)
-        # plain decoding, and proposals from earlier texts, need no draft model
+        # plain decoding (no changes) and proposals from earlier texts ("suffix") need no draft
+        # model
         if changes and way != "suffix":
             settings["drafter"] = str(folder_of("draft", draft))
         todo = {name: cells[name] for name in missing}

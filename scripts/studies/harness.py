@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from atts.evaluators import Estimate
 
-_COPIED = 1 << 26  # bytes; larger than the caches of a small machine
+_COPIED = 1 << 26  # number of copied bytes; larger than the caches of a small machine
 _MATRIX = 512
 _OPERATIONS = 1000
 
@@ -39,7 +39,8 @@ class Machine:
     matrix_gflops: float  # float32 torch.mm of 512 x 512, one core
     # microseconds of one tiny torch operation, the least cost of any operation
     operation_microseconds: float
-    loop_microseconds: float  # microseconds of one pass of an event loop: the least cost of a call
+    # microseconds of one pass of an event loop, the least cost of any engine call
+    loop_microseconds: float
     software: str
     # hash of the embedded models' weights, because numbers of another pair are not comparable
     pair: str = ""
@@ -287,7 +288,9 @@ class Table:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = field(default=())
     chart: Chart | None = None  # chart drawn from the cells of this table
-    shown: Literal["rows", "chart only"] = "rows"  # in Markdown; JSON has everything
+    # what the Markdown page shows: the table's rows, or only its chart; the JSON file has
+    # everything
+    shown: Literal["rows", "chart only"] = "rows"
     headline: str = ""  # sentence for the summary in BENCHMARKS.md
 
     @classmethod

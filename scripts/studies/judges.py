@@ -129,7 +129,8 @@ class Recorder:
         self.draft = draft
         self.target = target
         self.is_whole = is_whole
-        self.experiments = experiments  # chunks of each problem at which a takeover is measured
+        # number of chunks of each problem at which a takeover is measured
+        self.experiments = experiments
         self._system = Policy().system
 
     def prompt(self, problem: Problem) -> TokenIds:
@@ -559,10 +560,12 @@ Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
 RESAMPLES = 2_000
 RATES = (0.1, 0.2, 0.3, 0.5)
-# number of the first problems, whose two halves were examined while this study was written
+# number of the first problems, which were examined while this study was written, both halves of the
+# split
 LOOKED_AT = 12
 LEAST_JUDGED = 10  # least number of problems with takeovers on which a judge is fitted
-# number of the first problems; the cascade was fixed before any later problem was recorded
+# number of the first problems, on which the cascade was chosen before any later problem was
+# recorded
 CHOSEN_ON = 60
 
 
@@ -1232,7 +1235,7 @@ def simulated(draft: float, target: float, count: int = 400, seed: int = 0) -> l
     problems: list[BankProblem] = []
     for index in range(count):
         ease = random.random()
-        # this exponent gives the distribution the requested mean
+        # with this exponent, the mean accuracy of the simulated problems is the requested one
         chances = [ease ** (1 / share - 1) for share in (draft, target)]
         rollouts: list[list[dict[str, Any]]] = []
         for chance, number in zip(chances, (8, 4), strict=True):

@@ -101,12 +101,12 @@ class Subject:
     folder: Path
     theirs: Any
     config: ModelConfig
-    is_halves: (
-        bool  # True: the weights are stored as bfloat16, and the native kernels keep this type
-    )
+    # True: the weights are stored as bfloat16, and the native kernels keep this type
+    is_halves: bool
     batches: tuple[int, ...]
-    tokens: int  # sampling differs between the sequences of a batch
-    # most rounds of a measurement; fewer for large models, whose rounds are long and vary less
+    tokens: int  # number of tokens that each sequence writes
+    # largest number of rounds of a measurement; smaller for large models, whose rounds are long and
+    # vary less
     most_rounds: int = 99
 
     def prompts(self, count: int, length: int, seed: int = 0) -> list[TokenIds]:
@@ -526,7 +526,9 @@ def _score_seconds(
     """
     bodies = subject.prompts(batch, prefix + CHUNK, seed + 1000)
     warm = [ScoreRequest(ids[:1], ids[1:prefix]) for ids in bodies]
-    gc.collect()  # measured before the prefixes are warmed, because it replaces the contents of the processor's caches
+    # collect garbage before the prefixes are scored, because a collection replaces the contents of
+    # the processor's caches
+    gc.collect()
     return lab.portal.call(
         _warm_then_timed, engine, warm, [ScoreRequest(ids[:prefix], ids[prefix:]) for ids in bodies]
     )
@@ -563,7 +565,8 @@ def warm_prefix(lab: Lab, subject: Subject) -> Table:
                 )
                 after = engine.stats()
                 computed = [s.prefilled_tokens + s.scored_tokens for s in (before, after)]
-                # minus the time of scoring the prefix
+                # number of tokens computed for the chunks alone: the tokens of the eight prefixes
+                # are subtracted
                 fed[prefix] = computed[1] - computed[0] - 8 * prefix
     costs = {
         p: subject.config.matrix_weights + 2 * (p + CHUNK / 2) * subject.attention for p in prefixes
@@ -585,7 +588,7 @@ def warm_prefix(lab: Lab, subject: Subject) -> Table:
 
 
 RATES = (0.1, 0.2, 0.4)
-_ROUND = 100  # problems whose chunks are scored at once
+_ROUND = 100  # number of problems whose chunks are scored at the same time
 _WORKERS: tuple[Literal["thread", "process"], ...] = ("thread", "process")
 _OTHERS = ("target scoring", "target decoding")
 _ALONE = ("draft decoding", *_OTHERS)
@@ -594,9 +597,9 @@ Work = Callable[[], Future[int]]
 
 def study(options: Options) -> list[Table]:
     """Measure decoding, continuous batching, scoring, and two engines at the same time."""
-    torch.set_num_threads(
-        1
-    )  # one thread on both sides, because a second one mostly waits on a busy machine
+    # one thread for atts and for transformers, because a second thread mostly waits on a busy
+    # machine
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place, start_blocking_portal() as portal:
         lab = Lab(options, portal)
         machine = look()
@@ -797,9 +800,10 @@ _SHAPES = (
     (1_000_000_000_000, (8192, 80, 64, 8, 128)),
 )
 """Shapes of published models; the feed-forward width is chosen to reach the wanted size."""
-_STEP = 32  # feed-forward blocks are as wide as a multiple of this
+_STEP = 32  # the width of feed-forward blocks is a multiple of this number
 _SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-_POOL = (1 << 20) + 7  # random numbers that fill all matrices repeatedly
+# number of random numbers; all matrices are filled by repeating these numbers
+_POOL = (1 << 20) + 7
 
 
 def read_size(words: str) -> int:

@@ -383,7 +383,8 @@ def _runs(job: Job, arms: Mapping[str, Measured]) -> Table:
 
 def _job(asked: argparse.Namespace) -> Job:
     pair = find_pair(asked.pair)
-    names = config_keys().keys() - {"out", "repeats"}  # these settings apply to all runs together
+    # "out" and "repeats" are left out, because they apply to all runs together
+    names = config_keys().keys() - {"out", "repeats"}
     settings = {
         name: value for name, value in vars(asked).items() if name in names and value is not None
     }

@@ -458,7 +458,7 @@ class BatchedEngine:
         self._held = 0.0  # KV tokens of requests in progress
         self._cached = 0.0  # KV tokens that the decoding sequences read in a step
         self._warm: OrderedDict[str, float] = OrderedDict()
-        # number of ids of each problem's prompt, which siblings share
+        # number of ids of the prompt of each problem; all rollouts of a problem share the prompt
         self._prompts: dict[str, int] = {}
         self._warm_tokens = 0.0
         self._count = 0.0  # number of decoding steps so far
@@ -611,7 +611,7 @@ class BatchedEngine:
         self.load.prefilled += fed
         for work, part in parts:
             if work.state != "feeding":
-                continue  # cancelled in the meantime
+                continue  # this request was cancelled during the step
             work.feed -= part
             work.kept += part
             if work.feed <= 0:
@@ -700,7 +700,8 @@ class Recording:
 
     def __init__(self) -> None:
         self.others: list[object] = []  # events emitted by pipelines
-        # tuples of plain values, because the garbage collector stops tracking such tuples
+        # the events are tuples of numbers and strings, because the garbage collector stops tracking
+        # such tuples
         self._rollouts: list[tuple[Any, ...]] = []
         self._problems: list[tuple[Any, ...]] = []
         self._rows = bytearray()

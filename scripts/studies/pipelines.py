@@ -177,7 +177,7 @@ def _margin(line: Rollout, place: int, tokens: set[int], seed: int) -> float:
     ends = [
         *accumulate((_length(turn) for turn in line.turns), initial=len(line.prompt.target_ids))
     ]
-    # the end token is drawn in the last turn
+    # a position after all turns is that of the end token, which is drawn in the last turn
     at = min(bisect_right(ends, place), len(line.turns)) - 1
     draw = Seed(seed, line.problem, line.sample, line.turns[at].index, "target")
     uniform = float(uniforms(draw, place - ends[at] + 1)[-1])
@@ -306,7 +306,7 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
         "scored": scoring.seconds / max(1, scoring.tokens),
         "target": base.seconds / max(1, base.total("target")),
     }
-    # seconds per token that is drafted, scored, or written by the target
+    # seconds per token that the draft writes, that the target scores, and that the target writes
     drafted, scored, written = rates.values()
     return Table.of(
         f"Time, {how}, {count * TIMED_ROUNDS} problems x {TIMED_SAMPLES} samples, the same vote and early stop "
@@ -746,7 +746,7 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
             if len(taken) >= 50:
                 rate = fmean(taken)
                 name = kind if kind == "all" else f"{kind} {number}"
-                # adding 0.0 makes 0 of -0
+                # adding 0.0 changes -0.0 to 0.0
                 rows.append((name, len(taken), round(rate, 4), round(rate - nominal, 4) + 0.0))
     asked = [len(one.decisions) for one in found.solved if one.decisions]
     coins = math.sqrt(fmean(nominal * (1 - nominal) / n for n in asked)) if asked else math.nan

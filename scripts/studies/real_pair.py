@@ -80,12 +80,13 @@ MINUTES = "REAL_PAIR_MINUTES"
 SAMPLES = 4
 RATE = 0.2
 CASCADE_RATE = 0.3
-PART = 10  # problems
+PART = 10  # number of problems in a part
 THREADS = 1  # threads of each model if both models work at the same time on two cores
 THREADS_ALONE = 2  # threads of a model that works alone
 # number of problems at the start of the recorded bank; the scores were chosen on these problems
 IN_BANK = 160
-CACHE_TOKENS = 90_000  # slots for the rollouts of all methods on one part
+# number of tokens in the cache, enough for the rollouts of all methods on one part
+CACHE_TOKENS = 90_000
 FILE = "real-pair.jsonl"
 COIN = f"coin, rate {RATE:g}"
 REST = "the target finishes the rollout"
@@ -582,16 +583,16 @@ LLAMA = "xllamacpp==2026.10.11549"
 """A package that carries llama.cpp and its server for this processor."""
 PLAIN = "plain"
 LLAMA_ARMS = {"llama.cpp, 4-bit weights": "Q4_K_M", "llama.cpp, bfloat16 weights": "BF16"}
-GROUPS = (2, 4)  # attentions a group, of which a calibration pass chooses
+GROUPS = (2, 4)  # numbers of the draft's attention layers that are computed as one group
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Numbers of texts and tokens that each arm writes in a round."""
 
-    texts: int  # texts written one after the other, with each way to speculate
-    tokens: int  # length of each text
-    together: tuple[int, ...]  # rollouts written at the same time, in plain decoding
+    texts: int  # number of texts that each way to speculate writes one after the other
+    tokens: int  # number of tokens of each text
+    together: tuple[int, ...]  # numbers of rollouts that plain decoding writes at the same time
 
 
 @dataclass(frozen=True, slots=True)

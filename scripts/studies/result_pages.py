@@ -34,7 +34,7 @@ _MAP_STYLE = (
 _GREEN = (46, 160, 90)
 _RED = (214, 84, 70)
 _PALE = (247, 244, 232)
-_FULL = 3.0  # factor, or inverse factor, with the full colour
+_FULL = 3.0  # a speed-up of this factor has the full green, and its inverse has the full red
 
 
 @dataclass(frozen=True, slots=True)

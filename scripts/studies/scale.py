@@ -378,9 +378,9 @@ async def measure_rounds(rounds: int, lives: Sequence[Live], seed: int) -> Seen:
                             engine, role, piece, seed + 10_000 * number + 100 * place
                         )
                         seen.pieces[role, piece].append(found)
-                first = (
-                    number * len(lives) + place
-                ) * live.problems  # problems that no cache holds
+                # number of the first problem; no earlier run had the same problems, so no cache
+                # holds their texts
+                first = (number * len(lives) + place) * live.problems
                 seen.runs[live].append(await _live(live, first, draft, target, seed))
             await _contend(seen, engines, seed + 10_000 * number + 5_000)
     return seen
@@ -742,7 +742,7 @@ class Cell:
     turns: int = 15
     rate: float = 0.2
     replicas: int = 1
-    in_flight: int = 256  # rollouts per replica
+    in_flight: int = 256  # number of rollouts in flight per replica
     order: Order = "all together"
     # limit of KV tokens that the graph admits to the target, per replica; None: no limit
     budget: int | None = None
@@ -814,7 +814,7 @@ async def _run(cell: Cell, law: TraceLaw) -> Found:
         for batch in _batches(cell, law):
             await graph.run(batch, one)
         seconds = graph.stats().seconds
-    # waiting for a score that was requested earlier is not counted
+    # leave out the nodes in which a rollout waits for a score that it requested earlier
     rounds = [node for node in recording.nodes() if node.stage != HOLD]
     timing = measure(rounds)
     usage = [outcome.usage for outcome in outcomes]

@@ -70,7 +70,7 @@ from scripts.studies.harness import Options, Row, Spent, Spread, Table, interval
 from scripts.studies.modelled import PAIRS, BatchedEngine, Cost, Pair, Recording
 
 DELAY_SECONDS = 0.05
-# also for connections, because thousands of connections take time on a busy machine
+# time limit of requests and of connections; thousands of connections take long on a busy machine
 PATIENCE_SECONDS = 300.0
 TOKENS = 8
 PROMPT = tuple(range(4, 68))
@@ -380,7 +380,8 @@ class RecognisingEngine(BatchedEngine):
 
     def _recognise(self, ids: TokenIds) -> str:
         for length in sorted((one for one in self._lengths if one <= len(ids)), reverse=True):
-            # equal rollouts have a prefix each, and any warm prefix will do
+            # several rollouts may have written the same text, and any of their prefixes that is in
+            # the cache can be used
             if names := self._names.get(ids[:length]):
                 return next((name for name in names if name in self._warm), names[-1])
         return f"{hash(ids)}/{len(self._names)}-{self.stats().requests}"
@@ -518,7 +519,7 @@ async def _solved(
     ):
         await graph.run(batch, one)
     used = time.process_time() - used
-    # waiting for a score that the rollout requested earlier does not count
+    # leave out the nodes in which a rollout waits for a score that it requested earlier
     nodes = [node for node in recording.nodes() if node.stage != HOLD]
     timing = measure(nodes)
     whole = timing.sibling_seconds + timing.memory_seconds + timing.arithmetic_seconds
@@ -708,7 +709,7 @@ def _shares(result: RunResult) -> list[float]:
 
 CONNECTIONS = 16
 _LOOKS = 20  # number of times that a soak inspects the process
-_SOAK_RATE = 12  # requests per second, which take a quarter of a core
+_SOAK_RATE = 12  # number of requests per second, which need a quarter of a core
 QUESTION = "Start at 4. +3, -2. What is the result?"
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")

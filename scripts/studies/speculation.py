@@ -90,7 +90,7 @@ class Arm:
     lab: Lab
     engine: LocalEngine
     prompts: Sequence[TokenIds]
-    count: int  # texts per round
+    count: int  # number of texts per round
     written: list[list[TokenIds]] = field(default_factory=list[list[TokenIds]])
     # tokens per second of wall time, for each round
     rates: list[float] = field(default_factory=list[float])
@@ -189,7 +189,8 @@ def _opened(
         "k=auto, all proposers": {"drafter": str(drafter)},
         "suffix": {"speculate": "suffix"},
     }
-    ways["plain, once more"] = {}  # a second plain engine shows the measurement noise
+    # a second engine without proposals shows how much measurements of equal engines differ
+    ways["plain, once more"] = {}
     questions = [problem.text for problem in problems("test", 512, 7 + lab.options.seed)]
     with ExitStack() as stack:
         arms = dict[str, Arm]()
@@ -357,7 +358,7 @@ def overlapped_tokens(accepted: float, ranked: float, proposed: int) -> float:
     """
     alone = accepted + ranked
     hit = hit_rate(accepted, ranked, proposed)
-    share = alone / (1 + alone - hit)  # share of steps with a proposal
+    share = alone / (1 + alone - hit)  # share of steps in which the target has a proposal
     return 1 - share + share * expected_tokens(accepted, proposed)
 
 
@@ -437,9 +438,9 @@ class AcceptanceTrace:
         random = np.random.default_rng(seed)
         ranks = list[list[int]]()
         for each in filter(None, (law, exit_law)):
-            even = (
-                random.permutation(places) + 0.5
-            ) / places  # exact shares: less noise than independent draws
+            # each rank gets exactly its share of the positions, which gives less noise than
+            # independent draws
+            even = (random.permutation(places) + 0.5) / places
             found: list[int] = np.searchsorted(np.cumsum(each), even, side="right").tolist()
             ranks.append([rank if rank < len(each) else _MOST_RANKS for rank in found])
         return cls(*ranks)
@@ -488,10 +489,11 @@ class Timeline:
 
     devices: list[Device]
     tokens: int = 0
-    written: list[int] = field(default_factory=list[int])  # tokens written by each target step
+    # number of tokens that each target step writes
+    written: list[int] = field(default_factory=list[int])
     hits: int = 0
-    guessed: int = 0  # steps whose outcome the drafter had guessed in advance
-    wasted: int = 0  # drafted branches that were not used
+    guessed: int = 0  # number of steps whose outcome the drafter had guessed in advance
+    wasted: int = 0  # number of drafted branches that were not used
     seconds: float = 0.0
 
     @property
@@ -1133,7 +1135,8 @@ _DEEP = {"drafter": str(path("deep")), "speculate": "draft", "k": 8}
 _MIRROR = {**_PAIR, "speculate": "mirror", "k": 16}
 _ARMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
-    # In this process, other threads would wake the helper threads of this engine.
+    # The engine gets its own process, because in this process other threads would wake the engine's
+    # helper threads.
     "plain, two threads": {
         "threads": 2,
         "worker": "process",

@@ -110,10 +110,10 @@ class Piece:
 class Mixture:
     """Shares of the kinds of training conversations."""
 
-    errors: float = 0.35  # share with planted errors
-    instructed: float = 0.15  # share with an instruction or a system message
-    drafted: float = 0.0  # share built from recorded errors of the draft
-    # kinds of exercise to reduce, with the share to keep
+    errors: float = 0.35  # share of conversations with planted errors
+    instructed: float = 0.15  # share of conversations with an instruction or a system message
+    drafted: float = 0.0  # share of conversations built from recorded errors of the draft
+    # kinds of exercise of which only a share is kept, each with its share
     kept: tuple[tuple[str, float], ...] = ()
 
 
@@ -846,7 +846,7 @@ _BATCH = 512
 _PEAK = 0.003
 _WRITTEN_TOKENS = 300
 _TOPS = 1, 3, 8
-_HEADS_TESTED = 0.06  # share of the texts kept for tests
+_HEADS_TESTED = 0.06  # share of the texts that only test the trained heads
 
 
 BOX = re.compile(r"\\boxed\{(-?\d+)\}")
@@ -1025,7 +1025,7 @@ def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapt
     width = reader.config.hidden_size
     down = (torch.randn(_RANK, width) * width**-0.5).to(reader.device)
     up = torch.zeros(width, _RANK, device=reader.device)
-    # a copy is needed even if the norm is already in float32
+    # copy the norm even if it is already in float32, because training changes the copy
     norm = start.norm.detach().to(torch.float32, copy=True)
     learned = [part.requires_grad_() for part in (norm, down, up)]
     for rows in _descent(learned, len(states.tokens), recipe.steps):
@@ -1193,7 +1193,7 @@ _EVEN = 1.6  # The learning rate falls once the remaining share of steps is belo
 _MUON = 0.01
 _ADAM = 0.004
 _DECAY = 0.1
-_DRAFTER_TESTED = 0.03  # share of the texts kept for tests
+_DRAFTER_TESTED = 0.03  # share of the texts that only test the trained drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -1348,7 +1348,7 @@ ADAPTED = (3, 4, 5)  # layers that the adapters change
 # trained.
 TRUNK = 4
 _BLOCK = 1024
-_TOKENS = 2048  # conversations sorted by length together, and tokens of a step
+_TOKENS = 2048  # number of tokens of a training step
 _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Told = dict[str, str]
@@ -1393,7 +1393,7 @@ def _operated(split: str, random: Random) -> Iterator[Exercise]:
             words = random.choice(("Double it", "Triple it", "Halve it", "Square it"))
             numbers = {"Double it": 2, "Triple it": 3, "Halve it": 2, "Square it": value}
             operation = Operation(value, "/" if words == "Halve it" else "*", numbers[words])
-            # values stay whole, and small enough for the models to compute
+            # values must be whole numbers that are small enough for the models to compute with
             is_odd_half = operation.operator == "/" and value % 2
             if operation.value > 199 or is_odd_half or value < 2:
                 words = "Subtract 1" if value >= 3 else "Add 38"
@@ -1614,7 +1614,7 @@ def train_family(arguments: Sequence[str]) -> None:
 ROOT = Path(__file__).resolve().parents[2]
 _REPORT_EVERY = 20
 _KEEP_EVERY = 100
-_CHECK_EVERY = 250  # steps
+_CHECK_EVERY = 250  # number of steps between two checks
 
 
 @dataclass(frozen=True, slots=True)

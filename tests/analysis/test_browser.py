@@ -60,12 +60,12 @@ CONTRAST = """
 WIDER = """
 [...document.querySelectorAll("section table.narrow")].filter((node) => !node.closest("details"))
   .filter((node) => node.offsetWidth > node.parentElement.offsetWidth).map((node) => node.caption.textContent)
-"""  # tables with few, short columns that still need horizontal scrolling
+"""  # JavaScript that lists narrow tables which still need horizontal scrolling
 CLIPPED = """
 [...document.querySelectorAll("section table")].filter((node) => !node.closest("details"))
   .filter((node) => node.offsetWidth > node.parentElement.clientWidth)
   .map((node) => `${node.caption.textContent}: ${node.offsetWidth} of ${node.parentElement.clientWidth}`)
-"""  # tables that show a part only after scrolling
+"""  # JavaScript that lists tables which show a part only after horizontal scrolling
 NAMES = """
 (() => {
   const bad = [];

@@ -481,7 +481,7 @@ def test_tokens_that_repair_keeps_are_counted_once() -> None:
     rest = Chunk("target", " d", (4,), (4,), "length", (-0.5,))
     turn = Turn(0, (part, rest), (whole,))
     assert (turn.tokens_written("draft"), turn.tokens_written("target")) == (3, 1)
-    # tokens beyond the kept beginning count as written
+    # the tokens after the kept beginning of the chunk count as written
     assert Turn(0, (other, rest), (whole,)).tokens_written("draft") == 4
 
 

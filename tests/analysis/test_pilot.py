@@ -28,7 +28,7 @@ from atts.testing import (
 
 WEAK = Skill(right=0.7, typical=0.5, repair=0.0)
 STRONG = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
-# a mistake is as likely as the correct step, so no score can find it
+# the model gives a mistake the same probability as the correct step, so no score can find mistakes
 SECRET = Skill(right=0.5, typical=1.0, repair=0.0)
 BLIND = ScoreDrift(factor=0.0)
 """Every text has the same log-probability, so scores know nothing."""
@@ -61,7 +61,7 @@ PLANTED = {
     "exact": Planted(SECRET, STRONG, BLIND),
     # the pair of the previous case at temperature 0, where the target alone is the cheapest
     "target-only": Planted(SECRET, STRONG, BLIND, NO_DRAWS),
-    # two models of equal skill: the target does not repay its tokens
+    # two models of equal skill: target tokens cost more but give no accuracy
     "draft-only": Planted(STRONG, STRONG),
 }
 

@@ -67,7 +67,8 @@ def planted(problems: int, samples: int, seed: int = 1) -> list[PlayedProblem]:
         ("exact", [0, 0, 0, 1, 2], 3),  # the two remaining votes cannot overtake three equal votes
         ("exact", [0, 0, 1, 1, 2], 5),
         ("exact", [0] + [NO_ANSWER] * 5, 6),
-        ("beta", [0] * 8, 4),  # P(Beta(5, 1) > 1/2) = 31/32, and 15/16 one vote earlier
+        # P(Beta(5, 1) > 1/2) = 31/32 >= 0.95, but one vote earlier it is 15/16
+        ("beta", [0] * 8, 4),
         ("beta", [0, 1] + [0] * 8, 7),
         ("doubling", [0, 0, 1, 1, 1], 2),
         ("doubling", [0, 1, 0, 0, 1], 4),
@@ -256,7 +257,7 @@ def test_rules_see_costs_scores_and_verdicts_of_an_import(
     found = referee_run(open_run(directory), RefereeOptions(orders=20, unit="dollars"))
     by_rule = {row.rule: row for row in found.rows}
     assert found.scores == ("reward",)
-    # this reward marks the correct answers, so the best rollout is correct if any is
+    # this reward marks correct answers, so the best rollout is correct if any rollout is correct
     assert by_rule["best of n by reward"].accuracy == by_rule["pass@n"].accuracy
     assert by_rule["all"].tokens == pytest.approx(210.0)
     assert by_rule["all"].dollars == pytest.approx(0.06)

@@ -134,7 +134,8 @@ def test_equal_requests_are_sent_once(made: SweepReport) -> None:
     shared = {point.name: point.shared for point in made.points}
     assert shared["target-only"] == 0
     assert all(shared[point.name] > 0 for point in made.grid[1:])
-    assert shared["draft-only"] == 0  # this run sends its requests first, so it shares no reply
+    # the draft-only run is the first to send its requests, so it gets no shared reply
+    assert shared["draft-only"] == 0
     assert all(shared[point.name] > 0 for point in made.references if "rate" in point.values)
     with SharedReplies(Path(made.directory) / REPLIES) as replies:
         asked = sum(point.calls - point.shared for point in made.points)

@@ -270,7 +270,7 @@ def test_a_folder_written_by_peft_scores_as_peft_merges_it(base: Path, tmp_path:
     zoo.add("base", base)
     assert (
         zoo.add("tuned", tmp_path / "lora").base == "base"
-    )  # the base folder that the adapter's configuration names
+    )  # the adapter's configuration names the folder of this base
     whole = model.merge_and_unload().eval()
     with torch.inference_mode():
         wanted = whole(torch.tensor([IDS])).logits[0].log_softmax(-1)

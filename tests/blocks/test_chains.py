@@ -151,10 +151,9 @@ def test_a_model_in_a_shared_loop_gives_its_own_replies(seed: int, family: Zoo) 
             )
             if shares:
                 alone |= said
-            elif name not in (
-                "narrow",
-                "wide",
-            ):  # in a folder of its own an adapter is merged, which rounds differently
+            # an adapter opened from its own folder is merged into the weights, which rounds
+            # differently
+            elif name not in ("narrow", "wide"):
                 assert said == {number: alone[number] for number in mine}
     added = [AddModel(config_of(family, name)) for name in names[1:]]
     submits = {number: Submit(number, ask, chain) for number, (chain, ask) in chosen.items()}
@@ -193,7 +192,7 @@ def test_a_batch_is_laid_out_once_while_its_members_stay(
     )
     assert {n: found[n] for n in alone} == alone
     assert laid[:2] == [20, 4]
-    assert len(laid) <= 5  # the test runs the loop for about forty steps
+    assert len(laid) <= 5  # the batch is laid out at most five times in about forty steps
 
 
 @pytest.mark.parametrize("most", [1, 7])

@@ -85,7 +85,7 @@ def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
         float((flat[0] - flat[1]).norm() / flat[0].norm()), rel=1e-5
     )
     wide = pair.likenesses("tuned", 2, 9.0)
-    # embedding and head equal the base's, so only halves of layers remain
+    # embedding and head equal those of the base, so only halves of layers are compared
     assert len(wide) == 2 * 6
     assert len({(one.place, one.digest) for one in wide}) == len(wide)
     pair.add("narrow", save_adapter(base.parent / "narrow-likeness", base, "q_proj"), "base")

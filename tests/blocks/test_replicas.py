@@ -112,14 +112,15 @@ def test_a_request_goes_where_it_costs_least() -> None:
     """
     dispatch, loads = dispatch_of(0, 0)
     assert dispatch.choose(loads, turn(300)) == 0
-    # a whole request takes a second, and each token ten milliseconds
+    # each waiting request takes a second, and each token to compute takes ten milliseconds
     for waiting, home in (
         (0, 0),
         (2, 0),
         (4, 1),
     ):
         assert _with(dispatch, waiting, 0).choose(loads, turn(320)) == home
-    assert dispatch.choose(loads[1:], turn(340)) == 0  # index among the remaining replicas
+    # the result is an index among the remaining replicas
+    assert dispatch.choose(loads[1:], turn(340)) == 0
     fresh, loads = dispatch_of(3, 1, 2)
     assert fresh.choose(loads, turn(50, "")) == 1
     assert fresh.choose(loads, turn(50, "alone")) == 1

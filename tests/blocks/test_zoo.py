@@ -367,7 +367,8 @@ def test_a_disk_full_at_any_write_loses_nothing(
         finally:
             monkeypatch.setattr(os, "fsync", real)
         assert "No space left" in said
-        if "tuned" in zoo.names():  # only the folder's name was not yet on disk
+        # the model was stored before the failure; only the name of its folder was not yet synced
+        if "tuned" in zoo.names():
             zoo.remove("tuned")
         assert zoo.names() == ["base"]
         assert zoo.damage() == []

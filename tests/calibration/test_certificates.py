@@ -256,7 +256,7 @@ def test_the_net_p_value_is_super_uniform_by_enumeration(
     law = {1.0: (differing + epsilon) / 2, 0.0: 1 - differing, -1.0: (differing - epsilon) / 2}
     fractions = {0.5: 0.4 + epsilon, -0.5: 0.4 - epsilon, 0.0: 0.2}
     exact: list[tuple[float, float]] = []
-    # each multiset once, because the order does not matter
+    # enumerate each multiset of losses once, because the order of losses does not matter
     for losses in combinations_with_replacement(law, n):
         orders = math.factorial(n) / math.prod(math.factorial(losses.count(loss)) for loss in law)
         exact.append(

@@ -354,7 +354,7 @@ def test_the_mixture_ratio_is_low_without_change_and_high_with_it() -> None:
     _, apart = ratios(np.array([0.8, -0.8]))
     assert clean < 0
     assert together > 1.5
-    # a move against the columns' correlation is a larger change, in spite of the prior
+    # a move against the correlation of the columns counts as a larger change than a move along it
     assert apart > together
     assert ratios(np.array([0.0, 0.0]))[1] == clean
 

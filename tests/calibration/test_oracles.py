@@ -32,7 +32,8 @@ def test_plain_p_values_equal_crepes() -> None:
     theirs = base.p_values_batch(stored, new, smoothing=False)
     mirrored = Window()
     for score in stored:
-        mirrored.add(-float(score))  # crepes gives p near 0 to a worse score
+        # the sign changes, because in crepes a worse score has p near 0
+        mirrored.add(-float(score))
     assert [mirrored.rank(-float(s)).p(1.0) for s in new] == pytest.approx(list(theirs))
 
 

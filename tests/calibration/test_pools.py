@@ -191,7 +191,7 @@ def test_a_turn_is_ranked_among_all_turns_until_its_pool_is_large_enough() -> No
         alone.add(4.0 + place / 10, f"q{place}", 1)
     assert by_turn.rank(5.0, "new", 1) == alone.rank(5.0, "new", 1)
     assert by_turn.rank(5.0, "new", 1) != everything.rank(5.0, "new", 1)
-    # a turn without scores, and no turn
+    # a turn without scores is ranked like a score without a turn
     assert by_turn.rank(5.0, "new", 9) == by_turn.rank(5.0, "new", None)
 
 

@@ -133,7 +133,8 @@ def test_lines_of_one_problem_are_its_rollouts(tmp_path: Path) -> None:
     found = compare(results(tmp_path / "a.jsonl", rows), results(tmp_path / "b.jsonl", rows))
     assert found.problems == 2
     assert found.vote.first == pytest.approx((2 / 3 + 0) / 2)
-    assert found.mcnemar is None  # a share of correct rollouts is neither correct nor wrong
+    # McNemar's test needs correct or wrong, but a share of correct rollouts is neither
+    assert found.mcnemar is None
 
 
 def test_accuracy_of_rollouts_reports_cancelled_ones(atts: Any, scripted: tuple[str, ...]) -> None:
@@ -378,7 +379,8 @@ def test_the_frontier_is_pareto_optimal(record: PlanData) -> None:
     assert all(a.accuracy.value < b.accuracy.value for a, b in itertools.pairwise(kept))
 
     def is_beaten(option: Option) -> bool:
-        value = option.accuracy.value - 1e-12  # means of the same answers may differ in rounding
+        # two means of the same answers may differ by rounding
+        value = option.accuracy.value - 1e-12
         return any(
             k.target_tokens <= option.target_tokens and k.accuracy.value >= value for k in kept
         )

@@ -262,7 +262,7 @@ def test_a_dry_run_names_the_basis_of_its_estimate(
     assert larger["expected"]["draft"] == pytest.approx(10 * again["expected"]["draft"])
     assert again["expected"]["draft"] <= again["at_most"]["draft"]
     assert first["directory"] in larger["basis"]
-    # scripted models solve none of these problems, so that run gives no power
+    # scripted models solve none of these problems, so their run gives no estimate of power
     assert first["power"] == []
     assert larger["power"][0].startswith("all rollouts of 4 problems had the same result")
 

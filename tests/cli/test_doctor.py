@@ -79,7 +79,7 @@ def test_a_servers_short_context_lowers_unset_lengths(serve: Serve, tmp_path: Pa
     context = min(int(str(engine["context_length"])) for engine in result.manifest.engines.values())
     policy = open_run(tmp_path / "run").policy
     assert setup.run_policy.max_tokens == 4096
-    room = context - context // 4  # the remaining context is for the problem
+    room = context - context // 4  # a quarter of the context is left for the problem
     assert policy["max_tokens"] == room < 4096
     assert policy["turns"] * policy["chunking"]["draft_tokens"] >= policy["max_tokens"]
     told = [str(entry.event) for entry in open_run(tmp_path / "run").entries({Warned})]
@@ -413,7 +413,7 @@ def test_each_problem_of_a_server_is_one_line_with_advice(
         {"logprobs": "processed"} if case == "processed" else {}))}  # fmt: skip
     words["--target"] = serve("target", "llamacpp" if case == "scores" else "vllm")
     if case == "processed":
-        # Only a score made of the draft's log-probs needs them.
+        # Only a score made of the draft's log-probabilities needs raw log-probabilities.
         words["--set"] = "score.kind=speculative"
     elif case == "context":
         del words["--max-tokens"]

@@ -675,7 +675,8 @@ def test_cancelled_turns_count_as_spent(tmp_path: Path) -> None:
     usage = result.usage
     assert usage.drawn_tokens > 0
     assert any(sample.finish == "settled" for line in result.problems for sample in line.samples)
-    # tokens that a takeover kept from a scoring call were not written again
+    # a takeover keeps tokens that the target drew during scoring, so these tokens are not written
+    # again
     decoded = usage.target_tokens - usage.drawn_tokens
     assert written == {
         "draft": usage.draft_tokens,
@@ -884,7 +885,8 @@ def test_a_users_grader_decides(atts: Any, scripted: tuple[str, ...], tmp_path: 
     lines = [json.loads(line) for line in said.out.splitlines()]
     rules = {one["rule"] for line in lines[:-1] for one in line["samples"] if one["answer"]}
     assert rules <= {"strict"}
-    assert atts(*words, "--out", "strict").code == 2  # a run with another grader is another run
+    # the directory belongs to a run with another grader, so the command is refused
+    assert atts(*words, "--out", "strict").code == 2
     said = atts(*words, "--grader", "graders_of_mine:odd", "--out", "odd")
     statuses = {
         one["verdict"]

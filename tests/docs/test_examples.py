@@ -46,7 +46,7 @@ class Example:
     kind: str
     text: str
     line: int
-    skipped: str = ""  # the reason why it is not run
+    skipped: str = ""  # the reason why the example is not run; "" if it is run
     exit: int = 0
 
 
@@ -165,7 +165,7 @@ def run_console(example: Example, where: str) -> None:
 
 def run_command(words: str) -> tuple[int, str]:
     """Run `atts` in this process, which is faster, and any other command in a shell."""
-    words = words.partition("  # ")[0]  # drops the page's comment on the command
+    words = words.partition("  # ")[0]  # drop the comment that the page has after the command
     plain = re.sub(r"\$\(cat (\w+)\)", lambda found: Path(found[1]).read_text().strip(), words)
     if plain.startswith("atts ") and not SHELL & set(plain):
         said = io.StringIO()

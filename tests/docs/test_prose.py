@@ -125,7 +125,8 @@ HEADLESS = r"(?:What|Whatever|Which|Whichever|Who|Whose|Whoever|How|Whether|Of|B
 """Beginnings of texts that lack a noun or a verb of their own."""
 
 CODE_EXCEPTIONS: dict[str, set[str]] = {
-    "tests/docs/test_prose.py": set(RULES),  # this file lists and plants the words
+    # this file lists the restricted words and plants them in tests
+    "tests/docs/test_prose.py": set(RULES),
     # these files use a class named `Law`
     **dict.fromkeys(
         (
@@ -179,13 +180,14 @@ def remarks(path: Path) -> Iterator[tuple[int, str]]:
         if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and is_docstring):
             text = re.sub(r"^\s*(?:>>>|\.\.\.|Example:).*$", "", token.string, flags=re.M)
             text = re.sub(r"`[^`]*`|\"[^\"\n]*\"", "", text.strip('r"'))
-            # Lines that are indented would count as a page's output.
+            # Indentation is removed, because the rules read indented lines as the output of a
+            # command.
             yield token.start[0], re.sub(r"^\s+", "", text, flags=re.M)
 
 
 def dangling_comments(path: Path) -> Iterator[str]:
     """Yield the comments that begin with "of": they lack the noun that they are about."""
-    last = 0  # line of the latest comment that fills its line
+    last = 0  # line number of the latest comment that has a line to itself
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type != tokenize.COMMENT:
             continue

@@ -112,7 +112,7 @@ def mutants(answers: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:
             or _is_same(mutant.gold, mutant.answer)
         ):
             idle[kind] += 1
-            if idle[kind] > 2_000:  # this kind of change gives no more mutants
+            if idle[kind] > 2_000:  # stop if this kind of change has given no new mutant for long
                 kinds.remove(kind)
             continue
         found[mutant.gold, mutant.answer] = mutant

@@ -255,7 +255,7 @@ def test_an_unknown_name_suggests_a_known_one() -> None:
         load_dataset("mathh500")
 
 
-# Multiple choice
+# Tests of multiple choice
 
 
 def test_choices_are_read_from_positions_letters_and_words(tmp_path: Path) -> None:
@@ -305,9 +305,9 @@ def test_gpqa_shuffles_the_choices_by_seed(tmp_path: Path) -> None:
         assert problem.choices["ABCD".index(problem.answer)].startswith("right")
         assert sorted(problem.choices)[1:] == ["wrong one", "wrong three", "wrong two"]
     letters = Counter(problem.answer for problem in found)
-    # binomial(198, 1/4): 4 deviations
+    # a binomial number of 198 draws with probability 1/4, plus or minus 4 standard deviations
     assert all(25 < letters[letter] < 75 for letter in "ABCD"), letters
-    # commands without a column mapping pass empty columns
+    # empty columns, which commands without a column mapping pass, have the same effect as none
     again = load_dataset("gpqa", options=LoadOptions(columns={}, file=path))
     other = load_dataset("gpqa", options=LoadOptions(file=path, seed=1))
     assert again.digest == found.digest != other.digest
@@ -337,7 +337,7 @@ def test_choice_orders_are_fixed_for_all_time() -> None:
     ]
 
 
-# Selection
+# Tests of selections
 
 
 def problems(count: int) -> list[Problem]:

@@ -173,8 +173,8 @@ def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
     ]
     least = 0.95 - 3.5 * math.sqrt(0.0475 / 200)
     for known, found in cases:
-        # for rates closer to 0 or 1, a sample of 30 problems often misses the rare problem that
-        # differs
+        # with a rate above 0.99, a sample of 30 problems often has no problem that differs from the
+        # others
         if known <= 0.99:
             assert covered(known, [mean_estimate(values, total) for values in found]) >= least, (
                 known

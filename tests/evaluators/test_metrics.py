@@ -135,7 +135,7 @@ def test_impossible_arguments_are_errors(wrong: Any) -> None:
         wrong()
 
 
-# Votes
+# Tests of votes
 
 
 LABELS = st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=9)
@@ -236,7 +236,7 @@ def test_a_vote_does_not_depend_on_the_order_of_finishing(
     assert one[0] == pytest.approx(other[0], abs=1e-12)
 
 
-# Means over problems
+# Tests of means over problems
 
 
 def test_problems_with_too_few_samples_make_a_rate_undefined() -> None:

@@ -45,7 +45,7 @@ def test_a_detectable_difference_has_80_percent_power(problems: int, samples: in
     seen = 0
     runs = 600
     for _ in range(runs):
-        # accuracies whose mean p(1 - p) is 0.18 in both runs
+        # in both runs, the mean of p(1 - p) over these accuracies p is 0.18
         centre = np.where(draw.uniform(size=problems) < 0.5, 0.24, 0.76)
         first, second = (
             [sum(row) / samples for row in rows(draw, centre + side * gain / 2, samples)]

@@ -57,7 +57,7 @@ def problems(count: int) -> list[Named]:
     return [Named(f"p{number}") for number in range(count)]
 
 
-# order and limits
+# tests of order and limits
 
 
 def test_results_are_in_order_although_events_are_not(
@@ -377,7 +377,7 @@ def test_memory_does_not_grow_with_the_number_of_problems(
     assert peak(300) - peak(40) < 260 * 300
 
 
-# failures
+# tests of failures
 
 
 class Boom(RuntimeError):
@@ -619,7 +619,7 @@ def test_a_call_that_can_never_fit_fails_alone(
     virtually(main)
 
 
-# rounds and edges
+# tests of rounds and edges
 
 
 def test_rounds_wait_for_exactly_their_members(virtually: Virtually[float]) -> None:
@@ -632,7 +632,8 @@ def test_rounds_wait_for_exactly_their_members(virtually: Virtually[float]) -> N
         async def solve(problem: Named, scope: ProblemScope) -> list[list[dict[int, int]] | None]:
             async def rollout(line: RolloutScope[list[dict[int, int]]]) -> list[dict[int, int]]:
                 seen: list[dict[int, int]] = []
-                for turn in range(line.sample + 1):  # sample 0 leaves the round first
+                # sample 0 has the fewest turns, so it leaves the rounds first
+                for turn in range(line.sample + 1):
                     await line.call("draft", anyio.sleep, 1.0 + line.sample, turn=turn)
                     seen.append(dict(await line.meet(10 * line.sample + turn)))
                 return seen
@@ -658,7 +659,8 @@ def test_rounds_wait_for_exactly_their_members(virtually: Virtually[float]) -> N
     }
     assert [drafts[s, 1].wait for s in (1, 2)] == [1.0, 0.0]
     waited = {span.sample: span.waited for span in recording.rollouts}
-    # sample 0 took two seconds, then waited six for the last sample; and so on
+    # sample 0 waited 2 s in its round, then 6 s until the last sample ended; sample 1 had two
+    # rounds
     assert waited == {0: 2.0 + 6.0, 1: 1.0 + 1.0 + 3.0, 2: 0.0}
     assert measure(recording.nodes()).sibling_seconds == counted == sum(waited.values())
 
@@ -782,7 +784,7 @@ def test_edges_from_the_journal_are_the_live_ones(
     assert (sibling_edges(back) == set()) == (admit == "each")
 
 
-# one graph for several runs
+# tests of one graph for several runs
 
 
 def test_a_graph_can_be_reused_and_shared(virtually: Virtually[None], is_empty: IsEmpty) -> None:

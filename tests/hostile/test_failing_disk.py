@@ -107,7 +107,8 @@ class Failing(FileIO):
             taken = super().write(data[:size]) if size else 0
             if self._nth.fault is not None:
                 raise self._nth.fault()
-            return taken or super().write(data[:1]) or 0  # a short write without an error
+            # write one byte and raise no error, as a short write does
+            return taken or super().write(data[:1]) or 0
         return super().write(data) or 0
 
 
@@ -129,7 +130,7 @@ def test_a_run_resumes_after_any_failed_write(
     be resumed.
     """
     expected, writes = whole
-    # each kind of fault is tried on its own share of the writes
+    # the writes are divided among the kinds of faults, so that each write fails once
     ways = [(name, share) for name in REFUSALS for share in (0.0, 0.6)]
     way = ways.index((refusal, part)) if refusal in REFUSALS else int(5 * part)
     for number in (

@@ -264,7 +264,7 @@ def test_random_command_lines_end_with_a_message(
         try:
             [word.encode("utf-8", "surrogateescape") for word in words]
         except UnicodeEncodeError:
-            # no system passes such an argument
+            # an operating system cannot pass this argument, so the argument is replaced
             words = [word.encode("utf-8", "replace").decode() for word in words]
         if any("\0" in word for word in words):
             words = [word.replace("\0", "") for word in words]

@@ -74,7 +74,7 @@ def test_a_template_that_raises_is_refused(folder: Path, process: TemplateProces
             tokenizer.render([Message("user", "1 + 1?")])
         except UnsupportedByEngine as error:
             refused += "the chat template refuses these messages" in str(error)
-    assert refused > 15  # some errors have an empty message
+    assert refused > 15  # not all errors count, because some have an empty message
 
 
 def test_a_template_that_would_take_all_memory_is_refused(
@@ -90,7 +90,8 @@ def test_a_template_that_would_take_all_memory_is_refused(
         tokenizer._template = template  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(UnsupportedByEngine, match=f"takes more than .* in {folder}"):
             tokenizer.render([Message("user", "1 + 1?")])
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+    # less than 200,000 KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
     tokenizer._template = "{% set said = messages[0].content %}{{ said }}"  # pyright: ignore[reportPrivateUsage]
     assert tokenizer.decode(tokenizer.render([Message("user", "1 + 1?")])) == "1 + 1?"
 
@@ -185,7 +186,8 @@ def test_weights_with_a_false_header_are_refused(what: str, folder: Path) -> Non
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ModelLoadError, match=rf"{re.escape(str(folder))}|has shape"):
         load_weights(folder, config, torch.float32, torch.device("cpu"), "mine")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB
+    # less than 400,000 KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000
 
 
 @pytest.mark.parametrize("power", [40, 33])
@@ -201,7 +203,8 @@ def test_weights_larger_than_any_memory_are_refused_unread(power: int, folder: P
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ModelLoadError, match=r"has shape|damaged|lacks the weight"):
         load_weights(folder, config, torch.float32, torch.device("cpu"), "mine")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+    # less than 200,000 KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
 
 
 def test_a_folder_with_a_gguf_file_alone_is_refused_for_that_reason(tmp_path: Path) -> None:

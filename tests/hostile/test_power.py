@@ -30,8 +30,8 @@ class Disk:
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.contents: dict[int, bytes] = {}  # contents by inode
-        self.names: dict[int, dict[str, int]] = {}  # entries of a directory, keyed by its inode
+        self.contents: dict[int, bytes] = {}  # contents of each file, keyed by its inode
+        self.names: dict[int, dict[str, int]] = {}  # entries of each directory, keyed by its inode
         self.after_each: Callable[[], None] = lambda: None
         self.crash_at = -1
         self.calls = 0

@@ -131,7 +131,7 @@ def spoilt(text: bytes) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
     try:
         whole = json.loads(text)
     except ValueError:
-        return  # metrics of the server are text
+        return  # a reply with the server's metrics is not JSON but text
     for path in places(whole):
         for new in IMPOSSIBLE:
             if not may_be(path[-1], new):

@@ -79,7 +79,7 @@ class HostileServer:
             daemon_threads = True
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                pass  # a handshake that the client aborted
+                pass  # ignore errors of handshakes that the client aborted
 
         self._server = Server(("127.0.0.1", 0), Handler)
         scheme = "http"

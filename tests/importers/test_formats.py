@@ -242,7 +242,8 @@ def test_nemo_skills_numbers_rollouts_by_seed(tmp_path: Path, run_import: Import
     for seed, grade in ((2, {"symbolic_correct": True}), (10, {"judgement": "Judgement: No"})):
         rows = [nemo_row(n, str(n + 1), **grade, reward_model_score=0.5) for n in range(2)]
         write_lines(folder / f"output-rs{seed}.jsonl", rows)
-    write_lines(folder / "output.jsonl", [nemo_row(9, "0")])  # a file of other rollouts
+    # a file with other rollouts, which the import must ignore
+    write_lines(folder / "output.jsonl", [nemo_row(9, "0")])
     made = run_import("nemo-skills", tmp_path)
     finished, outcomes, run = read(made.directory)
     assert made.scores == ("reward",)

@@ -155,7 +155,7 @@ def test_memory_does_not_grow_with_the_file(
     """An import of eight times the bytes or rollouts adds only a small part of the additional size
     to the memory.
     """
-    # a usual block would be larger than the smallest of these test files
+    # read small blocks, because a usual block is larger than the smallest of these test files
     monkeypatch.setattr("atts.importers.records._BLOCK", 1 << 14)
     sizes: list[int] = []
     peaks: list[int] = []

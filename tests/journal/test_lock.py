@@ -78,7 +78,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         assert parent.wait(30) == 0
-        os.kill(child, 0)  # the child still runs
+        os.kill(child, 0)  # raises an error unless the child still runs
         with locked(lock, tmp_path):
             assert lock.read_text() == f"{os.getpid()}\n"
         assert parent.stdin is not None

@@ -204,7 +204,7 @@ def test_a_model_is_recognised_by_its_log_probabilities(tmp_path: Path) -> None:
     """
     known = Manifest(known_logprobs={"target": (-1.0, -9.0, -0.2)})
     known.check(Manifest(known_logprobs={"target": (-1.05, -9.1, -0.2)}), tmp_path)
-    # an older run stored no log-probabilities, or this run does not use the model
+    # nothing is compared if the run is older and stored no log-probabilities, or used another model
     known.check(Manifest(), tmp_path)
     known.check(Manifest(known_logprobs={"draft": (-5.0,)}), tmp_path)
     for others in ((-1.4, -8.0, -0.2), (-1.0, -9.0), (1e308, -1e308, 0.0), (math.nan, -9.0, -0.2)):

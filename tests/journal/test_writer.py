@@ -360,7 +360,7 @@ async def test_an_interval_is_waited_for_between_syncs(
         for place in range(100):
             times[0] = place / 10
             journal.record(Warned("line", str(place)))
-            # gives the worker thread that syncs its turn
+            # let the worker thread that syncs the file run
             for _ in range(20):
                 await anyio.sleep(0.0005)
         during = len(synced) - before

@@ -176,7 +176,8 @@ def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
     steps: list[list[Command]] = [[] for _ in range(120)]
     cancelled: set[int] = set()
     for request_id in range(1, 1001):
-        at = (request_id - 1) // 10  # ids rise in order of arrival
+        # the step at which this request arrives; ten requests arrive at each step
+        at = (request_id - 1) // 10
         request = SampleRequest(
             ids_of(request_id % 7, 20),
             int(choice.integers(1, 9)),

@@ -354,7 +354,8 @@ def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
     before = copy.update(table, np.arange(8), 1)
     for _ in range(200):
         row = int(random.integers(8))
-        if random.random() < 0.1:  # another sequence gets the row of the table
+        # in a tenth of the steps, another sequence gets this row of the table
+        if random.random() < 0.1:
             lengths[row] = int(random.integers(1, 300))
             table[row, : lengths[row]] = random.integers(1, 10_000, lengths[row])
         elif lengths[row] < 300:
@@ -470,7 +471,7 @@ def test_the_least_recently_used_graph_is_dropped(
         return graphs.run(batch, table, RowBlocks.of(batch)) is not None
 
     assert [step(50), step(50), step(100), step(100)] == [False, True, False, True]
-    assert step(50)  # used later than the graph of the second layout
+    assert step(50)  # this use makes the first layout more recent than the second
     assert [step(200), step(200)] == [False, True]
     assert len(captures) == 3
     assert step(50)

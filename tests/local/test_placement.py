@@ -117,7 +117,8 @@ def test_a_pair_is_sized_together_before_either_loads(
     assert 64 <= first <= 8 * 64
     assert first == min(8 * 64, spare // sum(size.token for size in sizes))
     assert abs(second - first) <= 2 * SPARE_SLOTS
-    # Each cache's additional slots are counted in the workspace.
+    # The bytes of additional slots of each cache belong to the workspace, not to the planned
+    # caches.
     besides = SPARE_SLOTS * sum(size.token for size in sizes)
     assert gpus.used[0] <= total + besides
 

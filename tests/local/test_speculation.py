@@ -197,7 +197,9 @@ def is_always_right(folder: Path, room: int) -> bool:
         patch.setattr(Proposals, "_checked", lambda self, ask, proposal: proposal)
         storm(folder, folder, room, (Sampling(3.0),))
     assert len(missing) > 15
-    return sum(missing) <= 2  # except for a near tie between two ways to compute
+    # two differences are allowed, because near ties may be decided differently by two ways to
+    # compute
+    return sum(missing) <= 2
 
 
 def test_one_call_drafts_the_tokens_of_single_steps(make_model: Make, near: Path) -> None:

@@ -129,7 +129,7 @@ def test_stages_give_the_replies_of_one_process(
     folder = make_model(family, eos_token_id=None)
     settings = {"kernel": kernel, "kv_tokens": 200, "max_batch": 8, "stage_steps": 1}
     threads = torch.get_num_threads()
-    # as in a loop's thread, because torch's sums depend on the number of threads
+    # one thread, as in the thread of a loop, because torch's sums depend on the number of threads
     torch.set_num_threads(1)
     alone, staged = (drive(folder, crowd(), **settings, stages=count) for count in (1, stages))
     torch.set_num_threads(threads)

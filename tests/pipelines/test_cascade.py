@@ -92,7 +92,7 @@ def test_the_target_alone_may_vote_on_what_is_escalated(attempt: Solve) -> None:
     policies = {
         vote: replace(CASCADE, escalated_vote=vote, first_wave=6, samples=8) for vote in kinds
     }
-    weak = Skill(right=0.45, typical=0.9)  # mistakes that siblings share
+    weak = Skill(right=0.45, typical=0.9)  # a model whose rollouts often make the same mistake
     found = {
         vote: attempt(
             policy,

@@ -147,7 +147,7 @@ class Run:
 
     def _text(self, chunks: int, chance: random.Random) -> Text:
         known = {"draft": 0, "target": 0}
-        written = 100  # a prompt of this many tokens
+        written = 100  # number of tokens known so far, at first those of the prompt
         for length in [max(4, round(chance.gauss(40, 12))) for _ in range(chunks)]:
             chunk = None if self._method == "target-only" else self._choice.begin(self._now)
             end = written + length

@@ -60,7 +60,7 @@ POLICY = Policy(
     sampling=Sampling(),
     early_stop="none",
     system="",
-    repeats=99,  # off, because the limit on repetition changes the distribution
+    repeats=99,  # in effect no limit on repeated chunks, because the limit changes the distribution
 )
 RAW = Sampling()
 
@@ -307,7 +307,7 @@ def exact(engine: TableEngine, sampling: Sampling = RAW) -> dict[str, float]:
 
 
 REPLACING = replace(POLICY, takeover="replace", answers="verify")
-# more texts than for the planted bugs, because temperatures differ less
+# more texts than for the planted bugs, because a wrong temperature changes the distribution less
 TEMPERED = replace(REPLACING, samples=2 * POLICY.samples)
 
 
@@ -388,7 +388,8 @@ def test_a_wrong_temperature_fails_the_test() -> None:
 
 
 GATED = replace(REPLACING, score=ScoreRule("mean"))
-CUT = ThresholdGate(6.0)  # a threshold on the perplexity under the target
+# escalates chunks whose perplexity under the target is above this threshold
+CUT = ThresholdGate(6.0)
 
 
 def gated(

@@ -100,7 +100,7 @@ def test_questions_are_ranked_among_their_own_scores(
     assert len(live) == questions
     rates: list[float] = []
     for question, (key, values) in enumerate(live.items()):
-        del key  # questions have the order of the flat array
+        del key  # the key is not needed, because the questions have the order of the flat array
         pool = np.array(scores.scores[question * 16 : question * 16 + 16])
         decided = [gate.decide(Features(str(question)), value).escalate for value in values]
         assert decided == [(pool < value).mean() >= 0.6 for value in values]

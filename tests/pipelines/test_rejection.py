@@ -330,7 +330,7 @@ def test_a_failed_takeover_wastes_the_drafted_chunks_once(attempt: Solve) -> Non
         kept = sum(chunk.tokens for turn in rollout.turns for chunk in turn.chunks)
         usage = rollout.usage
         assert usage.draft_tokens + usage.target_tokens == kept + usage.wasted_tokens
-    # two chunks each: the judged chunk and the chunk drafted ahead
+    # a failed rollout wastes two chunks: the judged chunk and the chunk drafted ahead
     assert max(rollout.usage.wasted_tokens for rollout in failed) > 20
 
 
@@ -444,5 +444,5 @@ def test_one_model_can_be_draft_and_target(attempt: Solve) -> None:
     assert scored
     for turn in scored:
         own = turn.chunks[0].logprobs[: len(turn.chunks[0].draft_ids)]
-        # scores are rounded
+        # only approximately equal, because scores are rounded
         assert turn.score == pytest.approx(math.exp(-math.fsum(own) / len(own)), rel=1e-4)

@@ -58,7 +58,7 @@ def test_no_rollout_thinks_longer_than_its_budget(
         assert whole <= BUDGET if thought is None else thought <= BUDGET
         assert sum(turn.is_forced for turn in rollout.turns) == (thought is not None)
     assert sum(rollout.text.count("I have no time left") for rollout in rollouts) == len(stopped)
-    # the inserted text ends with the beginning of the answer; no model opened a block
+    # no model opened a think block, so the inserted text closes none
     assert all("</think>" not in rollout.text for rollout in rollouts)
     assert any(rollout.answer is not None for rollout in stopped)
 

@@ -60,7 +60,7 @@ Way = Literal["outside", "die", "refuse"]
 KILLS: tuple[Way, ...] = ("outside", "outside", "die", "die")
 # lists every engine call that began, with process and key, before the engine is asked
 CALLS = "calls.txt"
-FULL = "full"  # written in place of a key when the disk was full for the first time
+FULL = "full"  # written to the list in place of a key, once the disk was full for the first time
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,12 @@ class Order:
     problems: int = 3
     seed: int = 5
     room: int | None = None  # bytes that this session can write into its journal
-    # what happens at the next byte: SIGKILL in the middle of a write, or no space
+    # what happens once the room is used up: "die" is SIGKILL in the middle of a write, "refuse" a
+    # full disk
     then: Literal["die", "refuse"] = "die"
     signals: Literal["handle", "ignore"] = "ignore"
-    slowness: float = 1.0  # slows the engines, so that the kill comes while this child works
+    # factor by which the engines are slower, so that the kill comes while this child works
+    slowness: float = 1.0
 
 
 class CountingEngine(ScriptedEngine):
@@ -290,7 +292,8 @@ def crash_runs(
         directory = folder / f"run {number}"
         found = crash(children, directory, whole, min(most, kills), seed * 1000 + number)
         kills -= found.kills
-        unharmed += not found.kills  # a busy machine may be late with a kill from outside
+        # on a busy machine, a run may end before it is killed from outside
+        unharmed += not found.kills
         assert unharmed < 5, "runs end before they can be killed"
         number += 1
         yield directory, found
@@ -360,7 +363,7 @@ def check_calls(
         elif isinstance(entry.event, SessionOpened):
             pids[str(entry.event.pid)] = entry.session
     begun: dict[str, set[str]] = {}
-    # a call begun after the disk was full, before every task noticed
+    # keys of calls that began after the disk was full, because their tasks had not noticed yet
     late: dict[str, set[str]] = {}
     seen: set[str] = set()
     repeated = 0
@@ -374,7 +377,7 @@ def check_calls(
         seen.add(key)
     for pid in begun.keys() | late.keys():
         keys = begun.get(pid, set())
-        session = pids.get(pid, 0)  # none if the process died before its first line was whole
+        session = pids.get(pid, 0)  # 0 if the process died before its first line was complete
         earlier = set().union(
             *(found for number, found in recorded.items() if 0 < number < session)
         )

@@ -50,7 +50,7 @@ SHARES: Mapping[FaultKind, float] = {
 # the same sets of problems under other seeds, because the toy models remember every distribution
 # that they ever made
 _SETS = 6
-_CACHE = 8192  # KV tokens of each local engine
+_CACHE = 8192  # number of KV tokens that each local engine can cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class Level:
     threads: int
     files: int
     tasks: int
-    in_flight: int  # requests that the engines still know
-    blocks: int  # KV tokens locked by a sequence in the local engines
-    temporary: int  # files left in the folder of runs
+    in_flight: int  # number of requests that the engines still know
+    blocks: int  # number of KV tokens that sequences lock in the local engines
+    temporary: int  # number of files left in the folder of runs
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class Station:
     target: Engine
     problems: Callable[
         [int, int], Sequence[Problem]
-    ]  # takes the number of problems and the number of the episode
+    ]  # called with the number of problems and the number of the episode
     policy: Policy
     models: tuple[LocalEngine, ...] = ()  # `soak` sums the KV blocks that these engines hold
 
@@ -142,8 +142,8 @@ async def _scripted(stack: AsyncExitStack, drift: ScoreDrift) -> Station:
 
 
 async def _embedded(stack: AsyncExitStack) -> Station:
-    # A small cache is soon full, so that what grows later is a leak; with threads it is this
-    # process that grows.
+    # A small cache is soon full, so memory that grows later is a leak. With threads in place of
+    # child processes, a leak makes this process grow.
     options = LocalOptions(worker="thread", kv_tokens=_CACHE)
     models = tuple(LocalEngine(path(role), name=role, options=options) for role in EMBEDDED)
     draft, target = [
@@ -174,7 +174,7 @@ async def _episode(
     result = await _run(station, problems, directory, live, number)
     _compare(result, live, tally, f"{kind}, run {number}")
     failed = any(sample.finish == "failed" for line in result.problems for sample in line.samples)
-    if not failed:  # failed problems would be tried again
+    if not failed:  # a run with failed problems is left out, because it would try them again
         await _recall(kind, station, problems, directory, result, tally=tally, number=number)
     tally.episodes[kind] = tally.episodes.get(kind, 0) + 1
     tally.problems += len(problems)
@@ -231,7 +231,7 @@ def _compare(result: RunResult, live: Mapping[str, Outcome], tally: Tally, name:
     for outcome in result.outcomes():
         seen = live.get(outcome.problem.id)
         if seen is None:
-            continue  # ended during the cancellation, so the listener got no event
+            continue  # the problem ended during the cancellation, so the listener got no event
         tally.compared += 1
         if not _same(outcome, seen):
             tally.differences.append(

@@ -160,5 +160,5 @@ def test_live_runs_end_within_the_bounds_of_a_replay(tmp_path: Path) -> None:
             accuracy = replay(recorded, rate=rate).replayed.accuracy
             inside += accuracy.low <= live.value <= accuracy.high
             cases += 1
-    # if 95 % are inside, 16 or fewer of 20 have a probability of 0.3 %
+    # if 95 % of live runs are inside the bounds, 16 or fewer of 20 runs have a probability of 0.3 %
     assert inside > 16

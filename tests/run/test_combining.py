@@ -99,7 +99,7 @@ def test_a_selector_of_known_skill_gains_as_computed(world: Any, selector: Selec
         variance += chance * (1 - chance)
     seen = sum(one.is_correct for one in split)
     assert len(split) > 30
-    assert variance > 1  # for enough problems the outcome depends on chance
+    assert variance > 1  # the test needs enough problems whose outcome depends on chance
     assert abs(seen - expected) < 3 * variance**0.5, (seen, expected, variance)
     found = result.combined
     assert found.split == len(split)
@@ -125,7 +125,7 @@ def test_a_perfect_selector_reaches_the_best_of_the_finalists(world: Any) -> Non
     written = world.run(
         planned(world, Selector(1.0), "synthesize"), world.session(None), problems=100
     ).combined
-    # a synthesis may also be correct if no rollout is
+    # a synthesis may be correct even if no rollout is correct
     assert written.gain.value >= perfect.gain.value
 
 
@@ -166,7 +166,7 @@ def test_a_killed_combining_run_resumes_to_the_same_answers(
     text = journal.read_bytes()
     marks = [place for place in range(len(text)) if text.startswith(b'"combining"', place)]
     draws = random.Random(1)
-    # before, inside and after comparisons, and anywhere
+    # cut the journal at three comparisons and at four random positions
     places = [*draws.sample(marks, 3), *(draws.randrange(len(text)) for _ in range(4))]
     for place in places:
         shutil.rmtree(world.tmp_path / "copy", ignore_errors=True)
@@ -192,7 +192,8 @@ def test_auto_ignores_a_selector_without_skill(world: Any) -> None:
     found = world.run(planned(world, coin, "auto"), world.session(None), problems=160).combined
     assert outright.gain.value < -0.005
     assert found.gain.value >= -0.005
-    assert found.split < outright.split  # the run stopped calling the target
+    # fewer problems were compared, because the run stopped calling the target
+    assert found.split < outright.split
 
 
 def test_auto_uses_a_skilled_selector_after_its_trial(world: Any) -> None:
@@ -232,7 +233,8 @@ def _loss_of_a_coin(seed: int, is_graded: bool, share_split: float) -> float:
         plan = combiner.plan("auto", share, 2)
         # the finalist with more votes is correct more often
         right = draws.choices(("first", "second", "none"), (0.5, 0.25, 0.25))[0]
-        verdicts = [draws.random() < 0.5 for _ in range(2)]  # votes for the second finalist
+        # whether each of two verdicts is for the second finalist
+        verdicts = [draws.random() < 0.5 for _ in range(2)]
         chosen = "second" if all(verdicts) else "first"
         known = Combination(
             plan,

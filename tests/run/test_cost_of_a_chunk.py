@@ -42,11 +42,12 @@ FOLDERS = {
         for name in ("calibration", "evaluators", "pipelines")
     ),
 }
-# The limit is a few calls above the count, because one or two depend on whether a queue is empty.
+# The limit is a few calls above the measured count, because one or two calls depend on whether a
+# queue is empty.
 FUNCTIONS = 102
 FILES = 21
 CALLS = 145
-CHANGES = 69  # a call into another file than the call before
+CHANGES = 69  # number of calls into a file other than that of the previous call
 LINES = 5
 
 
@@ -115,7 +116,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
     async def main() -> None:
         draft, target = (LocalEngine(path(role), name=role) for role in EMBEDDED)
         async with draft, target:
-            # otherwise the journal is synced after an interval, in the middle of a chunk
+            # sync only at the end, because syncs after an interval would fall into the middle of a
+            # chunk
             journal = JournalOptions(durability="close")
             session = RunOptions(directory, [meter], journal, engines="are open", signals="ignore")
             sys.setprofile(meter.profile)

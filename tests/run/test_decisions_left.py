@@ -121,11 +121,12 @@ def test_a_settled_problem_has_no_decisions_left() -> None:
     left = RunLengthEstimate(4, 2)
     decide(left, "0", 0, 0)
     left.conclude("0")
-    # one of two rollouts took a decision, so three of the remaining six will
+    # one of two rollouts took a decision, so half of the remaining six rollouts are expected to
+    # take one
     assert left.share == pytest.approx(3 / 4)
     for problem in "123":
         left.conclude(problem)
-    # never 0, because the decision about to be taken counts
+    # the forecast is never 0, because the decision that is about to be taken counts
     assert left.share == pytest.approx(1 / 2)
 
 

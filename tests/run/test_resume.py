@@ -381,7 +381,7 @@ def test_a_finished_run_is_only_read(world: Any, outcomes: Outcomes) -> None:
     again = world.run(world.plan(draft=draft), world.session())
     assert (again.status, again.problems, again.sessions) == ("finished", first.problems, 2)
     assert again.seconds == pytest.approx(first.seconds)
-    # however often the run is opened
+    # the seconds do not grow, however often the run is opened
     assert world.run(world.plan(), world.session()).seconds == again.seconds
     assert draft.stats().requests == 0
     assert outcomes(again) == outcomes(first)

@@ -666,7 +666,7 @@ def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
     plan = replace(usual, pipeline=answering, grade=slow, policy=replace(usual.policy, samples=8))
     result = world.run(plan, world.session(listeners=[crowd]), problems=24)
     assert len(result.problems) == 24
-    assert crowd.most <= 4  # a limit on their number alone would allow eight
+    assert crowd.most <= 4  # a limit on the number of open problems alone would allow eight
 
 
 def test_a_calibrator_forgets_finished_problems(world: Any) -> None:
@@ -719,7 +719,7 @@ def test_every_gate_forgets_finished_problems(world: Any, wants: dict[str, Any])
     while waiting:
         gate = waiting.pop()
         if isinstance(gate, Calibrator):
-            gate.settle()  # scores that wait for the score of a lost chunk
+            gate.settle()  # add the scores that were waiting for the score of a lost chunk
             state = gate.state()
             assert "toy-" not in repr([state["pool"], state["controller"]])
             continue

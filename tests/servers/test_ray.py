@@ -28,7 +28,7 @@ from atts.testing import CheckOptions, Latency, ScriptedEngine, ToyTokenizer, ch
 
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
 HALF = RayOptions(actors=2, cpus=0.5, open_seconds=120.0)
-# atts cannot mend Ray's own warnings
+# Ray's own warnings are ignored, because atts cannot prevent them
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
@@ -182,7 +182,8 @@ async def test_stages_in_actors_give_the_bits_of_one_process(cluster: Any) -> No
         with anyio.fail_after(120):
             with pytest.raises(EngineUnavailable, match="the stage of layers . to . died"):
                 await engine.sample(ask)
-            assert await cast(RayEngine, engine).comes_back()  # a run also waits before it retries
+            # wait for the engine's return, as a run does before it retries
+            assert await cast(RayEngine, engine).comes_back()
             assert (await engine.sample(ask)).logprobs == wanted.logprobs
 
 

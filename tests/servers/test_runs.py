@@ -409,7 +409,7 @@ class CountedScores(ScriptedEngine):
     [
         ("draft-only", {}, "none"),
         ("coin", {}, "none"),
-        # its score and its vote need the log-probabilities of scored chunks only
+        # the score and the vote of method `atts` need log-probabilities only of scored chunks
         ("atts", {}, "none"),
         # this score compares the log-probabilities of both models
         ("atts", {"score": ScoreRule("speculative")}, "draft"),

@@ -190,7 +190,8 @@ def test_a_reader_that_stops_fills_a_bounded_buffer(monkeypatch: pytest.MonkeyPa
                 with anyio.fail_after(60):
                     while buffered() < 1 << 16:
                         assert (await client.chat(model="target")).status_code == 200
-                # the rest waits as text, which the request's caps limit
+                # text that does not fit into the buffers waits in the server; the request's caps
+                # limit its size
                 with anyio.fail_after(60):
                     while draft.asked <= Wordy.CHUNKS:
                         assert (await client.chat(model="target")).status_code == 200
@@ -241,7 +242,7 @@ def test_a_body_of_100_megabytes_is_refused_after_the_first() -> None:
                 assert response.status_code == 413
             except httpx2.TransportError:
                 pass  # the connection was closed while the client still sent
-            # the sockets may buffer some more, but not much
+            # more than the server's limit may have been sent, because the sockets buffer some bytes
             assert sent < 40 << 20
             assert (await client.chat()).status_code == 200
             assert client.service.in_flight == 0

@@ -27,7 +27,8 @@ class Machine:
     """A simulated machine: proposed tokens are accepted independently, and step times are noisy."""
 
     ends = 0.01
-    # share of sequences replaced per step; seconds for a sequence without earlier proposals
+    # share of sequences that are replaced per step, and seconds for each sequence that gets its
+    # first proposal
     catching_up = 0.0
 
     def __init__(
@@ -46,7 +47,7 @@ class Machine:
         self._new = count(1)
         self._keys: list[int] = []
         self.expected = self.came = 0.0  # seconds of the steps that have a forecast
-        # true and reported seconds of the same number of tokens without proposals
+        # true and reported seconds that the same number of tokens would take without proposals
         self.plain = self.saved = 0.0
         self.looked: list[int] = []  # number of steps that each forecast represents
 
@@ -237,7 +238,7 @@ def test_speculation_turns_off_and_on_with_acceptance(sequences: int) -> None:
     """
     machine = Machine(straight(1e-3, 3e-4 / sequences), 3e-4 / sequences)
     assert mean(list(machine.steps(400, sequences, 0.9))[-100:]) > 0.8
-    # except for two trials of four tokens
+    # the mean length is not 0, because lengths are tried again twice with four tokens
     assert mean(list(machine.steps(300, sequences, 0.2))[200:]) < 0.33
     assert mean(list(machine.steps(1600, sequences, 0.9))[-100:]) > 0.8
 

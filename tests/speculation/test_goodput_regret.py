@@ -38,7 +38,8 @@ class Text:
 class Machine:
     """A simulated machine that writes texts, with lengths that are chosen or fixed."""
 
-    looking = 4e-5  # seconds to measure a step; in other steps an eighth of this is spent
+    # seconds that measuring a step takes; a step that is not measured takes an eighth of this
+    looking = 4e-5
 
     def __init__(
         self, lengths: GoodputControl | int, draft: str, seed: int = 0, is_shared: bool = False
@@ -175,7 +176,7 @@ class Rounds(Machine):
 
     looking = 8e-5
     dear = DEAR
-    _left = 0  # texts of this round that have not begun
+    _left = 0  # number of texts of this round that have not begun
 
     def rate_of(self, tokens: int, sequences: int) -> float:
         """Return the tokens per second over this many tokens."""
@@ -328,8 +329,8 @@ class Prompts(Machine):
         ("weaker", 1, 0.04, 0.97),
         ("weaker", 8, 0.04, 0.97),
         ("embedded", 4, 0.04, 0.97),
-        ("embedded", 4, 0.01, 0.97),  # the control rarely decides about proposals that nearly pay
-        # the error of a plain step's estimate is as large as the loss of these proposals
+        ("embedded", 4, 0.01, 0.97),  # proposals that nearly pay are rarely stopped
+        # the loss by these proposals is as small as the error of the estimated time of a plain step
         ("embedded", 4, 0.003, 0.96),
     ],
 )

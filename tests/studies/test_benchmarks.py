@@ -113,7 +113,7 @@ def test_a_chart_is_an_svg_with_a_line_per_name(tmp_path: Path) -> None:
     assert svg.get("aria-label") == "Growth of things"
     texts = {element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")}
     assert {"a", "b <&>", "n", "seconds"} <= texts
-    # no point without a number, none at log 0
+    # cells without a number, and 0 on a logarithmic axis, give no point
     assert len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == 3
 
 
@@ -142,7 +142,8 @@ def _shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]
 _STUDIES_OF = {
     "frontier": {"frontier", "field"},
     "serving": {"serve"},
-    "statistics": {"statistics", "small", "replay"},  # small, live runs and replays too
+    # this page also has small runs, and live runs compared with replays
+    "statistics": {"statistics", "small", "replay"},
 }
 
 

@@ -190,7 +190,8 @@ def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
     assert rows["cascade 8 + 4", 0.5][3] == 1.0
     assert rows["cascade 8 + 4, by a coin", 0.5][3] == 0.75
     assert rows["cascade 8 + 4", 0.5][5].startswith("0.250")
-    # each problem costs the same, so equal shares are equal tokens
+    # all problems cost the same number of tokens, so the gain at equal tokens equals the gain at an
+    # equal rate
     assert rows["cascade 8 + 4", 0.5][6].startswith("0.250")
 
 
@@ -208,7 +209,8 @@ def test_classes_of_problems_are_compared_at_equal_target_rollouts() -> None:
     assert rows["target alone where escalated"][4].startswith("0.000")
     assert rows["stop, one, four"][3].startswith(f"{0.5 + 0.2 + 0.3 / 5:.3f}")
     assert rows["more drafts, then four"][3].startswith("0.800")
-    # a rate of 1 is less than four times 0.3, so a single rollout each costs a little less
+    # one rollout for every problem is less than four rollouts for 0.3 of the problems, so this row
+    # costs less
     assert [row[5] for row in rows.values()] == [12, 10, 12, 12, 12]
 
 
@@ -250,7 +252,8 @@ def test_a_judge_finds_planted_advantages_on_problems_that_it_never_saw() -> Non
         predicted = judges.learned(measured, values)
         rows = np.arange(60)
         above = judges._above_coin(predicted, values, 0.25, rows)
-        found.append(above / (1 - values.mean()))  # as a share of what a perfect score finds
+        # the gain as a share of the gain of a perfect score
+        found.append(above / (1 - values.mean()))
     assert found[0] == pytest.approx(1.0)
     assert abs(found[1]) < 0.5
 
@@ -290,7 +293,7 @@ def test_a_coin_is_given_the_tokens_that_the_cascade_spends() -> None:
     problems instead of 1/2.
     """
     rows = {(row[0], row[2]): row for row in judges.cascade_table(planted(30)).rows}
-    # the whole gain of 0.5, minus the coin's share of 0.75
+    # the cascade gains 0.5, and the coin gains 0.75 of this
     assert rows["cascade 8 + 4", 0.5][6].startswith("0.125")
 
 

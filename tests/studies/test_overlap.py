@@ -97,7 +97,7 @@ def test_mirror_takes_what_its_equation_says(depth: float, message: float) -> No
     assert tokens == close(expected_tokens(0.8, 4))
     assert line.hits / line.guessed == close(0.9)
     missed = (1 - line.hits / line.guessed) * 4 / 5
-    first = 4 / 5 + message  # the first draft, before the first verification
+    first = 4 / 5 + message  # seconds of the first draft, which comes before the first verification
     assert (line.seconds - first) / line.steps == pytest.approx(
         mirror_seconds(depth, message, 4 / 5) + missed
     )
@@ -113,7 +113,7 @@ def test_grouped_attentions_take_the_time_of_the_formula(layers: int, group: int
     change.
     """
     attention = 0.5 / 5 / layers
-    mlp = 0.5 / 5 / layers  # five exact draft steps per target step
+    mlp = 0.5 / 5 / layers  # five exact draft steps take as long as one target step
     places = AcceptanceTrace.drawn((0.8,), 300, 1)
     line = serial(places, even(5), 4, fuzzy_devices(layers, group, attention, mlp))
     drafting = grouped_drafting(layers, 1, attention, mlp) + 3 * grouped_drafting(

@@ -95,7 +95,8 @@ def test_lateness_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def seconds(law: Any) -> float:
         async with servers.engine("target", PAIR, law) as engine:
             began = anyio.current_time()
-            await engine.score(ScoreRequest((7,) * 600, (7, 8, 9)))  # some ten steps of prefill
+            # the prefill takes about ten steps
+            await engine.score(ScoreRequest((7,) * 600, (7, 8, 9)))
             return anyio.current_time() - began
 
     with servers.pair_law() as law:

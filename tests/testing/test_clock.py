@@ -119,7 +119,7 @@ def test_a_thread_is_waited_for(backend: Backend, kind: str) -> None:
             group.start_soon(nap)
         return anyio.current_time()
 
-    for _ in range(2):  # the second time the thread comes from the pool of idle threads
+    for _ in range(2):  # in the second run, the thread comes from the pool of idle threads
         assert run_virtual(main, backend=backend) == 30.0
     assert log == ["thread", "timer"] * 2
 

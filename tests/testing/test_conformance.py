@@ -385,7 +385,7 @@ DROPS_THE_STOP = answers(drops_the_stop)
 IGNORES_TOP_K = ignores(top_k=0)
 # the random numbers of all requests come from one stream, in order of arrival
 ONE_STREAM = seeded(_arrival)
-# pairs each token with the distribution after it
+# a planted bug that gives each token the score of the next token
 OFF_BY_ONE = scores(lambda logprobs, _: (*logprobs[1:], logprobs[0]))
 
 

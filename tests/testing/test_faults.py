@@ -85,7 +85,7 @@ def flaw(engine: Engine, answer: Completion | Scores) -> str:
         return "wrong_ids"
     if isinstance(answer, Completion) and max(answer.ids) >= engine.spec.vocabulary:
         return "wrong_ids"
-    return "slow"  # a correct reply
+    return "slow"  # a slow reply is correct
 
 
 @ways

@@ -41,7 +41,7 @@ def answer(text: str) -> str | None:
     return found[-1] if found else None
 
 
-# tokenizer
+# tests of the tokenizer
 
 
 @QUICK
@@ -110,7 +110,7 @@ def test_dialects_have_different_digests() -> None:
         ToyTokenizer("plane")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-# distributions
+# tests of distributions
 
 samplings = st.builds(
     Sampling,
@@ -122,7 +122,7 @@ samplings = st.builds(
 weights = st.dictionaries(
     st.integers(0, 11), st.integers(1, 1000).map(lambda n: n / 100), min_size=1, max_size=6
 )
-# in hundredths, so two are equal or differ by more than rounding
+# weights are multiples of 0.01, so two weights are equal or differ by more than rounding
 
 
 def dense(distribution: Distribution, size: int = 12) -> Vector:
@@ -229,7 +229,7 @@ def test_scores_are_the_log_probs_of_sampling(
             assert writer.score(ScoreRequest(ids + head, rest)) == done.logprobs[cut:]
 
 
-# problems and texts
+# tests of problems and texts
 
 
 def test_distributions_that_were_forgotten_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

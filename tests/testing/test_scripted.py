@@ -17,7 +17,7 @@ from atts.testing import Latency, ScoreDrift, ScriptedEngine, run_virtual, toy_p
 from atts.testing.toy_model import _nucleus  # pyright: ignore[reportPrivateUsage]
 
 Backend = Literal["asyncio", "trio"]
-# a problem of ten steps or more
+# a problem with at least ten steps
 PROBLEM = next(problem for problem in toy_problems(20) if problem.level == 5)
 QUICK = settings(max_examples=60, deadline=None)
 
@@ -38,7 +38,7 @@ def request(engine: ScriptedEngine, sample: int = 0, tokens: int = 20) -> Sample
     return SampleRequest(ids_of(engine), tokens, seed=Seed(sample=sample), rollout=str(sample))
 
 
-# time
+# tests of time
 
 
 def test_latency_is_a_sum_of_its_parts(backend: Backend) -> None:
@@ -99,7 +99,7 @@ def test_real_latency_is_real() -> None:
     assert anyio.run(main) >= 0.05
 
 
-# queue
+# tests of the queue
 
 
 def test_slots_bound_what_runs_at_once_and_queue_in_order(backend: Backend) -> None:
@@ -190,7 +190,7 @@ def test_cancelling_frees_the_slot_at_once(backend: Backend) -> None:
     run_virtual(main, backend=backend)
 
 
-# replies
+# tests of replies
 
 
 @pytest.mark.anyio
@@ -247,7 +247,7 @@ def test_drift_is_planted_where_it_was_asked_for() -> None:
         ScoreDrift(when="turns")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-# life
+# tests of opening and closing
 
 
 @pytest.mark.anyio

@@ -53,8 +53,8 @@ PUBLISHED: dict[str, Any] = {
     "rate": 0.4,
     "concurrency": 256,
 }
-"""As the published suites have it: 16 samples, 15 turns, pieces of 500 tokens, temperature 0.8,
-nothing cut short.
+"""Settings of the published suites: 16 samples, 15 turns, chunks of 500 tokens, temperature 0.8,
+and no early stop.
 """
 _PUBLISHED_PAIRS = (
     "sampling.temperature=0.8",

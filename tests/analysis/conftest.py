@@ -219,7 +219,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 class Evaluate(Protocol):
-    """Runs the scripted pair into a directory."""
+    """A function that runs the scripted pair and writes the run to a directory."""
 
     def __call__(self, directory: Path, problems: int = 12, **options: Any) -> Path: ...
 
@@ -237,7 +237,7 @@ def _evaluate(directory: Path, problems: int = 12, **options: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def evaluate_into() -> Evaluate:
-    """Return a function that runs the scripted pair into a directory."""
+    """Return a function that runs the scripted pair and writes the run to a directory."""
     return _evaluate
 
 

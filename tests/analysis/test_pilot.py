@@ -31,7 +31,9 @@ STRONG = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
 # the model gives a mistake the same probability as the correct step, so no score can find mistakes
 SECRET = Skill(right=0.5, typical=1.0, repair=0.0)
 BLIND = ScoreDrift(factor=0.0)
-"""Every text has the same log-probability, so scores know nothing."""
+"""A change of scores that gives every text the same log-probability, so that scores contain no
+information.
+"""
 ALL: frozenset[Capability] = frozenset({"sample", "score", "draw"})
 NO_DRAWS: frozenset[Capability] = frozenset({"sample", "score"})
 
@@ -124,7 +126,7 @@ def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) 
 
 def test_the_command_prints_its_recommendation(problems: Path, tmp_path: Path, capsys: Any) -> None:
     """`atts pilot --json` prints one object, and `--method` is refused because a pilot tries
-    several.
+    several methods.
     """
     words = ("pilot", f"{problems}[:6]", "--draft", "scripted", "--target", "scripted", "--json")
     assert run_command([*words, "--samples", "2", "--out", str(tmp_path / "set")]) == 0

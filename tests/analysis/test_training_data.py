@@ -240,7 +240,7 @@ def test_a_vllm_teacher_lists_the_same_tokens(tmp_path: Path) -> None:
 
 
 class Stranger:
-    """A teacher with another tokenizer."""
+    """A teacher whose tokenizer differs from that of the recorded models."""
 
     tokenizer = "another"
 

@@ -94,7 +94,7 @@ def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
 
 
 def _ends(zoo: Zoo) -> list[list[str]]:
-    """Return the digests of the tuned feed-forward block, and of its base's."""
+    """Return the digests of the tuned feed-forward block, and of the same block of the base."""
     return [
         [b.digest for b in zoo.model(name).blocks if b.place == MLP] for name in ("tuned", "base")
     ]

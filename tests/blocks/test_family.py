@@ -59,7 +59,7 @@ def test_a_relative_begins_as_the_target(name: str) -> None:
 
 
 def test_rewording_keeps_numbers() -> None:
-    """A reworded problem has the same numbers and different whole words."""
+    """A reworded problem has the same numbers, and only whole words are replaced."""
     assert (
         retold("Ana buys 3 more. Then Ana gives away 2.")
         == "Ana picks 3 extra. Then Ana hands out 2."

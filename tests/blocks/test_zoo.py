@@ -269,7 +269,7 @@ def broken(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
 
 
 def torn(folder: Path, size: int | None) -> Path:
-    """Truncate a model's weights to `size` bytes, or remove them if it is None."""
+    """Truncate a model's weights to `size` bytes, or remove the weights if `size` is None."""
     path = folder / "model.safetensors"
     path.unlink() if size is None else os.truncate(path, size)
     return folder

@@ -42,7 +42,7 @@ Atts = Callable[..., Done]
 def atts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Done]:
-    """Return a caller of the command line in this process."""
+    """Return a function that runs the command line in this process."""
 
     def call(*words: str, text: str = "") -> Done:
         monkeypatch.setattr("sys.stdin", io.StringIO(text))

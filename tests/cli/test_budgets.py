@@ -323,7 +323,7 @@ async def test_an_engine_that_is_not_asked_may_be_down() -> None:
 
 
 def test_each_method_says_which_models_it_asks() -> None:
-    """A method that never changes a chunk lists one model as used; methods with a gate or a merged
+    """A method that needs a single model lists this model as used; methods with a gate or a merged
     stream list both models.
     """
     both = ("draft", "target")

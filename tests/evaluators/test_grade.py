@@ -41,7 +41,7 @@ class Done:
 def atts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Done]:
-    """Return a caller of the command line in this process, with its own stdin."""
+    """Return a function that runs the command line in this process, with its own stdin."""
 
     def call(*words: str, stdin: str = "") -> Done:
         monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
@@ -218,8 +218,8 @@ def test_undisputed_texts_are_graded_correctly(shared_data: Path) -> None:
 
 
 def test_any_of_several_references_is_correct() -> None:
-    """An answer is correct if any of its references equals it; an unreadable reference does not
-    affect the other references.
+    """An answer is correct if it equals any reference of its record; an unreadable reference does
+    not affect the other references.
     """
     records: list[dict[str, object]] = [
         {"gold": ["1/2", "2"], "answer": "0.5"},

@@ -143,8 +143,8 @@ MATH = (4.0, 0.6)
 def test_intervals_over_problems_cover(
     kind: tuple[float, float], problems: int, samples: int, least: float, most: float
 ) -> None:
-    """Over 600 simulated benchmarks each interval covers as documented, within 3 binomial
-    deviations.
+    """Over 600 simulated benchmarks each interval covers the true value as often as documented,
+    within 3 binomial deviations.
     """
     truth, right = benchmarks(kind, problems, samples, 600)
     total = problems * samples
@@ -183,8 +183,8 @@ def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
 
 @pytest.mark.parametrize("truth", [0.02, 0.05, 0.5, 0.95, 0.98])
 def test_shares_of_unequal_totals_are_covered_near_the_edges(truth: float) -> None:
-    """For shares of unequal totals, as in realised rates, the interval covers in 250 runs of 30
-    problems.
+    """For shares of unequal totals, as in realised rates, the interval covers the true value as
+    often as stated, over 250 runs of 30 problems.
     """
     rng = np.random.default_rng(round(1000 * truth))
     found: list[Estimate] = []
@@ -196,8 +196,8 @@ def test_shares_of_unequal_totals_are_covered_near_the_edges(truth: float) -> No
 
 
 def test_taking_samples_as_independent_would_not_cover() -> None:
-    """An interval that treats samples as independent covers about 60 % instead of 95 %, so atts
-    avoids it.
+    """An interval that treats samples as independent covers the true value in about 60 % of runs
+    instead of 95 %, so atts avoids it.
     """
     truth, right = benchmarks(AIME, 30, 16, 400)
     naive = [stats.binomtest(int(row.sum()), 480).proportion_ci(method="wilson") for row in right]

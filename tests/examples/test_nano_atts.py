@@ -22,7 +22,7 @@ NANO = Path(__file__).parents[2] / "examples" / "nano_atts.py"
 
 @pytest.fixture(scope="module")
 def nano(example: Callable[[str], ModuleType]) -> Any:
-    """Import the file as a module."""
+    """Import the example `nano_atts.py` as a module."""
     return example("nano_atts")
 
 

@@ -31,7 +31,7 @@ def read(directory: Path) -> tuple[dict[str, FinishedProblem], dict[str, Outcome
 
 
 def measured(run: RecordedRun) -> dict[tuple[str, int], Measured]:
-    """Return what the other tool measured of each rollout."""
+    """Return the measurements that the other tool recorded for each rollout."""
     events = [entry.event for entry in run.entries((Measured,))]
     return {(one.problem, one.sample): one for one in events if isinstance(one, Measured)}
 

@@ -156,7 +156,9 @@ def test_if_capturing_fails_steps_run_uncaptured(make_model: Any, drive: Any, mo
 def batch_of(
     singles: list[tuple[int, int]], spans: list[tuple[int, int, int]] | None = None
 ) -> StepBatch:
-    """Make rows of (table row, length), then spans of (table row, length, tokens)."""
+    """Make a batch: first rows, each given as (table row, length), then spans, each given as (table
+    row, length, tokens).
+    """
     rows = [(row, length, 1) for row, length in singles] + (spans or [])
     counts = np.array([count for *_, count in rows], dtype=np.int64)
     count = int(counts.sum())

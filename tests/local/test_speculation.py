@@ -393,8 +393,8 @@ def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:
 
 
 def begun(folder: Path) -> bool:
-    """Return whether the engine continues requests with a given beginning correctly, with stop
-    strings across the seam.
+    """Return whether the engine correctly continues requests with a given beginning, also if a stop
+    string crosses the end of the beginning.
     """
     pieces = config_of(folder).pieces
     orders = requests(6, 20, (Sampling(0.9), Sampling(0.7, top_p=0.9)))

@@ -173,8 +173,8 @@ def test_the_score_orders_votes_from_agreement_to_no_answer_at_all() -> None:
 def test_the_share_of_problems_is_the_nominal_rate_in_any_order(order: str, rate: float) -> None:
     """The test simulates 10^5 problems of eight rollouts, whose agreement gives one of nine scores.
 
-    The error is at most the distance between the first and last level, about 400 decisions if the
-    scores only fall.
+    The error of the count is bounded by the distance between the first and the last level of the
+    gate, which is about 400 decisions if the scores only fall.
     """
     rng = random.Random(f"{order} {rate}")
     number = 100_000
@@ -341,7 +341,9 @@ def test_without_the_number_left_a_small_run_misses_its_rate(order: str) -> None
 
 
 def test_what_a_cascade_waits_for_is_counted_as_edges_between_siblings(tmp_path: Path) -> None:
-    """Each rollout of the target begins after all four of the draft, which use no slot meanwhile."""
+    """Each target rollout begins after all four draft rollouts of its problem, and has an edge from
+    each of them.
+    """
     base = Setup(method="cascade", rate=0.5, draft="scripted", target="scripted", concurrency=8)
     setup = replace(base, policy=replace(base.policy, samples=8))
     result = evaluate_sync(toy_problems(12, 3), setup, directory=tmp_path)
@@ -354,8 +356,8 @@ def test_what_a_cascade_waits_for_is_counted_as_edges_between_siblings(tmp_path:
 
 
 def test_a_replay_counts_the_votes_that_the_run_counted(tmp_path: Path) -> None:
-    """A replay that changes nothing has the run's answers, some of which differ from those of all
-    votes.
+    """A replay that changes nothing has the run's answers, some of which differ from the answers
+    that a vote of all rollouts would give.
     """
     policy = Policy(samples=8, first_wave=6, escalated_vote="target")
     weak = ScriptedEngine("draft", model=ToyModel(Skill(right=0.45, typical=0.9), ToyTokenizer()))

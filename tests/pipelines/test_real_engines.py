@@ -1,5 +1,5 @@
-"""Tests of the same distributions on the local engine, whose caches contain scored and rejected
-chunks.
+"""Tests of the distributions that pipelines draw from on the local engine, whose caches contain
+scored and rejected chunks.
 """
 
 from __future__ import annotations

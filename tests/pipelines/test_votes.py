@@ -120,8 +120,8 @@ def test_the_settled_probability_is_a_lower_bound(counts: tuple[int, ...], remai
 
 
 def test_weights_are_bounded_and_survive_bad_scores() -> None:
-    """Missing or infinite log-probabilities neither invalidate a vote nor make it count more than a
-    plain one.
+    """Missing or infinite log-probabilities neither invalidate a vote nor make it count more than
+    an unweighted vote.
     """
     assert weight("majority", []) == 1.0
     assert weight("confidence", [math.log(0.25), math.log(0.25)]) == pytest.approx(0.25)

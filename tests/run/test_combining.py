@@ -270,7 +270,9 @@ def _outcome(name: str, known: Combination) -> Outcome:
 
 
 def test_the_threshold_is_the_quantile_of_what_could_be_won() -> None:
-    """Nine in ten of the next winnable problems have at most the threshold's share of votes."""
+    """The leading answers of nine in ten later problems that combining could correct have at most
+    the threshold's share of votes.
+    """
     draws = random.Random(3)
     covered = 0
     for _ in range(400):
@@ -284,8 +286,8 @@ def test_the_threshold_is_the_quantile_of_what_could_be_won() -> None:
 
 
 def test_half_votes_replace_missing_references() -> None:
-    """Without grades the threshold comes from votes of half the rollouts that the vote of all
-    rollouts overruled.
+    """Without grades the threshold comes from cases in which a vote of half the rollouts differs
+    from the vote of all rollouts.
     """
     combiner = Combiner()
     for number in range(9):
@@ -297,8 +299,8 @@ def test_half_votes_replace_missing_references() -> None:
 
 
 def test_the_odds_of_a_fair_coin_rarely_exceed_10() -> None:
-    """The mean of the odds over fair cases stays 1, so they exceed 10 in at most a tenth of the
-    runs.
+    """If a fair coin decides the cases, the odds keep the mean 1, so the odds exceed 10 in at most
+    a tenth of the runs.
     """
     for better, worse in [(0, 0), (3, 1), (7, 9)]:
         mean = (odds(better + 1, worse) + odds(better, worse + 1)) / 2

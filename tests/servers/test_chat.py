@@ -142,7 +142,9 @@ async def test_a_text_in_two_requests_equals_one(serve: Serve, kind: Simple) -> 
 
 @pytest.mark.anyio
 async def test_a_hosted_model_gets_the_answer_so_far_in_the_question(serve: Serve) -> None:
-    """No field that such servers refuse is sent, and atts refuses top_k."""
+    """atts sends hosted servers no field that they refuse, and atts refuses top_k, which would need
+    such a field.
+    """
     server = serve("chat", quirks=ServerQuirks(prefill="closed"))
     async with chat(server, RemoteOptions()) as remote:
         assert (await remote.sample(SampleRequest(prompt(remote, "First, 4 plus"), 10))).text
@@ -241,8 +243,8 @@ async def test_ollama_never_cuts_a_prompt_in_silence(serve: Serve) -> None:
 
 @pytest.mark.anyio
 async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve) -> None:
-    """A gate that needs scores and a method that needs log-probabilities refuse such engines with
-    the reason.
+    """A gate that needs scores and a method that needs log-probabilities refuse engines that lack
+    them, with the reason.
     """
     texts = serve("ollama")
     rater = serve("chat")

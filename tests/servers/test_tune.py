@@ -126,7 +126,9 @@ def test_the_choice_is_the_best_of_all_lengths_by_enumeration() -> None:
 
 
 def test_a_server_that_proposed_nothing_gets_no_advice() -> None:
-    """The steps of such a server are timed, but its acceptance is unknown."""
+    """If a server proposed nothing, its steps are timed but its acceptance is unknown, so it gets
+    no advice.
+    """
     found = advise(timings(lambda rows: 0.02, LOADS, ()), 4)
     assert found.config == "none"
     assert found.acceptance == ()

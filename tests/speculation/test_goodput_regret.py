@@ -263,7 +263,7 @@ CHEAP = {
     1: (1.0, 2.56, 3.46, 5.65, 7.26), 2: (1.0, 2.3, 3.03, 4.68, 6.18), 4: (1.0, 2.02, 3.06, 4.9, 6.85),
     8: (1.0, 2.11, 3.08, 5.46, 7.88), 16: (1.0, 2.24, 3.63, 6.44, 9.25), 32: (1.0, 1.92, 3.09, 5.53, 7.96),
 }  # fmt: skip
-"""The same on another machine, where proposals pay."""
+"""Relative times of the target's steps on another machine, where proposals pay."""
 
 
 class Opened(Rounds):

@@ -271,7 +271,7 @@ class MixesUpAnswers(Rig):
 
 
 class ForgetsCounts(Rig):
-    """An engine whose counters start again."""
+    """An engine whose counters start again at 0."""
 
     asked = 0
 

@@ -96,7 +96,9 @@ def test_each_kind_does_what_its_name_says(
     verb: Literal["sample", "score"],
     backend: Literal["asyncio", "trio"],
 ) -> None:
-    """After nine calls, one of each kind, a tenth works, so the failed calls left no slot taken."""
+    """After nine calls, one of each kind, a tenth call works, so the failed calls left no slot
+    taken.
+    """
 
     async def main() -> None:
         delay = {"slow": 7.0, "dropped": 7.0, "timeout": 7.0}

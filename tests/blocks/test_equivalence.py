@@ -151,8 +151,8 @@ def test_a_variant_is_tried_outside_the_zoo_and_can_be_kept(
 def test_the_lossy_setting_opens_a_variant_within_its_bound(
     pair: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the variants whose loss is within the bound, `lossy` opens the one that shares most
-    blocks, and prints its loss.
+    """`lossy` opens the variant that shares most blocks among those whose loss is within the bound,
+    and prints its loss.
     """
     kept(pair, "lean", 0.005)
     kept(pair, "leaner", 0.05)

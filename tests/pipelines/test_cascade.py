@@ -173,8 +173,8 @@ def test_the_score_orders_votes_from_agreement_to_no_answer_at_all() -> None:
 def test_the_share_of_problems_is_the_nominal_rate_in_any_order(order: str, rate: float) -> None:
     """The test simulates 10^5 problems of eight rollouts, whose agreement gives one of nine scores.
 
-    The error of the count is bounded by the distance between the first and the last level of the
-    gate, which is about 400 decisions if the scores only fall.
+    The error of the count is at most the distance between the first and the last level of the gate.
+    If the scores only fall, this is about 400 decisions.
     """
     rng = random.Random(f"{order} {rate}")
     number = 100_000

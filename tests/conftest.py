@@ -134,5 +134,5 @@ def shared_data() -> Path:
     named = os.environ.get("ATTS_SHARED_DATA")
     path = Path(named) if named else ROOT.parent / "shared" / "data"
     if not path.is_dir():
-        pytest.skip(f"no shared data at {path}; set ATTS_SHARED_DATA to its folder")
+        pytest.skip(f"the shared data are missing at {path}; set ATTS_SHARED_DATA to their folder")
     return path

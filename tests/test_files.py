@@ -21,7 +21,7 @@ def test_replacing_leaves_one_file(tmp_path: Path, durable: bool) -> None:
     assert os.listdir(tmp_path) == ["f"]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no umask there")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no umask")
 def test_a_written_file_keeps_its_permissions_or_follows_the_umask(tmp_path: Path) -> None:
     """A report written to a shared folder can be read by everyone who can read the folder's other
     files.

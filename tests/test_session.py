@@ -90,7 +90,7 @@ def test_hundreds_of_questions_at_once_stay_within_the_limits_and_leave_nothing(
     assert (draft.most, target.most) == (2, 1)
     assert draft.stats().in_flight == target.stats().in_flight == 0
     assert blocks[1] - blocks[0] < 150 * 40, (
-        "a finished question may keep only its scores and decisions"
+        "only the scores and decisions of a finished question may stay in memory"
     )
 
 

@@ -56,7 +56,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     if (HOME / "pyproject.toml").exists():  # the checkout's environment, made by ./scripts/install
         if Path(sys.prefix).resolve() != ROOT / ".venv":
-            pytest.skip("not in the environment that ./scripts/install makes")
+            pytest.skip("needs the environment that ./scripts/install makes")
         subprocess.run([ROOT / "scripts/install"], check=True, timeout=600)
         return Path(sys.executable)
     folder = tmp_path_factory.mktemp("environment")

@@ -55,7 +55,9 @@ def slime_sample(**fields: Any) -> Any:
     and SGLang.
     """
     if not Path(TYPES).is_file():
-        pytest.skip("SLIME_TYPES names no file: give slime/utils/types.py of a checkout")
+        pytest.skip(
+            "SLIME_TYPES does not name a file: set it to slime/utils/types.py in a checkout of slime"
+        )
     pytest.importorskip("torch", reason="slime's types need torch")
     misc = ModuleType("slime.utils.misc")
     misc.decode_int32_meta_array = lambda *_: None  # type: ignore[attr-defined]

@@ -212,7 +212,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     )
     if program is None:
         pytest.skip(
-            "no chromium here: reports are not opened in a browser; install it or set ATTS_CHROMIUM"
+            "Chromium is not installed, so no report is opened: install it or set ATTS_CHROMIUM"
         )
     with Browser(program, tmp_path_factory.mktemp("profile")) as running:
         yield running

@@ -48,6 +48,6 @@ def reference_metrics(shared_data: Path) -> Callable[..., dict[str, float]]:
     """Load the metrics as they are defined outside this project."""
     tool = shared_data.parent / "tools" / "rate_metrics.py"
     if not tool.exists():
-        pytest.skip(f"no outside definition at {tool}")
+        pytest.skip(f"the outside definition of the metrics is missing: {tool}")
     metrics: Callable[..., dict[str, float]] = runpy.run_path(str(tool))["metrics"]
     return metrics

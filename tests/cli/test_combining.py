@@ -136,7 +136,9 @@ def test_a_users_prompt_is_sent_and_recorded(
 @pytest.mark.parametrize("combine", ["select", "synthesize"])
 def test_a_chat_api_can_combine(combine: Any) -> None:
     """Selecting an answer needs no log-probabilities, so a hosted target can do it."""
-    pytest.importorskip("aiohttp", reason="needs the extra servers")
+    pytest.importorskip(
+        "aiohttp", reason="aiohttp is not installed: pip install 'atts-llm[servers]'"
+    )
     from atts.testing import DialectServer, ServerQuirks
 
     quirks = ServerQuirks(prefill="closed", ratings="off")

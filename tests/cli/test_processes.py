@@ -55,7 +55,7 @@ def test_a_closed_pipe_ends_the_command_quietly(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_behind_stdout_is_an_error(tmp_path: Path) -> None:
     """If stdout is on a full disk, the command prints a message instead of a traceback."""
     with Path("/dev/full").open("wb") as full:

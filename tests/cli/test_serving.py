@@ -25,7 +25,9 @@ def test_impossible_serving_options_are_refused(
     atts: Atts, words: tuple[str, ...], problem: str
 ) -> None:
     """An impossible option of `atts serve` is refused by name, and no server starts."""
-    pytest.importorskip("starlette", reason="needs the extra serve")
+    pytest.importorskip(
+        "starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'"
+    )
     done = atts("serve", *words)
     assert done.code == 2
     assert problem in done.err

@@ -128,7 +128,7 @@ def decisions(run: Path) -> Mapping[tuple[str, int, int], str]:
         if isinstance(event, Decided) and event.decision.action != "verify":
             decision = event.decision
             place = (decision.question, decision.sample, decision.turn)
-            assert place not in found, f"decided twice: {place}"
+            assert place not in found, f"two decisions were recorded for {place}"
             found[place] = decision.action
     return found
 

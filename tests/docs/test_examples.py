@@ -157,7 +157,9 @@ def run_console(example: Example, where: str) -> None:
         code, said = run_command(words)
         assert code == example.exit, f"{where}: `{words}` ended with {code}:\n{said}"
         shown = [line for line in promised.splitlines() if line.strip() not in ("", "...")]
-        assert shown or not said.strip(), f"{where}: show lines of what `{words}` prints:\n{said}"
+        assert shown or not said.strip(), (
+            f"{where}: show some lines of the output of `{words}`:\n{said}"
+        )
         if promised:
             # numbers in a real run's output vary with the machine and its load
             expect(NUMBER.sub("0", promised), NUMBER.sub("0", said), f"{where}: `{words}`")

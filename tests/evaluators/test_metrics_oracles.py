@@ -62,7 +62,7 @@ def test_the_wilson_interval_equals_inspect_ai() -> None:
     scorer = inspect_scorer()
     rows = graded(40, 8)
     if not hasattr(scorer, "ci_wilson"):
-        pytest.skip("this inspect_ai has no ci_wilson yet")
+        pytest.skip("this version of inspect_ai has no ci_wilson")
     means = rows.mean(axis=1)
     assert (
         40

@@ -251,7 +251,7 @@ def test_a_file_that_is_replaced_is_whole_at_any_failure(
         if not nth.met:
             assert number > 3, "no system call was made to fail"
             return
-    pytest.fail("no end of calls")
+    pytest.fail("the number of system calls has no end")
 
 
 def _refusal(act: Callable[[], object]) -> BaseException | None:
@@ -280,7 +280,7 @@ def test_a_run_resumes_after_any_failed_system_call(
         if not nth.met:
             assert number > 10
             return
-    pytest.fail("no end of calls")
+    pytest.fail("the number of system calls has no end")
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.run import Notice, RunOptions, RunSpec, evaluate
 from atts.testing import ScriptedEngine, toy_answer, toy_groups, toy_problems
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no directory is synced there")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot sync a directory")
 
 
 class Disk:
@@ -77,7 +77,7 @@ class Disk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     """Put a simulated disk under all file operations."""
     if not Path("/proc/self/fd").is_dir():
-        pytest.skip("needs /proc to see what an open file holds")
+        pytest.skip("needs /proc to read the contents of an open file")
     return Disk(monkeypatch)
 
 

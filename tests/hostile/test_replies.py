@@ -193,7 +193,7 @@ async def test_an_impossible_part_makes_a_reply_bad(kind: str) -> None:
                 except BadReply:
                     refused += 1
                 else:
-                    assert got == expected, f"{verb}: {new!r} was taken at {path}"
+                    assert got == expected, f"{verb}: {new!r} was accepted at {path}"
             assert refused > 40
 
 

@@ -238,7 +238,7 @@ async def test_an_idle_journal_is_synced_in_time(
             await anyio.sleep(0.005)
             if files[0].syncs > before:
                 return
-        pytest.fail("never synced")
+        pytest.fail("the journal was never synced")
 
 
 async def test_an_unknown_durability_is_refused() -> None:

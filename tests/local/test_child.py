@@ -23,7 +23,9 @@ from atts.local.model_config import read_model_config
 from atts.local.worker import ProcessWorker
 from atts.models.tokenizers import ModelTokenizer
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs /proc to list processes"
+)
 Make = Callable[..., Path]
 CANARY = "open({sung!r}, 'a').write(__name__ + '\\n')\nraise ImportError('the canary sang')\n"
 

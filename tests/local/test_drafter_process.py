@@ -179,7 +179,7 @@ def step(fresh: dict[int, int], ended: Sequence[int] = (), more: Sequence[int] =
 def test_sequences_without_room_are_not_drafted_for(rows: RemoteRows) -> None:
     """Rows and slots are freed when a sequence ends, and a waiting sequence then gets drafts."""
     assert [ask.key for ask in rows.follow(step({1: 20, 2: 180}))] == [1, 2]
-    assert rows.follow(step({3: 20})) == [], "no row must be free"
+    assert rows.follow(step({3: 20})) == [], "all rows must be in use"
     found = rows.follow(step({}, ended=[2], more=[1, 3]))
     assert [(ask.key, ask.written, len(ask.ids)) for ask in found] == [(1, 1, 21), (3, 1, 21)]
     rows.follow(step({}, ended=[1, 3]))

@@ -121,7 +121,9 @@ def _content(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return apply
 
 
-AS_ROOT = pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="gives files away")
+AS_ROOT = pytest.mark.skipif(
+    getattr(os, "geteuid", lambda: 1)() != 0, reason="only root can change the owner of a file"
+)
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (_content(lambda data: b""), "is damaged"),
     "truncated": (_content(lambda data: data[: len(data) // 2]), "is damaged"),

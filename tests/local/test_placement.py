@@ -350,7 +350,9 @@ def test_the_table_of_pairs_predicts_opening(card: str, monkeypatch: pytest.Monk
 @pytest.mark.checkout
 def test_the_page_of_pairs_and_cards_has_a_row_for_each() -> None:
     """The generated page has the placement of each pair on each card."""
-    pages = pytest.importorskip("scripts.studies.docs", reason="needs a checkout")
+    pages = pytest.importorskip(
+        "scripts.studies.docs", reason="scripts.studies exists only in a checkout"
+    )
     rows = [line.split(" | ") for line in pages.gpu_page().splitlines() if line.startswith("| ")]
     by_pair = {(row[0].removeprefix("| "), row[2].split(",")[0]): row for row in rows[1:]}
     pairs = [pair for pair in known_pairs().values() if pair.size("target").layers]

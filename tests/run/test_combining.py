@@ -299,8 +299,8 @@ def test_half_votes_replace_missing_references() -> None:
 
 
 def test_the_odds_of_a_fair_coin_rarely_exceed_10() -> None:
-    """If a fair coin decides the cases, the odds keep the mean 1, so the odds exceed 10 in at most
-    a tenth of the runs.
+    """If a fair coin decides the cases, the odds have mean 1 and exceed 10 in at most a tenth of
+    the runs.
     """
     for better, worse in [(0, 0), (3, 1), (7, 9)]:
         mean = (odds(better + 1, worse) + odds(better, worse + 1)) / 2

@@ -19,7 +19,10 @@ import pytest
 
 from atts.journal import JOURNAL, read_entries, read_outcomes
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc to list processes"),
+]
 COUNT = int(os.environ.get("ATTS_KILLS", "24"))
 ENDS = [*[signal.SIGKILL] * 6, signal.SIGTERM, signal.SIGHUP, signal.SIGSTOP]
 PROGRAM = [sys.executable, str(Path(__file__).with_name("killing.py"))]

@@ -203,7 +203,7 @@ def test_random_requests_on_the_scripted_engine_keep_every_cap(requests: int) ->
         assert ceiling.reserved == Amount()
 
     run_virtual(main)
-    assert refused > requests / 20, "the caps must have refused many"
+    assert refused > requests / 20, "the caps must have refused many calls"
     assert ceiling.unanswered.calls > requests / 50, "many calls must have been cut or have failed"
     assert ceiling.spent.calls <= begun
 

@@ -16,7 +16,7 @@ from atts.serving import Service
 from atts.serving.service import conformal_gate
 from tests.serving.conftest import Client, serving, toy_setup
 
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'")
 
 
 def calibrator(service: Service, method: str = "atts", rate: float = 0.2) -> Calibrator:

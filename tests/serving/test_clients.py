@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs the extra serve")
-pytest.importorskip("torch", reason="needs the extra local")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install 'atts-llm[local]'")
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -187,7 +187,9 @@ def test_a_client_cannot_name_itself_where_keys_have_names(key: str, owner: str)
     """With named keys, the field `user` neither takes another user's share nor shows that user's
     run.
     """
-    pytest.importorskip("starlette", reason="needs the extra serve")
+    pytest.importorskip(
+        "starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'"
+    )
 
     async def main() -> None:
         keys = {"k-ann": "ann", "k-bob": "bob", "k-all": ""}
@@ -202,7 +204,9 @@ def test_a_client_cannot_name_itself_where_keys_have_names(key: str, owner: str)
 
 def test_a_user_who_floods_the_server_does_not_starve_another() -> None:
     """The other user's request is answered before most of the flood, which fills the queue."""
-    pytest.importorskip("starlette", reason="needs the extra serve")
+    pytest.importorskip(
+        "starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'"
+    )
 
     async def main() -> None:
         setup = toy_setup(Latency(per_sample=0.01, per_score=0.01))
@@ -232,7 +236,9 @@ def test_a_user_who_floods_the_server_does_not_starve_another() -> None:
 
 def test_a_key_is_a_user() -> None:
     """The user of a named key sees only that user's runs and counts; the operator's key sees all."""
-    pytest.importorskip("starlette", reason="needs the extra serve")
+    pytest.importorskip(
+        "starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'"
+    )
 
     async def main() -> None:
         keys = {"k-ann": "ann", "k-bob": "bob", "k-all": ""}

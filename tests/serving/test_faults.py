@@ -29,7 +29,7 @@ from atts.serving import POLICIES, RequestError, ServeOptions, Service, SolveReq
 from atts.testing import Faults, Latency, ScriptedEngine
 from tests.serving.conftest import body, serving, toy_setup
 
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'")
 ROOT = Path(__file__).resolve().parents[2]
 CLOSED = (anyio.EndOfStream, anyio.BrokenResourceError)
 

@@ -16,7 +16,7 @@ from atts.serving import VOTES
 from atts.testing import ToyTokenizer
 from tests.serving.conftest import MODEL, QUESTION, body, serving, stream_events, toy_setup
 
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'")
 
 
 def one_model(**changes: Any) -> Setup:
@@ -295,7 +295,7 @@ def test_the_body_of_the_page_is_complete() -> None:
 @pytest.mark.parametrize("method", ["draft-only", "target-only"])
 def test_a_model_alone_needs_no_scores_of_the_pair(method: str) -> None:
     """The embedded pair's stored scores do not prevent using either model alone."""
-    pytest.importorskip("torch", reason="needs the extra local")
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'atts-llm[local]'")
 
     async def main() -> None:
         policy = Policy(samples=1, max_tokens=60)

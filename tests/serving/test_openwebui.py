@@ -16,7 +16,7 @@ import pytest
 
 from tests.serving.conftest import Client, serving
 
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'")
 TRAFFIC = [
     json.loads(line)
     for line in (Path(__file__).parent / "openwebui_traffic.jsonl").read_text().splitlines()

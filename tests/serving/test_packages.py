@@ -17,8 +17,8 @@ import pytest
 from tests.serving.conftest import started_server
 from tests.serving.test_clients import serve_embedded
 
-pytest.importorskip("starlette", reason="needs the extra serve")
-pytest.importorskip("torch", reason="needs the extra local")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install 'atts-llm[local]'")
 EXTRA = os.environ.get("ATTS_CLIENT_PACKAGES", "")
 """Folders with packages that are not installed, joined as in PYTHONPATH."""
 

@@ -18,7 +18,7 @@ from atts.ledger import LEDGER, Amount, read_ledger
 from atts.testing import Latency
 from tests.serving.conftest import MODEL, QUESTION, Client, serving, started_server, toy_setup
 
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'")
 SLOW = Latency(per_sample=0.05, per_score=0.02)
 
 

@@ -26,7 +26,7 @@ from tests.serving.conftest import QUESTION, serving
 if TYPE_CHECKING:
     from aiohttp import web
 
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'")
 ROOT = Path(__file__).resolve().parents[2]
 ALICE = "canary-alice/4711"
 BOB = "canary-bob+0815"

@@ -22,7 +22,7 @@ from atts.serving.streams import NEXT_LINE
 from atts.testing import Faults, Latency, ScriptedEngine
 from tests.serving.conftest import MODEL, QUESTION, body, serving, stream_events, toy_setup
 
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'")
 SLOW = Latency(per_sample=0.05, per_score=0.02, sampled_token=0.002)
 PRICES = {"draft": Price(0.1, 0.4), "target": Price(1.0, 4.0)}
 

@@ -15,7 +15,7 @@ from atts.pipelines import Chunking, Policy
 from atts.serving.replies import StoppedText, stopped_text
 from tests.serving.conftest import MODEL, QUESTION, Client, serving, stream_events, toy_setup
 
-pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'")
 LETTERS = "ab\n"
 """Few letters, so that random stop strings begin, overlap and end in random texts."""
 

@@ -40,7 +40,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """Start Chromium, or skip the test if it is not installed."""
     program = os.environ.get("ATTS_CHROMIUM") or shutil.which("chromium")
     if program is None:
-        pytest.skip("no chromium here: install it or set ATTS_CHROMIUM")
+        pytest.skip("Chromium is not installed: install it or set ATTS_CHROMIUM")
     with Browser(program, tmp_path_factory.mktemp("profile")) as running:
         yield running
 

@@ -144,7 +144,7 @@ def test_a_schedule_changes_no_token() -> None:
             ends = [(work.begin, work.end) for work in device.work]
             assert all(
                 end <= begin for (_, end), (begin, _) in zip(ends, ends[1:], strict=False)
-            ), "one at a time"
+            ), "a device must do one piece of work at a time"
 
 
 def test_hits_always_and_never_bracket_every_scheme() -> None:
@@ -199,7 +199,7 @@ def test_the_picture_of_the_page_is_that_of_the_devices() -> None:
     """
     lines = overlap.schemes()
     assert PICTURE.read_text() == overlap.drawn(lines), (
-        "write it anew: scripts/bench overlap-virtual --out docs/benchmarks"
+        "the picture is not current: run scripts/bench overlap-virtual --out docs/benchmarks"
     )
     for title, line in lines.items():
         alone = overlap.drawn({title: line})

@@ -65,4 +65,6 @@ def test_what_is_kept_is_not_timed_again_and_what_fails_is_left_out(
     lab.round(0)
     assert len(asked) == first
     lab.round(1)
-    assert asked.count("llama") == len(real_pair.LLAMA_ARMS), "it was tried once"
+    assert asked.count("llama") == len(real_pair.LLAMA_ARMS), (
+        "the failing arm must be tried only once"
+    )

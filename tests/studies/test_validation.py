@@ -12,7 +12,8 @@ scale = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not Path("/proc/self/task").exists(), reason="counts what threads use as Linux does"
+    not Path("/proc/self/task").exists(),
+    reason="needs Linux's counters of the processor time of threads",
 )
 def test_the_processor_time_of_live_runs_is_predicted() -> None:
     """The prediction is within a third for every kind of run on a shared machine; the study

@@ -390,7 +390,9 @@ class TheirModel:
             )
 
     def decoding(self, lab: Lab, batch: int) -> dict[str, Any]:
-        """Measure the time of all tokens except the first, whose time includes reading the prompt."""
+        """Measure the time of all tokens except the first, whose time includes reading the
+        prompt.
+        """
         sizes = lab.sizes
         ids = torch.tensor(prompts(batch, sizes.prompt, batch), device=lab.device)
         counts = (max(2, sizes.tokens // 2), 1)

@@ -281,7 +281,9 @@ class Recorder:
         return odds
 
     async def rating(self, ids: TokenIds) -> list[float]:
-        """Return the target's log-probabilities of the ratings 0 to 9 as the token after these ids."""
+        """Return the target's log-probabilities of the ratings 0 to 9 as the token after these
+        ids.
+        """
         prefix = ids + self.target.tokenizer.encode(RATING)
         given: list[float] = []
         for digit in range(10):
@@ -1383,7 +1385,9 @@ def live_table(cascade: RecordedRun, targets: Sequence[RecordedRun]) -> Table:
 
 
 def _row_of(arm: Arm, *gains: str) -> Row:
-    """Return the table's row of an arm: its accuracy, the given gains, and its tokens per problem."""
+    """Return the table's row of an arm: its accuracy, the given gains, and its tokens per
+    problem.
+    """
     return (
         arm.name,
         arm.rollouts,

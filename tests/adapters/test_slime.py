@@ -56,7 +56,7 @@ def slime_sample(**fields: Any) -> Any:
     """
     if not Path(TYPES).is_file():
         pytest.skip(
-            "SLIME_TYPES does not name a file: set it to slime/utils/types.py in a checkout of slime"
+            "SLIME_TYPES does not name a file: set it to slime/utils/types.py of a checkout"
         )
     pytest.importorskip("torch", reason="slime's types need torch")
     misc = ModuleType("slime.utils.misc")

@@ -53,7 +53,9 @@ def test_rational_values(text: str, value: Fraction) -> None:
 
 
 def test_irrational_undefined_and_huge_values_differ() -> None:
-    """Exact evaluation raises a different error for an irrational, an undefined and a huge value."""
+    """Exact evaluation raises a different error for an irrational, an undefined and a huge
+    value.
+    """
     with pytest.raises(NotRational):
         exact(tree(r"\sqrt{2}"), LIMITS)
     for text in (r"\frac{1}{0}", "0^{-1}", "(-1)!", r"\ln 0"):

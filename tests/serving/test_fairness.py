@@ -157,7 +157,9 @@ def test_cancelled_and_displaced_requests_lose_no_slot() -> None:
 
 
 def test_users_that_come_and_go_are_forgotten() -> None:
-    """Clients choose the names of users, so the number of remembered names must not grow forever."""
+    """Clients choose the names of users, so the number of remembered names must not grow
+    forever.
+    """
 
     async def main() -> None:
         slots = FairSlots(1, 10)

@@ -895,7 +895,9 @@ def decoding_seconds(cost: Cost) -> float:
 
 
 def decoded_by_target(one: Sum) -> float:
-    """Return the target's tokens per problem that took a decoding step."""
+    """Return the number of target tokens per problem, counting only tokens that took a decoding
+    step.
+    """
     return (one.total("target") - one.total("drawn")) / max(1, len(one.solved))
 
 

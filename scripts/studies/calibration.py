@@ -779,7 +779,7 @@ RATES = (0.1, 0.2, 0.4)
 
 
 class WatchedGate(ConformalGate):
-    """A conformal gate that records its decisions, or decides by a coin.
+    """A gate that records its decisions; it decides as a conformal gate or by a coin.
 
     The record includes chunks of rollouts that were cancelled after the vote was settled. Outcomes
     leave these chunks out.

@@ -96,7 +96,7 @@ _MATRIX = 8192
 
 
 class OutOfTime(Exception):
-    """The time limit is reached; the same command continues the study later."""
+    """The error raised when the time limit is reached; the same command continues the study later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ TINY = Sizes(
     shapes=("8M",), pairs=(("", "8M"),), vocabulary=512, batches=(2,), generate=(2,), tokens=8, prompt=8, prefix=16,
     chunk=6, requests=3, samples=(2,), questions=1, rollouts=(2,), cache=4096,
 )  # fmt: skip
-"""Small sizes for the same measurements, to check that the code runs."""
+"""Small sizes for a run that only checks that the code of the study works."""
 
 
 class Lab:

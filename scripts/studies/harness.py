@@ -187,7 +187,7 @@ def _loop_seconds(count: int = 2000) -> float:
 
 
 class Parts(dict[str, Any]):
-    """Finished values of a study by name, kept on disk.
+    """Finished values of a study by name; with a file, they are also kept on disk.
 
     If a file is given, the values include those that earlier sessions and other processes wrote to
     the file.
@@ -299,7 +299,7 @@ class Table:
 
         `more` are the values of the fields after the notes.
 
-        :raises AssertionError: a row has another number of cells than the header.
+        :raises AssertionError: the number of cells of a row differs from that of the header.
         """
         columns = tuple(name.strip() for name in header.split("|"))
         kept = tuple(rows)

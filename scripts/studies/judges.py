@@ -562,8 +562,7 @@ Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
 RESAMPLES = 2_000
 RATES = (0.1, 0.2, 0.3, 0.5)
-# number of the first problems, which were examined while this study was written, both halves of the
-# split
+# number of the first problems of both halves, which were examined while this study was written
 LOOKED_AT = 12
 LEAST_JUDGED = 10  # least number of problems with takeovers on which a judge is fitted
 # number of the first problems, on which the cascade was chosen before any later problem was
@@ -1263,8 +1262,8 @@ def simulated_classes() -> list[Table]:
 
 
 def classes_table(problems: Sequence[BankProblem], rate: float = 0.3) -> Table:
-    """Compare the cascade's two classes of problems with other classes, at equal numbers of target
-    rollouts.
+    """Compare the cascade, which has two classes of problems, with rules that use other classes, at
+    equal numbers of target rollouts.
 
     In the cascade, problems with enough agreement stop, and all other problems get four target
     rollouts, which vote with the draft's rollouts. Each arm below changes one of these rules. The

@@ -364,7 +364,7 @@ def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
 def _race(lab: Lab, subject: Subject, batch: int) -> dict[str, list[float]]:
     """Measure the seconds of every arm in turn, round by round.
 
-    "decode" is the time of all tokens but the first.
+    "decode" is the time of all tokens except the first.
     """
     fresh = Fresh(subject, batch, lab.options.seed)
     tokens = subject.tokens
@@ -693,7 +693,9 @@ def _scored(
 
 
 def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
-    """Measure both engines at the same time, and each engine next to Python work of its caller."""
+    """Measure draft and target working at the same time, and each engine while its caller runs
+    Python code.
+    """
     say("two engines at once, in threads and in processes")
     arms: dict[str, Callable[[], float]] = {}
     with ExitStack() as stack:

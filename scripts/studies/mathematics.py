@@ -120,7 +120,7 @@ class Job:
 
 
 class Interrupted(Exception):
-    """A run ended early; with --out the same command continues the run."""
+    """The error raised if a run ended early; with --out the same command continues the run."""
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -101,7 +101,7 @@ class Pair:
 
 _MS = 1e-3
 _OVERHEAD = 1.207 * _MS
-"""Overhead per step, from the same simulator as the costs of the 8B model."""
+"""Seconds of overhead per step, from the simulator that also gave the costs of the 8B model."""
 
 TARGET_70B = Cost(
     18.35 * _MS,
@@ -192,8 +192,8 @@ def recorded_rollouts(folder: Path | None = None, run: str = "ct0") -> list[dict
 def read_library(found: Sequence[Mapping[str, Any]]) -> Library:
     """Return the rollouts of a run.
 
-    Characters are converted to tokens at the rate of chunks that were cut at their limit, whose
-    tokens are known.
+    Characters are converted to tokens at a rate measured on chunks that the limit cut, because
+    their number of tokens is known.
     """
     full = [
         t["draft_chars"]
@@ -228,10 +228,10 @@ def _rollout(record: Mapping[str, Any], characters: float) -> Recorded:
 def synthetic_library(questions: int = 100, samples: int = 16, seed: int = 0) -> Library:
     """Make rollouts with synthetic lengths and scores, for machines without the recorded traces.
 
-    Lengths and scores are log-normal with about the recorded deviations. Between questions these
-    are 0.75 (log tokens) and 0.55 (log of mean negative log-probability, median 0.47 nats), and
-    within questions 0.45 and 0.47. One rollout in twenty never ends, and wrong answers have a few
-    kinds.
+    Lengths and scores are log-normal with about the recorded deviations. Between questions the
+    standard deviations are 0.75 (log tokens) and 0.55 (log of mean negative log-probability, median
+    0.47 nats), and within questions 0.45 and 0.47. One rollout in twenty never ends, and wrong
+    answers have a few kinds.
     """
     draw = np.random.default_rng(seed)
     table = list[tuple[Recorded, ...]]()

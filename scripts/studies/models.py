@@ -240,8 +240,8 @@ def _scores(target: Llama, encoder: Encoder, one: Exercise, chunks: Sequence[str
 
 @torch.inference_mode()
 def _exits(target: Llama, encoder: Encoder, tests: Sequence[Exercise]) -> Table:
-    """Measure how often each layer's state, read by the output matrix, has the same best token as
-    the last layer.
+    """Measure for each layer how often the output matrix predicts the same best token from the
+    layer's state as from the last layer's.
     """
     agree = [0] * target.config.num_layers
     tokens = 0

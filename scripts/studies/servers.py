@@ -137,7 +137,7 @@ async def _ours(url: str, in_flight: int, count: int) -> tuple[float, float]:
 
 
 async def _bare(url: str, in_flight: int, count: int) -> tuple[float, float]:
-    """Measure a plain loop of aiohttp calls.
+    """Measure a simple loop of aiohttp calls.
 
     Requests have the same fields as those of atts, but the loop has no limits, retries, checks or
     aborts.

@@ -941,8 +941,8 @@ class Text(NamedTuple):
 
 
 class States(NamedTuple):
-    """Rows of some texts at every written position: at the exit, before the output matrix, and the
-    token.
+    """Data of some texts at every written position: the row at the exit, the row before the output
+    matrix, and the token.
     """
 
     exits: Tensor

@@ -356,7 +356,9 @@ async def test_engines_of_a_zoo_share_a_loop(family: Zoo) -> None:
 async def test_an_engine_of_a_zoo_passes_the_conformance_suite(
     family: Zoo, worker: WorkerKind
 ) -> None:
-    """An adapter's engine passes while another model is open in the same loop."""
+    """An adapter's engine passes the conformance suite while another model is open in the same
+    loop.
+    """
     options = replace(SHARED, worker=worker, kv_tokens=8192)
     async with accelerated(family.folder("base"), options=options) as other:
         await check_engine(lambda: accelerated(family.folder("narrow"), options=options))

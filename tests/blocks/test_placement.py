@@ -48,7 +48,9 @@ def test_a_request_goes_where_it_finishes_first(instances: list[Instance]) -> No
 
 @given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 8))
 def test_blocks_are_placed_within_each_servers_memory(seed: int, count: int, servers: int) -> None:
-    """Every block has a server, and no server has more blocks than fit or the same block twice."""
+    """Every block has a server; no server has more blocks than its memory holds, and none has a
+    block twice.
+    """
     rng = random.Random(seed)
     blocks = {str(at): Demand(rng.uniform(1, 3), rng.uniform(0, 3)) for at in range(count)}
     transitions = {

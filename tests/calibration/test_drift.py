@@ -37,7 +37,9 @@ def shifted(stored: StoredScores, by: float) -> StoredScores:
 
 
 def test_clean_streams_raise_few_alarms(array_of: ArrayOf) -> None:
-    """Over whole questions of the same array fewer than 1 % of streams raise an alarm."""
+    """If a stream consists of whole questions of the stored array, it raises an alarm in fewer than
+    1 % of cases.
+    """
     stored = array_of()
     alarms = sum(noticed_after(stored, stored, seed) is not None for seed in range(80))
     assert alarms <= 3
@@ -268,7 +270,7 @@ def sample(rows: Floats) -> QuestionSample:
 
 
 def looked(stored: Floats, live: Floats, level: float = 1.0, seed: int = 0) -> TwoSampleTest:
-    """Compare live questions with the stored questions one time."""
+    """Compare live questions with the stored questions once."""
     return two_sample_test(sample(stored), [list(row) for row in live.clip(0)], level, seed)
 
 

@@ -412,8 +412,8 @@ def test_a_run_at_another_rate_ends_within_its_bounds(recorded: Path, tmp_path: 
 
 
 def test_a_plan_reports_the_gain_over_a_coin_and_the_power(recorded: Path, tmp_path: Path) -> None:
-    """Without a run of a coin the plan suggests one; with such a run the gain equals that of
-    `compare`.
+    """Without a run of a coin the plan suggests one; with a run of a coin, the plan's gain equals
+    that of `compare`.
     """
     alone = "\n".join(plan(recorded).notes)
     assert "plan with a run of --method coin --rate 0.3 as well" in alone

@@ -78,8 +78,8 @@ def virtually(anyio_backend: Backend) -> Callable[[Callable[[], Awaitable[T]]], 
 
 @pytest.fixture
 def is_empty() -> Callable[[Graph], bool]:
-    """Return a check that a graph has no used rollout slot, call slot or token, no waiter and no
-    open problem.
+    """Return a function that checks that a graph has no rollout slot, call slot or token in use, no
+    waiter and no open problem.
     """
 
     def check(graph: Graph) -> bool:

@@ -201,7 +201,9 @@ def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
 
 
 def memory_for(tokens: int) -> MakeModel:
-    """Return a maker of native models that refuse step buffers of more than a number of tokens."""
+    """Return a function that makes native models that refuse step buffers of more than a number of
+    tokens.
+    """
 
     def allocate(rows: int, columns: int) -> Any:
         if rows > tokens:
@@ -271,7 +273,9 @@ def test_every_way_of_running_out_of_memory_is_recognised() -> None:
 
 
 def refusing(call: str, wrong: Callable[..., bool], error: Exception) -> MakeModel:
-    """Return a maker of models one of whose calls raises if `wrong` is true of its arguments."""
+    """Return a function that makes models in which one call raises an error if `wrong` is true of
+    its arguments.
+    """
 
     def make(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> Any:
         model = TorchModel(config.model, weights, cache)

@@ -63,8 +63,8 @@ MAPS: dict[str, tuple[str, dict[str, Any]]] = {
 def singing(
     make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Path]:
-    """Return a maker of model folders whose code would write the file `sung` if any process ran the
-    code.
+    """Return a function that makes model folders whose code would write the file `sung` if any
+    process ran the code.
     """
     monkeypatch.setattr(builtins, "input", lambda *_: "y")  # simulates a user who agrees
 

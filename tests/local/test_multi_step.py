@@ -36,7 +36,7 @@ class Watched:
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch, *args: Any) -> Driven:
-    """Run the same script with one kernel call for every step."""
+    """Run a script with one kernel call for every step."""
     with monkeypatch.context() as patch:
         patch.setattr(MultiStep, "turns", lambda *args: 1)
         return run(*args)

@@ -210,8 +210,8 @@ def test_the_number_of_threads_changes_no_bit(
 
 
 def tuned(tuning: Tuning) -> MakeModel:
-    """Return a maker of native models whose kernels may use only some of this processor's
-    instructions.
+    """Return a function that makes native models whose kernels may use only some of this
+    processor's instructions.
     """
 
     def make(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> NativeModel:

@@ -123,7 +123,7 @@ def test_drafting_during_the_targets_step_changes_no_token(
 def test_a_perfect_drafter_always_hits_and_a_wrong_one_never(
     way: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two sequences, all guesses of a perfect drafter but the first hit, so the test would
+    """With two sequences, all guesses of a perfect drafter hit except the first, so the test would
     notice a stale key or a wrong position.
     """
     folder = make_model("llama")

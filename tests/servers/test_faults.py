@@ -102,7 +102,7 @@ async def time_out(
 
 
 def seeded(number: int) -> SampleRequest:
-    """Make one of many requests."""
+    """Make a request; different numbers give different requests."""
     return replace(REQUEST, seed=Seed(run=number))
 
 

@@ -220,7 +220,7 @@ def test_a_server_that_stays_away_loses_no_outcome(
 
 
 class Silent:
-    """A client whose server is away until a given time, and then answers."""
+    """A client whose server cannot be reached until a given time, and answers afterwards."""
 
     name = "remote"
     url = "http://h"
@@ -231,7 +231,7 @@ class Silent:
         self.looks = 0
 
     async def look(self, path: str) -> HttpReply:
-        """Fail before that time, and succeed after it."""
+        """Raise an error before the server's return, and succeed afterwards."""
         self.looks += 1
         if anyio.current_time() < self.back_at:
             raise EngineUnavailable(self.name, "cannot reach http://h")

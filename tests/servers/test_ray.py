@@ -58,7 +58,7 @@ def toy() -> Engine:
 
 
 def request(number: int) -> SampleRequest:
-    """Make one of many requests."""
+    """Make a request; different numbers give different requests."""
     return SampleRequest(PROMPT, 24, seed=Seed(run=number), rollout=f"r{number}")
 
 

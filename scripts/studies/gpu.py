@@ -96,7 +96,9 @@ _MATRIX = 8192
 
 
 class OutOfTime(Exception):
-    """The error raised when the time limit is reached; the same command continues the study later."""
+    """The error raised when the time limit is reached; the same command continues the study
+    later.
+    """
 
 
 @dataclass(frozen=True, slots=True)

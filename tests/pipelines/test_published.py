@@ -29,7 +29,9 @@ Load = Callable[[str, int | None], StoredScores]
 
 @pytest.fixture
 def load(shared_data: Path) -> Load:
-    """Return a function that reads a published calibration array, given a pattern of its file name."""
+    """Return a function that reads a published calibration array, given a pattern of its file
+    name.
+    """
 
     def read(pattern: str, per_question: int | None = None) -> StoredScores:
         (path,) = (shared_data / "traces" / "calibration").glob(pattern)

@@ -109,11 +109,11 @@ version. `scripts/docs` computes this page with the same functions that an engin
 page has been measured on a GPU yet.
 
 The columns *draft* and *target* contain gigabytes of weights + cache in bfloat16. Each engine also reserves 1.5 GB, and
-8 % of a card's memory is kept free for other programs. The column *at once* counts the whole rollouts that fit into the
-cache, at most the 64 that a run starts. With two GPUs, the target has the first GPU and the draft the second. A pair
-needs servers if it is too large for two cards, or has 4-bit weights or a mixture of experts. The last column is the
-number of cards that vLLM needs for the pair; an asterisk means the target in FP8. `atts pairs PAIR --card CARD` prints
-the commands.
+8 % of a card's memory is kept free for other programs. The column *at once* is the number of complete rollouts that fit
+into the cache, at most 64. With two GPUs, the target has the first GPU and the draft the second. A pair needs servers
+if it is too large for two cards, or has 4-bit weights or a mixture of experts. The last column is the number of cards
+that vLLM needs for the pair; an asterisk means that the target has FP8 weights. `atts pairs PAIR --card CARD` prints
+the commands for vLLM.
 
 | pair | tokens per rollout | card | opens on | draft | target | at once | with servers |
 |---|---|---|---|---|---|---|---|"""

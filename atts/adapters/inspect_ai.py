@@ -24,12 +24,12 @@ from atts.errors import UsageError
 
 @modelapi(name="atts")
 class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not installed where types are checked
-    """A model that solves one problem for each generation of the harness.
+    """A model of inspect_ai that solves one problem with atts for each generation.
 
-    `inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8` opens it. Model arguments
-    are the keys of `atts config show`, and `reply` ("text" or "answer"). Of a generation's
-    settings, the temperature (above 0) and the token limit of a rollout are used; tools are
-    refused.
+    `inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8` uses this model. The
+    arguments after `-M` are the keys of `atts config show`, and `reply` ("text" or "answer"). Of
+    the generation settings, atts uses only the temperature, if it is above 0, and the token limit,
+    which applies to each rollout. Requests with tools are refused.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
     async def generate(
         self, input: Sequence[Any], tools: Sequence[Any], tool_choice: Any, config: Any
     ) -> Any:
-        """Solve the question of the conversation; the output's metadata describe the run.
+        """Solve the question of the conversation, and describe the run in the output's metadata.
 
-        :raises UsageError: if tools are offered, or several choices requested.
+        :raises UsageError: if the task offers tools, or requests several choices.
         :raises EngineError: an engine cannot be opened, is lost, or failed.
         """
         if tools:
@@ -70,7 +70,9 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
         await self._session.aclose()
 
     def connection_key(self) -> str:
-        """Return a key of the setup, so that models of different setups have separate limits."""
+        """Return the model's name with the prefix "atts/"; models with the same key share one limit
+        on concurrent problems.
+        """
         return f"atts/{self.model_name}"
 
     def max_connections(self) -> int:
@@ -82,10 +84,10 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
 
 @solver  # type: ignore[untyped-decorator]
 def atts_solver(model: str = "embedded", **options: Any) -> Any:
-    """Return a solver that answers with atts instead of the task's model; it has the provider's
-    options.
+    """Return a solver that answers with atts instead of the task's model.
 
-    The sample's metadata under "atts" describe the run.
+    `options` are the arguments of the model provider `atts`. The solver stores a description of the
+    run in the sample's metadata, under "atts".
     """
 
     async def solve(state: Any, generate: Any) -> Any:

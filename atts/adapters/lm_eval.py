@@ -1,4 +1,6 @@
-"""The lm_eval adapter, whose model `atts` generates by solving and scores with the target."""
+"""The lm_eval adapter; its model `atts` solves the problems of generation tasks, and computes
+log-likelihoods with the target.
+"""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # pyright: reportUntypedFunctionDecorator=false, reportUntypedClassDecorator=false
 
@@ -36,12 +38,13 @@ T = TypeVar("T")
 
 @register_model("atts")
 class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where types are checked
-    """A model that solves one problem for each generation of the harness.
+    """A model of lm_eval that solves one problem with atts for each generation.
 
-    `lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8` opens it. Arguments
-    are the keys of `atts config show`, `reply` ("text" or "answer"), and `directory`, in which runs
-    are kept and resumed. Of a task's generation settings only `until` and `max_gen_toks` are used;
-    the policy decides on the sampling. Log-likelihoods come from the target.
+    `lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8` uses this model. Its
+    arguments are the keys of `atts config show`, `reply` ("text" or "answer"), and `directory`, in
+    which runs are kept and resumed. Of a task's generation settings, atts uses only `until` and
+    `max_gen_toks`; the sampling settings are those of the atts policy. The target computes the
+    log-likelihoods.
     """
 
     def __init__(
@@ -54,8 +57,8 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         device: Any = None,
         **options: Any,
     ) -> None:
-        """Create the model; ignore `batch_size`, `max_batch_size` and `device`, because engines
-        batch by themselves.
+        """Create the model. `batch_size`, `max_batch_size` and `device` are ignored, because
+        engines form batches by themselves.
         """
         super().__init__()
         self._setup = setup_of(pretrained, options)
@@ -66,15 +69,15 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
 
     @property
     def tokenizer_name(self) -> str:
-        """Return the key of the harness's request cache."""
+        """Return the name under which lm_eval caches the requests to this model."""
         return f"atts/{self._name}"
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the conversation as one question.
+        """Return the conversation as one question, without a chat template.
 
-        The pipeline renders each model's own template.
+        The pipeline applies each model's own chat template later.
         """
         system, question = question_of([(row["role"], row["content"]) for row in chat_history])
         return "\n\n".join(part for part in (system, question) if part)
@@ -99,14 +102,18 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability under the target, and whether it is greedy."""
+        """Return each continuation's log-probability under the target, and whether greedy decoding
+        writes the same continuation.
+        """
         verbs = [partial(_likelihood, *request.args) for request in requests]
         return run_async(partial(self._scored, verbs))
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return each text's log-probability under the target, in windows of its context."""
+        """Return each text's log-probability under the target; a text that is longer than the
+        target's context is scored in windows.
+        """
         verbs = [partial(_rolling, request.args[0]) for request in requests]
         return run_async(partial(self._scored, verbs))
 
@@ -124,7 +131,10 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         }
         if result.status in ("incomplete", "failed"):
             raise EngineError(
-                "atts", result.why, "Run it again: with a directory, finished work is not repeated"
+                "atts",
+                result.why,
+                "Run lm_eval again; with the model argument `directory`, finished work is not "
+                "repeated",
             )
         if result.status != "finished":
             raise KeyboardInterrupt(result.why)
@@ -158,11 +168,11 @@ async def _rolling(text: str, target: Engine) -> float:
 
 
 def _split(context: str, continuation: str, target: Engine) -> tuple[TokenIds, TokenIds]:
-    """Return the token ids of context and continuation, split before the first token with text of
-    the continuation.
+    """Return the token ids of context and continuation, split before the first token that contains
+    text of the continuation.
 
-    A token across the boundary belongs to the continuation, so the ids of the context are the same
-    for every continuation.
+    A token that contains text of both belongs to the continuation, so the ids of the context are
+    the same for every continuation.
     """
     whole = target.tokenizer.encode(context + continuation)
     alone = target.tokenizer.encode(context.rstrip())

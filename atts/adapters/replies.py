@@ -13,7 +13,9 @@ from atts.errors import EngineError, OptionError, UsageError
 from atts.pipelines import Policy
 
 ReplyKind = Literal["text", "answer"]
-"""The kind of reply: the reasoning of a rollout that voted for the answer, or only the answer."""
+"""The kind of reply: "text" is the whole text of a rollout that voted for the answer, and "answer"
+is only the answer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,8 @@ class Reply:
     def of(cls, outcome: Outcome, kind: ReplyKind = "text") -> Reply:
         """Make the reply from an outcome.
 
-        :raises EngineError: if the problem or one of its rollouts failed, because an answer without
-            that rollout would be counted as the model's.
+        :raises EngineError: if the problem or one of its rollouts failed. The harness would
+            otherwise count an incomplete vote as the model's answer.
         """
         if not outcome.is_complete:
             errors = (rollout.error for rollout in outcome.rollouts if rollout.error)
@@ -54,16 +56,16 @@ def reply_kind(word: str) -> ReplyKind:
 
 
 def setup_of(model: str, options: Mapping[str, object]) -> Setup:
-    """Return the setup for a harness's model name and options, which are named as on the command
-    line.
+    """Return the setup for a harness's model name and options; options have the same names as on
+    the command line.
 
-    `model` names both engines ("embedded", "scripted"), unless `draft` and `target` are given; then
-    it is only a label.
+    `model` names both engines ("embedded", "scripted"). If `draft` and `target` are given, `model`
+    is only a label.
 
     >>> setup_of("embedded", {"rate": "0.3", "samples": 4}).rate
     0.3
 
-    :raises OptionError: an unknown option, with the nearest known one, or a value that is
+    :raises OptionError: an option is unknown (the message suggests a known option), or a value is
         impossible.
     """
     named = {"draft", "target"} & options.keys()
@@ -76,9 +78,10 @@ def setup_of(model: str, options: Mapping[str, object]) -> Setup:
 
 
 def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Return a conversation of (role, text) as a system prompt and one question.
+    """Convert a conversation of (role, text) pairs to a system prompt and one question.
 
-    The prompt is "" if the default prompt is to be used; earlier turns are quoted in the question.
+    The system prompt is "" if atts should use its default prompt. Earlier messages are quoted in
+    the question.
 
     >>> question_of([("system", "Be brief."), ("user", "1 + 1?")])
     ('Be brief.', '1 + 1?')
@@ -99,7 +102,8 @@ def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
 def policy_changes(
     base: Policy, system: str, temperature: float | None, max_tokens: int | None
 ) -> dict[str, Any]:
-    """Return the changes that a harness's settings make to a policy; None and "" change nothing.
+    """Return the policy fields that a harness's settings change; a setting that is None or ""
+    changes nothing.
 
     A temperature of 0 also changes nothing, because harnesses send it by default and it would make
     all rollouts equal.
@@ -115,7 +119,9 @@ def policy_changes(
 
 
 def _speaker(outcome: Outcome) -> Rollout:
-    """Return the first rollout that gave the answer, else the first rollout with any text."""
+    """Return the first rollout that gave the voted answer; if none did, return the first rollout
+    with any text.
+    """
     agreeing = [
         line
         for line in outcome.rollouts

@@ -1,4 +1,4 @@
-"""The slime adapter: a draft and a target write a trainer's samples, and the draft's tokens are trained on.
+"""The slime adapter: a draft and a target write the samples with which slime trains the draft.
 
 slime calls `generate` for each sample of a rollout:
 
@@ -34,15 +34,17 @@ _NAMES = ("temperature", "top_p", "top_k", "min_p")
 
 
 async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -> Any:
-    """Write one sample by one rollout, and return it with tokens, mask and log-probabilities.
+    """Write one sample with one rollout, and return the sample with its tokens, mask and
+    log-probabilities.
 
-    The mask is 1 where the draft wrote the token; the target's tokens have mask and log-probability
-    0. Log-probabilities are the draft's own, at temperature 1. The end token is not among the tokens.
-    A sample that already has a response is written again. `sample.prompt` is the question, a text or
-    messages, without a chat template: leave out `--apply-chat-template`.
+    The mask is 1 for tokens that the draft wrote with log-probabilities. All other tokens, such as
+    the target's, have mask 0 and log-probability 0. Log-probabilities are those of the draft at
+    temperature 1. The end token is left out. A response that the sample already has is replaced.
+    `sample.prompt` is the question, as a text or as messages, without a chat template: leave out
+    `--apply-chat-template`.
 
-    :raises OptionError: the settings name no draft or no target, or something unknown.
-    :raises UsageError: the prompt holds no question.
+    :raises OptionError: the settings lack `draft` or `target`, or have an unknown key.
+    :raises UsageError: the prompt contains no question.
     """
     worker = _worker_of(args)
     system, question = question_of(_turns(sample.prompt))
@@ -61,22 +63,23 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -
 
 
 class _Worker:
-    """The session that all samples share, and its successors.
+    """The session that all new samples share, and older sessions that samples still use.
 
-    An engine refuses a server whose weights changed. Here that is how training goes: the next
-    session opens on the new weights, and its calibrator starts empty, since the scores that the old
-    one has seen are of another model. Sessions are counted, and each sample names its own.
+    Training changes the weights of the draft's servers, and an engine refuses a server whose
+    weights have changed. The worker then opens a new session for the new weights. The calibrator of
+    the new session starts empty, because the earlier scores belong to the earlier weights. Sessions
+    are numbered, and the metadata of each sample contain the number of its session as `weights`.
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
         self._setup = setup_of("slime", options)
-        self._number = 0  # key of the latest session
+        self._number = 0  # number of the latest session
         self._sessions = {0: Session(self._setup)}
-        self._asking = Counter[int]()  # samples in flight, keyed by number of the session
+        self._asking = Counter[int]()  # number of samples in flight, keyed by session number
         self._has_answered = False
 
     def policy(self, system: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the changes of the policy that the trainer's sampling parameters ask for."""
+        """Return the policy fields that the trainer's sampling parameters change."""
         given = {name: params[name] for name in _NAMES if params.get(name) is not None}
         if given.get("top_k", 0) < 0:
             del given["top_k"]  # a negative top_k means no limit
@@ -102,7 +105,7 @@ class _Worker:
             return await self._ask(number, question, policy), number
         except UnsupportedByEngine:
             if not self._has_answered:
-                raise  # this engine never worked, so a retry is useless
+                raise  # the engines never worked, so a new session would fail as well
         if number == self._number:
             self._number += 1
             self._sessions[self._number] = Session(self._setup)
@@ -121,7 +124,9 @@ class _Worker:
         return outcome
 
     async def _close_old(self) -> None:
-        """Close the sessions before the latest that no sample waits for."""
+        """Close every session that is older than the latest session and that no sample is waiting
+        for.
+        """
         for number in [*self._sessions]:
             if number < self._number and not self._asking[number]:
                 await self._sessions.pop(number).aclose()
@@ -133,7 +138,7 @@ workers: dict[tuple[EventLoopToken, str], _Worker] = {}
 def _worker_of(args: Any) -> _Worker:
     """Return the worker of this event loop and these settings.
 
-    :raises OptionError: the settings name no draft or no target, or something unknown.
+    :raises OptionError: the settings lack `draft` or `target`, or have an unknown key.
     """
     options = getattr(args, "atts", None)
     if not isinstance(options, Mapping) or not {"draft", "target"} <= options.keys():
@@ -154,7 +159,7 @@ def _turns(prompt: str | Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
 
 
 def _fill(sample: Any, rollout: Rollout) -> None:
-    """Write a rollout into a sample, in the draft's tokens."""
+    """Write a rollout into a sample, as tokens of the draft's tokenizer."""
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []

@@ -21,20 +21,22 @@ __all__ = ["ATTSTaskset"]
 
 
 class ATTSConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers is not installed where types are checked
-    """The settings under `--env.taskset.*`, which name the dataset as on the command line of atts."""
+    """The settings under `--env.taskset.*`; they name the dataset in the same form as the command
+    line of atts.
+    """
 
     dataset: str = "arithmetic"
     file: str | None = None
 
 
 class ATTSData(vf.TaskData):  # type: ignore[misc]
-    """One problem, as plain data."""
+    """One problem, as JSON data."""
 
     problem: dict[str, Any]
 
 
 class ATTSTask(vf.Task[ATTSData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
-    """A task that asks one problem and grades the last reply."""
+    """A task that poses one problem and grades the model's last reply."""
 
     @property
     def key(self) -> str:
@@ -44,7 +46,7 @@ class ATTSTask(vf.Task[ATTSData, vf.State, vf.TaskConfig]):  # type: ignore[misc
     @vf.reward  # type: ignore[untyped-decorator]
     async def correct(self, trace: Any) -> float:
         """Return 1 if the answer equals the reference, else 0."""
-        # sympy may take seconds and would block the event loop of all rollouts
+        # grading may take sympy some seconds, so it must not block the event loop of all rollouts
         grading = partial(is_correct, self.data.problem, trace.last_reply)
         return float(await anyio.to_thread.run_sync(grading))
 
@@ -56,12 +58,12 @@ class ATTSTask(vf.Task[ATTSData, vf.State, vf.TaskConfig]):  # type: ignore[misc
 
 
 class ATTSTaskset(vf.Taskset[ATTSTask, ATTSConfig]):  # type: ignore[misc]
-    """The tasks of a dataset: its problems with a reference, with the prompts of a run of atts."""
+    """The tasks of a dataset, one for each problem, with the prompts that a run of atts would use."""
 
     def load(self) -> Iterator[ATTSTask]:
         """Yield a task for every problem.
 
-        :raises DatasetError: the data set cannot be read, or a problem has no reference.
+        :raises DatasetError: the dataset cannot be read, or a problem has no reference.
         """
         file = None if self.config.file is None else Path(self.config.file)
         for problem in load_dataset(self.config.dataset, options=LoadOptions(file=file)).problems:

@@ -1,4 +1,6 @@
-"""The public verbs and `Setup`, to solve, evaluate, calibrate and analyse recorded runs."""
+"""The public functions and `Setup`, for programs that solve or evaluate problems, calibrate a gate,
+or analyse recorded runs.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -138,7 +140,7 @@ __all__ = [
     "write_settings",
 ]
 
-# These names load reports or local models, which few programs need.
+# Importing these names loads the code for reports or local models, which few programs need.
 _NAMES = {
     "atts.api.answer_judge": "judge_unscored read_judge_prompt",
     "atts.api.block_comparison": "ComparedBlocks MeasuredPair compare_blocks",
@@ -151,7 +153,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 
 def __getattr__(name: str) -> Any:
-    """Import a rarely used name, or one that loads reports or blocks, on first use."""
+    """Import a rarely used name, or a name that loads slow modules, when it is first used."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts.api' has no attribute {name!r}")
     with import_lock:

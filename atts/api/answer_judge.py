@@ -1,4 +1,4 @@
-"""Ask a model that the user names about answers that the grading rules leave unscored."""
+"""Let a model that the user names grade the answers that the grading rules leave unscored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _DEFAULT_PROMPT = Path(__file__).with_name("judge_prompt.txt")
 _FIELDS = ("{reference}", "{answer}")
-_MAX_TOKENS = 4096  # tokens of a reply, enough for a model that reasons before it answers
+# token limit of the judge's reply, enough for a model that reasons before it answers
+_MAX_TOKENS = 4096
 _IN_FLIGHT = 16
 _DECISION = re.compile(r"\b(EQUAL|DIFFERENT|UNSURE)\b")
 
@@ -41,23 +42,25 @@ def read_judge_prompt(file: Path | None) -> str:
     missing = [field for field in _FIELDS if field not in prompt]
     if missing:
         problem = f"{path} lacks {' and '.join(missing)}"
-        raise OptionError("judge prompt", f"{problem}, which atts replaces by the texts")
+        raise OptionError(
+            "judge prompt", f"{problem}, which atts replaces by the reference and the answer"
+        )
     return prompt
 
 
 async def judge_unscored(
     records: Iterable[GradedRecord], model: str | Engine, prompt: str
 ) -> list[GradedRecord]:
-    """Return the records in order, with the model's verdict on those that are unscored.
+    """Return the records in order; unscored records get the model's verdict.
 
-    The verdict's rule is `judged`. A record stays unscored if the model is unsure. The model is not
-    asked about a record without an answer or a reference.
+    The model's verdicts have the rule `judged`. A record stays unscored if the model is unsure. A
+    record without an answer or a reference is not sent to the model.
     """
     everything = list(records)
     if not any(_is_open(record) for record in everything):
         return everything
     slots = anyio.Semaphore(_IN_FLIGHT)
-    # the name that the user gave, because an engine built here has the name of a role
+    # use the name that the user gave, because an engine that is built here is named after its role
     name = model.partition("?")[0] if isinstance(model, str) else model.spec.name
     async with build_engine(model, "target", chat=True) as engine:
 
@@ -102,7 +105,7 @@ async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) 
     before = record.verdict
     if status is None:
         return _left_open(record, reason)
-    detail = f"{name} says {reason}; the rules left it open ({before.rule})"
+    detail = f"{name} says {reason}; the grading rules left the answer unscored ({before.rule})"
     return replace(record, verdict=Verdict(status, "judged", f"{detail}; {before.detail}"))
 
 
@@ -114,7 +117,9 @@ def _left_open(record: GradedRecord, reason: str) -> GradedRecord:
 
 
 def _decision(reply: str, is_cut: bool) -> tuple[Status | None, str]:
-    """Return the status that a reply's last line states, or None with the reason."""
+    """Return the status that the last line of the judge's reply states, or None and why there is no
+    status.
+    """
     if is_cut:
         return None, "the judge's reply was cut by the token limit"
     lines = [line for line in reply.rsplit("</think>")[-1].splitlines() if line.strip()]

@@ -1,4 +1,6 @@
-"""Replace blocks of a zoo's model by similar ones, and measure the loss of each."""
+"""Replace blocks of a zoo's model by similar blocks, and measure the loss that each replacement
+causes.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ from atts.run import RunResult
 
 _POLICY = Policy(samples=1, sampling=Sampling(0.0), early_stop="none")
 _ROOM = 2
-"""A changed model may write this many times the original's longest text before it is cut."""
+"""The token limit of a changed model is this many times the length of the original model's longest
+text.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPair:
-    """A block that resembles a block of the model, with the loss from using it."""
+    """A block that could replace a similar block of the model, with the loss that the replacement
+    causes.
+    """
 
     likeness: BlockSimilarity
     loss: Loss
@@ -31,8 +37,9 @@ class MeasuredPair:
 
 @dataclass(frozen=True, slots=True)
 class ComparedBlocks:
-    """The blocks that could replace blocks of a model, each measured alone, and the resulting model
-    if one was kept.
+    """The blocks that could replace blocks of a model, each measured alone.
+
+    `kept` is the loss of the changed model that was stored, or None if no changed model was stored.
     """
 
     model: str
@@ -51,15 +58,17 @@ def compare_blocks(
     keep: str | None = None,
     tell: Callable[[MeasuredPair], None] | None = None,
 ) -> ComparedBlocks:
-    """Replace blocks of a zoo's model by similar ones, one at a time, and measure the change.
+    """Replace blocks of a zoo's model by similar blocks, one at a time, and measure how much the
+    model changes.
 
-    At each position the `most` nearest blocks by parameters are tried, if their relative distance
-    is at most `apart` (unrelated blocks have about 1.4). Each changed model is compared with the
-    original on the original's greedy answers to `problems`: their distributions, and their answers.
-    With `keep`, the largest set of blocks that together diverge by at most `lossy` nats per token
-    is stored under that name; "zoo:DIR/NAME?lossy=..." opens it.
+    At each position, atts tries the `most` blocks whose parameters are nearest, if their relative
+    distance is at most `apart` (about 1.4 for unrelated blocks). It compares the next-token
+    distributions of each changed model with those of the original model, on the original's greedy
+    answers to `problems`. It also compares which answers are correct. With `keep`, a model is
+    stored under that name. In this model, several blocks are replaced that together diverge by at
+    most `lossy` nats per token. "zoo:DIR/NAME?lossy=..." opens the stored model.
 
-    :raises OptionError: an adapter's model, or a name that is taken.
+    :raises OptionError: the model is an adapter, or a model with the name in `keep` exists.
     :raises DatasetError: the problems cannot be read.
     :raises ZooError: there is no such model.
     :raises EngineError: a model cannot be opened.
@@ -86,13 +95,15 @@ def compare_blocks(
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """A model with its greedy answers to some problems, with which changed models are compared."""
+    """The original model and its greedy answers to some problems; changed models are compared with
+    these answers.
+    """
 
     zoo: Zoo
     model: StoredModel
     words: str  # name of the dataset
     problems: tuple[Problem, ...]
-    # token ids of each prompt with the model's answer, and the length of the prompt
+    # for each problem: the token ids of the prompt and the model's answer, and the prompt's length
     texts: tuple[tuple[TokenIds, int], ...]
     right: tuple[bool, ...]
 
@@ -131,10 +142,11 @@ class _Reference:
     def within(
         self, measured: Sequence[MeasuredPair], bound: float
     ) -> tuple[list[BlockSimilarity], Loss] | None:
-        """Return the best blocks that together stay within the bound, with their joint loss.
+        """Return replacement blocks whose joint loss is within the bound, and this loss; None if
+        there are none.
 
-        The best block at each position is used if its loss alone is within the bound. Then the
-        blocks with the largest losses are dropped until the joint loss is within the bound.
+        First, the best block at each position is chosen if its loss alone is within the bound. Then
+        the blocks with the largest losses are dropped until the joint loss is within the bound.
         """
         best = dict[str, BlockSimilarity]()
         for pair in sorted(measured, key=lambda pair: pair.loss.nats):

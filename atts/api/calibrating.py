@@ -1,6 +1,6 @@
-"""The verbs for recorded runs: report, trace, compare, plan, replay and merge.
+"""Functions for recorded runs: report, trace, compare, certify, plan, replay and merge.
 
-The verbs at the end turn runs into calibration scores and fitted calibrators.
+The functions at the end of this module make calibration scores, judges and calibrators from runs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 Run = str | Path | RunResult
-"""A run directory, or the result of a run that was kept in one."""
+"""A run directory, or the result of a run that has a directory."""
 
 
 def report(
@@ -74,14 +74,14 @@ def report(
 ) -> Path:
     """Write the report of a run, finished or not, and return its path.
 
-    The default is `report.html` in the run's directory.
+    Without `out`, the report is written into the run's directory.
 
-    `format` is "html" (one file, no network), "markdown" or "json", from the same numbers;
-    `compare_to` are runs to compare with, problem by problem.
+    `format` is "html" (one file that needs no network), "markdown" or "json"; all formats have the
+    same numbers. `compare_to` lists runs with which this run is compared, problem by problem.
 
     :raises OptionError: for an unknown format.
     :raises UsageError: for a result that was kept in memory only.
-    :raises JournalError: a directory holds no run, or one that cannot be read.
+    :raises JournalError: a directory contains no run, or its run cannot be read.
     """
     from atts.analysis import FORMATS, as_format, build_report, save_report
 
@@ -93,11 +93,11 @@ def report(
 def trace(run: Run, out: str | Path | None = None) -> Path:
     """Write the run's task graph as Chrome trace JSON for ui.perfetto.dev, and return its path.
 
-    The default is `trace.json` in the run's directory.
+    Without `out`, the file is `trace.json` in the run's directory.
 
     :raises UsageError: for a result that was kept in memory only.
     :raises JournalError: there is no run, or it cannot be read.
-    :raises StorageError: the disk refuses.
+    :raises StorageError: the file cannot be written.
     """
     directory = directory_of(run)
     text = StringIO()
@@ -112,13 +112,14 @@ def trace(run: Run, out: str | Path | None = None) -> Path:
 def compare(first: Run, second: Run, *, points: float | None = None, seed: int = 0) -> Compared:
     """Compare the second run with the first, problem by problem.
 
-    A run is a directory, a JSONL file of results, or a result. With `points`, problems are also
-    tested one after the other, in an order drawn by `seed`. The field `sequential` has the number of
-    problems after which this test shows a difference, or a difference of less than `points` if that
-    is above 0.
+    A run is a directory, a JSONL file of results, or a result. With `points`, a sequential test
+    also reads the problems one after the other, in an order drawn by `seed`. The field `sequential`
+    has the number of problems after which this test shows a difference. If `points` is above 0, the
+    test may also show that the difference is less than `points`.
 
-    :raises JournalError: a directory holds no run, or one that cannot be read.
-    :raises DatasetError: a file holds no results, or the two have no graded problem in common.
+    :raises JournalError: a directory contains no run, or its run cannot be read.
+    :raises DatasetError: a file contains no results, or the two runs have no graded problem in
+        common.
     :raises UsageError: for a result that was kept in memory only.
     """
     from atts.analysis import compare, read_results
@@ -133,17 +134,18 @@ def compare(first: Run, second: Run, *, points: float | None = None, seed: int =
 def certify(
     target: Run, runs: Sequence[Run], *, epsilon: float, delta: float = 0.1, net: bool = True
 ) -> Certificate:
-    """Certify the cheapest run that is correct at most `epsilon` less often than the target alone.
+    """Certify the cheapest run whose accuracy is at most `epsilon` below that of the target alone.
 
     The certificate is wrong with probability at most `delta`.
 
-    All runs must have the same labelled problems. With `net` false the bound is on lost answers,
-    including those lost by sampling, instead of the net loss. Runs of the same method and rate
+    All runs must have the same labelled problems. If `net` is true, the bound applies to the net
+    loss: lost minus gained correct answers. If `net` is false, the bound applies to all lost
+    answers, including answers that are lost by random sampling. Runs of the same method and rate
     scope are tested from the highest rate down.
 
-    :raises JournalError: a directory holds no run, or one that cannot be read.
-    :raises CalibrationInputError: runs of other problems, without references, or an epsilon or
-        delta outside (0, 1).
+    :raises JournalError: a directory contains no run, or its run cannot be read.
+    :raises CalibrationInputError: the runs have different problems or no references, or `epsilon`
+        or `delta` is outside (0, 1).
     :raises UsageError: for a result that was kept in memory only.
     """
     from atts.methods import certify_graded
@@ -153,7 +155,9 @@ def certify(
 
 
 def _graded(directory: Path) -> GradedPolicy:
-    """Return a run's policy with every graded problem's vote, and its target tokens per problem."""
+    """Return a run's method and rate, whether the vote on each graded problem is correct, and the
+    mean target tokens per problem.
+    """
     from atts.methods import GradedPolicy
 
     run = open_run(directory)
@@ -180,7 +184,7 @@ def plan(
 
     Give several runs to compare several rates.
 
-    :raises JournalError: a directory holds no run, or one that cannot be read.
+    :raises JournalError: a directory contains no run, or its run cannot be read.
     :raises UsageError: a result kept in memory only, a run without a graded problem, runs of
         different problems, or a cap that is not positive.
     """
@@ -204,17 +208,18 @@ def replay(
     gate: Gate | RoundGate | None = None,
     seed: int | None = None,
 ) -> Replay:
-    """Decide on every recorded score again and vote again; other settings stay as recorded.
+    """Repeat the decisions on the recorded scores of a run, and vote again; settings that are not
+    given stay as recorded.
 
-    Without another method, rate, rate scope, seed or gate the recorded decisions stay, and fewer
-    samples or turns only cut the record.
+    If none of method, rate, rate scope, seed and gate is given, the recorded decisions stay. Fewer
+    samples or turns only remove the last rollouts or turns from the record.
 
-    `budget` is the most takeovers by the target per problem, in the order in which decisions were
-    taken. `gate` must be new, because it learns from this replay.
+    `budget` is the largest number of escalations per problem, counted in the order in which the
+    decisions were made. `gate` must be new, because it learns from this replay.
 
-    :raises OptionError: an unknown rate scope or vote, a method that is unknown or would have written
-        other chunks, more samples or turns than were recorded, a negative budget, or decisions on
-        chunks that have no score.
+    :raises OptionError: an unknown rate scope or vote, a method that is unknown or would have
+        written other chunks, more samples or turns than were recorded, a negative budget, or
+        decisions on chunks that have no score.
     :raises JournalError: there is no run, or it cannot be read.
     """
     from atts.analysis import PolicyChange, replay_run
@@ -237,21 +242,21 @@ def replay(
         return replace(setup, policy=replace(setup.policy, samples=samples), **given).decider()[0]
 
     change = PolicyChange(samples, turns, vote, budget)
-    # fewer samples, turns or takeovers need no new decisions, so no decision may change
+    # fewer samples, turns or escalations need no new decisions, so the recorded decisions are kept
     decides_again = gate is not None or bool(given)
     return replay_run(recorded, change, fresh_gate if decides_again else None)
 
 
-# A method may differ in these settings and still have the recorded rollouts, because it only waits
-# for fewer of them or starts more.
+# A method that differs from the recorded method only in these settings writes the same rollouts; it
+# only waits for fewer rollouts or starts more.
 _SAME_ROLLOUTS = ("barrier", "early_stop", "first_wave", "repeats")
 
 
 def _check_same_rollouts(run: RecordedRun, recorded: str, method: str) -> None:
-    """Check that the recorded chunks would have been written and judged in the same way under a
-    method.
+    """Check that a method would have written the recorded chunks and would have scored them in the
+    same way.
 
-    :raises OptionError: the method is unknown, or changes more than the choice of chunks.
+    :raises OptionError: the method is unknown, or changes more than which chunks escalate.
     """
     usual = Policy()
     changes = {**preset(recorded).changes, **preset(method).changes}
@@ -262,16 +267,17 @@ def _check_same_rollouts(run: RecordedRun, recorded: str, method: str) -> None:
         if name not in _SAME_ROLLOUTS and was != wanted:
             raise OptionError(
                 "method",
-                f"{method} has another {name} than the run, so the record lacks the texts of "
-                f"{method}. Run {method} instead",
+                f"{method} has another value of {name} than the recorded run, so it would write "
+                f"other texts. Run {method} instead",
             )
 
 
 def merge(runs: Sequence[Run], out: str | Path) -> Merged:
     """Merge the shards of an evaluation into a run in a new directory.
 
-    With a gate that learns nothing, every decision is the same as in a single process. A gate that
-    learns has learnt from its shard only, and each shard meets its rate.
+    If the gate does not learn from scores, all decisions are the same as in a run by one process. A
+    gate that learns has learnt only from its own shard, and each shard meets the nominal rate
+    separately.
 
     :raises UsageError: the runs are not the finished shards of one evaluation, or a result was kept
         in memory only.
@@ -296,7 +302,7 @@ def directory_of(run: Run) -> Path:
 
 
 RATE_OF_FILES = 0.4
-"""The default rate for reports on scores in a file."""
+"""The default nominal rate in a report on a file of scores."""
 
 
 async def calibrate(
@@ -309,8 +315,8 @@ async def calibrate(
     """Let the draft solve these problems alone, score every chunk, and return the scores.
 
     The result is meant for `Setup(stored=...)` of later runs, so use problems that are similar to
-    those of the later run but not the same. With a `directory` the run has a journal, and the same
-    call continues it.
+    the problems of later runs, but not the same problems. With a `directory` the run has a journal,
+    and the same call continues it.
 
     :raises OptionError: the setup names something unknown.
     :raises DatasetError: the dataset cannot be read, or has no problems.
@@ -341,7 +347,8 @@ calibrate_sync = sync(calibrate)
 
 
 def scores_of(run: str | Path | RunResult) -> StoredScores:
-    """Return every score that a run decided on, in order, with the conditions of the scores.
+    """Return all scores on which a run decided, in the order of the decisions, with the conditions
+    under which they were computed.
 
     :raises JournalError: there is no run, or it cannot be read.
     :raises CalibrationInputError: the run's gate saw no score.
@@ -374,13 +381,14 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
 
 
 def judge_of(run: str | Path, rate: float = 0.2, seed: int = 0) -> AdvantageJudge:
-    """Fit a learned judge on a run of method trial, whose coins chose the escalated chunks.
+    """Fit a learned judge on a run of the method `trial`, which chooses the chunks to escalate by
+    chance.
 
     :raises JournalError: there is no run, or it cannot be read.
     :raises UsageError: the run has another method, or no graded problem.
     :raises CalibrationInputError: the run has too few problems.
     """
-    # loaded where it is used: reading journals whole is slow to import
+    # imported here, because the module that reads whole journals is slow to import
     from atts.analysis import takeover_examples
 
     recorded = open_run(directory_of(run))
@@ -400,9 +408,10 @@ def stored_scores(
 ) -> StoredScores:
     """Read calibration scores from a file, or from the directory of an earlier run.
 
-    :raises JournalError: there is nothing, or the directory holds no run, or one that cannot be
-        read.
-    :raises CalibrationInputError: the file cannot be read as scores, or the run's gate saw none.
+    :raises JournalError: the path does not exist, or the directory contains no run or an unreadable
+        run.
+    :raises CalibrationInputError: the file is not a valid file of scores, or the run's gate saw no
+        scores.
     """
     check_exists(path)
     if path.is_dir():
@@ -427,16 +436,18 @@ def calibration_report(
     scale: Scale = PERPLEXITY,
     seed: int = 0,
 ) -> CalibrationReport:
-    """Report on a run's calibration and guarantee, or on the possible guarantee of stored scores.
+    """Report on the calibration and guarantee of a run, or on the guarantee that a file of scores
+    allows.
 
-    A run is reported as it was made. With another `rate` or `rate_scope` its scores are decided
-    again, like those of a file. The defaults of a file are rate 0.4 and rate scope "aci", or those
-    of the calibrator that it contains.
+    A run is reported with the decisions that it made. If another `rate` or `rate_scope` is given,
+    the decisions on its scores are made again, as for a file of scores. A file of scores is
+    reported at rate 0.4 and rate scope "aci" by default. If the file contains a calibrator, the
+    calibrator's rate and rate scope are the defaults.
 
-    :raises JournalError: there is nothing, or the directory holds no run, or one that cannot be
-        read.
-    :raises CalibrationInputError: no scores, or something that is none; or a rate scope that needs
-        questions without them.
+    :raises JournalError: the path does not exist, or the directory contains no run or an unreadable
+        run.
+    :raises CalibrationInputError: there are no scores, a score is invalid, or the rate scope needs
+        question ids that the scores lack.
     :raises OptionError: an unknown rate scope.
 
     >>> import tempfile
@@ -480,7 +491,9 @@ def calibration_report(
 
 
 def _in_file(path: Path) -> tuple[Calibrator | None, Sequence[bool | None]]:
-    """Return the calibrator that a file holds, or else the labels of its records."""
+    """Return the calibrator in a file of scores; if there is none, return the labels of the file's
+    records.
+    """
     if path.suffix == ".npy":
         return None, ()
     text = read_ordinary(path).decode()
@@ -492,8 +505,8 @@ def _in_file(path: Path) -> tuple[Calibrator | None, Sequence[bool | None]]:
 
 
 def calibrator_of(run: str | Path | RunResult) -> Calibrator:
-    """Rebuild the calibrator of a run as it was at its end; for a merged run, merge those of its
-    parts.
+    """Rebuild a run's calibrator in its state at the end of the run; for a merged run, merge the
+    calibrators of the parts.
 
     :raises JournalError: there is no run, or it cannot be read.
     :raises CalibrationInputError: the method of the run has no calibrator, or the calibrators
@@ -512,7 +525,9 @@ def calibrator_of(run: str | Path | RunResult) -> Calibrator:
 
 
 def _parts(run: RecordedRun) -> Iterator[list[Entry]]:
-    """Yield the gate's calls of each run that was merged, or of the only run."""
+    """Yield the recorded gate calls of each part of a merged run; a run that was not merged is one
+    part.
+    """
     part = list[Entry]()
     for entry in run.entries((Decided, Observed)):
         if isinstance(entry.event, SessionOpened) and entry.session in run.part_starts:
@@ -529,7 +544,7 @@ def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
     if not isinstance(gate, ConformalGate) or gate.calibrator is not calibrator:
         method = manifest.configuration.get("method")
         raise CalibrationInputError(
-            "the method", method and method.value, "one with a calibrator, such as atts"
+            "the method", method and method.value, "a method with a calibrator, such as atts"
         )
     for entry in entries:
         if isinstance(entry.event, Decided | Observed):
@@ -539,7 +554,9 @@ def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
 
 
 def _kept(run: RunResult) -> Iterator[tuple[Decision, float]]:
-    """Yield the scored decisions of a run kept in memory with their chunks' tokens, by turn."""
+    """Yield the scored decisions of a run in memory, turn by turn, each with the number of tokens
+    of its chunk.
+    """
     turns = [
         turn for outcome in run.outcomes() for rollout in outcome.rollouts for turn in rollout.turns
     ]

@@ -1,4 +1,6 @@
-"""Read the configuration of a run: a value for every key from defaults, atts.toml, ATTS_* or flags."""
+"""Read the configuration of a run: the value of each key comes from the defaults, atts.toml, ATTS_*
+variables or flags.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +43,19 @@ FILE = "atts.toml"
 """The settings file that is read from the working directory if no other file is named."""
 CONFIG_VARIABLE = "ATTS_CONFIG"
 ELSEWHERE = (CONFIG_VARIABLE, "ATTS_API_KEY", "ATTS_SERVE_KEY", "ATTS_CHROMIUM", "ATTS_SHARED_DATA")
-"""Variables of atts that are not configuration keys: the file's name, a secret, and paths for
-tests.
+"""ATTS_* variables that are not configuration keys: the name of the settings file, API keys, and
+paths for tests.
 """
 
 Said = tuple[Key, object, str, str]
-"""A key with a given value, the origin of the value, and the name of that origin in errors."""
+"""A key with its given value, the origin of the value, and the name of this origin in error
+messages.
+"""
 
 
 def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
-    """Yield the values of a TOML file; the names of its tables are dotted.
+    """Yield the values of a TOML file; a key inside a table has a dotted name, such as
+    "sampling.top_p".
 
     :raises OptionError: the file cannot be read, is not TOML, or has an unknown key.
     """
@@ -62,8 +67,8 @@ def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
             and isinstance(value, str)
             and value.lower() not in ("none", "null")
         ):
-            # Variables and flags are always texts, but in TOML a quoted number is probably a
-            # mistake.
+            # Values of variables and flags are always texts, but a quoted number in TOML is
+            # probably a mistake.
             raise OptionError(
                 label,
                 f"{value!r} is a text, not {KINDS[key.kind]}: leave out the quotation marks",
@@ -91,9 +96,10 @@ def from_environment(environment: Mapping[str, str], keys: Mapping[str, Key]) ->
 def from_flags(
     flags: Mapping[str, object], pairs: Sequence[str], keys: Mapping[str, Key]
 ) -> Iterator[Said]:
-    """Yield the values of flags or call arguments that are not None, then "key=value" texts.
+    """Yield the values of flags or call arguments that are not None, then the values of "key=value"
+    texts.
 
-    :raises OptionError: a key is unknown, or a pair is none.
+    :raises OptionError: a key is unknown, or a text is not of the form KEY=VALUE.
     """
     for name, value in flags.items():
         if value is not None:
@@ -126,8 +132,11 @@ def _known_key(name: str, keys: Mapping[str, Key], source: str) -> Key:
 
 
 def _nearest_key(name: str, known: Sequence[str]) -> str:
-    """Suggest the nearest key to a misspelt one, or else the command that lists them all."""
-    # "temperature" is as near to "sampling.temperature" as its whole name is.
+    """Suggest the key that is nearest to a misspelt name, or the command that lists all keys if
+    none is near.
+    """
+    # Compare a misspelt name with whole keys ("sampling.temperature") and with their last parts
+    # ("temperature").
     short = {each.rpartition(".")[2]: each for each in known} | {each: each for each in known}
     near = get_close_matches(name, short, n=1) or get_close_matches(
         name.rpartition(".")[2], short, n=1
@@ -138,7 +147,7 @@ def _nearest_key(name: str, known: Sequence[str]) -> str:
 ReportKind = Literal["html", "markdown", "json", "none"]
 
 _FLAGS: Mapping[str, str] = {"sampling.temperature": "temperature", "sampling.top_p": "top_p"}
-"""Keys whose command-line option has the name of their last part."""
+"""Keys whose command-line option is named after the last part of the key."""
 
 _NEUTRAL = (
     "out",
@@ -156,7 +165,9 @@ _NEUTRAL = (
     "prices",
     *(key.name for key in keys_of(PairChoice, PairChoice())),
 )
-"""Keys that do not change a run's results, such as limits; a pair counts by the values it sets."""
+"""Keys that do not change a run's results, such as limits. A pair's name is among them, because the
+keys that the pair sets are compared instead.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,23 +182,28 @@ class Job:
     ] = None
     file: Annotated[str | None, "read the benchmark from this file instead of the hub"] = None
     column: Annotated[
-        tuple[str, ...], "columns of the file for fields, FIELD=COLUMN, such as text=Question"
+        tuple[str, ...],
+        "columns of the file that contain the fields, as FIELD=COLUMN, such as text=Question",
     ] = ()
     relative: Annotated[
-        float | None, "share by which a number may differ from a decimal reference"
+        float | None, "relative tolerance of numbers whose reference is a decimal; 0.01: 1 %"
     ] = None
-    absolute: Annotated[float | None, "amount by which a number may differ from its reference"] = (
-        None
-    )
+    absolute: Annotated[
+        float | None,
+        "absolute tolerance of numbers: the largest accepted difference from the reference",
+    ] = None
     units: Annotated[
-        Literal["optional", "required"] | None, "whether the unit of an answer may be missing"
+        Literal["optional", "required"] | None,
+        "unit of an answer: required, or optional (a missing unit is accepted)",
     ] = None
     choices: Annotated[
         Literal["letter", "text"] | None,
-        "accepted answers to a choice: only its letter, or also its text",
+        "accepted answers to multiple-choice problems: letter (only the letter), or text (the "
+        "letter, or the text of the choice)",
     ] = None
     references: Annotated[
-        Literal["required", "optional"], "whether every problem must have a reference answer"
+        Literal["required", "optional"],
+        "reference answers: required for every problem, or optional",
     ] = "required"
     shots: Annotated[
         str | None, "file of worked examples that the prompt shows before every problem"
@@ -198,13 +214,17 @@ class Job:
         "settings",
     ] = None
     runs: Annotated[str, "parent folder of run directories, used if out is not set"] = "runs"
-    report: Annotated[ReportKind, "report written when the run ends"] = "html"
+    report: Annotated[
+        ReportKind,
+        "format of the report that is written when the run ends",
+    ] = "html"
     max_cost: Annotated[
-        float | None, "dollars after which a run stops, by the prices of its models"
+        float | None, "cost in dollars at which a run stops, computed from the prices of its models"
     ] = None
     max_total_tokens: Annotated[
         int | None,
-        "tokens after which a run stops: prompts, scored texts and completions, over all calls",
+        "number of tokens at which a run stops: prompt, scored and written tokens of all calls "
+        "together",
     ] = None
     max_seconds: Annotated[
         float | None, "seconds after which a run stops, over all sessions together"
@@ -217,11 +237,11 @@ class Job:
         "trackers that get the run's numbers: wandb, mlflow, tensorboard, trackio or otel; "
         "NAME:PROJECT names a project, experiment or folder",
     ] = ()
-    compare_to: Annotated[str | None, "earlier run to compare with, for stop_when"] = None
+    compare_to: Annotated[str | None, "earlier run with which stop_when compares this run"] = None
     stop_when: Annotated[
         str | None,
-        "stop early when the run is shown to differ from compare_to (decided); with decided=2, "
-        "also when the difference is shown to be at most 2 points",
+        "when to stop early: decided (this run is shown to be better or worse than compare_to), or "
+        "decided=2 (also when the accuracies are shown to differ by at most 2 points); none: never",
     ] = None
 
     def __post_init__(self) -> None:
@@ -247,7 +267,7 @@ class Job:
 
     @property
     def price_list(self) -> dict[str, Price]:
-        """Return the prices of models, by name; none without a file.
+        """Return the prices by name of the model; the result is empty if no file of prices is set.
 
         :raises OptionError: the file cannot be read as prices.
         """
@@ -259,7 +279,7 @@ class Job:
         return {"compare_to": self.compare_to, "stop_when": self.stop_when}
 
     def load(self) -> Dataset:
-        """Load the problems with a record of where they came from.
+        """Load the problems, with a record of their source.
 
         :raises DatasetError: the problems cannot be read, or there are none.
         """
@@ -311,10 +331,13 @@ def config_keys() -> Mapping[str, Key]:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """A value for every key with its origin; made by `configure`."""
+    """The configuration of a run: a value for every key, with the origin of the value.
+
+    The function `configure` makes it.
+    """
 
     settings: Mapping[str, Setting]
-    # keys whose values are derived from the models and from other keys
+    # names of the keys whose values are derived from the models and from other keys
     followed: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
@@ -323,24 +346,30 @@ class Configuration:
 
     @property
     def job(self) -> Job:
-        """Return the keys that say what is evaluated and where the run is kept."""
+        """Return the settings for the problems to evaluate, and for the directory and report of the
+        run.
+        """
         with _origins(self.settings):
             return msgspec.convert(_tables(self.settings), Job)
 
     @property
     def directory(self) -> Path:
-        """Return the run directory: the given one, or one that is unique to this configuration."""
+        """Return the run directory: the value of `out`, or a directory whose name is unique to this
+        configuration.
+        """
         job = self.job
         if job.out in ("", "-"):
-            raise OptionError("--out", f"{job.out!r} is not a directory; name one for the run")
+            raise OptionError(
+                "--out", f"{job.out!r} is not a directory; name a directory for the run"
+            )
         if job.out is not None:
             return Path(job.out)
         name = re.sub(r"[^\w.]+", "-", f"{Path(job.dataset).name}-{self['method']}").strip("-")
         return Path(job.runs) / f"{name}-{self.digest}"
 
     def directory_of(self, shard: Shard | None) -> Path:
-        """Return the directory of one shard: the given one, or one next to those of the other
-        shards.
+        """Return the directory of one shard: the value of `out`, or the default directory with the
+        shard's number appended.
         """
         if shard is None or self.job.out is not None:
             return self.directory
@@ -354,7 +383,8 @@ class Configuration:
             for name, setting in self.settings.items()
             if name not in _NEUTRAL and not name.startswith("limits.")
         }
-        if self["combine"] == "vote":  # the other keys of selection then have no effect
+        # without a combination by the target, the other keys for combining answers have no effect
+        if self["combine"] == "vote":
             for name in COMBINE_KEYS:
                 del kept[name]
         return cast(dict[str, Any], json.loads(json.dumps(kept)))
@@ -369,7 +399,7 @@ class Configuration:
         """Make the setup that these values describe.
 
         :raises OptionError: a value is impossible.
-        :raises CalibrationInputError: the file of scores cannot be read as one.
+        :raises CalibrationInputError: the value of `scores` is not a valid file of scores.
         """
         # A derived length stays None in the policy, because opened engines may still shorten it.
         given = {
@@ -394,13 +424,13 @@ def configure(
     environment: Mapping[str, str] | None = None,
     folder: str | Path = ".",
 ) -> Configuration:
-    """Read the configuration: defaults, then `file` or atts.toml, then ATTS_*, then `flags`.
+    """Read the configuration from defaults, `file` or atts.toml, ATTS_* variables, and `flags`;
+    later sources override earlier sources.
 
-    Without `file`, an atts.toml in `folder` is read if there is one. `pairs` are "key=value" texts,
-    which count as flags. A value that the method sets cannot be set to something else.
+    Without `file`, the file atts.toml in `folder` is read if it exists. `pairs` are "key=value"
+    texts, which count as flags. A key that the method fixes cannot be set to another value.
 
-    :raises OptionError: an unknown key, a value of another type, or one that the method
-        contradicts.
+    :raises OptionError: a key is unknown, or a value has the wrong type or contradicts the method.
 
     >>> configure({"rate": 0.3}, ["sampling.temperature=0.6"], environment={}).settings["rate"]
     Setting(value=0.3, origin='--rate')
@@ -411,7 +441,7 @@ def configure(
     source = Path(named) if named is not None else None
     if source is None and usual.exists():
         source = usual
-    # Later layers win.
+    # Later layers override earlier layers.
     layers = chain(
         from_file(source, config_keys()) if source is not None else (),
         from_environment(environment, config_keys()),
@@ -421,8 +451,8 @@ def configure(
     settings |= {
         key.name: Setting(_read(key, value, label), origin) for key, value, origin, label in layers
     }
-    # The pair first fills the keys that nothing else set; then the method checks the keys, and the
-    # lengths are derived from both.
+    # The order matters: first the pair sets the keys that nothing else has set, then the method
+    # fixes keys, and then lengths are derived from the models and the method.
     settings |= _of_pair(settings)
     settings |= _prompts_of_files(settings)
     settings |= _settled(settings)
@@ -431,7 +461,8 @@ def configure(
 
 
 def _read(key: Key, value: object, label: str) -> Json:
-    """Return a key's value; the text that ends the thinking may be in a file, named as @FILE.
+    """Return a key's parsed value; the value of `thinking_end` is read from a file if it is given
+    as @FILE.
 
     :raises OptionError: the value is impossible, or the file cannot be read.
     """
@@ -445,7 +476,9 @@ def _read(key: Key, value: object, label: str) -> Json:
 
 
 def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return the values as nested tables, with the target's sampling completed from the draft's."""
+    """Return the values as nested tables; `target_sampling` takes the values that it lacks from
+    `sampling`.
+    """
     tables = nested({name: setting.value for name, setting in settings.items()})
     if "target_sampling" in tables:
         tables["target_sampling"] = tables["sampling"] | tables["target_sampling"]
@@ -453,7 +486,7 @@ def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the settings of the chosen pair, for keys that nothing else has set."""
+    """Return the chosen pair's settings, but only for keys that nothing else has set."""
     with _origins(settings):
         choice = msgspec.convert(_tables(settings), PairChoice)
         if choice.pair is None:
@@ -473,7 +506,7 @@ def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def _prompts_of_files(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the prompts that are named as @FILE, with the texts of their files.
+    """Return each prompt that is given as @FILE, with the text of the file as its value.
 
     :raises OptionError: a file cannot be read.
     """
@@ -493,7 +526,7 @@ def _prompts_of_files(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def _prompt(pair: Pair, dataset: str) -> Mapping[str, Json]:
-    """Return the prompt settings that the pair has only for this benchmark."""
+    """Return the pair's prompt settings for this benchmark, or an empty mapping if it has none."""
     from atts.evaluators import find_benchmark
 
     if not pair.prompts:
@@ -503,15 +536,16 @@ def _prompt(pair: Pair, dataset: str) -> Mapping[str, Json]:
 
 
 def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the settings that the method fixes; refuse a flag or file that contradicts them."""
+    """Return the settings that the method fixes; refuse a flag, variable or file that sets them to
+    other values.
+    """
     with _origins(settings):
         method = cast(str, settings["method"].value)
         base = msgspec.convert(_tables(settings), Policy)
         before = dict(flat(asdict(base)))
         settled = dict[str, Setting]()
         for name, value in flat(asdict(preset(method).policy(base))):
-            # Only the keys that the method changes; the others keep their values from other
-            # sources.
+            # Keys that the method does not change keep their values and origins.
             if name not in settings or value == before.get(name, settings[name].value):
                 continue
             if settings[name].origin != "default":
@@ -525,7 +559,7 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the defaults of the models, with their origins, for lengths that nothing sets."""
+    """Return the models' default lengths, with their origins, for each length that is not set."""
     with _origins(settings):
         policy = msgspec.convert(_tables(settings), Policy)
     method = preset(str(settings["method"].value))
@@ -543,7 +577,7 @@ def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 @contextmanager
 def _origins(settings: Mapping[str, Setting]) -> Generator[None, None, None]:
-    """Name, in errors about a value, the flag, variable or file that set the value."""
+    """Add the flag, variable or file that set a value to each error about this value."""
     try:
         yield
     except OptionError as error:

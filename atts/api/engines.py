@@ -1,4 +1,6 @@
-"""Build engines from addresses such as "hf:Qwen/Qwen3-1.7B", and find the lengths that models need."""
+"""Build engines from addresses such as "hf:Qwen/Qwen3-1.7B", and choose default token limits for
+their models.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,11 @@ _REASONING_TEMPLATE = re.compile(
     r"think>|enable_thinking|reasoning_content|<\|channel\|>|\[THINK\]"
 )
 _SERVER_CLASSES = ("RemoteEngine", "ReplicaPool", "RayEngine")
-# Tokens of one request if nothing reads the text before its end. At 10 tokens per second the
-# request ends well within `timeout_seconds`, and few rollouts are longer.
+# Token limit of one request in methods that read a rollout only at its end. At 10 tokens per
+# second, such a request ends well before `timeout_seconds`, and few rollouts are longer.
 _REQUEST_TOKENS = 4096
-_ROLLOUTS = 64  # assumed rollouts in flight, if nothing sets their number
-_TOO_SMALL = 0.25  # assumed share of their tokens that such models need
+_ROLLOUTS = 64  # assumed number of rollouts in flight if the caller does not give it
+_TOO_SMALL = 0.25  # a token limit below this fraction of the models' default causes a warning
 
 
 def build_engine(
@@ -66,29 +68,31 @@ def build_engine(
     demand: RunDemand | None = None,
     give_up_after: float = GIVE_UP_AFTER,
 ) -> Engine:
-    """Build an engine from its address, without opening it; an engine is returned unchanged.
+    """Build an engine from its address without opening it; if `name` is an engine, return it
+    unchanged.
 
     Models of this machine are "embedded", "scripted", "hf:Qwen/Qwen3-1.7B" and "hf:./folder".
-    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`). With "?lossy=0.01" it
-    may be replaced by a model that `atts zoo compare` kept with a loss of at most that many nats
-    per token; the loss is logged as a warning. "?replicas=2" loads the model into two processes,
-    "?stages=2" divides its layers between two.
+    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`). With "?lossy=0.01",
+    atts may use a replacement that `atts zoo compare` stored, if its loss is at most 0.01 nats per
+    token. The loss is logged as a warning. "?replicas=2" loads the model into two processes, and
+    "?stages=2" divides its layers between two processes.
 
     Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat
     API as "openai:https://host/v1/Model", or "server:..." to detect the kind of server. Several
     URLs with commas between them are replicas of one engine (`docs/servers.md`). Settings follow a
     question mark: "hf:Qwen/Qwen3-1.7B?device=cuda&dtype=bfloat16" (the fields of
     `atts.local.LocalOptions`, and of `SpeculationOptions` and `StageOptions` in `atts.accel`).
-    "ray:" before any of these runs it in the actors of a Ray cluster:
+    "ray:" before any of these addresses runs the engine in the actors of a Ray cluster:
     "ray:hf:Qwen/Qwen3-1.7B?actors=4&gpus=1" (the fields of `atts.servers.RayOptions`).
 
-    With `chat`, a model of this machine without a chat template is refused before it is loaded. A
-    `lent` draft model proposes tokens to a model of this machine, if they are compatible
-    (`atts.accel.accelerated`). A `demand` describes the load that a run puts on a model on a GPU. A
-    lost server is waited for `give_up_after` seconds, unless its address sets another time.
+    With `chat`, a model of this machine without a chat template is refused before it is loaded.
+    `lent` names a draft model that proposes tokens to a model of this machine, if the two models
+    are compatible (`atts.accel.accelerated`). `demand` is the load that a run puts on a model on a
+    GPU. atts waits `give_up_after` seconds for a lost server, unless the server's address sets
+    another time.
 
     :raises OptionError: if the address names no engine, or has an unknown setting.
-    :raises UnsupportedByEngine: a folder without a chat template.
+    :raises UnsupportedByEngine: if the model's folder has no chat template.
 
     >>> build_engine("scripted", "draft").spec.name
     'draft'
@@ -105,7 +109,7 @@ def build_engine(
     if scheme not in _LOCAL:
         from atts.servers import RemoteOptions, server_engine
 
-        # a run checks the other requirements
+        # only "sample" is required here; a run checks its other requirements later
         defaults = RemoteOptions(give_up_after=give_up_after)
         return server_engine(scheme, rest, role, frozenset({"sample"}), defaults)
     from atts.accel import accelerated
@@ -152,17 +156,16 @@ def build_engines(
     *,
     give_up_after: float = GIVE_UP_AFTER,
 ) -> tuple[Engine, Engine]:
-    """Build both engines of a run; the same object twice gives one engine, equal addresses give
-    two.
+    """Build the draft engine and the target engine of a run.
 
-    The draft model proposes tokens to the target as `speculate` says, unless the target's address
-    says something else. If `roles` has only one role, the engine of that role is returned for both,
-    and the other is not built. `in_flight` is how many rollouts run at once, and the tokens of one;
-    on GPUs the memory of both models is planned by it before either is loaded. `give_up_after` is
-    as in `build_engine`.
+    If `draft` and `target` are the same engine object, the run has one engine; equal addresses give
+    two engines. `speculate` sets how the draft model proposes tokens to the target, unless the
+    target's address sets it. If `roles` has only one role, only this role's engine is built and
+    returned twice. `in_flight` is the number of rollouts in flight, and the number of tokens of a
+    rollout. On GPUs, it determines the memory of both models before a model is loaded.
+    `give_up_after` is as in `build_engine`.
 
-    :raises OptionError: see `build_engine`; so for a model without a chat template, and for two
-        that cannot speculate.
+    :raises OptionError: as in `build_engine`, or if the two models cannot speculate as requested.
     """
     for words in (draft, target):
         if isinstance(words, str):  # a misspelt setting is an error even if the engine is not built
@@ -186,10 +189,10 @@ def build_engines(
 
 
 def _demand(in_flight: tuple[int, int], other: str | Engine = "") -> RunDemand:
-    """Return the memory and load that a run needs of one engine; `other` is the engine loaded after
-    it.
+    """Return the load that a run puts on one engine; `other` is an engine that is loaded later and
+    also needs memory.
 
-    If there are several GPUs, a target of this machine gets the first one and its draft the second.
+    If there are several GPUs, a local target gets the first GPU and its draft the second.
     """
     from atts.local import LocalOptions, RunDemand
 
@@ -206,7 +209,7 @@ def _demand(in_flight: tuple[int, int], other: str | Engine = "") -> RunDemand:
 def speculation_words(
     draft: str | Engine, target: str | Engine, speculate: Speculate = "auto"
 ) -> str:
-    """Return a text on the proposer of tokens to the target.
+    """Describe the source of the tokens that speculation proposes to the target.
 
     :raises OptionError: if these engines cannot do what `speculate` requests.
 
@@ -234,8 +237,8 @@ def speculation_words(
 def _speculation(
     draft: str | Engine, target: str | Engine, speculate: Speculate
 ) -> tuple[SpeculationOptions | None, str]:
-    """Return the speculation that is added to the target's address, and the draft lent to the
-    target.
+    """Return the speculation options that are added to the target's address, and the draft model
+    that is lent to the target.
     """
     from atts.accel import SpeculationOptions
 
@@ -273,7 +276,9 @@ def _speculation(
 
 
 def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
-    """Return whether both are models of one zoo that share blocks, and so share a step loop."""
+    """Return whether draft and target are models of one zoo with shared blocks; such models run in
+    one step loop.
+    """
     from atts.models.stored_blocks import share_blocks
 
     if not (isinstance(draft, str) and isinstance(target, str)):
@@ -290,15 +295,16 @@ def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
 
 
 def _drafter_words(engine: str | Engine) -> str:
-    """Return the model of this machine that an address names, without settings; "" for other
-    addresses.
+    """Return the address of a model of this machine without its settings, or "" if the model is not
+    on this machine.
     """
     words = engine.partition("?")[0] if isinstance(engine, str) else ""
     return words if words.partition(":")[0] in _LOCAL else ""
 
 
 def check_engine_words(name: str) -> tuple[str, str]:
-    """Return the scheme of an engine's address and the rest, without opening the engine.
+    """Check an engine's address without opening the engine, and return its scheme and the part
+    after the scheme.
 
     :raises OptionError: if the address names no engine, or a server's URL or settings are
         impossible.
@@ -308,7 +314,7 @@ def check_engine_words(name: str) -> tuple[str, str]:
         scheme, _, rest = name.partition("?")
         rest = f"?{rest}"
     if scheme not in _NO_SERVERS:
-        # imported only when needed, because most runs have no server
+        # imported here, because most runs use no server
         from atts.servers import SCHEMES
 
         if scheme not in SCHEMES:
@@ -339,7 +345,9 @@ def check_engine_words(name: str) -> tuple[str, str]:
 
 
 def _on_ray(words: str, role: Role, chat: bool) -> Engine:
-    """Build the engine of this address in actors, after removing the settings of Ray."""
+    """Build an engine in Ray actors; the settings of Ray in its address are not passed to the
+    actors.
+    """
     from atts.accel import StageOptions
     from atts.local import LocalOptions
     from atts.servers import RayEngine
@@ -353,7 +361,9 @@ def _on_ray(words: str, role: Role, chat: bool) -> Engine:
 
 
 def _ray_words(words: str) -> tuple[str, RayOptions]:
-    """Split an address into that of the engine to run in actors, and the options of Ray."""
+    """Split an address into the address of the engine that runs in the actors, and the options of
+    Ray.
+    """
     from atts.servers import RayOptions
 
     inner, _, settings = words.partition("?")
@@ -362,7 +372,7 @@ def _ray_words(words: str) -> tuple[str, RayOptions]:
 
 
 class _LocalWords(NamedTuple):
-    """The settings after a local engine's name."""
+    """The options that the settings in a local engine's address change."""
 
     options: LocalOptions
     speculation: SpeculationOptions
@@ -376,7 +386,8 @@ class _LocalWords(NamedTuple):
         speculation: SpeculationOptions | None,
         stages: StageOptions | None,
     ) -> _LocalWords:
-        """Return the options changed by the settings, each of which must belong to one of them.
+        """Return the options with the changes that the settings make; each setting must be a field
+        of one of the options.
 
         :raises OptionError: a setting is unknown or impossible.
         """
@@ -403,8 +414,8 @@ class _ZooModel(NamedTuple):
     """The model that the address of a zoo engine names."""
 
     folder: str  # the folder of the model, or of its replacement
-    settings: str  # settings of local engines
-    loss: str  # consequence, for people
+    settings: str  # the settings that a local engine reads
+    loss: str  # description of the replacement's loss, for the log
     replicas: int
 
 
@@ -453,7 +464,7 @@ def _zoo(words: str) -> tuple[Zoo, str]:
 
 
 def _drafter_model(words: str) -> str:
-    """Return the folder or hub id of a draft model, given as an engine's address."""
+    """Return the folder or hub id of a draft model from the address of its engine."""
     scheme, _, model = words.partition(":")
     if scheme == "embedded" and model in ("", "draft", "target", "deep"):
         from atts.models import path
@@ -471,7 +482,9 @@ def _drafter_model(words: str) -> str:
 
 
 def _with_settings(base: T, settings: str) -> tuple[T, dict[str, str]]:
-    """Return the options changed by the settings after a question mark, and the unknown ones."""
+    """Return the options with the changes that an address's settings make, and the settings that
+    are not fields of the options.
+    """
     known = {key.name: key for key in keys_of(type(base), base)}
     given = dict(parse_qsl(settings, keep_blank_values=True))
     if given.get("k") == "auto":
@@ -486,18 +499,19 @@ def _with_settings(base: T, settings: str) -> tuple[T, dict[str, str]]:
 
 
 def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
-    """Return the lengths these models need, within the shortest context that is known.
+    """Return the default token limits for these models: the largest of their budgets, cut to the
+    shortest known context.
 
-    Give only the models that a method uses. The largest of their budgets counts.
+    Give only the models that a method uses. If `reads_chunks` is false, the method reads a rollout
+    only at its end. Chunks are then as long as a request may be, because models end their answers
+    themselves, and every cut costs another request. Base models continue after an answer, so their
+    chunks stay short.
 
-    If nothing `reads_chunks` before the end of a rollout, a chunk is as long as a request may be:
-    models end their answers themselves, and each cut costs another request. Base models, which
-    continue after an answer, are still cut.
-
-    A model in a folder reasons if its chat template has marks for reasoning. So does a model on a
-    server whose address names the folder of its tokenizer. For other models the name decides. A
-    model counts as reasoning unless its name says that it answers directly: a rollout that is cut
-    is useless, but a limit that is too high costs nothing.
+    A model counts as a reasoning model if its chat template has marks for reasoning. The template
+    is read from the model's folder, or from the folder of the tokenizer that a server's address
+    names. Without a template, a model counts as a reasoning model unless its name says that it
+    answers directly. A limit that is too low makes rollouts useless, but a limit that is too high
+    costs nothing.
 
     >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001", "vllm:http://b:8000").max_tokens
     (512, 16000)
@@ -506,7 +520,8 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     contexts = [length for length in map(known_context, engines) if length is not None]
     names = [_engine_words(engine) for engine in engines]
     has_base = any(_IS_BASE.search(name) for name in names)
-    # SMALL does not change, because its stop strings end a chunk long before its token limit.
+    # The budget SMALL does not change, because its stop strings end a chunk long before the token
+    # limit.
     if not reads_chunks and not has_base and largest is not SMALL:
         tokens = min(largest.max_tokens, _REQUEST_TOKENS)
         largest = replace(largest, chunk_tokens=tokens, stop=())
@@ -514,41 +529,45 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
 
 
 def budget_warnings(policy: Policy, budget: Budget) -> Iterator[str]:
-    """Yield a warning for each length that looks too small for these models, naming its flag."""
+    """Yield a warning, with the command-line flag, for each token limit that looks too small for
+    the models.
+    """
     bounds = policy.bounds(budget)
     if bounds.max_tokens < _TOO_SMALL * budget.max_tokens and budget is not SMALL:
         yield (
             f"--max-tokens {bounds.max_tokens:,} looks too small for {budget.models}, whose "
             f"default is {budget.max_tokens:,}: many rollouts would be cut before they answer; "
-            "leave it out, or raise it"
+            "leave --max-tokens out, or raise it"
         )
     per_turn = bounds.draft_tokens
     if policy.drafter == "target":
         per_turn = bounds.target_tokens
-    # the escalated chunk stays, and the target adds another one
+    # with takeover "continue", an escalated chunk stays in the text and the target adds a chunk
     elif policy.takeover == "continue":
         per_turn += bounds.target_tokens
     most = bounds.turns * per_turn
     if policy.turns is not None and most < bounds.max_tokens:
         yield (
             f"--turns {bounds.turns} ends a rollout after {most:,} of its {bounds.max_tokens:,} "
-            "tokens; leave it out to get as many turns as the tokens need"
+            "tokens; leave --turns out to get as many turns as the tokens need"
         )
 
 
 def score_warnings(policy: Policy) -> Iterator[str]:
-    """Yield a warning if, at these temperatures, the score is not the probability that it is named
-    after.
+    """Yield a warning if a speculative score is not the probability of acceptance at the
+    temperatures of a policy.
 
-    Its log-probabilities are raw, because servers return only raw ones for a given text.
+    The score is computed from raw log-probabilities, because servers return only raw
+    log-probabilities for a given text.
     """
     target = policy.target_sampling or policy.sampling
     temperatures = (policy.sampling.temperature, target.temperature)
     if policy.score.kind == "speculative" and temperatures != (1.0, 1.0):
         yield (
             "score.kind=speculative compares the models at temperature 1, but they are sampled "
-            f"at {temperatures[0]:g} (draft) and {temperatures[1]:g} (target): chunks are ranked, "
-            "but the score is not the probability of acceptance; with --temperature 1 it is"
+            f"at {temperatures[0]:g} (draft) and {temperatures[1]:g} (target): the score still "
+            "ranks chunks, but it equals "
+            "the probability of acceptance only with --temperature 1"
         )
 
 
@@ -575,12 +594,14 @@ def _folder_of(scheme: str, model: str) -> Path | None:
     try:
         zoo, name = _zoo(model)
         return zoo.folder(name)
-    except ATTSError:  # opening the engine reports what is wrong with it
+    except ATTSError:  # the zoo's error is reported when the engine opens
         return None
 
 
 def _tokenizer_folder(settings: str) -> Path | None:
-    """Return the folder that the words of an engine on a server name as its tokenizer's."""
+    """Return the folder of the tokenizer, if the settings of a server's address name an existing
+    folder.
+    """
     for name in parse_qs(settings).get("tokenizer", ()):
         folder = Path(name).expanduser()
         if folder.is_dir():
@@ -603,7 +624,7 @@ def _model_budget(engine: str | Engine) -> Budget:
     scheme, _, model = words.partition(":")
     if scheme in ("embedded", "scripted"):
         return SMALL
-    # The scheme is not part of a model's name: "chat:" is the kind of server, not of model.
+    # The scheme is not part of the model's name: "chat:" names a kind of server, not a chat model.
     folder = _folder_of(scheme, model) or _tokenizer_folder(settings)
     template = template_of(folder) if folder is not None else None
     if template is not None:
@@ -614,29 +635,31 @@ def _model_budget(engine: str | Engine) -> Budget:
 
 
 def _engine_words(engine: str | Engine) -> str:
-    """Return the address of this engine for a command line.
+    """Return an engine's address as on the command line.
 
-    An engine of an unknown class gets the address of the scripted one, whose budget is small.
+    An engine object of an unknown class gets the address "scripted", so its default token limits
+    are small.
     """
     if isinstance(engine, str):
         return engine
     kind = type(engine).__name__
     model = Path(str(getattr(engine, "model", "")))
     if kind == "LocalEngine" and (model.parent / "__init__.py").exists():
-        return "embedded"  # this package contains only these models
+        return "embedded"  # the folder is in a Python package, and only the embedded models are
     if kind == "LocalEngine":
         return f"hf:{model}"
     return "server:" if kind in _SERVER_CLASSES else "scripted"
 
 
 def beside_reward_model(target: Engine, rule: ScoreRule) -> Engine:
-    """Return the target, joined with the reward model that the score rule names, if it names one.
+    """Return the target; if the score rule names a reward model, join the target with this reward
+    model.
 
     :raises OptionError: if the address does not name a reward model.
     """
     if rule.kind != "prm" or not rule.reward:
         return target
-    # servers are loaded only where they are used
+    # imported here, because most runs use no server
     from atts.servers import RemoteRewardModel, RewardedTarget
 
     return RewardedTarget(target, RemoteRewardModel(rule.reward, rule.separator))

@@ -87,11 +87,12 @@ def drawn_order(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
 
 
 def read_stop_when(compare_to: str | Path, stop_when: str) -> StopWhen:
-    """Read the votes of the earlier run, and the difference that still counts as equal.
+    """Read the votes of the run in `compare_to`, and the difference in points that still counts as
+    equal.
 
     :raises OptionError: `stop_when` is not "decided" or "decided=POINTS".
-    :raises JournalError: `compare_to` holds no run.
-    :raises DatasetError: `compare_to` holds no graded results.
+    :raises JournalError: `compare_to` contains no run.
+    :raises DatasetError: `compare_to` contains no graded results.
     """
     word, mark, points = stop_when.partition("=")
     try:
@@ -111,7 +112,8 @@ def read_stop_when(compare_to: str | Path, stop_when: str) -> StopWhen:
 def common_problems(
     problems: Sequence[Problem], comparison: StopWhen, seed: int
 ) -> tuple[Problem, ...]:
-    """Return the problems that both runs have, in the order in which they will run.
+    """Return the problems that are also graded in the earlier run, in the order in which they will
+    run.
 
     :raises DatasetError: the runs have no problem in common.
     """
@@ -119,14 +121,14 @@ def common_problems(
     if not both:
         raise DatasetError(
             comparison.against,
-            "that run graded none of the problems to run",
+            "that run graded none of the problems that this run would solve",
             "Compare with a run on the same problems",
         )
     return drawn_order(both, seed)
 
 
 def comparison_setting(comparison: StopWhen) -> dict[str, Setting]:
-    """Return the setting of the comparison, which must be the same when the run is resumed."""
+    """Return the configuration entry of a comparison; a resumed run must have the same entry."""
     votes = repr(sorted(comparison.votes.items())).encode()
     digest = blake2b(votes, digest_size=8).hexdigest()
     return {
@@ -137,8 +139,8 @@ def comparison_setting(comparison: StopWhen) -> dict[str, Setting]:
     }
 
 
-_IN_A_HURRY = 5.0  # seconds for trackers to finish after an error or a second Ctrl-C
-_REMEMBERED = 10_000  # number of questions of a session that are counted individually
+_IN_A_HURRY = 5.0  # seconds that trackers get to finish after an error or a second Ctrl-C
+_REMEMBERED = 10_000  # a session counts repetitions for at most this many different questions
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -147,13 +149,14 @@ class evaluate:
     """An evaluation; `await` it for its result, or iterate over its events inside `async with`.
 
     `dataset` is a benchmark's name ("math500[:20]"), a file, or problems. With a `directory` the
-    run has a journal, and the same call resumes it. A `shard` such as "2/3" runs every third
-    problem from the second on; `atts.merge` merges the shards. `compare_to` is an earlier run or a
-    file of results, and `stop_when` is "decided" or "decided=2". With both, problems start in an
-    order drawn by the seed. No further problem starts once this run is shown to be better or worse
-    than the earlier one, or, with "decided=2", within 2 points of it. `log` names trackers that get the run's numbers, such
-    as "mlflow:EXPERIMENT". Inside `async with`, leaving the block before the end cancels the run;
-    it can be resumed.
+    run has a journal, and the same call resumes the run. The `shard` "2/3" runs every third
+    problem, beginning with the second; `atts.merge` merges the shards. `compare_to` is an earlier
+    run or a file of results, and `stop_when` is "decided" or "decided=2". With both, problems start
+    in a random order that depends only on the seed. No further problem starts once a test shows
+    that this run is better or worse than the earlier run. With "decided=2", the run also stops once
+    the difference is shown to be at most 2 points. `log` names trackers that get the run's numbers,
+    such as "mlflow:EXPERIMENT". Leaving the `async with` block before the run ends cancels the run;
+    a run with a journal can be resumed.
 
     >>> import anyio
     >>> async def main() -> str:
@@ -182,14 +185,14 @@ class evaluate:
         if (compare_to is None) != (stop_when is None):
             raise OptionError(
                 "stop_when",
-                "--compare-to and --stop-when need each other; `atts compare` compares finished "
-                "runs",
+                "--compare-to and --stop-when must be given together; `atts compare` compares "
+                "finished runs",
             )
         if compare_to is not None and shard is not None:
             raise OptionError(
                 "stop_when",
                 "a shard has only a part of the problems, so it cannot decide the comparison; "
-                "leave one option out",
+                "leave out --shard or --stop-when",
             )
         self._stop_when: StopWhen | None = None
         if compare_to is not None and stop_when is not None:
@@ -254,7 +257,7 @@ class evaluate:
         self._done.set()
 
     async def _whole(self) -> RunResult:
-        if self._events is not None:  # the session is running already
+        if self._events is not None:  # the run has been started already
             return await self.result()
         return await self._run()
 
@@ -305,12 +308,14 @@ async def logged(options: RunOptions, names: Sequence[str]) -> AsyncGenerator[Ru
 def check_resumes(
     directory: Path, problems: Sequence[Problem], setup: Setup, shard: Shard | None = None
 ) -> None:
-    """Check, before a model is loaded, that the directory does not hold a run with other settings.
+    """Check, before a model is loaded, that the directory does not contain a run with other
+    settings.
 
-    Only settings that are known without an engine are compared; the journal compares all once the
-    engines are open.
+    Only settings that are known without an engine are compared here. The journal compares all
+    settings once the engines are open.
 
-    :raises FingerprintError: naming each setting as it was given, here and there.
+    :raises FingerprintError: a setting differs; the message has each such setting with its stored
+        and its new value.
     :raises JournalError: the directory's manifest cannot be read.
     """
     stored = load_manifest(directory / MANIFEST)
@@ -327,7 +332,7 @@ def check_resumes(
     then = {name: default_of(name) for name in GATE_SETTINGS} | then
     # An empty value and a missing value are the same setting.
     changed = [name for name in now if (now[name] or None) != (then.get(name) or None)]
-    # the message does not name keys that only follow from the changed method
+    # leave out keys that differ only because the method differs
     if "method" in changed:
         settled = {name for name, setting in setup.settings.items() if setting.origin[:2] != "--"}
         changed = [name for name in changed if name in _DECISIVE or name not in settled]
@@ -350,12 +355,12 @@ _OF_PROBLEMS = (
     *("dataset", "limit", "file", "column", "relative", "absolute", "units", "choices"),
     *("references", "shots"),
 )
-"""Keys that decide which problems run, and how their answers are compared."""
+"""Keys that determine which problems run, and how answers are compared with references."""
 
 
 def _decisive_policy(setup: Setup) -> dict[str, Any]:
-    """Return the policy's keys and values, without the lengths that opened engines may still
-    shorten.
+    """Return the policy's keys and values, without the token limits that may be reduced when
+    engines open.
     """
     policy = dict(flat(json.loads(json.dumps(setup.run_policy.recorded()))))
     given = dict(flat(asdict(setup.policy)))
@@ -371,7 +376,9 @@ def _decisive_policy(setup: Setup) -> dict[str, Any]:
 def _changed_problems(
     setup: Setup, stored: Manifest, now: dict[str, Any], then: dict[str, Any]
 ) -> list[str]:
-    """Return the differences, naming the settings that change the problems, with their values."""
+    """Return the keys that make the problems differ from those of the stored run, and add their
+    values to `now` and `then`.
+    """
     keys = [name for name in _OF_PROBLEMS if name in setup.settings]
     here = {name: jsonable(setup.settings[name].value) for name in keys}
     there = {name: stored.settings[name].value for name in keys if name in stored.settings}
@@ -379,7 +386,7 @@ def _changed_problems(
     if not changed:
         changed = ["problems"]
         here["problems"] = "others"
-        there["problems"] = f"{stored.problems} problems with another text or order"
+        there["problems"] = f"{stored.problems} problems with other texts or in another order"
     now |= here
     then |= there
     return changed
@@ -387,7 +394,9 @@ def _changed_problems(
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """A listener that never blocks the run; its events wait in a queue for a reader."""
+    """A listener that puts a run's events into a queue for a reader, so that the run never waits
+    for the reader.
+    """
 
     send: MemoryObjectSendStream[Notice]
 
@@ -395,7 +404,7 @@ class _Stream:
         """Ignore an event of an earlier session, because it is not new."""
 
     def notify(self, event: Notice) -> None:
-        """Queue an event; it is dropped once the reader has left."""
+        """Queue an event, or drop it if the reader has left."""
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             self.send.send_nowait(event)
 
@@ -404,7 +413,8 @@ class Session:
     """Engines that stay open and a gate that keeps learning, for any number of questions.
 
     All questions share the same limits. The session opens with `async with`, or with the first
-    question. Cancelling a question does not affect the others; closing does not wait for questions.
+    question. Cancelling one question does not affect other questions. Closing the session does not
+    wait for unfinished questions.
 
     >>> import anyio
     >>> async def main() -> str | None:
@@ -421,17 +431,18 @@ class Session:
         self._plan: RunSpec | None = None
         self._shared: Graph | None = None
         self._is_closed = False
-        # how many times each of the latest questions was asked
+        # for each of the latest questions, the number of times it was asked
         self._asked = OrderedDict[str, int]()
-        self._forgotten = 0  # the largest count of a question that was dropped
+        self._forgotten = 0  # the largest count of all questions that were removed from `_asked`
 
     async def solve(
         self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None
     ) -> Outcome:
-        """Solve one problem; `policy` changes fields of the setup's policy for it.
+        """Solve one problem; `policy` has fields of the setup's policy that change for this problem
+        only.
 
-        The same text gets different random numbers each time; a `Problem` with the same id always
-        gets the same ones.
+        Each time the same text is asked, its random numbers differ. A `Problem` with the same id
+        always gets the same random numbers.
 
         :raises EngineError: an engine cannot be opened or is lost.
         :raises OptionError: an impossible policy.
@@ -462,10 +473,10 @@ class Session:
         directory: str | Path | None = None,
         options: RunOptions | None = None,
     ) -> evaluate:
-        """Evaluate like `atts.evaluate`, on this session's engines and within its limits.
+        """Evaluate like `atts.evaluate`, with this session's engines and limits.
 
-        A run in a directory gets a new gate, because its journal must contain everything that the
-        gate has learnt from.
+        A run in a directory gets a new gate, because the run's journal must contain everything from
+        which its gate has learnt.
         """
         options = options or RunOptions(signals="ignore")
         return evaluate(
@@ -473,7 +484,8 @@ class Session:
         )
 
     async def plan(self, kind: AnswerKind, options: RunOptions) -> tuple[RunSpec, RunOptions]:
-        """Return the plan of one run within this session, and its options; open the engines first.
+        """Open the engines if they are not open, and return the plan and the options of one run in
+        this session.
 
         :raises EngineUnavailable: the session is closed.
         """
@@ -482,7 +494,7 @@ class Session:
                 raise EngineUnavailable("atts", "the session is closed", "Make a new one")
             if self._plan is None or self._shared is None:
                 engines = self.setup.engines()
-                # If the second engine cannot be opened, the stack closes the first.
+                # If the second engine cannot be opened, the stack closes the first engine.
                 async with AsyncExitStack() as stack:
                     for engine in dict.fromkeys(engines):
                         await stack.enter_async_context(engine)
@@ -491,7 +503,8 @@ class Session:
                 self._shared = Graph(rollouts=plan.concurrency, limits=plan.limits)
         plan = self._plan
         if options.directory is not None:
-            # The session's gate has learnt from questions that this journal does not contain.
+            # The run needs a new gate, because the session's gate has learnt from questions that
+            # the run's journal does not contain.
             plan = self.setup.plan(plan.draft, plan.target)
         plan = replace(plan, answers=answers_for(kind))
         return plan, replace(options, engines="are open", shared_graph=self._shared)
@@ -517,18 +530,18 @@ class Session:
     def _named(self, text: str) -> Problem:
         digest = blake2b(text.encode(), digest_size=6).hexdigest()
         count = self._asked.pop(digest, self._forgotten) + 1
-        self._asked[digest] = count  # the latest question comes last
+        self._asked[digest] = count  # keep the questions in the order in which they were last asked
         if len(self._asked) > _REMEMBERED:
-            # A dropped question may be asked again. Its count then begins above the count of every
-            # dropped question, so that no number is used twice in a session.
+            # If a removed question is asked again, its count begins above the count of every
+            # removed question. In this way, a session uses no count of a question twice.
             _, oldest = self._asked.popitem(last=False)
             self._forgotten = max(self._forgotten, oldest)
         return Problem(f"{digest}-{count}", text)
 
 
 class SyncSession:
-    """A `Session` for code without an event loop: its loop runs in a thread, and any thread may use
-    it.
+    """A `Session` for code without an event loop: its event loop runs in a separate thread, and any
+    thread may call its methods.
 
     >>> with SyncSession(Setup(draft="scripted", target="scripted", method="draft-only")) as session:
     ...     session.solve("What is 1 + 1?").status
@@ -553,19 +566,20 @@ class SyncSession:
         """
         if self._open is not None:
             raise UsageError(
-                "this session is already open; use the open session, or create another"
+                "this session is already open; use it inside the open `with` block, or create "
+                "another session"
             )
         self._process = os.getpid()
         self._opening = Future()
         self._is_interrupted = False
         self._cancel_opening = None
         self._closing_error = None
-        # A daemon, so that a second Ctrl-C while the session closes ends the program.
+        # The thread is a daemon, so that a second Ctrl-C while the session closes ends the program.
         self._thread = Thread(target=self._work, name="atts-session", daemon=True)
         self._thread.start()
         try:
             self._open = self._opening.result()
-        except BaseException:  # the error of the session, or Ctrl-C while it opens
+        except BaseException:  # an error of the session, or Ctrl-C while the session opens
             self._is_interrupted = True
             if self._cancel_opening is not None:
                 self._cancel_opening()
@@ -582,18 +596,18 @@ class SyncSession:
     ) -> None:
         opened = self._open
         self._open = None
-        # A forked child has no thread of the session, so there is nothing to close.
+        # The session's thread does not exist in a forked child, so a child has nothing to close.
         if opened is None or self._thread is None or os.getpid() != self._process:
             return
         portal, _ = opened
-        with suppress(RuntimeError):  # the loop has ended because of an error that is raised below
+        with suppress(RuntimeError):  # if the loop has already ended, its error is raised below
             portal.call(portal.stop, error is not None)
         self._thread.join()
         if self._closing_error is not None and error is None:
             raise self._closing_error
 
     def _work(self) -> None:
-        """Run the session's loop until it is stopped; the session's thread calls this."""
+        """Run the session's event loop until it is stopped, in the session's thread."""
         try:
             anyio.run(self._serve)
         except BaseException as error:  # noqa: BLE001  # another thread raises it
@@ -608,7 +622,8 @@ class SyncSession:
         self._cancel_opening = lambda: schedule(scope.cancel)
         if self._is_interrupted:
             return
-        # The portal ends first: its cancelled questions must not cancel the session's clean-up.
+        # The portal closes before the session, so that its cancelled questions do not cancel the
+        # session's clean-up.
         with scope:
             async with Session(self._setup) as session, BlockingPortal() as portal:
                 self._opening.set_result((portal, session))
@@ -629,7 +644,7 @@ class SyncSession:
         limit: int | None = None,
         directory: str | Path | None = None,
     ) -> RunResult:
-        """Evaluate like `Session.evaluate`, and wait for the end.
+        """Evaluate like `Session.evaluate`, and wait until the run ends.
 
         :raises EngineError: an engine is lost, or the session is not open.
         """
@@ -654,13 +669,14 @@ class SyncSession:
 
 
 async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
-    """Solve one problem with rollouts, gate and vote; a text is a problem without a reference.
+    """Solve one problem with rollouts, a gate and a vote; a problem given as a text has no
+    reference.
 
-    :raises OptionError: the setup names something unknown.
+    :raises OptionError: the setup contains an unknown name.
     :raises EngineError: an engine cannot be opened or is lost.
     """
     one = problem if isinstance(problem, Problem) else Problem("problem", problem)
-    # A single problem keeps no work: Ctrl-C cancels it, and a partial result is not returned.
+    # Ctrl-C cancels a single problem, because a partial result would be useless.
     options = RunOptions(signals="ignore")
     result = await evaluate([one], (setup or Setup()).informed(), options=options)
     return next(result.outcomes())
@@ -669,13 +685,15 @@ async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
 def _check_other_directory(run: str | Path, directory: str | Path) -> None:
     if os.path.realpath(directory) == os.path.realpath(run):
         raise OptionError(
-            "out", f"{directory} is the directory of the recorded run; name another one"
+            "out", f"{directory} is the directory of the recorded run; name another directory"
         )
 
 
 @dataclass(slots=True)
 class _RecordedProblems:
-    """Numbers of a run's complete problems, found by one pass over its outcomes."""
+    """The number, samples, kind and digest of a run's complete problems, from one pass over the
+    run's outcomes.
+    """
 
     count: int = 0
     samples: int = 0
@@ -684,7 +702,7 @@ class _RecordedProblems:
 
     @classmethod
     def of(cls, run: RecordedRun) -> _RecordedProblems:
-        """Read every outcome, one after the other.
+        """Read every outcome of a run, one after the other.
 
         :raises OptionError: a problem is not complete.
         """
@@ -705,7 +723,7 @@ class _RecordedProblems:
         missing = 0 if planned is None else planned - found.count
         if missing > 0 or not found.count:
             problem = f"{missing} problems of {run.directory} are not complete"
-            raise OptionError("run", f"{problem}; run its command again first")
+            raise OptionError("run", f"{problem}; repeat that run's command first")
         return found
 
 
@@ -716,13 +734,16 @@ async def combine(
     directory: str | Path | None = None,
     options: RunOptions | None = None,
 ) -> RunResult:
-    """Let a target select or synthesize answers from a recorded run's rollouts if votes split.
+    """Let a target combine the recorded rollouts of each problem whose votes are split into one
+    answer.
 
-    The setup's target reads the finalists, as `setup.policy.combine` says; "vote" means "auto"
-    here. The recorded run is read twice, and memory holds only open problems. With a `directory`
-    the result is a separate run that contains the recorded rollouts; the same call resumes it.
+    The setup's target selects or synthesizes the answer, as `setup.policy.combine` says; "vote"
+    means "auto" here. The recorded run is read twice, and only unfinished problems are kept in
+    memory. With a `directory`, the result is a new run that contains the recorded rollouts; the
+    same call resumes this run.
 
-    :raises OptionError: the run is not over, or `directory` is its own.
+    :raises OptionError: the recorded run is not finished, or `directory` is the recorded run's
+        directory.
     :raises JournalError: there is no run, or it cannot be read.
     """
     setup = setup or Setup()
@@ -769,10 +790,10 @@ async def combine(
 
 
 def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:
-    """Return the synchronous version of a verb, for code without an event loop.
+    """Return the synchronous version of an asynchronous function, for code without an event loop.
 
-    Inside a running loop it would block the loop, so there it raises an error that shows what to
-    write.
+    Inside a running event loop, the synchronous version would block the loop. It therefore raises
+    an error that shows what to write instead.
     """
     verb = call.__name__
 

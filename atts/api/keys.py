@@ -1,4 +1,4 @@
-"""The configuration keys, which are derived from fields of dataclasses, with their help."""
+"""The configuration keys and their help texts, which are derived from the fields of dataclasses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS: Mapping[Any, str] = {
     bool: "true or false",
     str: "text",
 }
-"""The names of types of values in errors."""
+"""The names that error messages use for the types of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,17 @@ class Key:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the possible values of a key that has only a few."""
+        """Return the possible values of a key if its values are a fixed list, or else an empty
+        tuple.
+        """
         return tuple(map(str, get_args(self.kind))) if get_origin(self.kind) is Literal else ()
 
     def read(self, value: object, label: str) -> Json:
-        """Return a value as the configuration stores it; a text is parsed as the key's type.
+        """Convert a value to the form in which the configuration stores it; a text is parsed as the
+        key's type.
 
-        :raises OptionError: if the value does not suit this key; `label` names its origin.
+        :raises OptionError: if the value is not valid for this key; `label` names the value's
+            origin in the message.
         """
         if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
             if self.optional:
@@ -71,7 +75,8 @@ class Key:
         converted: Json = math.nan
         with suppress(msgspec.DecodeError):
             converted = _converted(value, self.kind)
-        if converted != converted:  # NaN is not allowed either
+        # NaN marks a failed conversion; a value that is NaN is refused too
+        if converted != converted:
             raise OptionError(label, f"{value!r} is not {KINDS.get(self.kind, 'a list of texts')}")
         return converted
 
@@ -81,8 +86,9 @@ def keys_of(
 ) -> Iterator[Key]:
     """Yield a key for every field that a text can set; keys of inner dataclasses have dotted names.
 
-    `default` has the default values. `help` has precedence over the help in a field's annotation;
-    the annotation of an outer field may contain such a mapping.
+    `default` is an object with the default values. The texts in `help` replace the help texts in
+    the annotations of fields. The annotation of an outer field may contain such a mapping for its
+    inner dataclass.
     """
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
@@ -103,7 +109,7 @@ def keys_of(
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of nested tables with its dotted name."""
+    """Yield the dotted name and the value of every entry in nested tables."""
     for name, value in tables.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name}.")
@@ -145,10 +151,11 @@ def _converted(value: Any, kind: Any) -> Any:
     if kind in (int, float):
         if isinstance(value, str):
             value = value.strip()
-            if value.startswith("."):  # JSON parses the number, and needs the leading zero
+            # the number is parsed as JSON, which requires a zero before the point
+            if value.startswith("."):
                 value = f"0{value}"
             value = value.replace("_", "")
-        if kind is int:  # larger integers fit neither TOML nor the random generators
+        if kind is int:  # TOML and the random generators accept no larger integers
             kind = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
         return msgspec.convert(value, kind, strict=False)
     if isinstance(value, str) and kind is bool:

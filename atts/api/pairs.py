@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atts.local import EngineShare
 
 PAIR = "pair "
-"""Prefix of the origin of values that a pair sets; the pair's name follows."""
+"""Beginning of the origin of values that a pair sets, followed by the pair's name."""
 Place = Literal["vllm", "sglang", "local"]
 _FIRST_PORT: Mapping[Role, int] = MappingProxyType({"target": 8000, "draft": 8001})
 _NEXT_PORT: Mapping[Role, int] = MappingProxyType({"target": 100, "draft": 1})
@@ -32,12 +32,13 @@ class PairChoice:
 
     pair: Annotated[
         str | None,
-        "name of a pair of draft and target with prompts and lengths; see `atts pairs`",
+        "name of a pair: a draft and a target with prompts and token limits; `atts pairs` lists "
+        "pairs",
     ] = None
     backend: Annotated[
         Place,
-        "place of the pair's models: servers on this machine (target :8000, draft :8001), or "
-        "local (in this process)",
+        "where the pair's models run: on vLLM or SGLang servers on this machine (target :8000, "
+        "draft :8001), or local (in this process)",
     ] = "vllm"
     draft_servers: Annotated[
         int, "number of draft servers of the pair, on ports 8001, 8002, ..."
@@ -54,8 +55,10 @@ class PairChoice:
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """One row of the paper's table; accuracy is the share with a correct answer in any of 16
-    samples, as judged by a model.
+    """One row of the paper's table.
+
+    `accuracy` is the share of problems with a correct answer in any of 16 samples, as graded by a
+    model.
     """
 
     accuracy: float
@@ -65,7 +68,7 @@ class PublishedRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The GPU memory that a model needs, and the context it can read."""
+    """The sizes that determine a model's GPU memory, and the length of its context."""
 
     weights: float  # gigabytes
     layers: int
@@ -83,7 +86,9 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two models that work together; `settings` are values of configuration keys."""
+    """A draft and a target that work together; `settings` are the values of configuration keys for
+    this pair.
+    """
 
     name: str
     draft: str
@@ -95,11 +100,11 @@ class Pair:
     published: Mapping[str, PublishedRow] = field(default_factory=dict[str, PublishedRow])
 
     def model(self, role: Role) -> str:
-        """Return the hub name of the model with that role."""
+        """Return the hub name of the model with this role."""
         return self.draft if role == "draft" else self.target
 
     def words(self, role: Role, at: Place = "vllm", servers: int = 1) -> str:
-        """Return the address of that role's engine: servers at their default ports, or a local
+        """Return the address of this role's engine: servers at their default ports, or a local
         model.
 
         >>> find_pair("r1-1.5b/r1-7b").words("draft", servers=2)[:72]
@@ -113,12 +118,13 @@ class Pair:
         )
 
     def size(self, role: Role) -> ModelSize:
-        """Return the size of the model with that role."""
+        """Return the size of the model with this role."""
         return model_sizes()[self.model(role)]
 
 
 def ports(role: Role, servers: int) -> list[int]:
-    """Return the ports of a role's servers: the draft's adjacent, the target's a hundred apart.
+    """Return the ports of a role's servers; the ports of draft servers are 1 apart, those of target
+    servers 100 apart.
 
     >>> ports("draft", 3), ports("target", 2)
     ([8001, 8002, 8003], [8000, 8100])
@@ -127,7 +133,7 @@ def ports(role: Role, servers: int) -> list[int]:
 
 
 def find_pair(name: str) -> Pair:
-    """Return the pair of that name.
+    """Return the pair with this name.
 
     :raises OptionError: no pair has this name.
     """
@@ -178,21 +184,23 @@ def _file() -> dict[str, Any]:
 CARDS: Mapping[str, float] = MappingProxyType(
     {"rtx4090": 24, "rtx5090": 32, "l40s": 48, "a100": 80, "h100": 80, "h200": 141, "b200": 180}
 )
-"""Gigabytes of memory."""
+"""Gigabytes of memory of each kind of card."""
 USUAL_CARDS = ("rtx4090", "h100", "h200")
 """The cards that are shown if none is named."""
 COUNTS = (1, 2, 4, 8)
-_USABLE = 0.92  # usable share of a card's memory; the driver and other programs use the rest
-# gigabytes of a server in addition to weights and cache: context, graphs, activations
+# usable fraction of a card's memory; the driver and other programs use the remaining memory
+_USABLE = 0.92
+# gigabytes that a server needs in addition to weights and cache: CUDA context, CUDA graphs and
+# activations
 _OVERHEAD = 2.0
-_FP8 = 0.52  # bytes in FP8, as a share of the bytes of 16-bit weights
-# number of full rollouts that should fit into the cache of a draft that shares its card
+_FP8 = 0.52  # size of weights in FP8, as a fraction of their size in 16 bits
+# number of full rollouts for which a draft gets cache memory if it shares a card with the target
 _ROLLOUTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """The cards of one server, and the share of their memory that it gets."""
+    """The cards of one server, and the fraction of their memory that the server gets."""
 
     cards: tuple[int, ...]
     utilization: float
@@ -206,14 +214,14 @@ class GpuPlacement:
 
     card: str
     count: int
-    context: int  # tokens that each server is started with
+    context: int  # context length in tokens with which each server is started
     # None if the method does not use the draft or the target
     draft: GpuShare | None
     target: GpuShare | None
 
     @property
     def shares(self) -> dict[Role, GpuShare]:
-        """Return the share of each model that is used, the target's first."""
+        """Return the memory share of each model that is used, beginning with the target."""
         shares = dict[Role, GpuShare]()
         if self.target is not None:
             shares["target"] = self.target
@@ -223,20 +231,22 @@ class GpuPlacement:
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether a model is stored in fp8."""
+        """Return whether a server stores its model in FP8."""
         return any(share.is_quantized for share in self.shares.values())
 
     @property
     def rollouts(self) -> int:
-        """Return how many full rollouts fit into the caches at once."""
+        """Return how many rollouts of full length fit into the caches of all models at the same
+        time.
+        """
         return min(share.cache_tokens for share in self.shares.values()) // self.context
 
     def commands(self, pair: Pair, version: str = "") -> Iterator[str]:
-        """Yield the commands that start servers of this version, the target's first.
+        """Yield the commands that start the vLLM servers, beginning with the target's server.
 
-        Without a version, the flags are those of the newest known version.
+        The flags are those of the given vLLM version, or of the newest known version.
 
-        :raises OptionError: for a text that is not a version, or a version that cannot be used.
+        :raises OptionError: the text is not a version, or atts cannot use this version.
         """
         from atts.servers import read_version, start_flags
 
@@ -257,7 +267,9 @@ class GpuPlacement:
             yield " ".join(parts)
 
     def __str__(self) -> str:
-        """Describe the cards, the precision of the target's weights and the shares of memory."""
+        """Describe the cards, the precision of the target's weights and the memory share of each
+        model.
+        """
         form = ", target in fp8" if self.is_quantized else ""
         shares = ", ".join(
             f"{role} {share.utilization:.2f}" for role, share in reversed(self.shares.items())
@@ -272,11 +284,11 @@ def gpu_placement(
     counts: tuple[int, ...] = COUNTS,
     roles: tuple[Role, ...] = ("draft", "target"),
 ) -> GpuPlacement | None:
-    """Return the fewest cards of a kind on which the models of these roles and a rollout's cache
-    fit.
+    """Place the models of these roles, with the cache of at least one rollout, on as few cards of a
+    kind as possible.
 
-    The target is not quantised if that fits. The result is None if the models do not fit even on
-    eight cards, or if they need no card, like the embedded pair.
+    The target is quantised only if its 16-bit weights do not fit. The result is None if the models
+    do not fit on eight cards, or if they need no card, like the embedded pair.
 
     :raises OptionError: an unknown card.
 
@@ -310,7 +322,9 @@ def gpu_placement(
 def _alone(
     model: ModelSize, memory: float, count: int, context: int, is_quantized: bool
 ) -> GpuShare | None:
-    """Place one model on all these cards, if its weights and the cache of one full context fit."""
+    """Place one model on `count` cards; return None if its weights and the cache of one full
+    context do not fit.
+    """
     weights = model.weights * (_FP8 if is_quantized else 1.0)
     room = memory * _USABLE - weights / count - _OVERHEAD
     tokens = int(room * count * 1e9 / model.cache_bytes)
@@ -322,13 +336,15 @@ def _alone(
 def _placed(
     draft: ModelSize, target: ModelSize, memory: float, count: int, context: int, is_quantized: bool
 ) -> tuple[GpuShare, GpuShare] | None:
-    """Place the draft on a separate card if the target leaves one, or else on the last card."""
-    # All sizes are in gigabytes; caches are in tokens, of which a server needs at least a full
-    # context.
+    """Place both models; the draft gets a separate card if the target leaves one free, or else a
+    share of the last card.
+    """
+    # All sizes are in gigabytes. Cache sizes are in tokens; each server's cache must have room for
+    # at least one full context.
     usable = memory * _USABLE
     weights = target.weights * (_FP8 if is_quantized else 1.0)
-    # A card for the draft alone is better than a shared one, because both servers then have a full
-    # cache.
+    # A separate card for the draft is better than a shared card, because both servers then have a
+    # larger cache.
     for of_target in (count - 1, count) if count > 1 else (count,):
         split = 1 << (of_target.bit_length() - 1)  # tensor parallel sizes are powers of two
         is_shared = split == count
@@ -356,31 +372,37 @@ def _placed(
 
 
 def _least(model: ModelSize, weights: float, context: int, split: int) -> float:
-    """Return the gigabytes of one card that a server needs for weights, overhead and some cache."""
+    """Return the gigabytes of one card that a server needs for weights, overhead and the cache of a
+    few rollouts.
+    """
     return weights / split + _OVERHEAD + _ROLLOUTS * context * model.cache_bytes / split / 1e9
 
 
 def run_tokens(max_tokens: int) -> int:
-    """Return the tokens of a rollout and its problem, rounded up to thousands."""
+    """Return the number of tokens of a rollout with its problem, rounded up to a multiple of 1024."""
     return 1024 * math.ceil((max_tokens + 2048) / 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPlacement:
-    """The placement of a pair's models in this process on GPUs of one kind, with their memory."""
+    """The GPUs of one kind on which this process places a pair's models, with the memory of each
+    model.
+    """
 
     card: str
     count: int
-    context: int  # tokens of one rollout with its problem
+    context: int  # number of tokens of one rollout with its problem
     shares: Mapping[Role, EngineShare]
 
     @property
     def rollouts(self) -> int:
-        """Return how many full rollouts fit into the caches at once."""
+        """Return how many rollouts of full length fit into the caches of all models at the same
+        time.
+        """
         return min(share.tokens for share in self.shares.values()) // self.context
 
     def __str__(self) -> str:
-        """Describe the cards and the memory by part."""
+        """Describe the cards, and the memory for the weights and cache of each model."""
         parts = list[str]()
         for role, share in self.shares.items():
             weights = f"{share.weights / 1e9:.1f} GB of weights"
@@ -397,8 +419,8 @@ def local_placement(
     counts: tuple[int, ...] = (1, 2),
     roles: tuple[Role, ...] = ("draft", "target"),
 ) -> LocalPlacement | None:
-    """Place the models of these roles in this process on one or two cards, by the rules that open
-    them.
+    """Place the models of these roles on one or two cards of this process, by the same rules as
+    when engines open.
 
     The result is None if the models do not fit on two cards, if this process cannot load one of
     them (its weights are packed in four bits, or it is a mixture of experts), or if they need no

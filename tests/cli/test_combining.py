@@ -104,9 +104,9 @@ def test_misused_combine_is_refused(atts: Any, scripted: tuple[str, ...], datase
     assert stopped.code == 130
     part = atts("combine", "part", "--target", "scripted", "--out", "after")
     assert part.code == 2
-    assert "are not complete; run its command again first" in part.err
+    assert "are not complete; repeat that run's command" in part.err
     same = atts("combine", "part", "--target", "scripted", "--out", "part")
-    assert "name another one" in same.err
+    assert "name another directory" in same.err
     none = atts("eval", dataset, *scripted, "--set", "select_prompt=@missing.txt")
     assert none.code == 2
     assert "missing.txt cannot be read" in none.err
@@ -173,7 +173,7 @@ def test_the_python_verb_refuses_to_combine_a_run_into_itself(tmp_path: Path) ->
         toy_problems(3), Setup(draft="scripted", target="scripted", method="draft-only"),
         directory=tmp_path / "run",
     )  # fmt: skip
-    with pytest.raises(OptionError, match="name another one"):
+    with pytest.raises(OptionError, match="name another directory"):
         library.combine_sync(tmp_path / "run", directory=tmp_path / "run")
     combined = library.combine_sync(
         tmp_path / "run", Setup(target="scripted"), directory=tmp_path / "other"

@@ -565,9 +565,9 @@ def score_warnings(policy: Policy) -> Iterator[str]:
     if policy.score.kind == "speculative" and temperatures != (1.0, 1.0):
         yield (
             "score.kind=speculative compares the models at temperature 1, but they are sampled "
-            f"at {temperatures[0]:g} (draft) and {temperatures[1]:g} (target): the score still "
-            "ranks chunks, but it equals "
-            "the probability of acceptance only with --temperature 1"
+            f"at {temperatures[0]:g} (draft) and {temperatures[1]:g} (target): the score ranks "
+            "chunks, but it is not the probability of acceptance; give --temperature 1 to get this "
+            "probability"
         )
 
 

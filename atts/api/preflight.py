@@ -1,4 +1,6 @@
-"""Check a configuration before it runs, by an estimate without models or a diagnosis with them."""
+"""Check a configuration before it runs: estimate its cost without models, or diagnose its models
+and machine.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ _TRIED = 16  # tokens that the draft writes to check that the target can score t
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The numbers of tokens that the draft writes, and that the target scores and writes."""
+    """The number of tokens that the draft writes, and the numbers that the target scores and
+    writes.
+    """
 
     draft: float
     scored: float
@@ -59,29 +63,33 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """A description of the run that would start; `expected` is None if the cost is not known, and
-    `basis` names the source of the estimate.
+    """A description of the run that a configuration would start.
+
+    `expected` is the estimated number of tokens, or None if no estimate is possible. `basis` is the
+    source of the estimate.
     """
 
     dataset: str
     problems: int
     rollouts: int
     directory: Path
-    done: int  # problems that an earlier session finished
+    done: int  # number of problems that earlier sessions of the run finished
     expected: Tokens | None
     basis: str
     at_most: Tokens
-    roles: tuple[Role, ...]  # roles whose models are used
-    budget: Mapping[str, Setting]  # the lengths of rollouts and chunks, each with its origin
-    proposes: str = ""  # proposer of tokens to the target
-    # warnings about lengths that look too small, and about the score
+    roles: tuple[Role, ...]  # roles whose models the method uses
+    budget: Mapping[str, Setting]  # token limits of rollouts and chunks, each with its origin
+    proposes: str = ""  # source of the tokens that speculation proposes
+    # warnings about token limits that look too small, and about an unsuitable score
     warnings: tuple[str, ...] = ()
-    departures: tuple[str, ...] = ()  # departures of the method from its published implementation
-    # the differences that the run can show; empty if no earlier run of these models was graded
+    # differences between atts's method and its published implementation
+    departures: tuple[str, ...] = ()
+    # the accuracy differences that the run can detect; empty if no earlier run of these models was
+    # graded
     power: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return strict JSON data."""
+        """Return the description as strict JSON data."""
         return {
             **asdict(replace(self, budget={})),
             "budget": self.budget,
@@ -91,23 +99,26 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """The mean cost of a rollout of an earlier run, and that run's rate."""
+    """The mean cost of a rollout in an earlier run, with the nominal rate of the run."""
 
     directory: Path
     rollouts: int
     mean: Tokens
     rate: float
     dataset: str
-    correct: tuple[tuple[bool, ...], ...]  # verdicts on the rollouts of each graded problem
+    # for each graded problem, whether each rollout is correct
+    correct: tuple[tuple[bool, ...], ...]
 
 
 def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
-    """Estimate what this configuration would run, or one shard of it, without loading a model.
+    """Describe the run that this configuration would start, or one shard of the run, without
+    loading a model.
 
-    The dataset and earlier runs of the same models are read.
+    The cost is estimated from earlier runs of the same models, or from worked solutions of the
+    dataset.
 
-    :raises DatasetError: the dataset cannot be read, or holds nothing.
-    :raises OptionError: something is impossible.
+    :raises DatasetError: the dataset cannot be read, or has no problems.
+    :raises OptionError: a setting is impossible.
     """
     setup = configuration.setup()
     job = configuration.job
@@ -115,7 +126,8 @@ def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
     problems = job.load().problems
     if shard is not None:
         problems = shard.take(problems)
-    setup.engines()  # this opens nothing, but raises the errors that a run would raise
+    # building the engines opens nothing, but raises the same errors for wrong settings as a run
+    setup.engines()
     policy = setup.run_policy
     rollouts = len(problems) * policy.samples
     done = len(_finished(directory))
@@ -139,7 +151,9 @@ def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
 
 
 def _power(configuration: Configuration, setup: Setup, problems: int) -> Iterator[str]:
-    """Yield the differences that the run can show, from the graded rollouts of an earlier run."""
+    """Yield the accuracy differences that the run can detect, estimated from the graded rollouts of
+    an earlier run.
+    """
     past = _best_past(configuration, setup.roles)
     split = None if past is None else variance_split(past.correct)
     if past is None or split is None or problems < 2:
@@ -150,9 +164,7 @@ def _power(configuration: Configuration, setup: Setup, problems: int) -> Iterato
 
 
 def _best_past(configuration: Configuration, roles: Sequence[Role]) -> _Past | None:
-    """Return the most informative earlier run: preferably of the same dataset, then with the most
-    rollouts.
-    """
+    """Return the earlier run with the most rollouts; runs on the same dataset are preferred."""
     dataset = _without_slice(configuration["dataset"])
     return max(
         _earlier_runs(configuration, roles),
@@ -162,14 +174,16 @@ def _best_past(configuration: Configuration, roles: Sequence[Role]) -> _Past | N
 
 
 def _proposer(setup: Setup) -> str:
-    """Return a text on the proposer of tokens to the target, if the method uses the target."""
+    """Describe the source of the tokens that speculation proposes to the target."""
     if "target" not in setup.roles:
         return "nothing: the method does not use the target"
     return speculation_words(setup.draft, setup.target, setup.speculation)
 
 
 def _token_limits(setup: Setup, policy: Policy) -> Tokens:
-    """Return the tokens of a rollout that reaches every limit; discarded drafts count as written."""
+    """Return the largest possible numbers of tokens of a rollout, including draft chunks that are
+    discarded.
+    """
     tokens, turns, drafted, written, _ = policy.bounds()
     length = min(tokens, turns * (drafted + written))
     drafted = min(drafted, length)
@@ -183,7 +197,8 @@ def _token_limits(setup: Setup, policy: Policy) -> Tokens:
         return Tokens(min(length, turns * drafted), 0, 0)
     draft = turns * drafted
     if policy.escalates in ("rest", "rollout"):
-        # The target may write the rollout to its end, in pieces longer than a chunk.
+        # The target may write the whole remaining rollout, so its token limit is not that of a
+        # chunk.
         return Tokens(min(draft, tokens), min(draft, tokens), tokens)
     if policy.takeover == "continue":
         draft = min(draft, length)
@@ -191,7 +206,7 @@ def _token_limits(setup: Setup, policy: Policy) -> Tokens:
 
 
 def _accepts_everything(setup: Setup) -> bool:
-    """Return whether the method's gate accepts whatever the draft writes."""
+    """Return whether the method's gate accepts every chunk of the draft."""
     gate, _ = setup.decider()
     return isinstance(gate, FixedGate)
 
@@ -199,7 +214,7 @@ def _accepts_everything(setup: Setup) -> bool:
 def _mean_rollout(
     configuration: Configuration, setup: Setup, problems: Sequence[Problem]
 ) -> tuple[Tokens | None, str]:
-    """Return the expected tokens of one rollout, and the reason to expect them."""
+    """Return the expected numbers of tokens of one rollout, and the source of this estimate."""
     dataset = _without_slice(configuration["dataset"])
     past = _best_past(configuration, setup.roles)
     if past is not None:
@@ -207,7 +222,8 @@ def _mean_rollout(
         grown = setup.rate / past.rate if past.rate > 0 else 1.0
         if not math.isclose(grown, 1.0):
             words += (
-                f" at rate {past.rate:g}; atts assumes that the target's share grows with the rate"
+                f" at rate {past.rate:g}; atts assumes that the target's tokens grow in proportion "
+                "to the rate"
             )
         if past.dataset != dataset:
             words += f"; the earlier run was on {past.dataset}, so the estimate is only a guess"
@@ -216,12 +232,15 @@ def _mean_rollout(
         return _from_solutions(setup, problems)
     return (
         None,
-        "no earlier run of these models, so the cost is unknown; run a few problems (--limit 5) first",
+        "no earlier run of these models, so the cost is unknown; run a few problems (--limit 5) "
+        "first",
     )
 
 
 def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens | None, str]:
-    """Return the tokens of the worked solutions that the embedded models were trained on."""
+    """Estimate the tokens of a rollout from the worked solutions on which the embedded models were
+    trained.
+    """
     from tokenizers import Tokenizer
 
     from atts.evaluators import exercises
@@ -258,17 +277,18 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
         return Tokens(length, 0, 0), words
     drafted = length
     if setup.policy.takeover == "continue":
-        # The target writes in addition to the draft's chunk, so fewer chunks are drafted.
+        # The draft's chunk stays when the target adds a chunk, so a rollout needs fewer draft
+        # chunks.
         drafted = length / (1 + setup.rate)
     words += (
-        f"; atts assumes that the target writes a chunk for a share of {setup.rate:g} of the "
-        f"drafted chunks"
+        f"; atts assumes that the target writes a chunk for a fraction {setup.rate:g} of the "
+        "draft's chunks"
     )
     return Tokens(drafted, drafted, drafted * setup.rate), words
 
 
 def _earlier_runs(configuration: Configuration, roles: Sequence[Role]) -> Iterator[_Past]:
-    """Yield earlier runs with the same models and method, including the beginning of this run."""
+    """Yield earlier runs with the same models and method, including finished problems of this run."""
     folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")}
     for folder in sorted({*folders, configuration.directory}):
         finished = _finished(folder)
@@ -293,7 +313,7 @@ def _earlier_runs(configuration: Configuration, roles: Sequence[Role]) -> Iterat
 
 
 def _finished(directory: Path) -> list[FinishedProblem]:
-    """Return every complete problem of a run; empty if there is no readable run."""
+    """Return every complete problem of a run, or an empty list if the run cannot be read."""
     try:
         state = open_run(directory).state(FACTS)
     except JournalError:
@@ -307,7 +327,7 @@ def _without_slice(dataset: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check with its result and advice."""
+    """One check of a configuration, with its result and advice."""
 
     name: str
     status: Status
@@ -322,7 +342,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks of a diagnosis, in order."""
+    """All checks of a configuration, in the order in which they were made."""
 
     checks: tuple[Check, ...]
 
@@ -341,11 +361,12 @@ class Diagnosis:
 
 
 async def diagnose(configuration: Configuration, card: str | None = None) -> Diagnosis:
-    """Check everything that a run of this configuration depends on.
+    """Check the token limits, disk, GPUs, engines and prompts that a run of this configuration
+    needs.
 
-    Only one short chunk is written.
+    The models write only one short chunk.
 
-    :raises OptionError: if a setting is impossible, whatever the servers support.
+    :raises OptionError: if a setting is impossible with any server.
     """
     setup = configuration.setup()
     pair = find_pair(configuration["pair"]) if configuration["pair"] else None
@@ -359,10 +380,11 @@ async def diagnose(configuration: Configuration, card: str | None = None) -> Dia
 
 
 def write_settings(path: Path, configuration: Configuration, diagnosis: Diagnosis) -> None:
-    """Write the given settings as a file for `--config`, with the checks as comments.
+    """Write the settings that were given to a file for `--config`, with the results of the checks
+    as comments.
 
-    :raises OptionError: another file is there.
-    :raises StorageError: the disk refuses.
+    :raises OptionError: the path has a file that this command did not write. :raises StorageError:
+        the file cannot be written.
     """
     if path.exists():
         earlier = path.read_text(encoding="utf-8", errors="replace")
@@ -381,7 +403,9 @@ def write_settings(path: Path, configuration: Configuration, diagnosis: Diagnosi
 
 
 def _is_given(name: str, configuration: Configuration) -> bool:
-    """Return whether a key was given or names a pair's engine; derived keys are left out."""
+    """Return whether a key was set by the user, or is the address of a pair's engine; derived keys
+    do not count.
+    """
     origin = configuration.settings[name].origin
     if name in ("draft", "target"):
         return origin != "default"
@@ -415,10 +439,11 @@ def _disk(directory: Path) -> Iterator[Check]:
 
 
 def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -> Iterator[Check]:
-    """Yield a check of the cards for the models that the method uses, with each server's share.
+    """Yield a check for each kind of card: whether the models that the method uses fit, and each
+    server's share of memory.
 
-    The check is never ok for a card that this machine does not have, because it may be in another
-    machine.
+    A kind of card that this machine lacks gives a warning at best, because the servers may run on
+    another machine.
     """
     if pair is None or not pair.size("target").layers:
         return
@@ -451,7 +476,9 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
 
 
 def _memory_elsewhere(configuration: Configuration, pair: Pair) -> Check:
-    """Name in one line the cards that would hold the models, on a machine that has none."""
+    """Return a warning for a machine without GPUs, which names the cards on which the models would
+    fit.
+    """
     setup = configuration.setup()
     tokens = setup.run_policy.bounds().max_tokens
     fitting = list[str]()
@@ -467,12 +494,14 @@ def _memory_elsewhere(configuration: Configuration, pair: Pair) -> Check:
             fitting.append(f"{placement.count} x {kind}{form}")
     held_by = f"{' or '.join(fitting)} would hold" if fitting else "no usual card holds"
     seen = f"this machine has no GPU; {held_by} {pair.name}"
-    return Check("memory", "warn", seen, "Name a card with --card to see its shares of memory")
+    return Check(
+        "memory", "warn", seen, "Name a card with --card to see each model's share of its memory"
+    )
 
 
 def _local_memory(pair: Pair, setup: Setup, kind: str, here: Sequence[str]) -> Check:
-    """Check whether the models fit on GPUs of one kind in this process, by the rules that open
-    them.
+    """Check whether the models fit on GPUs of one kind in this process, by the same rules as when
+    engines open.
     """
     tokens = setup.run_policy.bounds().max_tokens
     counts = tuple(range(1, min(2, here.count(kind)) + 1)) or (1, 2)
@@ -498,14 +527,16 @@ def _cards_here() -> Iterator[tuple[str, float]]:
         if not line.strip().isdecimal():
             continue
         memory = int(line) * 1.048576e-3  # MiB to GB
-        # Drivers reserve some of a card's memory, so a card may report up to 8 % less than its kind
-        # has.
+        # Drivers reserve some memory, so a card may report up to 8 % less memory than the
+        # specification of its kind.
         fitting = [name for name, size in CARDS.items() if size <= memory * 1.08]
         yield max(fitting, key=lambda name: CARDS[name], default="rtx4090"), memory
 
 
 async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
-    """Yield checks of each engine alone, then checks of both together if all are open."""
+    """Yield the checks of each engine, and then the checks of both engines together if all could be
+    opened.
+    """
     opened: dict[Role, Engine] = {}
     async with AsyncExitStack() as stack:
         draft, target = setup.engines()
@@ -547,7 +578,7 @@ def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
             role,
             "warn",
             f"{spec.model} is served, but the pair names {wanted}",
-            "Scores and prompts of the pair may not suit the served model",
+            "The pair's calibration scores and prompts may not suit the served model",
         )
     finding = dict(spec.findings).get("speculation", "")
     if finding and "does not speculate" not in finding:
@@ -559,16 +590,21 @@ def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
     for name, finding in spec.findings:
         if finding.startswith("no") and name in ("cache", "abort", "seeds"):
             yield Check(
-                role, "warn", f"{name}: {finding}", "docs/servers.md names the server's flag"
+                role,
+                "warn",
+                f"{name}: {finding}",
+                "docs/servers.md names the server flag that enables this feature",
             )
 
 
 def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
-    """Yield checks of the capabilities and lengths of the models that the method uses."""
+    """Yield checks of the capabilities, tokenizers, chat templates and contexts of the models that
+    the method uses.
+    """
     gate, _ = setup.decider()
     policy = setup.run_policy
     draft, target = _draft_and_target(engines)
-    both = "both" if len(engines) == 2 else "it"
+    both = "both models" if len(engines) == 2 else "the model"
     try:
         check_engines(policy, gate, draft.spec, target.spec)
         yield Check("abilities", "ok", f"{both} can do what the method {setup.method} needs")
@@ -614,7 +650,9 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
 
 
 def _templates(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
-    """Yield whether each chat template accepts the prompt, and how it opens the answer."""
+    """Yield checks of whether each chat template accepts the prompt, and whether it begins the
+    answer with <think>.
+    """
     messages = prompt_of(_PROBLEM, setup.run_policy)
     thinks = dict[Role, bool]()
     for role, engine in engines.items():
@@ -631,7 +669,8 @@ def _templates(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
     if len(set(thinks.values())) == 2:
         opens = next(role for role, opened in thinks.items() if opened)
         advice = (
-            "The first chunks of one model are improbable for the other, so expect more escalations"
+            "The first chunks of the draft are improbable under the target, so expect more "
+            "escalations"
         )
         yield Check(
             "templates",
@@ -642,13 +681,15 @@ def _templates(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
 
 
 def _draft_and_target(engines: Mapping[Role, Engine]) -> tuple[Engine, Engine]:
-    """Return both engines; if there is only one, it has both roles, as in a run."""
+    """Return the engines of draft and target; if the method uses only one engine, return it for
+    both roles.
+    """
     only, *_ = engines.values()
     return engines.get("draft", only), engines.get("target", only)
 
 
 async def _trial(setup: Setup, engines: Mapping[Role, Engine]) -> Check:
-    """Write one short chunk, and score it if the method has a target that scores."""
+    """Let the draft write one short chunk, and let the target score the chunk if it can score."""
     draft, target = _draft_and_target(engines)
     messages = prompt_of(_PROBLEM, setup.run_policy)
     try:

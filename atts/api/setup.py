@@ -1,4 +1,4 @@
-"""`Setup`, which has the settings of a run in short form, and the plan made from it."""
+"""The class `Setup`, which contains the settings of a run and makes the run's plan from them."""
 
 from __future__ import annotations
 
@@ -68,27 +68,32 @@ LENGTHS = (
     "chunking.target_tokens",
     "chunking.stop",
 )
-"""Keys whose defaults are derived: from the models, and for turns from max_tokens."""
+"""Keys whose defaults are derived from the models; the default of `turns` is derived from
+`max_tokens`.
+"""
 _RISK_FORM = (
     "RISK@PROBABILITY; 0.1@0.9 means that, with probability 0.9, at most 10 % of answers are wrong"
 )
 
 
 def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | None:
-    """Return the agreement threshold that a labelled run certifies, or None if nothing is asked.
+    """Return the agreement threshold that the labelled run certifies, or None if abstaining is not
+    requested.
 
-    :raises OptionError: a text that is none, one without the other, a run that is not over, has no
-        graded problem or abstained itself, or one that certifies nothing; the words say how many
-        problems it would take.
-    :raises JournalError: there is no run.
+    :raises OptionError: only one of `abstain` and `labelled` is given, or `abstain` is not
+        RISK@PROBABILITY. The error is also raised if the labelled run is unfinished, has no graded
+        problem or itself used abstain. It is also raised if the run has too few problems to certify
+        a threshold.
+
+    :raises JournalError: `labelled` contains no run.
     """
     if abstain is None and labelled is None:
         return None
     if abstain is None or labelled is None:
         raise OptionError(
             "abstain",
-            "abstain (the largest share of wrong answers) and labelled (a graded run) need each "
-            "other",
+            "give both abstain (the largest share of wrong answers) and labelled (a graded run), "
+            "or neither",
         )
     risk, kept = _parsed_risk(abstain)
     run = open_run(Path(labelled))
@@ -123,7 +128,7 @@ def _parsed_risk(text: str) -> tuple[float, float]:
         risk_level = float(risk)
         probability = float(kept) if mark else 0.9
     except ValueError:
-        risk_level = probability = math.nan  # fails the check of the range
+        risk_level = probability = math.nan  # NaN fails the range check below
     if not (0 < risk_level < 1 and 0 < probability < 1):
         raise OptionError("abstain", f"{text!r} is not {_RISK_FORM}")
     return risk_level, probability
@@ -131,37 +136,43 @@ def _parsed_risk(text: str) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings of a run in short form, from which `plan` makes the plan of the run."""
+    """The settings of a run; the method `plan` makes the plan of the run from them."""
 
-    # The text in an annotation is the help of the configuration key.
+    # The text in an annotation is the help text of the configuration key.
     draft: Annotated[
         str | Engine,
         "draft model: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, llamacpp:URL, server:URL",
     ] = "embedded"
     target: Annotated[str | Engine, "target model, in the same formats as draft"] = "embedded"
-    method: Annotated[str, "method: atts, a baseline, or another paper's method"] = "atts"
+    method: Annotated[
+        str,
+        "method: atts, a baseline such as target-only, or the method of another paper",
+    ] = "atts"
     rate: Annotated[float, "share of chunks to escalate to the target"] = 0.2
-    # aci meets the rate over the whole run, so it can escalate more on hard problems
+    # "aci" meets the rate over the whole run, so it may escalate more chunks of hard problems
     rate_scope: Annotated[
         CalibrationMode,
-        "scope of the rate: all chunks (split, marginal, aci), each question (question), or each "
-        "turn of a question (question-turn)",
+        "chunks over which the rate is met: each question (question), each turn of each question "
+        "(question-turn), or all chunks together (aci corrects deviations during the run; "
+        "marginal and split do not)",
     ] = "aci"
     by_length: Annotated[
         bool | None,
-        "whether scores are ranked among chunks of similar length; none: with rate scope marginal only",
+        "whether scores are ranked only among chunks of similar length; none: yes for rate scope "
+        "marginal, else no",
     ] = None
     cap: Annotated[
         float | None,
-        "hard cap: of any first n chunks at most ceil(cap * n) are escalated; none: no cap",
+        "hard cap on escalations: at most ceil(cap * n) of the first n chunks, for every n; none: "
+        "no cap",
     ] = None
     policy: Policy = Policy()
     gate: Gate | RoundGate | None = None  # None: the gate of the method
     stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
     conditions: Annotated[
         Conditions,
-        "action if scores were made under other conditions: match refuses such scores, ignore "
-        "uses them with a warning",
+        "action if stored scores were made with other models or settings than this run: match "
+        "refuses the scores, ignore uses them with a warning",
     ] = "match"
     on_unscored: Annotated[
         OnUnscored,
@@ -170,37 +181,44 @@ class Setup:
     ] = "stop"
     give_up_after: Annotated[
         float,
-        "seconds to wait for a lost server; then the run ends, and the same command resumes it",
+        "seconds to wait for a lost server; after that the run ends, and the same command resumes "
+        "it",
     ] = GIVE_UP_AFTER
     warmup: Annotated[
         int,
-        "number of the run's own first scores to calibrate with, instead of stored ones; 0: none",
+        "number of first scores of the run that calibrate its gate, instead of stored scores; 0: "
+        "none",
     ] = 0
     grader: Annotated[
         str | None,
-        "function that grades answers, package.module:function; none: by the kind of answer",
+        "function that grades answers, as package.module:function; none: atts grades by the kind "
+        "of answer",
     ] = None
     abstain: Annotated[
         str | None,
-        "abstain from unsure problems: 0.1@0.9 means that, with probability 0.9, at most 10 % of "
-        "answers are wrong",
+        "give no answer to problems with too little agreement; 0.1@0.9: with probability 0.9, at "
+        "most 10 % of the given answers are wrong",
     ] = None
     labelled: Annotated[
-        str | None, "graded run of the same settings, from which abstain takes its threshold"
+        str | None,
+        "graded run with the same settings, from which abstain takes its agreement threshold",
     ] = None
     accept_when_agreeing: Annotated[
         float | None,
-        "accept chunks without a score if this share of the answered rollouts agrees, and "
-        "escalate other chunks instead",
+        "accept a chunk without computing its score if this share of the finished rollouts agrees "
+        "on an answer; other chunks are escalated instead",
     ] = None
-    # speculation does not change the text
+    # speculation makes the target faster, but does not change its texts
     speculate: Annotated[
         Speculate,
-        "source of proposed tokens for a local target: draft always uses the draft, auto only a "
-        "compatible draft",
+        "source of the tokens that speculation proposes to a local target: draft (the draft "
+        "model), auto (the draft model if it is compatible), suffix (earlier texts), off (none), "
+        "or pearl, ssd, mirror (the draft model works during the target's steps)",
     ] = "auto"
     seed: Annotated[int, "random seed"] = 0
-    concurrency: Annotated[int, "rollouts in flight at once, over all problems"] = 64
+    concurrency: Annotated[
+        int, "largest number of rollouts in flight at the same time, over all problems"
+    ] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     # set by `configure`
     provenance: Mapping[str, Setting] = field(default_factory=dict[str, Setting], repr=False)
@@ -219,42 +237,45 @@ class Setup:
 
     @property
     def run_policy(self) -> Policy:
-        """Return the policy of the run, with the method's changes and the models' lengths."""
+        """Return the policy of the run, with the changes of its method and the default token limits
+        of its models.
+        """
         return self._policy.filled(self.budget)
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Return the roles whose models are used, draft first.
+        """Return the roles whose models the method uses, draft first.
 
-        Only these are opened, and only these set budgets.
+        Only these models are opened, and only they determine default token limits.
         """
         return asked_roles(self._policy, is_judged=self._is_judged)
 
     @property
     def asked(self) -> tuple[str | Engine, ...]:
-        """Return the models that are used, as they were named."""
+        """Return the addresses or engines of the models that the method uses."""
         return tuple(self.draft if role == "draft" else self.target for role in self.roles)
 
     @property
     def budget(self) -> Budget:
-        """Return the default lengths of the models that are used."""
+        """Return the default token limits of the models that the method uses."""
         reads = reads_chunks(self._policy, is_judged=self._is_judged)
         return budget_of(*self.asked, reads_chunks=reads)
 
     @property
     def _policy(self) -> Policy:
-        """Return the policy with the method's changes, but with the lengths as they were given."""
+        """Return the policy with the changes of the method, but without default token limits."""
         return preset(self.method).policy(self.policy)
 
     @property
     def _is_judged(self) -> bool:
         """Return whether a gate may escalate a chunk."""
-        if self.gate is not None:  # any other gate may escalate
+        if self.gate is not None:  # only this gate never escalates
             return self.gate != FixedGate("accept")
         return preset(self.method).is_judged
 
     def engines(self) -> tuple[Engine, Engine]:
-        """Build draft and target, not open yet; the draft also proposes tokens to a local target.
+        """Build the engines of draft and target without opening them; the draft may also propose
+        tokens to a local target.
 
         :raises OptionError: if an address names no engine, or if these engines cannot speculate as
             requested.
@@ -271,21 +292,23 @@ class Setup:
 
     @property
     def in_flight(self) -> tuple[int, int]:
-        """Return how many rollouts run at once, and the tokens of a rollout with its problem."""
+        """Return the number of rollouts in flight, and the number of tokens of a rollout with its
+        problem.
+        """
         return self.concurrency, run_tokens(self.run_policy.bounds().max_tokens)
 
     @property
     def speculation(self) -> Speculate:
-        """Return the proposer of tokens to the target; None for method exact, whose target only
-        scores.
+        """Return the setting `speculate`, with "auto" replaced by "off" for method exact, whose
+        target only scores.
         """
         return "off" if self.speculate == "auto" and self.run_policy.exact else self.speculate
 
     @property
     def ranks_by_length(self) -> bool:
-        """Return whether scores are ranked among chunks of similar length.
+        """Return whether scores are ranked only among chunks of similar length.
 
-        Stored scores must then have lengths.
+        If so, stored scores must have the lengths of their chunks.
         """
         if self.by_length is not None:
             return self.by_length
@@ -293,9 +316,10 @@ class Setup:
         return self.rate_scope == "marginal" and bool(lengths or not len(self.stored))
 
     def informed(self) -> Setup:
-        """Return the setup with the scores shipped with its models, if its gate has no others.
+        """Return the setup with the scores that are shipped with its models, if it has no other
+        calibration scores.
 
-        This is for single questions; a run over a dataset soon has enough live scores.
+        Single questions need these scores. A run over a dataset soon has enough scores of its own.
         """
         has_start = self.gate is not None or len(self.stored) > 0 or self.warmup > 0
         shipped = self._shipped
@@ -305,8 +329,8 @@ class Setup:
 
     @property
     def _shipped(self) -> StoredScores | None:
-        """Return the scores shipped with the models, if this setup has the conditions of those
-        scores.
+        """Return the scores that are shipped with the models, or None if they were made under other
+        conditions.
         """
         if (self.draft, self.target) != ("embedded", "embedded"):
             return None
@@ -318,7 +342,9 @@ class Setup:
         return scores
 
     def policy_within(self, context: int) -> Policy:
-        """Return the policy for models of this context; lengths that were given are not cut."""
+        """Return the policy for models with this context length; only default token limits are cut
+        to it.
+        """
         policy = self._policy
         budget = self.budget
         setting = self.provenance.get("max_tokens")
@@ -328,22 +354,24 @@ class Setup:
             and setting.value == policy.max_tokens
         )
         if is_of_pair and policy.max_tokens is not None:
-            # A pair's length is a default of its models, so it is cut like that of a budget.
+            # A token limit that a pair sets is a default, so it is cut like a model's default.
             needed = replace(budget, max_tokens=policy.max_tokens)
             policy = replace(policy, max_tokens=needed.within(context).max_tokens)
         return policy.filled(budget.within(context))
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return the warnings to print before a run, about small lengths and unsuitable scores."""
+        """Return the warnings that are printed before a run, about small token limits and
+        unsuitable scores.
+        """
         return (*budget_warnings(self._policy, self.budget), *score_warnings(self._policy))
 
     @property
     def settings(self) -> dict[str, Setting]:
-        """Return every key with its origin: the given one, "default", or "code" for a value set in
-        a program.
+        """Return the value and the origin of every key; the origin of a value that a program set is
+        "code".
 
-        The keys for problems and directories are included only if `configure` made the setup.
+        Keys for problems and directories are included only if `configure` made the setup.
         """
         values = _values(self)
         given = self.provenance
@@ -358,7 +386,7 @@ class Setup:
 
     @classmethod
     def recorded(cls, manifest: Manifest) -> Setup:
-        """Return the setup of a recorded run, with the settings that its gate depends on."""
+        """Return a setup with the settings of a recorded run on which the run's gate depends."""
         settings: dict[str, Any] = {
             name: setting.value for name, setting in manifest.configuration.items()
         }
@@ -381,8 +409,8 @@ class Setup:
     def plan(self, draft: Engine, target: Engine, kind: AnswerKind = "math") -> RunSpec:
         """Make the plan of a run for problems with one kind of answer.
 
-        :raises OptionError: an unknown method or mode, or an `abstain` that `labelled` does not
-            certify.
+        :raises OptionError: the method or rate scope is unknown, or the run in `labelled` does not
+            certify `abstain`.
         """
         gate, calibrator = self.decider()
         stored = calibrator.stored
@@ -402,7 +430,7 @@ class Setup:
             settings=self.settings,
             alarms=partial(getattr, calibrator, "events"),
             on_problem_done=partial(let_go, gate),
-            # a method that judges no chunks uses no scores, so their conditions do not matter
+            # without a gate no scores are used, so the conditions of stored scores do not matter
             stored_under=stored.fingerprint if len(stored) and self._is_judged else None,
             judge=None if judge is None else judge.score,
             judge_under=None if judge is None else judge.fingerprint,
@@ -415,10 +443,10 @@ class Setup:
         )
 
     def _judge(self) -> AdvantageJudge | None:
-        """Return the judge that the score names; None if its kind is another.
+        """Return the learned judge of the score rule, or None if the rule's kind is not "learned".
 
-        :raises OptionError: kind learned without a judge.
-        :raises CalibrationInputError: the file holds none, or one of other features.
+        :raises OptionError: the kind is "learned", but no file of a judge is given. :raises
+            CalibrationInputError: the file contains no judge, or a judge with other features.
         """
         rule = self.run_policy.score
         if rule.kind != "learned":
@@ -426,7 +454,8 @@ class Setup:
         if not rule.judge:
             raise OptionError(
                 "score.judge",
-                "score.kind learned needs the file of a judge; atts calibration judge writes one",
+                "score.kind learned needs the file of a judge; `atts calibration judge` writes "
+                "this file",
             )
         judge = AdvantageJudge.from_state(read_state(Path(rule.judge)))
         if judge.names != JUDGE_FEATURES:
@@ -434,11 +463,11 @@ class Setup:
         return judge
 
     def decider(self) -> tuple[Gate | RoundGate, Calibrator]:
-        """Make a new gate, and the calibrator that the method's gate uses.
+        """Make a new gate and its calibrator.
 
-        :raises OptionError: an unknown method or mode, a method that needs what is not there, or a
-            cap its gate lacks.
-        :raises CalibrationInputError: stored scores that are none.
+        :raises OptionError: the method or rate scope is unknown, the method lacks a setting that it
+            needs, or its gate cannot keep the cap. :raises CalibrationInputError: the stored scores
+            are not valid scores.
         """
         chosen = preset(self.method)
         tuning = Tuning.for_rollouts(self.policy.samples)
@@ -470,8 +499,8 @@ class Setup:
         if not 0 < self.accept_when_agreeing <= 1:
             raise OptionError(
                 "accept_when_agreeing",
-                f"{self.accept_when_agreeing} is not a share of agreeing rollouts; give a share "
-                f"above 0, up to 1",
+                f"{self.accept_when_agreeing} is not a share of agreeing rollouts; give a number "
+                "above 0 and at most 1",
             )
         if not isinstance(gate, ConformalGate):
             raise OptionError(
@@ -481,15 +510,15 @@ class Setup:
         return AgreementGate(gate, self.accept_when_agreeing)
 
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
-        """Return the settings that decide the gate's behaviour, which must be the same when a run
-        is resumed.
+        """Return the settings that determine the gate's decisions; a resumed run must have the same
+        settings.
         """
         decisive: dict[str, Json] = {
             "method": self.method,
             "rate": self.rate,
             "stored": list(calibrator.stored.scores),
         }
-        # Unused settings are left out, so that a manifest shows only settings with an effect.
+        # Settings without an effect are left out of the manifest.
         if self.rate_scope == "aci":
             decisive["aci_step"] = calibrator.tuning.aci_step
         judge = self._judge() if self._is_judged else None
@@ -511,8 +540,10 @@ class Setup:
 
 
 GATE_SETTINGS = ("rate_scope", "cap", "accept_when_agreeing", *GateInputs.settings())
-"""The configuration keys of gates: a run records them, a resume compares them, and a replay uses
-them. A coin uses none.
+"""The configuration keys that gates use.
+
+A run records these keys, a resumed run must have the same values, and a replay uses the recorded
+values. The method coin uses none of these keys.
 """
 
 
@@ -531,12 +562,14 @@ def embedded_scores() -> StoredScores:
 
 @cache
 def setup_keys() -> tuple[Key, ...]:
-    """Return the configuration keys that are fields of a setup, without policy and limits."""
+    """Return the configuration keys for the fields of `Setup`, except the fields `policy` and
+    `limits`.
+    """
     return tuple(key for key in keys_of(Setup, Setup()) if "." not in key.name)
 
 
 def _values(setup: Setup) -> dict[str, Json]:
-    """Return the values of a setup's keys; an engine object is named by its class."""
+    """Return the values of a setup's keys; the value for an engine object is the name of its class."""
     keys = {key.name: getattr(setup, key.name) for key in setup_keys()}
     keys |= {
         role: type(keys[role]).__name__
@@ -553,10 +586,10 @@ def _values(setup: Setup) -> dict[str, Json]:
 
 
 def answers_for(kind: AnswerKind) -> Answers:
-    """Return extraction and grouping for this kind of answer.
+    """Return the functions that extract and group answers of this kind.
 
-    Only a marked answer ends a rollout; an answer that the last sentence states counts only after
-    the model has ended the text.
+    Only a marked answer, such as \boxed{7}, ends a rollout. An answer without a mark, in the last
+    sentence, counts only after the model has ended the text.
     """
     from atts.evaluators import extract, group, unmarked
 
@@ -572,9 +605,9 @@ def answers_for(kind: AnswerKind) -> Answers:
 
 
 def _program_answers() -> Answers:
-    """Return extraction and grouping of programs.
+    """Return the functions that extract and group programs.
 
-    A program does not end its rollout, because a better one may follow.
+    A program does not end its rollout, because the model may write a better program later.
 
     :raises UsageError: if this system cannot confine programs.
     """
@@ -597,11 +630,13 @@ def _program_answers() -> Answers:
 
 
 async def _ask_ahead(answers: Sequence[str | None], *, kind: AnswerKind) -> None:
-    """Group answers in a thread if sympy is needed, which may take seconds; results are cached."""
+    """Group answers in a worker thread if sympy is needed, because sympy may take seconds; cache
+    the results.
+    """
     from atts.evaluators import group, takes_long
 
     if len(set(answers)) < 2:
-        return  # nothing will be compared
+        return  # fewer than two answers need no comparison
     if takes_long(answers, kind):
         await anyio.to_thread.run_sync(partial(group, answers, kind))
 
@@ -614,12 +649,13 @@ def grade(answer: str, problem: Problem) -> Verdict:
 
 
 def read_grader(path: str) -> Grade:
-    """Import the user's grader, also from the working directory.
+    """Import the user's grader from `package.module:function`; the module may be in the working
+    directory.
 
-    The function takes an answer and its `Problem`. It returns True, False, None for "cannot say", or a
-    verdict with `status` and `rule`.
+    The function takes an answer and its `Problem`. It returns True, False, None if it cannot
+    decide, or a verdict with `status` and `rule`.
 
-    :raises OptionError: the path is not of that form, or names nothing that can be called.
+    :raises OptionError: the path does not have this form, or names nothing that can be called.
     """
     module, mark, name = path.partition(":")
     if not (module and mark and name):
@@ -640,9 +676,9 @@ def read_grader(path: str) -> Grade:
 def _graded_by(
     function: Callable[[str, Problem], Any], name: str, answer: str, problem: Problem
 ) -> Any:
-    """Call a user's grader; a boolean becomes a verdict with the grader's name as its rule.
+    """Call a user's grader, and convert a boolean to a verdict whose rule is the grader's name.
 
-    :raises TypeError: if the grader returned something else.
+    :raises TypeError: if the grader returned neither a boolean, None nor a verdict.
     """
     from atts.evaluators import Verdict
 
@@ -657,7 +693,7 @@ def _graded_by(
 def load_problems(
     dataset: str | Path | Sequence[Problem], limit: int | None = None
 ) -> tuple[Problem, ...]:
-    """Load a benchmark by name or a file; a sequence of problems is returned as a tuple.
+    """Load the problems of a benchmark or a file; if problems are given, return them as a tuple.
 
     :raises DatasetError: the file cannot be read, or has no problems.
     """

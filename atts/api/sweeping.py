@@ -1,6 +1,7 @@
-"""Sweeps and pilots, which run an evaluation under many settings and share replies between the runs.
+"""Sweeps and pilots, which run an evaluation under many settings and reuse model replies between
+the runs.
 
-A pilot runs some problems with every gate to find out whether a gate helps.
+A pilot runs some problems with several gates, and measures whether a gate improves accuracy.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from atts.run import evaluate as run_evaluation
 PAGE = "sweep.html"
 COIN = "coin"
 REFERENCES = ("target-only", "draft-only", COIN)
-"""The baselines of every sweep, which run with its largest lengths."""
+"""The baselines of every sweep; they run with the largest token limits of the sweep."""
 _MODELS = ("pair", "backend", "draft", "target", "draft_servers", "target_servers")
 _FIXED = (
     *(key.name for key in keys_of(Job, Job())),
@@ -66,12 +67,11 @@ _FIXED = (
     "give_up_after",
     "speculate",
 )
-"""Keys that cannot vary, because all runs have the same problems, or because results do not depend
-on them.
+"""Keys that cannot vary in a sweep, because they choose the problems or do not change the results.
 """
 
 _NOT_OF_COINS = ("method", "by_length", "score.kind", *GATE_SETTINGS)
-"""Keys that change which chunks escalate; a coin does not use them."""
+"""Keys that change which chunks escalate, but that the method coin does not use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A planned sweep; nothing is loaded or written yet."""
+    """A sweep that is planned, but for which no model is loaded and no file is written yet."""
 
     directory: Path
     over: Mapping[str, tuple[Value, ...]]
@@ -96,7 +96,9 @@ class Sweep:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings that decide the results and that all runs of the grid share."""
+        """Return the settings that determine the results and are equal in all runs of the sweep's
+        grid.
+        """
         made = self.points[-1].configuration
         varying = {*self.over, *made.followed}
         return {
@@ -106,7 +108,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class SweepEnd:
-    """The end of a sweep; `last` is the run that did not finish, or None."""
+    """The result of a sweep; `last` is the run that did not finish, or None if all runs finished."""
 
     report: SweepReport
     page: Path
@@ -114,13 +116,15 @@ class SweepEnd:
 
     @property
     def exit_code(self) -> int:
-        """Return 0, or the exit code of the run that did not finish."""
+        """Return 0 if all runs finished, or else the exit code of the run that did not finish."""
         return 0 if self.last is None else self.last.exit_code
 
 
 Watch = Callable[[SweepPoint, int], AbstractAsyncContextManager[Sequence[Listener]]]
-"""A function that gives a context for each run by its number; the listeners it yields get the run's
-events.
+"""A function that takes a point of a sweep and its number, and returns an asynchronous context
+manager for the run.
+
+The context manager yields listeners, which get the run's events.
 """
 
 
@@ -132,11 +136,11 @@ def plan_sweep(
     file: str | Path | None = None,
     references: Sequence[str] = REFERENCES,
 ) -> Sweep:
-    """Plan a run for each combination of values, and the baselines.
+    """Plan a run for each combination of values, and runs for the baselines.
 
-    `flags`, `pairs` and `file` are those of `configure`.
+    `flags`, `pairs` and `file` are as in `configure`.
 
-    :raises OptionError: an unknown key, a key that cannot vary, an impossible value.
+    :raises OptionError: a key is unknown or cannot vary, or a value is impossible.
     """
     axes = {name: _values(name, values, flags or {}, pairs) for name, values in over.items()}
     if not axes:
@@ -152,7 +156,7 @@ def plan_sweep(
     ) -> SweepPoint:
         given = {**(policy or {}), **(flags or {}), **values, "out": None}
         made = configure(given, pairs, file=file)
-        made.setup()  # check all values before anything runs
+        made.setup()  # find impossible values before any run starts
         return SweepPoint(name, kind, values, made, directory / _folder(name))
 
     grid = list[SweepPoint]()
@@ -165,7 +169,8 @@ def plan_sweep(
     baselines = list[SweepPoint]()
     notes = list[str]()
     if not any(preset(str(one.configuration["method"])).is_judged for one in grid):
-        references = [name for name in references if name != COIN]  # the run has no rate for a coin
+        # methods without a gate have no rate, so there is nothing to compare with the coin
+        references = [name for name in references if name != COIN]
     for values in _references(axes, references):
         shared = [key for key in values if key not in ("method", *LENGTHS)]
         varied = [f"{key}={_word(values[key])}" for key in shared]
@@ -185,8 +190,8 @@ def plan_sweep(
 
 
 def _policy_of(base: Configuration) -> dict[str, object]:
-    """Return the changes that the sweep's method makes to the policy, so that its coin has the same
-    policy.
+    """Return the changes that the sweep's method makes to the policy; the coin baseline needs the
+    same changes.
     """
     changes = preset(str(base["method"])).changes
     return {name: value for name, value in changes.items() if isinstance(value, str | int | float)}
@@ -195,7 +200,7 @@ def _policy_of(base: Configuration) -> dict[str, object]:
 def _values(
     name: str, values: Sequence[object], flags: Mapping[str, object], pairs: Sequence[str]
 ) -> tuple[Value, ...]:
-    """Return the values of one key as the configuration stores them, each once."""
+    """Return the different values of one key, in the form in which the configuration stores them."""
     known = config_keys()
     if name in _FIXED or name.startswith("limits."):
         raise OptionError(
@@ -208,7 +213,9 @@ def _values(
             "--over", f"unknown key {name!r}", [key for key in known if key not in _FIXED], name
         )
     if flags.get(name) is not None or any(pair.partition("=")[0].strip() == name for pair in pairs):
-        raise OptionError("--over", f"{name} is set by a flag as well; leave one out")
+        raise OptionError(
+            "--over", f"{name} varies, but is set by a flag as well; leave the flag out"
+        )
     unique = tuple(dict.fromkeys(_read(known[name], value) for value in values))
     if not unique:
         raise OptionError("--over", f"{name} has no values; give some, as in {name}=VALUE,VALUE")
@@ -225,10 +232,11 @@ def _read(key: Key, value: object) -> Value:
 def _references(
     axes: Mapping[str, tuple[Value, ...]], methods: Sequence[str]
 ) -> Iterator[dict[str, Value]]:
-    """Yield the settings of each baseline: every model of the sweep, with the sweep's largest
-    lengths.
+    """Yield the settings of each baseline: one for every model of the sweep, with the largest token
+    limits of the sweep.
 
-    The coin runs at all rates and policies, because it is compared with runs of the same policy.
+    The method coin runs at all rates and policies, because it is compared with runs of the same
+    rate and policy.
     """
     of_models = {name: values for name, values in axes.items() if name in _MODELS}
     of_coins = {
@@ -248,7 +256,9 @@ def _references(
 
 
 def _directory(base: Configuration, axes: Mapping[str, object]) -> Path:
-    """Return the directory of the set: the given one, or one named after these settings."""
+    """Return the sweep's directory: the value of `out`, or a directory that is named after the
+    settings.
+    """
     job = base.job
     if job.out is not None:
         return base.directory
@@ -262,9 +272,9 @@ def _word(value: Value) -> str:
 
 
 def _folder(name: str) -> str:
-    """Return a folder name that no other point has."""
+    """Return a folder name that no other point of the sweep has."""
     plain = re.sub(r"[^\w.=,+-]+", "-", name)
-    # Two names may become equal when characters are replaced or cut, so a digest is added.
+    # Replacing or cutting characters may make two names equal, so a digest is added.
     if plain == name and len(name) <= 100:
         return name
     return f"{plain[:80]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
@@ -276,12 +286,12 @@ async def unwatched(point: SweepPoint, number: int) -> AsyncGenerator[Sequence[L
 
 
 async def run_sweep(planned: Sweep, watch: Watch = unwatched) -> SweepEnd:
-    """Run the missing points of a sweep one after the other; the same call continues it.
+    """Run the unfinished points of a sweep one after the other; the same call continues the sweep.
 
-    Engines stay open between points with the same engines. The sweep stops at the first run that
-    does not finish.
+    Engines stay open between points that use the same engines. The sweep stops at the first run
+    that does not finish.
 
-    :raises JournalError: the directory cannot be used, or holds another sweep.
+    :raises JournalError: the directory cannot be used, or contains another sweep.
     :raises EngineError: an engine cannot be opened, or is lost for good.
     """
     check_directory(planned.directory)
@@ -302,7 +312,7 @@ async def run_sweep(planned: Sweep, watch: Watch = unwatched) -> SweepEnd:
 
 
 async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
-    """Run every remaining point, and return the run that did not finish, if any."""
+    """Run the unfinished points until one does not finish; return this run, or None if all finish."""
     left = [
         (number, point)
         for number, point in enumerate(planned.points, 1)
@@ -392,9 +402,9 @@ def _is_over(directory: Path) -> bool:
 
 
 def _keep(planned: Sweep) -> None:
-    """Store the points of the set; points of earlier calls with other values stay in it.
+    """Store the points of a sweep; points that earlier calls stored with other values are kept.
 
-    :raises JournalError: the directory holds a sweep of other settings.
+    :raises JournalError: the directory contains a sweep with other settings.
     """
     directory = planned.directory
     settings = planned.settings
@@ -433,10 +443,11 @@ async def sweep(
     directory: str | Path,
     settings: Mapping[str, object] | None = None,
 ) -> SweepReport:
-    """Evaluate under every combination of values; `over` maps keys to their values.
+    """Evaluate under every combination of values; `over` maps each key to its values.
 
-    `settings` are other keys, as for `configure`. In the directory every combination is a separate
-    run; the same call continues the sweep, and more values of the same keys add runs to it.
+    `settings` are the other keys, as in `configure`. Each combination is a separate run in the
+    directory. The same call continues the sweep, and more values of the same keys add runs to the
+    sweep.
 
     :raises OptionError: an unknown key, or one that cannot vary.
     :raises EngineError: an engine cannot be opened, or is lost.
@@ -457,14 +468,16 @@ sweep_sync = sync(sweep)
 
 
 SCORES = ("mean", "worst", "speculative", "draft", "rating", "verdict")
-"""The scores that a pilot tries, each with the gate of method `atts`."""
+"""The kinds of score that a pilot tries with the gate of method `atts`."""
 PILOT = {"limit": 40, "samples": 4, "early_stop": "none"}
 """The default settings of a pilot."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """An arm to run; `coin` is the name of the coin it is compared with."""
+    """An arm of a pilot that will run; `coin` is the name of the coin arm with which it is
+    compared.
+    """
 
     name: str
     flags: Mapping[str, object]
@@ -473,7 +486,7 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True)
 class PilotEnd:
-    """The end of a pilot; `last` is the run that did not finish, or None."""
+    """The result of a pilot; `last` is the run that did not finish, or None if all runs finished."""
 
     directory: Path
     report: PilotReport | None
@@ -481,7 +494,7 @@ class PilotEnd:
 
     @property
     def exit_code(self) -> int:
-        """Return 0, or the exit code of the run that did not finish."""
+        """Return 0 if all runs finished, or else the exit code of the run that did not finish."""
         return 0 if self.last is None else self.last.exit_code
 
 
@@ -493,20 +506,20 @@ async def run_pilot(
     engines: tuple[Engine, Engine] | None = None,
     watch: Watch = unwatched,
 ) -> PilotEnd:
-    """Run every arm of a pilot, and compare them; the same call continues it.
+    """Run every arm of a pilot, and compare the arms; the same call continues the pilot.
 
-    `flags`, `pairs` and `file` are those of `configure`; `engines` are a draft and a target that
-    replace those named by the flags. Arms that the models cannot run are left out, with the reason
-    in the report. Runs share replies if possible.
+    `flags`, `pairs` and `file` are as in `configure`. `engines` are a draft and a target that
+    replace the engines in the flags. The report gives the reason for each arm that the models
+    cannot run. Runs reuse each other's model replies if possible.
 
-    :raises OptionError: an unknown key or an impossible value.
+    :raises OptionError: a key is unknown, or a value is impossible.
     :raises JournalError: the directory cannot be used.
     :raises EngineError: an engine cannot be opened, or is lost for good.
     """
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     base = configure({**PILOT, **given}, pairs, file=file)
     if base["method"] != "atts":
-        raise OptionError("method", "a pilot runs several methods; leave this key out")
+        raise OptionError("method", "a pilot runs several methods, so leave the method out")
     graded = [problem for problem in base.job.load().problems if problem.answer is not None]
     if len(graded) < 2:
         raise OptionError(
@@ -545,9 +558,11 @@ async def run_pilot(
 
 
 def _first_arms(rate: float) -> list[_Planned]:
-    """Return the first arms: either model alone, exact, a coin, every score, and whole problems."""
-    # The gate decides on whole problems only with the score kind "disagreement"; the coin does not
-    # look at this score.
+    """Return the first arms: each model alone, method exact, coins, every kind of score, and
+    escalation of whole problems.
+    """
+    # Gates that decide on whole problems need the score kind "disagreement"; the coin does not use
+    # the score.
     whole_problems = {"escalates": "problem", "score.kind": "disagreement", "rate": rate}
     return [
         _Planned("draft-only", {"method": "draft-only"}),
@@ -564,7 +579,9 @@ def _first_arms(rate: float) -> list[_Planned]:
 
 
 def _second_arms(report: PilotReport, rate: float) -> list[_Planned]:
-    """Return other takeovers and rates of the best score, each with its coin; none if none helps."""
+    """Return arms with another takeover or rate for the best score, each with its coin; no arms if
+    no score helps.
+    """
     helpful = [row for row in report.rows if row.helps and row.arm.name in SCORES]
     if not helpful:
         return []
@@ -589,7 +606,7 @@ def _second_arms(report: PilotReport, rate: float) -> list[_Planned]:
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """The data that the arms of a pilot share."""
+    """The settings that all arms of a pilot share."""
 
     base: Configuration
     flags: Mapping[str, object]
@@ -601,7 +618,7 @@ class _Runner:
     async def run(
         self, planned: _Planned, draft: Engine, target: Engine, replies: SharedReplies
     ) -> PilotArm | RunResult:
-        """Run one arm; return its results, or the run that did not finish."""
+        """Run one arm, and return its results; if the run does not finish, return the run."""
         given = {**self.flags, **planned.flags, "out": None}
         nothing = PilotArm(planned.name, planned.flags, {}, Usage(), math.nan, planned.coin)
         try:
@@ -623,8 +640,8 @@ class _Runner:
 
 
 def _without(arm: PilotArm, error: Exception) -> PilotArm:
-    """Return the arm for a method that the models cannot run, with the first sentence of the
-    reason.
+    """Return the result of an arm that the models cannot run, with the first sentence of the error
+    as the reason.
     """
     return replace(arm, unavailable=str(error).partition(". ")[0])
 
@@ -653,18 +670,18 @@ async def pilot(
     directory: str | Path,
     settings: Mapping[str, object] | None = None,
 ) -> PilotReport:
-    """Measure on some problems whether a gate helps this pair, and recommend a method.
+    """Measure on some problems whether a gate improves this pair, and recommend a method.
 
-    `settings` are other keys, as for `configure`. The runs are kept in the directory, and the same
-    call continues them.
+    `settings` are the other keys, as in `configure`. The runs are kept in the directory, and the
+    same call continues the pilot.
 
-    :raises OptionError: an unknown key, or a run that did not finish.
+    :raises OptionError: a key is unknown, or a run did not finish.
     :raises EngineError: an engine cannot be opened, or is lost.
     """
     flags = {**(settings or {}), "dataset": dataset, "out": str(directory)}
     end = await run_pilot(flags)
     if end.report is None:
-        raise OptionError("pilot", "a run did not finish; the same call continues it")
+        raise OptionError("pilot", "a run did not finish; the same call continues this run")
     return end.report
 
 

@@ -1,4 +1,6 @@
-"""Teachers for exports, which list the most likely tokens at every position of a rollout."""
+"""Teacher models for exports; a teacher lists the most likely tokens at every position of a
+rollout.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ _KINDS = ("embedded", "hf", "vllm")
 
 @contextmanager
 def open_teacher(words: str, top: int) -> Generator[Teacher]:
-    """Open the teacher at this address, which lists `top` tokens at every position.
+    """Open the teacher model at this address; the teacher lists `top` tokens at every position.
 
-    :raises OptionError: the words name no model, or one on a server that does not list tokens.
+    :raises OptionError: the address names no model, or its server does not list tokens.
     :raises ModelLoadError: the model's folder cannot be read.
     :raises EngineError: the server cannot be used.
     """
@@ -46,7 +48,7 @@ def open_teacher(words: str, top: int) -> Generator[Teacher]:
 
 
 class LocalTeacher:
-    """A teacher on this machine, which computes a whole rollout at a time in float32."""
+    """A teacher model on this machine, which computes a whole rollout in one call, in float32."""
 
     def __init__(self, model: str, top: int) -> None:
         from atts.models.folders import TEXT_FILES, WEIGHT_FILES, find_folder
@@ -64,7 +66,7 @@ class LocalTeacher:
         self._model: Any = kind.from_pretrained(folder, dtype=self._torch.float32).eval()
 
     def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
-        """Return the most likely tokens at the positions of `ids`, which follow `prompt`."""
+        """Return the most likely tokens at each position of `ids`; the prompt comes before `ids`."""
         torch = self._torch
         with torch.inference_mode():
             logits = self._model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
@@ -73,7 +75,7 @@ class LocalTeacher:
 
 
 class ServedTeacher:
-    """A teacher on a vLLM server; its event loop runs in a thread."""
+    """A teacher model on a vLLM server; the connection's event loop runs in a separate thread."""
 
     def __init__(self, engine: RemoteEngine, portal: BlockingPortal, top: int) -> None:
         self.tokenizer = engine.spec.tokenizer
@@ -82,7 +84,7 @@ class ServedTeacher:
         self._top = top
 
     def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
-        """Return the most likely tokens at the positions of `ids`, which follow `prompt`."""
+        """Return the most likely tokens at each position of `ids`; the prompt comes before `ids`."""
         rows = self._portal.call(self._engine.top_tokens, tuple(prompt), tuple(ids), self._top)
         return TopTokens([list(row) for row in rows], [list(row.values()) for row in rows])
 

@@ -1,4 +1,6 @@
-"""Advise how many tokens a server should propose in its speculation at each load."""
+"""Advise how many tokens a server's speculation should propose at each load (number of requests in
+flight).
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,19 @@ from atts.servers import DraftCounts, RemoteEngine
 _QUESTION = "What is {} + {}? Reason step by step, and check the result in another way."
 _SAMPLING = Sampling(0.7)
 _REPEATS = 3
-_MARGIN = 0.03  # smallest gain for which tokens are proposed
-# All timed steps are of one kind, so that one cost curve fits all of them.
+_MARGIN = 0.03  # smallest relative gain in tokens per second for which a proposal is recommended
+# All timed steps get the same condition, so that one cost curve is fitted to all of them.
 _STEPS = condition(is_mixed=False, context=256.0, sequences=1)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTiming:
-    """The measurements of a server with `load` requests in flight."""
+    """The measurements of a server that had `load` requests in flight."""
 
     load: int
     tokens: int  # number of tokens in the replies
     seconds: float
-    drafted: DraftCounts | None  # None if the server proposes nothing, or does not count
+    drafted: DraftCounts | None  # None if the server proposes no tokens, or does not count them
 
     @property
     def goodput(self) -> float:
@@ -43,20 +45,20 @@ class LoadTiming:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps of all requests; a step writes its accepted tokens and one
-        more.
+        """Return the number of steps, summed over all requests; a step writes its accepted tokens
+        and one further token.
         """
         accepted = 0 if self.drafted is None else sum(self.drafted.accepted)
         return max(1, self.tokens - accepted)
 
     @property
     def length(self) -> float:
-        """Return the tokens that the server proposed per step of a request."""
+        """Return the mean number of tokens that the server proposed in a step of one request."""
         return 0.0 if self.drafted is None else self.drafted.proposed / self.steps
 
     @property
     def step_seconds(self) -> float:
-        """Return the time of one step, in which every request takes part."""
+        """Return the seconds of one step; all requests take part in every step."""
         return self.seconds * self.load / self.steps
 
 
@@ -67,25 +69,29 @@ class LoadAdvice:
     load: int
     step_ms: float
     measured: float  # tokens per second
-    forecast: float  # tokens per second by the models of costs and acceptance
-    length: int  # the length with the best prediction; 0: propose nothing
-    best: float  # predicted tokens per second with the best length
-    plain: float  # tokens per second without proposals
+    # tokens per second with the current settings, predicted from step costs and acceptance
+    forecast: float
+    length: int  # the number of proposed tokens with the best prediction; 0: propose nothing
+    best: float  # predicted tokens per second if `length` tokens are proposed
+    plain: float  # predicted tokens per second without proposals
 
 
 @dataclass(frozen=True, slots=True)
 class TuneAdvice:
-    """Advice on a server's speculation, with the numbers behind it."""
+    """Advice on a server's speculation, with the measurements on which the advice is based."""
 
     method: str
-    # acceptance at each position if all before it were accepted; empty if nothing was proposed
+    # acceptance rate at each position if all earlier positions were accepted; empty without
+    # proposals
     acceptance: tuple[float, ...]
     loads: tuple[LoadAdvice, ...]
-    fewest_rows: int = 1  # fewest rows of a timed step
+    fewest_rows: int = 1  # smallest number of rows (tokens of all requests) of a timed step
 
     @property
     def config(self) -> str:
-        """Return the value of vLLM's --speculative-config, or "none" if no proposal gains time."""
+        """Return the value of vLLM's --speculative-config, or "none" if proposals save no time at
+        any load.
+        """
         ranges = self._ranges()
         if not ranges:
             return "none"
@@ -97,7 +103,9 @@ class TuneAdvice:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return warnings about a server that is started with these settings."""
+        """Return the warnings about the measurements and about a server that is started with the
+        advised settings.
+        """
         if not self.acceptance:
             return (
                 "the server proposed nothing, so the acceptance is not known: start it with a "
@@ -106,21 +114,23 @@ class TuneAdvice:
         found = list[str]()
         if self.loads and self.fewest_rows > self.loads[0].load:
             found.append(
-                f"no step with fewer than {self.fewest_rows} rows was timed, because the server "
-                "proposes at every load; for fewer requests in flight the gain is an estimate. "
+                "the server proposes tokens at every load, so each timed step computed at least "
+                f"{self.fewest_rows} tokens, and the gain at smaller loads is only an estimate. "
                 "Time the server without speculation as well"
             )
         paying = [each.load for each in self.loads if each.length]
         if paying and not self.loads[-1].length:
             found.append(
-                f"above {max(paying)} requests in flight proposals cost more than they gain. No "
-                "range of 0 tokens is printed because of an open defect of vLLM (its issue "
-                f"49548): keep --concurrency at {max(paying)} or below"
+                f"above {max(paying)} requests in flight, proposals cost more time than they save. "
+                "The printed setting cannot switch proposals off there, because of an open defect "
+                f"of vLLM (vLLM issue 49548): keep --concurrency at {max(paying)} or below"
             )
         return tuple(found)
 
     def _ranges(self) -> list[tuple[int, int, int]]:
-        """Return first load, last load and length of neighbouring loads of one length."""
+        """Return the first and last load of each range of loads, and the number of tokens to
+        propose in the range.
+        """
         ranges = list[tuple[int, int, int]]()
         before = 0
         for each in self.loads:
@@ -134,11 +144,13 @@ class TuneAdvice:
         return ranges
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data for programs."""
+        """Return the advice as JSON data."""
         return {**asdict(self), "config": self.config, "warnings": list(self.warnings)}
 
     def __str__(self) -> str:
-        """Return a row per load, then the acceptance, the setting and the warnings."""
+        """Return a table with a row for each load, then the acceptance, the advised setting and the
+        warnings.
+        """
         head = f"{'load':>6}{'step ms':>10}{'tokens/s':>11}{'forecast':>10}{'propose':>9}{'then':>9}{'plain':>9}"
         lines = [head]
         for each in self.loads:
@@ -149,7 +161,8 @@ class TuneAdvice:
         if self.acceptance:
             shares = ", ".join(f"{share:.2f}" for share in self.acceptance)
             lines.append(
-                f"share accepted by position, if all earlier tokens were accepted: {shares}"
+                "share of tokens accepted at each position, if all earlier tokens were accepted: "
+                f"{shares}"
             )
         lines.append(f"--speculative-config {self._quoted}")
         lines += [f"warning: {warning}" for warning in self.warnings]
@@ -168,9 +181,12 @@ async def tune(
     most: int = 8,
     method: str = "ngram",
 ) -> TuneAdvice:
-    """Time an open server at each load, and advise up to `most` proposed tokens of a `method`.
+    """Time an open server at each load, and advise how many tokens to propose with a speculation
+    method.
 
-    :raises OptionError: loads that do not rise, or a number below 1.
+    At most `most` tokens are proposed. `method` is vLLM's name of the speculation method.
+
+    :raises OptionError: the loads do not rise, or a number is below 1.
     :raises EngineError: the server fails.
     """
     if not loads or min(loads) < 1 or any(one >= other for one, other in pairwise(loads)):
@@ -178,7 +194,7 @@ async def tune(
     for name, value in (("--tokens", tokens), ("--most", most)):
         if value < 1:
             raise OptionError(name, f"{value} is below 1")
-    # the first request of a server includes compilation, so it is not timed
+    # this first request is not timed, because the server may still compile code
     await _timed(engine, 1, min(tokens, 16), 0)
     timings = list[LoadTiming]()
     for load in loads:
@@ -211,10 +227,10 @@ def _request(
 
 
 def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> TuneAdvice:
-    """Choose the length with the most tokens per second at each load.
+    """Choose, for each load, the number of proposed tokens with the most tokens per second.
 
-    The cost of a step is assumed to depend only on its rows: one row for each request, and one for
-    each proposed token.
+    The cost of a step is assumed to depend only on its number of rows: one row for each request,
+    and one row for each proposed token.
     """
     costs = StepCosts(wanders=False)
     survival = Survival(most)
@@ -231,7 +247,7 @@ def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> T
     curve = costs.curve(_STEPS)
     assert curve is not None, "something was timed"
     shares = np.concatenate([[1.0], survival.acceptance([0])[0]])
-    expected = shares.cumsum()  # expected tokens of a step, by the number of proposed tokens
+    expected = shares.cumsum()  # expected tokens of a step for each number of proposed tokens
 
     def goodput(load: int, length: float) -> float:
         tokens = float(np.interp(length, np.arange(most + 1), expected))
@@ -244,7 +260,8 @@ def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> T
         plain = goodput(load, 0)
         best = 0
         if has_proposed:
-            # The shortest of the lengths with equally good predictions.
+            # If several numbers of tokens have equally good predictions, choose the smallest
+            # number.
             best = max(range(most + 1), key=lambda length: (goodput(load, length), -length))
             if goodput(load, best) < (1 + _MARGIN) * plain:
                 best = 0

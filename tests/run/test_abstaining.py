@@ -106,5 +106,5 @@ def test_too_few_labelled_problems_are_refused_with_the_number_needed(
     evaluate_sync(NEW, abstaining(labelled), directory=tmp_path / "withheld")
     with pytest.raises(OptionError, match="used abstain too"):
         evaluate_sync(NEW, abstaining(tmp_path / "withheld"))
-    with pytest.raises(OptionError, match="need each other"):
+    with pytest.raises(OptionError, match="or neither"):
         evaluate_sync(NEW, replace(SETUP, abstain=".1"))

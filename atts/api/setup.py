@@ -588,8 +588,8 @@ def _values(setup: Setup) -> dict[str, Json]:
 def answers_for(kind: AnswerKind) -> Answers:
     """Return the functions that extract and group answers of this kind.
 
-    Only a marked answer, such as \boxed{7}, ends a rollout. An answer without a mark, in the last
-    sentence, counts only after the model has ended the text.
+    Only a marked answer, such as a boxed one, ends a rollout. An answer that stands without a mark
+    in the last sentence counts only after the model has ended the text.
     """
     from atts.evaluators import extract, group, unmarked
 

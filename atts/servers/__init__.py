@@ -1,4 +1,6 @@
-"""Engines on HTTP servers or in the actors of a Ray cluster, alone or as replicas."""
+"""Engines on HTTP servers or in the actors of a Ray cluster, as single engines or as pools of
+replicas.
+"""
 
 from atts.servers.addresses import DIALECTS, SCHEMES, ServerAddress, read_server
 from atts.servers.dialect import DraftCounts

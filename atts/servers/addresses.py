@@ -25,7 +25,7 @@ from atts.servers.options import (
 from atts.servers.sglang import SglangDialect
 from atts.servers.vllm import VllmDialect
 
-# A new dialect is one file and one row here. The order is that in which `auto` tries the dialects.
+# A new dialect needs one file and one row here. `auto` tries the dialects in the order of the rows.
 # SGLang comes first, because its servers also answer some of vLLM's paths.
 _CLASSES: tuple[type[Dialect], ...] = (
     SglangDialect,
@@ -35,7 +35,7 @@ _CLASSES: tuple[type[Dialect], ...] = (
     ChatDialect,
 )
 DIALECTS: Mapping[str, type[Dialect]] = {kind.name: kind for kind in _CLASSES}
-"""The classes of the known dialects by name."""
+"""The classes of the known dialects, keyed by the dialect's name."""
 
 AUTO = "auto"
 _SCHEMES: Mapping[str, str] = {
@@ -45,7 +45,7 @@ _SCHEMES: Mapping[str, str] = {
 SCHEMES = tuple(_SCHEMES)
 """The schemes with which an address of a server may begin."""
 
-# The option that each setting of an address sets, with the parser of its value.
+# For each setting of an address: the option that it sets, and the parser of its value.
 _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "in_flight": ("in_flight", int),
     "timeout": ("timeout_seconds", float),
@@ -78,14 +78,13 @@ class ServerAddress:
 
 
 def read_server(address: str) -> ServerAddress:
-    """Read the address of one server; a bare URL is accepted too.
+    """Read the address of one server; a URL without a scheme of atts is accepted too.
 
     >>> server = read_server("chat:https://api.openai.com/v1/gpt-4o")
     >>> server.url, server.dialect, server.model
     ('https://api.openai.com/v1', 'chat', 'gpt-4o')
 
-    :raises OptionError: the address has no URL, several URLs, or a setting that is unknown or
-        impossible.
+    :raises OptionError: the address has no URL, several URLs, or an unknown or impossible setting.
     """
     scheme, _, rest = address.partition(":")
     if scheme not in _SCHEMES:
@@ -98,9 +97,9 @@ def read_servers(
 ) -> list[ServerAddress]:
     """Read the servers of an address; several URLs with commas between them are replicas.
 
-    `defaults` are the options that an address does not set.
+    `defaults` has the values of options that the address does not set.
 
-    :raises OptionError: an address holds no URL, or a setting that is unknown or impossible.
+    :raises OptionError: the address has no URL, or an unknown or impossible setting.
     """
     return [parse_address(scheme, part.strip(), defaults) for part in rest.split(",")]
 
@@ -108,18 +107,18 @@ def read_servers(
 def parse_address(scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS) -> ServerAddress:
     """Read the part of an address that follows its scheme.
 
-    "openai:MODEL" is complete: the URL is that of OPENAI_BASE_URL, else that of OpenAI.
+    "openai:MODEL" needs no URL: the default is the URL in OPENAI_BASE_URL, or else OpenAI's URL.
 
     >>> parse_address("vllm", "http://a:8000/Qwen/Qwen3-8B?in_flight=64").model
     'Qwen/Qwen3-8B'
 
-    :raises OptionError: there is no URL, or a setting that is unknown or impossible.
+    :raises OptionError: the address has no URL, or an unknown or impossible setting.
     """
     dialect = _SCHEMES[scheme]
     if scheme == "openai" and "://" not in rest.partition("?")[0]:
         return _openai_model(rest, defaults)
     if not is_url(rest):
-        # A part that may be a password or a key is never shown.
+        # The message leaves out the parts that may contain a password or a key.
         shown = rest.rsplit("@", 1)[-1].partition("?")[0]
         raise OptionError(
             "engine", f"{shown!r} is not a URL; write {scheme}:http://HOST:PORT/MODEL"
@@ -133,7 +132,8 @@ def parse_address(scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS) -
     if parts.fragment:
         raise OptionError(
             "engine",
-            "a URL must not contain a part after #, because no server receives it and the run would store it",
+            "a URL must not contain a part after #, because servers never receive this part and "
+            "the run would store it",
         )
     settings = _settings(parts.query)
     if dialect == ChatDialect.name:
@@ -146,11 +146,11 @@ def parse_address(scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS) -
 
 
 def _openai_model(rest: str, defaults: RemoteOptions) -> ServerAddress:
-    """Read an address that names a model only."""
+    """Read an address that names a model but no URL."""
     model, _, query = rest.partition("?")
     settings = _settings(query)
     if not model or _HOST_AND_PORT.fullmatch(rest):
-        # A URL without its scheme must not be read as a model of another host.
+        # HOST:PORT is a URL whose scheme is missing, so it must not be read as the name of a model.
         raise OptionError(
             "engine", f"{model!r} is not a URL or a model; write openai:http://HOST:PORT/MODEL"
         )
@@ -191,9 +191,10 @@ def _server(
 
 
 def _chat_path(path: str) -> tuple[str, str]:
-    """Divide a path into the path of the chat API and the model, which follows the version.
+    """Divide a URL's path into the path of the chat API and the model's name.
 
-    Without a version the path of the API is "/v1".
+    The path of the API ends with its version, and the model follows. Without a version, the path of
+    the API is "/v1".
 
     >>> _chat_path("/api/v1/deepseek/deepseek-r1"), _chat_path("/v1beta/openai/gemini"), _chat_path("/m")
     (('/api/v1', 'deepseek/deepseek-r1'), ('/v1beta/openai', 'gemini'), ('/v1', 'm'))
@@ -201,7 +202,7 @@ def _chat_path(path: str) -> tuple[str, str]:
     parts = path.strip("/").split("/")
     for number, part in enumerate(parts, start=1):
         if _VERSION.fullmatch(part):
-            # Google's path continues after the version: /v1beta/openai
+            # the path of Google's API continues after the version: /v1beta/openai
             end = number + 1 if parts[number : number + 1] == ["openai"] else number
             return "/" + "/".join(parts[:end]), "/".join(parts[end:])
     return "/v1", path.strip("/")
@@ -223,8 +224,8 @@ def _options(
 def _key(settings: dict[str, str], url: str, dialect: str) -> ApiKey:
     """Return the source of the API key.
 
-    OPENAI_API_KEY is sent only to OpenAI and to the host of OPENAI_BASE_URL: another host might
-    keep it.
+    OPENAI_API_KEY is sent only to OpenAI and to the host of OPENAI_BASE_URL, because any other host
+    might store and misuse the key.
     """
     file = settings.get("key_file")
     if "key" in settings:
@@ -238,7 +239,8 @@ def _key(settings: dict[str, str], url: str, dialect: str) -> ApiKey:
     if (is_openai or is_named) and _is_set(OPENAI_KEY_VARIABLE):
         return ApiKey(OPENAI_KEY_VARIABLE)
     if is_openai and not _is_set(KEY_VARIABLE):
-        # OpenAI takes no call without a key: name the variable that is usual there when it is read.
+        # OpenAI requires a key, so reading the missing key raises an error that names
+        # OPENAI_API_KEY.
         return ApiKey(OPENAI_KEY_VARIABLE)
     return ApiKey()
 
@@ -248,7 +250,9 @@ def _is_set(variable: str) -> bool:
 
 
 def _host(url: str) -> tuple[str, str]:
-    """Return scheme and host with its port, because a key for one host must not be sent to another."""
+    """Return the scheme, host and port of a URL; they decide which servers may get a host's API
+    key.
+    """
     try:
         parts = urlsplit(url.strip())
     except ValueError:

@@ -1,4 +1,4 @@
-"""The chat dialect, the text API that most hosted models share."""
+"""The dialect of /chat/completions, the text API of most hosted models."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ Speaker = Literal["system", "user", "assistant"]
 END, SYSTEM, USER, ASSISTANT = range(4)
 _ROLES: dict[Speaker, int] = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 _NAMES: dict[int, Speaker] = {number: name for name, number in _ROLES.items()}
-# The most bytes that an id may stand for.
+# The largest number of bytes that one id may stand for.
 _LONGEST = 64
-# A pattern of pieces that are about as long as the tokens of common models.
+# A pattern that splits a text into pieces about as long as the tokens of common models.
 _WORD = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}|\n+| +|.", re.DOTALL)
 
-# The context length that is assumed if the server does not report one; an overflow at the server is
-# an error too.
+# The context length that is assumed if the server does not report its context length. If the real
+# context is shorter, the server reports an error.
 CONTEXT = 131_072
-# The most alternatives that servers give for a token.
+# The largest number of alternatives that servers list for a token.
 ALTERNATIVES = 20
 THINK = "<think>\n"
 THINK_END = "\n</think>\n\n"
@@ -61,11 +61,12 @@ _CONTINUE = (
 
 
 class TextTokenizer:
-    """A tokenizer with pieces of about a token each; only the server knows the exact tokens.
+    """A tokenizer that splits a text into pieces of about one token, because only the server knows
+    the exact tokens.
 
-    Every piece has an id and all bytes are a text, so a server's text is kept exactly. An id is the
-    number that the piece's bytes form. A conversation keeps its roles: `messages` splits it again,
-    for servers that render it themselves.
+    Every piece has an id, which is the number that the bytes of the piece form. Decoding the ids
+    therefore gives the server's exact text. The ids of a conversation contain its roles. `messages`
+    converts the ids back to messages, because these servers apply the chat template themselves.
 
     >>> tokenizer = TextTokenizer()
     >>> tokenizer.decode(tokenizer.encode("So x = 12345.\\n\\nça va"))
@@ -83,13 +84,13 @@ class TextTokenizer:
         return tuple(map(_id_of, _pieces(text)))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, without ends and roles."""
+        """Return the text of `ids`; ids of ends and roles have no text."""
         return b"".join(map(_bytes_of, ids)).decode("utf-8", "replace")
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """Return the ids of a conversation, ready for the assistant to continue.
+        """Return the ids of a conversation that the assistant continues.
 
-        A last assistant message stays open.
+        If the last message is from the assistant, the assistant continues this message.
         """
         ids: list[int] = []
         for message in messages:
@@ -99,16 +100,17 @@ class TextTokenizer:
         return tuple(ids)
 
     def messages(self, ids: TokenIds) -> list[Message]:
-        """Return the conversation from its ids.
+        """Return the messages of a conversation from its ids.
 
-        The last message is the assistant's beginning, which may be empty.
+        The last message is the beginning of the assistant's reply, which may be empty.
         """
-        # Compare before the look-up, because hashing a piece's large number takes longer.
+        # Compare the id first, because hashing the large number of a piece takes longer than a
+        # comparison.
         starts = [
             position for position, token in enumerate(ids) if token <= ASSISTANT and token in _NAMES
         ]
         if not starts or starts[0] != 0:
-            # A text without roles is a question.
+            # Ids without roles are a question of the user.
             return self.messages((USER, *ids))
         messages = [
             Message(_NAMES[ids[start]], self.decode(ids[start + 1 : end]))
@@ -119,11 +121,11 @@ class TextTokenizer:
         return messages
 
     def pieces(self, text: str, count: int) -> TokenIds:
-        """Return the ids of a text to which the server counted `count` tokens.
+        """Return the ids of a text for which the server counted `count` tokens.
 
-        There are that many ids, if the length of the text allows.
+        The result has `count` ids, or fewer if the text has fewer bytes.
 
-        :raises ValueError: if the text is too long for that many ids.
+        :raises ValueError: if the text is too long for `count` ids.
         """
         data = text.encode()
         sizes = [len(piece) for piece in _pieces(text)]
@@ -142,7 +144,9 @@ class TextTokenizer:
 
 
 def _joined(sizes: list[int], count: int) -> list[int]:
-    """Join pieces until `count` remain, always the two neighbours with the shortest result."""
+    """Join neighbouring pieces until `count` pieces remain; each step joins the two neighbours with
+    the smallest total size.
+    """
     sizes = list(sizes)
     following = list(range(1, len(sizes) + 1))
     preceding = list(range(-1, len(sizes) - 1))
@@ -153,7 +157,7 @@ def _joined(sizes: list[int], count: int) -> list[int]:
     while num_pieces > count:
         size, first = heappop(heap)
         second = following[first]
-        # The entry is stale: sizes have changed, or the piece was joined to the one before it.
+        # Skip an outdated entry: a size has changed, or the piece was joined to the previous piece.
         if not sizes[first] or second == len(sizes) or sizes[first] + sizes[second] != size:
             continue
         sizes[first] = size
@@ -170,7 +174,7 @@ def _joined(sizes: list[int], count: int) -> list[int]:
 
 
 def _halved(sizes: list[int], count: int) -> list[int]:
-    """Halve pieces until there are `count`, always the longest one."""
+    """Halve pieces until there are `count` pieces; each step halves the longest piece."""
     heap: list[tuple[int, int, int]] = []
     start = 0
     for size in sizes:
@@ -186,7 +190,7 @@ def _halved(sizes: list[int], count: int) -> list[int]:
 
 
 def _pieces(text: str) -> list[bytes]:
-    """Return the bytes of the pieces of a text, none longer than an id can stand for."""
+    """Split a text into pieces, and return their bytes; each piece is short enough for one id."""
     words = [word.encode() for word in _WORD.findall(text)]
     if max(map(len, words), default=0) <= _LONGEST:
         return words
@@ -196,16 +200,18 @@ def _pieces(text: str) -> list[bytes]:
     ]
 
 
-# A cache, because a language has about ten thousand pieces, which occur again in every turn.
+# Cached, because texts of one language have about ten thousand different pieces, and these occur in
+# every turn.
 @lru_cache(1 << 16)
 def _id_of(piece: bytes) -> int:
-    # The leading byte keeps zeros, and keeps every id above those of ends and roles.
+    # The leading byte preserves zero bytes, and makes every id larger than the ids of ends and
+    # roles.
     return int.from_bytes(b"\x01" + piece)
 
 
 @lru_cache(1 << 16)
 def _bytes_of(token: int) -> bytes:
-    # Ends and roles have no text; every other id has the leading byte of `_id_of`.
+    # Ids of ends and roles have no text. All other ids begin with the byte that `_id_of` adds.
     if token < 256:
         return b""
     return token.to_bytes((token.bit_length() + 7) // 8)[1:]
@@ -221,7 +227,7 @@ class TextDialect(Dialect):
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
         self._text = TextTokenizer()
-        # Whether a reply has separated its reasoning from its content.
+        # Whether the server has sent reasoning and content in separate fields.
         self._separates = False
 
     def _written(
@@ -233,12 +239,12 @@ class TextDialect(Dialect):
         tokens: int,
         cached: int = 0,
     ) -> RawCompletion:
-        """Return a reply as a completion: as many ids as the server counted tokens.
+        """Convert a reply to a completion with as many ids as the server counted tokens.
 
-        An end is added if the model ended. Reasoning from a separate field is put before the
-        content as "<think>\\n…\\n</think>\\n\\n", in the form in which other models write it; what
-        continues such a text continues its reasoning. A reply without any text, whose model
-        reasoned unseen up to its limit, has no ids.
+        The end id is added if the model ended the text. Reasoning in a separate field is put before
+        the content as "<think>\\n…\\n</think>\\n\\n", which is the form in which other models write
+        reasoning. If the text so far has an open <think>, the reasoning continues it. If the model
+        spent its token limit on reasoning that the server does not send, the completion has no ids.
         """
         thought = reasoning if isinstance(reasoning, str) else ""
         if thought:
@@ -252,7 +258,7 @@ class TextDialect(Dialect):
         if finish == "length":
             ids = self._text.pieces(text, request.max_tokens)
             return RawCompletion(ids, (), finish, cached)
-        # One of the counted tokens is the end.
+        # One of the counted tokens is the end token.
         most = max(1, request.max_tokens - 1)
         count = min(tokens, most) or min(len(self._text.encode(text)), most)
         ids = (*self._text.pieces(text, count), END)
@@ -260,7 +266,7 @@ class TextDialect(Dialect):
 
 
 def with_reasoning(so_far: str, reasoning: str, content: str) -> str:
-    """Return a reply with separate reasoning and content as one text.
+    """Join the reasoning and the content of a reply to one text.
 
     >>> with_reasoning("", "2 and 2", "4")
     '<think>\\n2 and 2\\n</think>\\n\\n4'
@@ -279,9 +285,9 @@ def with_reasoning(so_far: str, reasoning: str, content: str) -> str:
 
 class _Message(Struct):
     content: str | None = None
-    # Names of the field with the reasoning: `reasoning` is used by vLLM, OpenRouter and Ollama, and
-    # `reasoning_content` is DeepSeek's older name. The fields are untyped, so that a reply with
-    # another type there still counts.
+    # vLLM, OpenRouter and Ollama send the reasoning in the field `reasoning`; `reasoning_content`
+    # is DeepSeek's older name. The fields are untyped, so that a reply whose reasoning is not a
+    # text is not refused.
     reasoning: Any = None
     reasoning_content: Any = None
 
@@ -311,10 +317,10 @@ class _Completion(Struct):
 
 
 class ChatDialect(TextDialect, Rater):
-    """Any server with /chat/completions; its URL ends where that path begins.
+    """Any server with /chat/completions; its URL is the part before this path.
 
-    Stop strings are not sent, because these servers do not distinguish a stop from the model's own
-    end. They are searched here instead.
+    Stop strings are not sent, because these servers do not report whether a stop string or the
+    model ended the text. atts searches the reply for stop strings instead.
     """
 
     name = "chat"
@@ -327,7 +333,7 @@ class ChatDialect(TextDialect, Rater):
         self._is_openrouter = False
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect`; a server that lists no models is assumed to have the named model."""
+        """See `Dialect`; a server that does not list its models is assumed to have the named model."""
         reply = await client.look("/models")
         host = urlsplit(client.url).hostname or ""
         self._is_openai = host == "openai.com" or host.endswith(".openai.com")
@@ -344,15 +350,15 @@ class ChatDialect(TextDialect, Rater):
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`.
 
-        :raises UnsupportedByEngine: a sampling field that this API lacks, and `extras` does not
-            allow more.
+        :raises UnsupportedByEngine: top_k or min_p is set, but the setting `extras` does not allow
+            to send them.
         """
         sampling = request.sampling
         body = self._head(request.ids)
         body[self._limit] = request.max_tokens
         body["seed"] = seed_of(request, 31)
-        # Without these fields, other servers sample as the model's authors advise, and OpenAI at
-        # temperature 1; its reasoning models refuse these fields.
+        # OpenAI's reasoning models refuse these fields, and OpenAI's defaults are 1. Other servers
+        # always get the fields, because their defaults are those of the model's authors.
         if sampling.temperature != 1.0 or not self._is_openai:
             body["temperature"] = sampling.temperature
         if sampling.top_p != 1.0 or not self._is_openai:
@@ -366,7 +372,7 @@ class ChatDialect(TextDialect, Rater):
             body["top_k"] = sampling.top_k or -1
             body["min_p"] = sampling.min_p
         if self._is_openai and request.rollout:
-            # The requests of one rollout share the longest beginning, so they should use the same
+            # The requests of one rollout have long common prefixes, so they should use the same
             # cache.
             name = request.rollout.encode("utf-8", "surrogatepass")
             body["prompt_cache_key"] = blake2b(name, digest_size=16).hexdigest()
@@ -408,7 +414,7 @@ class ChatDialect(TextDialect, Rater):
         return Call("/chat/completions", body)
 
     def read_ratings(self, reply: bytes) -> dict[str, float]:
-        """See `Rater`; a word with and without a leading space counts as one word."""
+        """See `Rater`; the probabilities of a word with and without spaces around it are added."""
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
         positions = choice.logprobs.content if choice.logprobs else ()
@@ -427,8 +433,8 @@ class ChatDialect(TextDialect, Rater):
 
     @property
     def _limit(self) -> str:
-        # OpenAI's newer models refuse the older name of this field, but other servers know only
-        # that name.
+        # OpenAI's newer models refuse the field "max_tokens", but other servers know only this
+        # field.
         return "max_completion_tokens" if self._is_openai else "max_tokens"
 
     def _head(self, ids: TokenIds) -> dict[str, Any]:
@@ -439,9 +445,10 @@ class ChatDialect(TextDialect, Rater):
 def left_open(
     messages: list[Message], prefill: Prefill
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return a conversation whose last message is to be continued, in the server's form.
+    """Return the messages and flags with which a server continues the last message of a
+    conversation.
 
-    The result has the messages and flags for the whole request.
+    `prefill` chooses how the request asks the server to continue the message.
     """
     begun = messages[-1].content
     rows: list[dict[str, Any]] = [

@@ -1,6 +1,6 @@
 """The client of a server: HTTP transports, retries, and the strict decoding of replies.
 
-The transport is aiohttp on asyncio, and httpx2 elsewhere.
+The transport is aiohttp under asyncio, and httpx2 under trio.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ T = TypeVar("T")
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Tokens = tuple[Token, ...]
-# A log-probability at or below this is treated as invalid.
+# A finite log-probability at or below this number is treated as invalid.
 LOWEST = -1e6
-# Rounding may lift a log-probability a little above 0.
+# Rounding may make a log-probability slightly larger than 0.
 HIGHEST = 1e-4
-# vLLM writes minus infinity as this, because JSON has no infinity.
+# vLLM writes minus infinity as this number, because JSON has no infinity.
 CLAMPED = -9999.0
 _MINUS_INFINITY = -1e300
 _WORDS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|NaN|-?Infinity', re.DOTALL)
-# Numbers that no valid reply contains replace NaN and the infinities, which JSON lacks. Later
-# checks then refuse the reply.
+# NaN and infinities are not valid JSON, so they are replaced by numbers that no valid reply
+# contains. Later checks refuse 1e300, and read -1e300 as minus infinity.
 _NUMBERS = {b"NaN": b"1e300", b"Infinity": b"1e300", b"-Infinity": b"-1e300"}
 
 
 def decode(text: bytes, kind: Any) -> Any:
-    """Read JSON as a value of that type; nothing is coerced, and every number is bounded.
+    """Read JSON as a value of this type, without converting values of other types.
 
-    Python's NaN and Infinity are read too, because servers in Python send them.
+    NaN and Infinity are read too, because servers that are written in Python send them.
 
     >>> decode(b'{"logprob": -0.5}', dict[str, float])
     {'logprob': -0.5}
 
-    :raises ValueError: the text is not complete JSON, is nested too deeply, or has another type:
-        `true` and "1" are not numbers.
+    :raises ValueError: the text is not complete JSON, is nested too deeply, or has another type.
+        For example, `true` and "1" are not numbers.
     """
     decoder = _decoder(kind)
     try:
@@ -85,39 +85,46 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def logprob_of(value: float) -> float:
-    """Return a log-probability, with JSON's stand-ins for minus infinity converted back."""
+    """Return a log-probability; numbers that stand for minus infinity in JSON become minus
+    infinity.
+    """
     if LOWEST < value <= CLAMPED or value == _MINUS_INFINITY:
         return -math.inf
     return value
 
 
 def is_score(value: float) -> bool:
-    """Return whether it can be the log-probability of a given token, which may be impossible."""
+    """Return whether a value can be the log-probability of a given token; minus infinity is
+    possible.
+    """
     return LOWEST < value <= HIGHEST or value == -math.inf
 
 
 def are_logprobs(values: Sequence[float | None]) -> bool:
-    """Return whether all can be log-probabilities of sampled tokens; None says nothing.
+    """Return whether all values can be log-probabilities of sampled tokens; values that are None
+    are not checked.
 
-    NaN, infinities and what lies far outside cannot.
+    NaN, infinities, positive and extremely small numbers are not possible.
     """
     known = cast("Sequence[float]", values)
     if None in values:
         known = [value for value in values if value is not None]
     if not known:
         return True
-    # The smallest number, the largest number and the sum replace a slower loop. Comparisons miss a
-    # NaN, but the sum shows it.
+    # Minimum, maximum and sum are faster than a loop over the values. Minimum and maximum may miss
+    # a NaN, but the sum is then NaN.
     return LOWEST < min(known) and max(known) <= HIGHEST and not math.isnan(sum(known))
 
 
 def are_scores(values: Sequence[float]) -> bool:
-    """Return whether all can be log-probabilities of given tokens, which may be impossible ones."""
+    """Return whether all values can be log-probabilities of given tokens; minus infinity is
+    possible.
+    """
     return are_logprobs(values) or all(map(is_score, values))
 
 
 def finish_of(word: str | None) -> Literal["stop", "length"]:
-    """Return why a server stopped.
+    """Return the reason why a server ended a text: "stop" or "length".
 
     :raises ValueError: for any other reason, such as an abort that atts did not request.
     """
@@ -129,7 +136,7 @@ def finish_of(word: str | None) -> Literal["stop", "length"]:
 
 
 class ModelRow(Struct):
-    """A row of /v1/models; hosted models give their context length under other names."""
+    """A row of /v1/models; servers of hosted models use different names for the context length."""
 
     id: str
     root: str | None = None
@@ -166,7 +173,7 @@ class _Reasoning(Struct):
 
 
 class TokenCounts(Struct):
-    """The counts of a reply; details only where the server counts them."""
+    """The token counts of a reply; the details are None if the server does not count them."""
 
     completion_tokens: Count | None = None
     prompt_tokens_details: _Cached | None = None
@@ -174,7 +181,7 @@ class TokenCounts(Struct):
 
     @property
     def cached(self) -> int:
-        """Return the cached prompt tokens, 0 where the server does not count them."""
+        """Return the number of cached prompt tokens, or 0 if the server does not count them."""
         details = self.prompt_tokens_details
         if details is None or details.cached_tokens is None:
             return 0
@@ -182,7 +189,9 @@ class TokenCounts(Struct):
 
     @property
     def reasoning(self) -> int:
-        """Return the tokens that were spent on reasoning, 0 where the server does not count them."""
+        """Return the number of tokens that were spent on reasoning, or 0 if the server does not
+        count them.
+        """
         details = self.completion_tokens_details
         if details is None or details.reasoning_tokens is None:
             return 0
@@ -192,7 +201,7 @@ class TokenCounts(Struct):
 def error_text(reply: bytes) -> str:
     """Return the message of an error reply, in one line."""
     try:
-        # Servers wrap the text in up to three objects: {"error": {"message": ...}}
+        # Servers put the text into up to three nested objects, such as {"error": {"message": ...}}.
         while True:
             fields = decode(reply, dict[str, Raw])
             names = [name for name in ("error", "message", "detail", "object") if name in fields]
@@ -208,10 +217,10 @@ def error_text(reply: bytes) -> str:
 
 # httpx2 searches its pool linearly, so many small pools are faster than one large pool.
 SHARDS = 16
-# The limit for the body of an error, which only people read.
+# The largest number of bytes that are read from the body of an error reply.
 ERROR_BYTES = 1 << 16
-# Idle connections are closed after a shorter time than the servers' (5 s in uvicorn), so that the
-# server never closes first.
+# Idle connections are closed sooner than servers close them (5 s in uvicorn), so that no request is
+# sent on a connection that the server is closing.
 KEEP_ALIVE_SECONDS = 4.0
 
 
@@ -225,7 +234,9 @@ class HttpReply:
 
 
 class ConnectionLost(Exception):
-    """No complete reply came; `sent` says whether the server may be processing the request."""
+    """The error for a request without a complete reply; `sent` is true if the server may be
+    processing the request.
+    """
 
     def __init__(self, problem: str, *, sent: bool) -> None:
         super().__init__(problem)
@@ -233,18 +244,18 @@ class ConnectionLost(Exception):
 
 
 class ReplyRejected(ConnectionLost):
-    """A reply is too long, or compressed in a way that was not asked for."""
+    """The error for a reply that is too long, or that has an encoding that atts did not request."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem, sent=True)
 
 
 def open_transport(options: RemoteOptions) -> Transport:
-    """Open the fastest transport that runs here.
+    """Open the fastest available transport.
 
-    It is aiohttp under asyncio, and httpx2 under trio or where aiohttp is missing.
+    The transport is aiohttp under asyncio, and httpx2 under trio or if aiohttp is missing.
 
-    :raises MissingExtra: neither is installed.
+    :raises MissingExtra: neither aiohttp nor httpx2 can be used.
     :raises OptionError: the certificate file cannot be read.
     """
     asynchronous = _is_asyncio()
@@ -257,7 +268,7 @@ def open_transport(options: RemoteOptions) -> Transport:
 
 
 class AiohttpTransport:
-    """A transport that sends by aiohttp, on asyncio only."""
+    """A transport that uses aiohttp, under asyncio only."""
 
     def __init__(self, options: RemoteOptions) -> None:
         import aiohttp
@@ -277,12 +288,13 @@ class AiohttpTransport:
     async def send(
         self, url: str, body: bytes | None, headers: Mapping[str, str], most: int
     ) -> HttpReply:
-        """Send one request, a POST where it has a body.
+        """Send one request; a request with a body is a POST.
 
-        It is never retried, nor redirected, because the API key would go elsewhere.
+        The request is not retried. Redirects are not followed, because the API key would be sent to
+        another server.
 
         :raises ReplyRejected: the reply is longer than `most` bytes.
-        :raises ConnectionLost: no whole reply came.
+        :raises ConnectionLost: no complete reply came.
         """
         library = self._library
         try:
@@ -290,7 +302,8 @@ class AiohttpTransport:
             request = self._session.request(
                 method, url, data=body, headers=headers, allow_redirects=False
             )
-            # returns the connection to the pool, or closes it if the reply was not read completely
+            # release() returns the connection to the pool, or closes it if the reply was not read
+            # completely
             async with request as response:
                 whole = await _whole(
                     response.status, response.headers, response.content.iter_any(), most
@@ -300,16 +313,16 @@ class AiohttpTransport:
             raise ConnectionLost(_error_words(error), sent=False) from error
         except library.InvalidURL as error:
             raise OptionError("url", f"{url!r} is not a URL") from error
-        except (library.ClientError, OSError) as error:  # time-outs are OSErrors
+        except (library.ClientError, OSError) as error:  # a time-out is an OSError
             raise ConnectionLost(_error_words(error), sent=True) from error
 
     async def aclose(self) -> None:
-        """Close every connection; closing twice is fine."""
+        """Close every connection; further calls do nothing."""
         await self._session.close()
 
 
 class HttpxTransport:
-    """A transport that sends by httpx2, in shards, on asyncio and trio."""
+    """A transport that uses httpx2 with several small pools of connections, under asyncio or trio."""
 
     def __init__(self, options: RemoteOptions) -> None:
         import httpx2
@@ -352,8 +365,8 @@ class HttpxTransport:
                 finally:
                     await response.aclose()
                     with suppress(library.HTTPError, library.StreamError):
-                        # closes all generators that pass on the chunks if the reply was not read
-                        # completely
+                        # if the reply was not read completely, all generators that pass its parts
+                        # on must be closed
                         async for _ in chunks:
                             continue
                 return HttpReply(
@@ -369,22 +382,22 @@ class HttpxTransport:
             self._load[shard] -= 1
 
     async def aclose(self) -> None:
-        """Close every connection; closing twice is fine."""
+        """Close every connection; further calls do nothing."""
         for client in self._clients:
             await client.aclose()
 
 
 Transport = AiohttpTransport | HttpxTransport
-"""An open set of connections; cancelling a call closes its connection."""
+"""A set of open connections to a server; cancelling a call closes the call's connection."""
 
 
 async def _whole(
     status: int, headers: Mapping[str, str], chunks: AsyncIterable[bytes], most: int
 ) -> bytes:
-    """Read a body, and inflate it while it arrives.
+    """Read the body of a reply, and decompress it while it arrives.
 
-    Neither the received nor the inflated bytes exceed `most`: a longer answer is refused, and a
-    longer error is cut.
+    At most `most` bytes of a reply with status 200 are read and decompressed; a longer reply is
+    refused. The body of an error reply is cut.
 
     :raises ReplyRejected: the body is too long, or has an encoding that atts did not request.
     """
@@ -406,7 +419,9 @@ async def _whole(
 
 
 class _Body:
-    """The part of a reply that was read, and its flaw if it has one."""
+    """The part of a reply's body that was read, and a description of the first problem with it, if
+    any.
+    """
 
     def __init__(self, most: int, inflater: Any) -> None:
         self.most = most
@@ -416,7 +431,7 @@ class _Body:
         self._came = 0
 
     def take(self, chunk: bytes) -> bool:
-        """Add the next bytes; return whether the reply is still acceptable."""
+        """Add the next bytes of the body, and return whether the body is still acceptable."""
         self._came += len(chunk)
         try:
             room = self.most + 1 - len(self.text)
@@ -429,7 +444,9 @@ class _Body:
 
 
 def proxy_hint(url: str, options: RemoteOptions) -> str:
-    """Return advice for a failed connection if a proxy is set in the environment, else nothing."""
+    """Return advice for a failed connection if a proxy is set in the environment, or else an empty
+    text.
+    """
     scheme = urlsplit(url).scheme
     names = [
         name
@@ -451,7 +468,9 @@ def proxy_hint(url: str, options: RemoteOptions) -> str:
 
 
 def _certificates(options: RemoteOptions) -> Any:
-    """Return the certificates that TLS trusts; they are verified in any case."""
+    """Return the TLS context with the trusted certificates; servers' certificates are always
+    verified.
+    """
     if options.ca_file is None:
         return ssl.create_default_context()
     try:
@@ -468,16 +487,17 @@ def _is_asyncio() -> bool:
 
 
 def _error_words(error: BaseException) -> str:
-    """Return the system's words for the error, or its name with the first message that it or its
-    causes have.
+    """Return the operating system's message for an error.
+
+    For other errors, return the error's class and the first message among the error and its causes.
     """
     causes = [error]
     while cause := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(cause)
     for cause in causes:
-        # Libraries put names of their own parts into the system's message, so the message is made
-        # from the error number. TLS errors are excluded, because their numbers are not the
-        # system's.
+        # The message is made from the error number, because libraries add internal names to the
+        # system's message. TLS errors are excluded, because their numbers are not those of the
+        # system.
         if isinstance(cause, OSError) and cause.errno and not isinstance(cause, ssl.SSLError):
             return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
     message = next((str(cause) for cause in causes if str(cause)), "")
@@ -495,27 +515,27 @@ _OVERFLOW = (
     "max_model_len",
     "too long",
 )
-# The server computes nothing for a question about itself, so a short time limit is enough.
+# Time limit for questions about the server itself; it is short, because they need no computation.
 _LOOK_SECONDS = 10.0
 _LOOK_BYTES = 16 << 20
-# The most bytes of a reply to a call: a fixed number, and a number for each token of the call.
+# Limit on the bytes of a reply: a fixed number, plus a number for each token of the call.
 _BASE_BYTES = 1 << 18
 _TOKEN_BYTES = 1 << 10
 _MARK = re.compile(rb'"(?:model|system_fingerprint|weight_version)"\s*:\s*(?:"[^"\\]*"|\d+)')
-# Servers put these names near the beginning or the end of a reply.
+# Servers send the names that _MARK finds within this many bytes of a reply's beginning or end.
 _MARK_BYTES = 2048
-# If every reply has a different name, the name means nothing.
+# If a server sends more different names than this number, the names are ignored.
 _MOST_MARKS = 64
-# A longer Retry-After is too long for a call to wait.
+# A call waits at most this many seconds, even if the server's Retry-After is longer.
 _LONGEST_WAIT = 30.0
 HIDDEN = b"[API key]"
-# A shorter secret may be an ordinary word in replies.
+# Shorter secrets are not searched for, because they may be ordinary words in replies.
 _SHORTEST_SECRET = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to be sent."""
+    """One request that will be sent to a server."""
 
     path: str
     body: dict[str, Any]
@@ -523,8 +543,8 @@ class Call:
 
 
 class Refused(EngineUnavailable):
-    """The server is overloaded; `wait` is the number of seconds after which it accepts requests
-    again.
+    """The error of a server that refuses a request for now; `wait` is the number of seconds that
+    the server asks to wait.
     """
 
     def __init__(self, engine: str, problem: str, wait: float) -> None:
@@ -534,10 +554,10 @@ class Refused(EngineUnavailable):
 
 @dataclass(slots=True)
 class Traffic:
-    """The counts of requests and replies, including failures.
+    """Counts of the requests to a server and of its replies, including failures.
 
-    `renamed` replies had another model or fingerprint than all earlier ones; `uncached` scores were
-    requested again without the server's cache.
+    `renamed` counts replies whose model or fingerprint differs from those of all earlier replies.
+    `uncached` counts scores that were requested again without the server's cache.
     """
 
     attempts: int = 0
@@ -550,17 +570,20 @@ class Traffic:
 
     @property
     def doubts(self) -> int:
-        """Return how many times there was a reason to identify the server again."""
+        """Return the number of events (lost connections, changed names) after which the server must
+        be identified again.
+        """
         return self.lost + self.renamed
 
 
 class AdaptiveLimit(SlotQueue):
-    """Slots whose number shrinks after a refusal, and grows back to the configured number.
+    """A limit on requests in flight that shrinks after a refusal, and grows back to the configured
+    number.
 
-    A single refusal has no effect after a few seconds: growth begins after a second, and doubles
-    the limit every second. Repeated refusals mean a real limit: each makes the pause longer and the
-    growth slower, down to 15 seconds and 5 %, so that a busy server is not overloaded all the time.
-    A server error only pauses the growth.
+    After a single refusal, growth begins after one second, and doubles the limit every second. Each
+    further refusal makes this pause longer (up to 15 seconds) and the growth slower (down to 5 %).
+    A busy server is therefore not overloaded again and again. A server error only pauses the
+    growth.
     """
 
     SHRINK = 0.8
@@ -568,8 +591,9 @@ class AdaptiveLimit(SlotQueue):
     SLOWEST_GROWTH = 1.05
     STEP_SECONDS = 1.0
     LONGEST_PAUSE = 15.0
-    # After this time without a refusal, the next one counts as a single refusal again. It is longer
-    # than the longest pause and the growth that follows it, so that a real limit is not forgotten.
+    # After this time without a refusal, the next refusal counts as a single refusal. The time is
+    # longer than the longest pause and the growth after it, so that repeated refusals of a busy
+    # server stay connected.
     MEMORY_SECONDS = 40.0
 
     __slots__ = (
@@ -595,10 +619,10 @@ class AdaptiveLimit(SlotQueue):
         self._grow_at = -math.inf
 
     def refused(self, sent_at: float, retry_after: float = 0.0) -> None:
-        """Shrink the limit, because a request sent at this time was too much for the server.
+        """Shrink the limit after the server refused a request that was sent at this time.
 
-        Requests in flight when the limit last shrank are ignored, so that a burst of refusals
-        counts once.
+        Refusals of requests that were sent before the limit last shrank are ignored, so that a
+        burst of refusals counts once.
         """
         now = self._clock()
         if sent_at >= self._shrunk_at:
@@ -608,7 +632,8 @@ class AdaptiveLimit(SlotQueue):
             else:
                 self._growth = max(self.SLOWEST_GROWTH, math.sqrt(self._growth))
                 self._pause = min(self.LONGEST_PAUSE, 2 * self._pause)
-            # The number in flight may be far below the limit, which then says nothing.
+            # The number of requests in flight may be far below the limit, so it is reduced instead
+            # of the limit.
             was_too_much = min(self._limit, max(self.in_use, 1))
             self._set(max(1.0, was_too_much * self.SHRINK))
             self._shrunk_at = now
@@ -616,11 +641,11 @@ class AdaptiveLimit(SlotQueue):
         self._grow_at = max(self._grow_at, now + max(self._pause, retry_after))
 
     def erred(self) -> None:
-        """Pause the growth after a failure of the server, which is not a reason to send less."""
+        """Pause the growth after a server error; an error does not shrink the limit."""
         self._grow_at = max(self._grow_at, self._clock() + self._pause)
 
     def answered(self) -> None:
-        """Let the limit grow after a good reply, if the pause is over."""
+        """Let the limit grow after a successful reply, if the pause is over."""
         if self._limit >= self._most:
             return
         now = self._clock()
@@ -635,7 +660,7 @@ class AdaptiveLimit(SlotQueue):
 
 
 class Client:
-    """An open connection to one server, which is made inside a running loop and works only in that
+    """An open connection to one server; a client must be created and used in the same running event
     loop.
     """
 
@@ -663,9 +688,10 @@ class Client:
         await self._transport.aclose()
 
     async def look(self, path: str, body: dict[str, Any] | None = None) -> HttpReply:
-        """Send one short question about the server, without retries; any status is an answer.
+        """Send one short request about the server itself, without retries; a reply with any status
+        is returned.
 
-        It is a POST if it has a body.
+        A request with a body is a POST.
 
         :raises EngineUnavailable: if no complete reply came.
         :raises EngineTimeout: if no reply came in time.
@@ -686,11 +712,11 @@ class Client:
         abort: Callable[[str], Call | None],
         tokens: int,
     ) -> T:
-        """Send a request, with a new id per attempt, until its reply can be read.
+        """Send a request until a reply can be read; each attempt has a new request id.
 
-        All attempts share one deadline. An attempt that was given up, or whose reply was lost, is
+        All attempts share one deadline. An attempt that is cancelled, or whose reply is lost, is
         aborted on the server. `tokens` is the number of tokens in the request and its reply; a
-        reply that is too long for them is not read to its end.
+        reply that is too long for this number is refused.
 
         :raises EngineTimeout: if the deadline passed.
         :raises EngineError: if every attempt failed, or the server refused the request for good.
@@ -747,7 +773,9 @@ class Client:
     async def _send(
         self, url: str, body: bytes | None, headers: Mapping[str, str], most_bytes: int
     ) -> HttpReply:
-        """Return a reply without secrets of atts, even if the server echoes them."""
+        """Send a request, and return its reply without the API key and passwords, which a server
+        may echo.
+        """
         try:
             reply = await self._transport.send(url, body, headers, most_bytes)
         except ConnectionLost as lost:
@@ -756,16 +784,16 @@ class Client:
         return HttpReply(reply.status, self._hide(reply.body), reply.retry_after)
 
     def _packed(self, call: Call) -> tuple[str, bytes, dict[str, str]]:
-        """Return URL, body and headers of a call.
+        """Return URL, encoded body and headers of a call.
 
-        The body is encoded before the call waits for a slot. Thousands of calls may wait at once,
-        and the garbage collector visits every object that they keep alive.
+        Bodies are encoded before calls wait for a slot. Thousands of calls may wait at once, and
+        the garbage collector would visit every object in their bodies.
         """
         headers = {**self._headers, **call.headers} if call.headers else self._headers
         return self.url + call.path, msgspec.json.encode(call.body), headers
 
     async def _abort(self, call: Call | None) -> None:
-        """Ask the server, with a short time limit, to free a request whose connection is already
+        """Ask the server, with a short time limit, to abort a request whose connection is already
         closed.
         """
         if call is None:
@@ -773,7 +801,7 @@ class Client:
         self.traffic.aborts += 1
         is_done = False
         with shielded(self.options.cancel_seconds):
-            # If the server is gone, there is nothing to abort; the failure is counted below.
+            # If the server is gone, there is nothing to abort; the failed abort is counted below.
             with suppress(ConnectionLost):
                 data = msgspec.json.encode(call.body)
                 reply = await self._send(self.url + call.path, data, self._headers, _BASE_BYTES)
@@ -782,7 +810,7 @@ class Client:
             self.traffic.aborts_failed += 1
 
     def _judge(self, reply: HttpReply, sent_at: float) -> bytes:
-        """Return the reply's body, or raise the error for its status."""
+        """Return the body of a reply with status 200; raise the error for any other status."""
         if reply.status == 200:
             self.limit.answered()
             self._recognise(reply.body)
@@ -797,8 +825,8 @@ class Client:
         raise Refused(self.name, f"status {reply.status}: {error_text(reply.body)}", wait)
 
     def _recognise(self, body: bytes) -> None:
-        """Count a reply with another name, because the server may have changed without a broken
-        connection.
+        """Count a reply with a new model name or fingerprint: the server may have changed without a
+        lost connection.
         """
         ends = body
         if len(body) > 2 * _MARK_BYTES:
@@ -810,7 +838,7 @@ class Client:
             self._marks.add(marks)
 
     def refusal(self, reply: HttpReply) -> EngineError:
-        """Return the error of a status that another attempt would get again."""
+        """Return the error for a status that makes further attempts useless."""
         words = error_text(reply.body)
         if reply.status in (401, 403):
             return self._key_refused(reply.status, words)
@@ -849,7 +877,7 @@ class Client:
 
 
 def _seconds(words: str) -> float:
-    """Return a Retry-After in seconds; dates and invalid values count as none."""
+    """Return a Retry-After header in seconds; a date or an invalid value counts as 0 seconds."""
     try:
         return min(_LONGEST_WAIT, max(0.0, float(words)))
     except ValueError:
@@ -857,9 +885,9 @@ def _seconds(words: str) -> float:
 
 
 def redactor(key: str, options: RemoteOptions) -> Callable[[bytes], bytes]:
-    r"""Return a function that takes the API key and the proxies' passwords out of a text.
+    r"""Return a function that replaces the API key and the proxies' passwords in a text.
 
-    They are found literally, and in the forms in which JSON and URLs escape them.
+    The function finds these secrets as they are, and as JSON or URLs escape them.
 
     >>> redactor("sk-12/3456", RemoteOptions())(rb'{"error": "Bearer sk-12\/3456, sk-12%2F3456"}')
     b'{"error": "Bearer [API key], [API key]"}'

@@ -1,4 +1,6 @@
-"""Define what a server dialect must provide, and the client that speaks it and checks the replies."""
+"""Base classes of server dialects, and the client that sends requests in a dialect and checks the
+replies.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from atts.servers.options import RemoteOptions
 T = TypeVar("T")
 LogProbs = Literal["raw", "processed", "none"]
 _KEPT_RATINGS = 256
-_KEPT_ARRIVALS = 65_536  # most problems whose order of arrival is stored
+_KEPT_ARRIVALS = 65_536  # largest number of problems whose order of arrival is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,15 @@ class Identity:
     version: str
     model: str
     context_length: int
-    tokenizer: str = ""  # source of the server's tokenizer, if the server reports it
-    routes: frozenset[str] = frozenset()  # optional capabilities that are available
+    tokenizer: str = ""  # folder or hub id of the server's tokenizer, if the server reports it
+    routes: frozenset[str] = frozenset()  # names of optional routes that the server has
 
 
 @dataclass(frozen=True, slots=True)
 class RawCompletion:
-    """A server's completion before the checks.
+    """A server's completion before its values are checked.
 
-    A log-prob is None if the server did not send a raw one.
+    A log-prob is None if the server did not send a raw log-prob.
     """
 
     ids: TokenIds
@@ -69,7 +71,7 @@ class RawCompletion:
 
 
 class NoVisibleText(EngineError):
-    """A model spent all its tokens on reasoning that its server does not show."""
+    """The error of a model that spent all its tokens on reasoning that the server does not show."""
 
     def __init__(self, engine: str, tokens: int) -> None:
         super().__init__(
@@ -83,35 +85,41 @@ class Dialect(ABC):
     """The dialect of one kind of server.
 
     A dialect with `speaks = "ids"` has five parts: `name` with `schemes`, `identify`,
-    `sample_call`, `read_sample` and `tokenize`. One that speaks text is a `TextDialect`
-    (`atts.servers.chat`) and has no `tokenize`. Methods that read raise ValueError on a reply of
-    another shape, which the engine turns into a BadReply. Capabilities of only some servers are in
-    `Scorer`, `Forcer` and `Rater`.
+    `sample_call`, `read_sample` and `tokenize`. A dialect that speaks text is a `TextDialect`
+    (`atts.servers.chat`) and has no `tokenize`. The methods `read_...` raise ValueError if a reply
+    has an unexpected form, and the engine converts this error to BadReply. Capabilities that only
+    some servers have are in `Scorer`, `TopScorer`, `Forcer` and `Rater`.
     """
 
     name: str
     schemes: tuple[str, ...]
-    """The schemes with which addresses of such servers begin."""
+    """The schemes with which addresses of this dialect's servers begin."""
     found_at: str = ""
-    """A path that only such servers answer with 200; empty if there is none."""
+    """A path that only servers of this dialect answer with status 200; empty if there is no such
+    path.
+    """
     speaks: Literal["ids", "text"] = "ids"
     spare: int = 1
-    """Positions of the context that the server needs for itself."""
+    """Number of context positions that a request must leave free for the server."""
     logprobs: LogProbs = "raw"
-    """What comes with sampled tokens, unless the probe sees something else."""
+    """The kind of log-probs that servers send with sampled tokens, unless the probe finds another
+    kind.
+    """
     cuts_logprobs = False
-    """Whether processed log-probs are those of the distribution after top-k, top-p and min-p."""
+    """Whether processed log-probs include the effect of top-k, top-p and min-p."""
     priority_sign = 1
-    """-1 where a higher number means sooner."""
+    """1 if the server handles smaller priority numbers first, or -1 if it handles larger numbers
+    first.
+    """
     takes_thinking_budget = False
-    """True of servers that take the budget at which they close a think block."""
+    """Whether servers accept a thinking budget, at which they close the think block."""
 
     def __init__(self, options: RemoteOptions) -> None:
         if options.thinking == "send" and not self.takes_thinking_budget:
             raise OptionError(
                 "thinking",
-                f"atts sends no thinking budget to servers of dialect {self.name}; leave thinking out, "
-                "and atts closes the think block itself",
+                f"servers of dialect {self.name} take no thinking budget; leave thinking out, and "
+                "atts closes the think block itself",
             )
         self._options = options
         self._model = ""
@@ -122,7 +130,7 @@ class Dialect(ABC):
     async def identify(self, client: Client, model: str) -> Identity:
         """Identify the server, and store its model and routes for later calls.
 
-        :raises UnsupportedByEngine: the server is of another kind, or does not have the model.
+        :raises UnsupportedByEngine: the server has another dialect, or does not have the model.
         """
 
     @abstractmethod
@@ -134,43 +142,50 @@ class Dialect(ABC):
         """Read the reply to `sample_call`."""
 
     def abort(self, rid: str) -> Call | None:
-        """Return the call that frees a request; None if only closing the connection frees it."""
+        """Return the call that aborts a request, or None if only closing the connection aborts a
+        request.
+        """
         return None
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """Request the server's ids of a text, without special tokens.
+        """Request the ids that the server's tokenizer gives a text, without special tokens.
 
-        A dialect that speaks ids overrides this method: the probe compares these ids with those of
-        the tokenizer here. It is never called if the dialect speaks text.
+        The probe compares these ids with the ids of atts's tokenizer. A dialect that speaks ids
+        overrides this method. For a dialect that speaks text, the method is never called.
 
         :raises UnsupportedByEngine: the dialect has no such call; the probe then reports that the
             tokenizer was not compared.
         """
         raise UnsupportedByEngine(
             client.name,
-            f"dialect {self.name} has no method tokenize, which atts needs to compare the server's token ids with its own",
+            f"dialect {self.name} has no method tokenize, which atts needs to compare the server's "
+            "token ids with its own",
             f"Override tokenize in {type(self).__name__}",
         )
 
     async def running(self, client: Client) -> int | None:
-        """Return how many requests the server is processing; None if the server does not report it."""
+        """Return the number of requests that the server is processing, or None if it does not
+        report the number.
+        """
         return None
 
     async def drafted(self, client: Client) -> DraftCounts | None:
-        """Return the numbers of proposed and accepted tokens; None if the server does not count
-        them.
+        """Return the numbers of tokens that speculation proposed and the target accepted, or None
+        if they are not counted.
         """
         return None
 
     async def speculation(self, client: Client) -> str | None:
-        """Return how the server speculates: "" if it does not, None if the server does not report it."""
+        """Describe how the server speculates; the result is "" if it does not speculate, or None if
+        it does not report this.
+        """
         return None
 
     def _priority(self, request: SampleRequest | ScoreRequest) -> dict[str, int]:
-        """Return the field for a request's priority, which may be none, in the server's direction.
+        """Return the field with a request's priority, or no field if priorities are not sent.
 
-        A request without a priority gets one by the arrival of its problem, so that problems end
-        one after the other and few are open.
+        A request without a priority gets the number of its problem in order of arrival. Earlier
+        problems then finish first, and few problems are open at the same time.
         """
         if self._options.priorities != "send":
             return {}
@@ -190,17 +205,18 @@ class Dialect(ABC):
 
 
 class Scorer(Dialect):
-    """A dialect that can score a given suffix."""
+    """A dialect that can score given tokens after a prefix."""
 
     @abstractmethod
     def score_call(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
-        """Return the call that scores the suffix."""
+        """Return the call that scores the suffix of a request."""
 
     @abstractmethod
     def read_scores(self, reply: bytes, request: ScoreRequest) -> Scores | None:
         """Read the reply to `score_call`.
 
-        None means that scores are missing because they were cached, and skipping the cache helps.
+        The result is None if the server returned no scores because it read the tokens from its
+        cache. The request must then be repeated without the cache.
         """
 
 
@@ -209,18 +225,18 @@ class TopScorer(Scorer):
 
     @abstractmethod
     def top_call(self, ids: TokenIds, top: int) -> Call:
-        """Return the call that lists `top` tokens at every position."""
+        """Return the call that lists the `top` most likely tokens at every position."""
 
     @abstractmethod
     def read_top(self, reply: bytes, ids: TokenIds) -> list[dict[int, float]]:
-        """Read the reply to `top_call`: log-probability by token, at every position except the
-        first.
+        """Read the reply to `top_call`: for every position except the first, the log-probability of
+        each listed token.
         """
 
 
 class Forcer(Dialect):
-    """A dialect without scores that can be forced to write a token, whose log-probability it then
-    returns.
+    """A dialect that cannot score texts, but can be forced to write a given token and returns its
+    log-probability.
     """
 
     @abstractmethod
@@ -233,21 +249,23 @@ class Forcer(Dialect):
 
 
 class Rater(Dialect):
-    """A dialect that lists the most likely next tokens, which is enough for a rating of one digit."""
+    """A dialect that lists the most likely next tokens, so that a model can rate a text with one
+    digit.
+    """
 
     @abstractmethod
     def rating_call(self, ids: TokenIds, rid: str) -> Call:
-        """Return the call for one token and its alternatives."""
+        """Return the call that requests one token and the most likely alternatives."""
 
     @abstractmethod
     def read_ratings(self, reply: bytes) -> dict[str, float]:
-        """Read the reply to `rating_call`: log-probability by text."""
+        """Read the reply to `rating_call`: the log-probability of each listed text."""
 
 
 def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float]:
-    """Return the sampling distribution in the names that all servers share.
+    """Return the sampling settings under the field names that all servers share.
 
-    Every field is sent, because the defaults of servers differ.
+    Every field is sent, because servers have different defaults.
     """
     return {
         "temperature": sampling.temperature,
@@ -258,7 +276,7 @@ def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float
 
 
 def seed_of(request: SampleRequest, bits: int) -> int:
-    """Return the request's seed in the range that the server accepts."""
+    """Return a request's seed as a number with at most `bits` bits, as the server requires."""
     return request.seed.key() & ((1 << bits) - 1)
 
 
@@ -279,9 +297,10 @@ async def json_at(client: Client, path: str, kind: Any, body: dict[str, Any] | N
 
 
 def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> ModelRow:
-    """Return the row of /v1/models for the named model, or the only row if none is named.
+    """Return the row of /v1/models for the named model; if no model is named, return the only row.
 
-    :raises UnsupportedByEngine: if there is no such row, or there are several and none is named.
+    :raises UnsupportedByEngine: the named model has no row, or no model is named and there are
+        several rows.
     """
     names = [row.id for row in models]
     if wanted:
@@ -293,7 +312,7 @@ def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> Mod
             f"{client.url} has no model {wanted!r}",
             f"Models of the server: {', '.join(names)}",
         )
-    # Rows of adapters have their base model as parent.
+    # The rows of adapters have a base model as parent.
     base = [row for row in models if not row.parent]
     if len(base) != 1:
         raise UnsupportedByEngine(
@@ -308,21 +327,21 @@ def short_version(version: str) -> str:
 
 
 async def served_model(client: Client, model: str) -> ModelRow:
-    """Request the row of /v1/models for the model; see `choose_model`."""
+    """Request /v1/models, and return the row of the model; see `choose_model`."""
     models: ModelRows = await json_at(client, "/v1/models", ModelRows)
     return choose_model(client, models.data, model)
 
 
 async def tokens_of(client: Client, body: dict[str, Any]) -> TokenIds:
-    """Request the ids of a text from /tokenize."""
+    """Request the token ids of a text from the path /tokenize."""
     tokenized: Tokenized = await json_at(client, "/tokenize", Tokenized, body)
     return tokenized.tokens
 
 
 async def in_queue(client: Client, running: str, waiting: str = "") -> int | None:
-    """Return the number of running and waiting requests, from these gauges at /metrics.
+    """Return the number of running and waiting requests, as the sum of these gauges at /metrics.
 
-    The result is None if the server lacks the gauges.
+    The result is None if the server does not have these gauges.
     """
     text = (await client.look("/metrics")).body.decode(errors="replace")
     at_work = metric(text, running)
@@ -335,12 +354,12 @@ async def in_queue(client: Client, running: str, waiting: str = "") -> int | Non
 class DraftCounts:
     """The numbers of tokens that a server proposed and accepted since it started."""
 
-    rounds: int  # rounds, each of one sequence
+    rounds: int  # number of proposals; each proposal is for one sequence
     proposed: int
-    accepted: tuple[int, ...]  # accepted tokens, by their position in the proposal
+    accepted: tuple[int, ...]  # number of accepted tokens at each position of the proposals
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
-        """Return the difference from an earlier snapshot."""
+        """Return the counts since an earlier snapshot."""
         before = (*earlier.accepted, *[0] * len(self.accepted))
         return DraftCounts(
             self.rounds - earlier.rounds,
@@ -350,7 +369,9 @@ class DraftCounts:
 
 
 def metrics_by_place(text: str, name: str) -> tuple[int, ...]:
-    """Return a counter by its label `position`, from 0 on, summed over a server's engines."""
+    """Return a counter's value for each value of its label `position` from 0 on, summed over a
+    server's engines.
+    """
     counts = dict[int, int]()
     for line in text.splitlines():
         label = re.search(r'position="(\d{1,3})"', line)
@@ -362,12 +383,12 @@ def metrics_by_place(text: str, name: str) -> tuple[int, ...]:
 
 
 def metric(text: str, name: str) -> int | None:
-    """Return the sum of one gauge or counter in Prometheus' text format; None if it is missing."""
+    """Return the sum of one gauge or counter in Prometheus's text format, or None if it is missing."""
     lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
     total = 0
     for line in lines:
-        # The length is bounded, because a server may send anything, and 1e+0999999 takes long to
-        # convert.
+        # The number's length is limited, because a faulty server may send a number that takes long
+        # to convert, such as 1e+0999999.
         count = re.fullmatch(r"\d{1,15}(\.\d{0,15})?(e\+0\d)?", line.rsplit(" ", 1)[-1])
         if count is None:
             return None
@@ -376,10 +397,10 @@ def metric(text: str, name: str) -> int | None:
 
 
 class DialectClient:
-    """A client of one dialect over one HTTP client, which checks all replies.
+    """A client that sends requests in one dialect through one HTTP client, and checks all replies.
 
-    `hot_convention` says whether the log-probabilities that come with samples at temperatures
-    above 0 other than 1 are raw or processed, as the probe measured it.
+    `hot_convention` applies to samples at temperatures other than 0 and 1. It says whether their
+    log-probabilities are raw or processed, as measured by the probe.
     """
 
     def __init__(
@@ -406,7 +427,7 @@ class DialectClient:
         else:
             logprobs = await self._raw(sampled, request, length)
         ids = sampled.ids[:length]
-        # An end token is the last one, and has no text.
+        # If the model ended the text, the last id is an end token, which has no text.
         text = self.tokenizer.decode(ids[:-1] if ended == "end" else ids)
         return Completion(ids, text, ended, logprobs[:length], sampled.cached_tokens)
 
@@ -416,7 +437,8 @@ class DialectClient:
         return sampled
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the suffix's log-probs; if the server can only rate, those of a one-token suffix.
+        """Return the log-probs of a suffix; a server that can only rate returns them for a suffix
+        of one token.
 
         :raises UnsupportedByEngine: if the server can neither score nor rate.
         :raises BadReply: if the reply cannot be correct.
@@ -425,7 +447,7 @@ class DialectClient:
             return await self._rated(request)
         scores = await self._score_once(self.dialect, request, "read")
         if scores is None:
-            # The server scored or wrote exactly this chunk before, and read it from its cache.
+            # The server had exactly this chunk in its cache, so it returned no scores.
             self.client.traffic.uncached += 1
             scores = await self._score_once(self.dialect, request, "skip")
         if scores is None:
@@ -435,9 +457,10 @@ class DialectClient:
     async def top_tokens(
         self, prefix: TokenIds, suffix: TokenIds, top: int
     ) -> list[dict[int, float]]:
-        """Return the most likely tokens at every position of the suffix, in order.
+        """Return, for every position of the suffix, the most likely tokens with their log-probs, in
+        order.
 
-        :raises UnsupportedByEngine: if the server does not list them.
+        :raises UnsupportedByEngine: if the server does not list likely tokens.
         :raises BadReply: if the reply cannot be correct.
         """
         lister = self.dialect
@@ -463,7 +486,7 @@ class DialectClient:
                 kept.append({token: row[token] for token in likeliest})
             return kept
 
-        # each position has as many log-probabilities as were requested
+        # the reply has `top` log-probabilities for each position
         size = len(ids) * (1 + top)
         return await self.client.ask(
             lambda rid: lister.top_call(ids, top), read, self.dialect.abort, size
@@ -472,17 +495,19 @@ class DialectClient:
     async def ratings(self, ids: TokenIds) -> dict[str, float]:
         """Return the most likely next words and their log-probs.
 
-        They are requested only once, because one reply contains all ten digits of a rating.
+        The words after the same ids are requested only once, because one reply contains all ten
+        digits of a rating.
 
-        :raises UnsupportedByEngine: the server does not show them.
+        :raises UnsupportedByEngine: the server does not list likely words.
         """
         return await self._ratings.of(ids)
 
     def _sampled(self, request: SampleRequest) -> Awaitable[tuple[RawCompletion, int, Ending]]:
-        """Request a completion; return it, the number of ids before its end, and why it ended.
+        """Request a completion, and return it with the number of ids that belong to it and the
+        reason for its end.
 
-        If the server stopped without a stop string, an end token or a full length, the reply is
-        refused and the client sends the request again.
+        A valid completion ends with a stop string, an end token or the requested length. Any other
+        reply is refused, and the client sends the request again.
         """
         make = partial(self._sampling, request)
         read = partial(self._believed, request)
@@ -490,8 +515,8 @@ class DialectClient:
         return self.client.ask(make, read, self.dialect.abort, tokens)
 
     def _sampling(self, request: SampleRequest, rid: str) -> Call:
-        """Make the call, with the model's end tokens among its stop ids."""
-        # This does not use `replace`, which takes as long as writing the JSON.
+        """Make the call for a completion, with the model's end tokens among the stop ids."""
+        # `replace` is not used, because it takes as long as encoding the request as JSON.
         sent = SampleRequest(
             request.ids,
             request.max_tokens,
@@ -516,7 +541,7 @@ class DialectClient:
     ) -> tuple[float, ...]:
         """Return the raw log-probs of the first `length` ids.
 
-        If the server sent no raw log-probs, they are requested as scores.
+        If the server did not send raw log-probs, they are requested from it as scores.
         """
         sent = sampled.logprobs[:length]
         is_whole = len(sent) == length and None not in sent
@@ -535,7 +560,7 @@ class DialectClient:
             )
         known = [value for value in sent if value is not None]
         force = partial(self._force, self.dialect)
-        # After the first missing log-prob, all later ones are missing too.
+        # After the first missing log-prob, all later log-probs are missing too.
         forced = await collect(
             [
                 partial(force, request.ids + ids[:number], ids[number])
@@ -545,8 +570,9 @@ class DialectClient:
         return (*known, *forced)
 
     def _is_raw(self, sampling: Sampling) -> bool:
-        """Return whether processing leaves log-probs as they are under these settings."""
-        # At temperature 0 servers take the best token at temperature 1.
+        """Return whether processed log-probs equal raw log-probs with these sampling settings."""
+        # At temperature 0, servers choose the most likely token of the distribution at temperature
+        # 1.
         if sampling.temperature == 0.0:
             return True
         if self.dialect.cuts_logprobs:
@@ -589,7 +615,7 @@ class DialectClient:
 
     async def _rated(self, request: ScoreRequest) -> Scores:
         if len(request.suffix) != 1:
-            advice = "Use a method that rates (spec-reason), or a target on vLLM or SGLang"
+            advice = "Use a method that only rates (spec-reason), or a target on vLLM or SGLang"
             problem = f"the server can rate one token, but not score {len(request.suffix)} tokens"
             raise UnsupportedByEngine(self._name, problem, advice)
         word = self.tokenizer.decode(request.suffix).strip()
@@ -619,7 +645,9 @@ class DialectClient:
 
 
 class _RatingCache:
-    """A cache of the most likely next words of a text; concurrent callers wait for the first."""
+    """A cache of the most likely next words after a text; concurrent callers wait for the first
+    caller's request.
+    """
 
     def __init__(self, ask: Callable[[TokenIds], Awaitable[dict[str, float]]]) -> None:
         self._ask = ask
@@ -627,7 +655,9 @@ class _RatingCache:
         self._asking: dict[TokenIds, anyio.Event] = {}
 
     async def of(self, ids: TokenIds) -> dict[str, float]:
-        """Return the words; if a caller fails or is cancelled, the next caller asks the server."""
+        """Return the likely words after a text; if a caller fails or is cancelled, the next caller
+        asks the server.
+        """
         while ids not in self._kept:
             asked = self._asking.get(ids)
             if asked is not None:
@@ -642,10 +672,10 @@ class _RatingCache:
 
 
 def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec) -> None:
-    """Check that ids and log-probs can be correct.
+    """Check that a reply's ids and log-probs are possible values.
 
-    :raises BadReply: if they cannot be correct.
-    :raises NoVisibleText: the model reasoned up to its limit, and the server shows nothing of it.
+    :raises BadReply: an id or a log-prob is impossible. :raises NoVisibleText: the model used all
+        its tokens for reasoning that the server does not show.
     """
     ids = sampled.ids
     logprobs = sampled.logprobs
@@ -670,10 +700,11 @@ def find_end(
 ) -> tuple[int, Ending]:
     """Return the number of ids that belong to the completion, and the reason for its end.
 
-    Servers may run past a stop (several tokens per step) or not know a stop id, so the end is where
-    the text completes a stop. A server that stopped early must have had a reason.
+    A server may write beyond a stop string if a step has several tokens, or may not know a stop id.
+    The completion therefore ends where its text completes a stop string, or at an end id.
 
-    :raises BadReply: if the server stopped without a reason.
+    :raises BadReply: if the server stopped before the requested length without a stop string or an
+        end id.
     """
     ids = sampled.ids
     length = len(ids)
@@ -688,7 +719,7 @@ def find_end(
         return stopped, "delimiter"
     if ended is not None:
         return length, ended
-    # In a text dialect, a server may count tokens without text, which have no ids.
+    # In a text dialect, a server may count tokens that have no text and so no ids.
     is_full = len(ids) == request.max_tokens or spec.logprobs == "none"
     if sampled.finish == "length" and is_full:
         return len(ids), "length"
@@ -706,7 +737,7 @@ def find_end(
 def _stop_length(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> int:
     """Return the smallest number of ids whose text contains a stop string; 0 if there is none.
 
-    It is found by bisection, because a text only grows.
+    The number is found by bisection, because more ids never make the text shorter.
     """
 
     def holds(count: int) -> bool:

@@ -1,5 +1,5 @@
-"""An engine on one HTTP server, which is probed at its opening and whenever it may have been
-replaced.
+"""An engine on one HTTP server; the server is tested when the engine opens, and again whenever it
+may have changed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ R = TypeVar("R", SampleRequest, ScoreRequest)
 _log = logging.getLogger("atts.servers")
 _log.addHandler(logging.NullHandler())
 _DEFAULTS = RemoteOptions()
-# Seconds between two checks of a server that was given up; calls in between do not check, because
-# each check takes time.
+# Least seconds between two checks of a server for which atts no longer waits. Calls in between fail
+# without a check, because each check takes time.
 _LOOK_AGAIN_SECONDS = 5.0
 
 
@@ -60,17 +60,19 @@ def server_engine(
     needs: frozenset[Capability],
     defaults: RemoteOptions = _DEFAULTS,
 ) -> Engine:
-    """Make the engine of the address "SCHEME:REST", not open yet; `docs/servers.md` lists settings.
+    """Make the engine for the address "SCHEME:REST" without opening it; `docs/servers.md` lists the
+    settings.
 
-    Several URLs with commas between them are one pool of replicas. "server" detects the dialect.
-    "openai" and "chat" are the chat API, whose URL ends with its version:
-    "openai:https://api.openai.com/v1/MODEL?key=OPENAI_API_KEY", where the key is in that variable.
-    `defaults` are the options that an address does not set.
+    Several URLs with commas between them become one pool of replicas. The scheme "server" detects
+    the dialect. The schemes "openai" and "chat" are for the chat API, whose URL ends with its
+    version: "openai:https://api.openai.com/v1/MODEL?key=OPENAI_API_KEY", where the variable
+    OPENAI_API_KEY contains the key. `defaults` has the values of options that the address does not
+    set.
 
     >>> server_engine("vllm", "http://a:8000/Qwen/Qwen3-8B?in_flight=64", "target", frozenset({"score"})).url
     'http://a:8000'
 
-    :raises OptionError: there is no URL, or a setting that is unknown or impossible.
+    :raises OptionError: the address has no URL, or an unknown or impossible setting.
     """
     engines = [
         RemoteEngine(
@@ -90,13 +92,13 @@ def server_engine(
 
 
 class RemoteEngine(BaseEngine):
-    """An engine on a server of any known dialect, which keeps the promises of `atts.engine.Engine`.
+    """An engine on a server of any known dialect; it keeps the promises of `atts.engine.Engine`.
 
-    `needs` are the capabilities that the caller will use; a server that lacks one is refused at its
-    opening, with the reason. Unless a tokenizer is given, it is loaded from the model's folder or
-    name; the server must have the same one.
+    `needs` are the capabilities that the caller will use. If the server lacks one of them, opening
+    the engine fails with the reason. If no tokenizer is given, it is loaded by the model's folder
+    or name. The server must use the same tokenizer.
 
-    :raises OptionError: an unknown dialect, or a URL that is none.
+    :raises OptionError: the dialect is unknown, or the URL is not valid.
     """
 
     def __init__(
@@ -121,23 +123,24 @@ class RemoteEngine(BaseEngine):
         self._model = model
         self._wanted_tokenizer = tokenizer
         self._needs = needs
-        # These are set while the engine opens.
+        # The following attributes are set while the engine opens.
         self._client: Client | None = None
         self._dialect_client: DialectClient | None = None
         self._identity: Identity | None = None
         self._known: Known | None = None
         self._watch: Watch | None = None
-        # The time of the next check that the server is the same, and the number of lost connections
-        # and changed names that earlier checks have covered.
+        # The time of the next check that the server has not changed, and the number of lost
+        # connections and changed names before the latest check.
         self._trusted_until = 0.0
         self._doubts_checked = 0
-        self._unchecked = 0  # answers since the server was last compared with its known values
+        # number of answers since the server was last compared with its known values
+        self._unchecked = 0
         self._checking = anyio.Lock()
         self._changed: UnsupportedByEngine | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return the observations of the probe made when the engine opened."""
+        """Return the results of the tests that were made when the engine opened."""
         return self._known.findings if self._known else ()
 
     @property
@@ -146,10 +149,10 @@ class RemoteEngine(BaseEngine):
         return self._opened().traffic
 
     async def open(self) -> None:
-        """Connect, wait while the server loads, identify it, and test that it can do what is
-        needed.
+        """Connect to the server, wait while it loads, identify it, and test that it has the needed
+        capabilities.
 
-        :raises UnsupportedByEngine: if the server cannot do what is needed.
+        :raises UnsupportedByEngine: if the server lacks a needed capability.
         :raises FingerprintError: if the server has another tokenizer.
         :raises EngineUnavailable: if the server cannot be reached.
         """
@@ -180,10 +183,11 @@ class RemoteEngine(BaseEngine):
         return await self._watch.comes_back()
 
     async def recheck(self) -> None:
-        """Identify the server again and compare, because a restarted server may be a different one.
+        """Identify the server again, and check that it has not changed; a restarted server may have
+        another model.
 
-        :raises UnsupportedByEngine: the engine, version, model or log-prob convention differs from
-            the one that was opened.
+        :raises UnsupportedByEngine: the server's engine, version, model or log-prob convention has
+            changed since the engine opened.
         :raises EngineUnavailable: the server cannot be reached.
         """
         if self._state == "new":
@@ -195,8 +199,8 @@ class RemoteEngine(BaseEngine):
         assert self._identity is not None, "an open engine must have identified its server"
         client = self._opened()
         requests = self._requests()
-        # This is read before the questions, because they do not answer a doubt that arises in the
-        # meantime.
+        # This number is read before the checks, because the checks do not cover a connection that
+        # is lost during them.
         doubts = client.traffic.doubts
         await wait_ready(client)
         identity = await identify(client, requests.dialect, self._model)
@@ -205,23 +209,24 @@ class RemoteEngine(BaseEngine):
         self._idle_since = self._clock()
 
     def _compare(self, identity: Identity, seen: Seen) -> None:
-        """Compare the server with the one that was opened.
+        """Compare the server with its state when the engine opened.
 
-        :raises UnsupportedByEngine: the server is another one.
+        :raises UnsupportedByEngine: the server has changed.
         """
         assert self._known is not None, "an open engine must have been probed"
         assert self._identity is not None, "an open engine must have identified its server"
         try:
             require_unchanged(self._name, self._identity, identity, self._known, seen)
         except UnsupportedByEngine as changed:
-            # This is final, because answers of another server belong to another run.
+            # The engine keeps this error and refuses all later calls, because another server's
+            # answers do not belong to this run.
             self._changed = changed
             raise
 
     async def _glance(self) -> None:
-        """Check by one request whether the model is still the one that was opened.
+        """Check with one request that the model has not changed since the engine opened.
 
-        The model may change without a new name, a broken connection or a pause.
+        A model may change while its name stays the same, without a lost connection or a pause.
         """
         async with self._checking:
             self._unchecked = 0
@@ -242,23 +247,27 @@ class RemoteEngine(BaseEngine):
     async def top_tokens(
         self, prefix: TokenIds, suffix: TokenIds, top: int
     ) -> list[dict[int, float]]:
-        """Return the likeliest tokens at every place of the suffix, with their log-probabilities.
+        """Return the most likely tokens at every position of the suffix, with their
+        log-probabilities.
 
-        :raises UnsupportedByEngine: the server does not list them.
+        :raises UnsupportedByEngine: the server does not list likely tokens.
         """
         self._admit("score")
         check_score(ScoreRequest(prefix, suffix), self.spec)
         return await self._requests().top_tokens(prefix, suffix, top)
 
     async def _trusted(self, work: Callable[[R], Awaitable[T]], request: R) -> T:
-        """Do the work, and check before and after it that the server has not changed."""
+        """Send a request, and check before and after it, if necessary, that the server has not
+        changed.
+        """
         watch = self._watch
         assert watch is not None, "it is open"
         now = self._clock()
         traffic = self.traffic
         is_first = self._counts.in_flight == 1
         if is_first and now - self._idle_since >= self.options.idle_seconds:
-            # During a pause the server may have been replaced without breaking a connection.
+            # During a pause without requests, the server may have been replaced without a lost
+            # connection.
             self._trusted_until = now
         try:
             if now >= self._trusted_until:
@@ -266,8 +275,8 @@ class RemoteEngine(BaseEngine):
             result = await work(request)
             self._unchecked += 1
             if self._unchecked >= self.options.recheck_requests:
-                # Only one check runs at a time. If every answer waited for it, at most
-                # `recheck_requests` would come during a check.
+                # Only one check runs at a time. Other answers do not wait for it, so that a check
+                # does not stop the traffic.
                 if not self._checking.locked():
                     await self._glance()
         except EngineUnavailable as error:
@@ -277,13 +286,13 @@ class RemoteEngine(BaseEngine):
         watch.seen()
         doubts = traffic.doubts
         if doubts > self._doubts_checked:
-            # A connection broke, or a reply had another name, so this answer counts only if the
-            # server has not changed.
+            # A connection was lost, or a reply had another model name, so this answer is valid only
+            # if the server has not changed.
             await self._recheck(doubts)
         return result
 
     async def _recheck(self, doubts: int) -> None:
-        """Let one task check; its answer counts for all waiting tasks and all earlier doubts."""
+        """Check the server in one task; the result is used by all waiting tasks."""
         async with self._checking:
             if self._clock() >= self._trusted_until or self._doubts_checked < doubts:
                 await self.recheck()
@@ -309,10 +318,10 @@ class RemoteEngine(BaseEngine):
         return await open_tokenizer(self._wanted_tokenizer, identity.tokenizer, self._name)
 
     async def _probe(self) -> Known:
-        """Test the capabilities that servers of this kind claim, and remove from the spec those
-        that fail.
+        """Test the capabilities that servers of this dialect claim, and remove capabilities that
+        fail from the spec.
 
-        :raises UnsupportedByEngine: the server cannot do what is needed.
+        :raises UnsupportedByEngine: a needed capability fails.
         """
         requests = self._requests()
         spec = self.spec
@@ -322,7 +331,7 @@ class RemoteEngine(BaseEngine):
         if spec.logprobs == "none":
             convention: LogProbs = "none"
         elif "score" in spec.capabilities:
-            # Raw log-probs are then requested by scoring.
+            # If the sampled log-probs are not raw, raw log-probs are requested as scores.
             convention = "raw"
         else:
             convention = known.hot_convention
@@ -340,9 +349,10 @@ class RemoteEngine(BaseEngine):
         return known
 
     async def drafted(self) -> DraftCounts | None:
-        """Return the tokens that the server's own speculation proposed and accepted so far.
+        """Return the numbers of tokens that the server's own speculation has proposed and accepted
+        so far.
 
-        None where it does not speculate, or does not count.
+        The result is None if the server does not speculate, or does not count these tokens.
 
         :raises EngineError: the engine is not open, or the server cannot be reached.
         """
@@ -362,9 +372,10 @@ class RemoteEngine(BaseEngine):
 
 
 async def wait_ready(client: Client) -> None:
-    """Wait while the server says that it is loading.
+    """Wait while the server reports that it is loading its model.
 
-    :raises EngineUnavailable: the server cannot be reached, or still loads after `wait_seconds`.
+    :raises EngineUnavailable: the server cannot be reached, or is still loading after
+        `wait_seconds`.
     """
     now = clock()
     patience = client.options.wait_seconds
@@ -388,15 +399,16 @@ async def wait_ready(client: Client) -> None:
 
 
 class Watch:
-    """A waiter for a lost server, up to `give_up_after` seconds after its loss.
+    """An object that waits for a lost server, until `give_up_after` seconds after the server was
+    lost.
 
-    If several calls wait, one of them checks the server and the others get its result.
+    If several calls wait, one call checks the server and the others use the result of its checks.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._now = clock()
-        # The time of the loss, until the server answers a call again.
+        # The time at which the server was lost; None after the server has answered a call.
         self._lost_at: float | None = None
         self._looked_at = -math.inf
         self._found_at = -math.inf
@@ -409,7 +421,7 @@ class Watch:
         self.has_given_up = False
 
     def given_up(self, error: EngineError) -> EngineUnavailable:
-        """Return the error of a call after the server was given up."""
+        """Return the error of calls to a server for which atts no longer waits."""
         patience = self._client.options.give_up_after
         problem = f"{self._client.url} did not come back within {patience:g} s ({error.problem})"
         advice = "Start the server again and repeat the command, which continues the run"
@@ -444,7 +456,7 @@ class Watch:
         if is_logged:
             self._log("is back after %.0f s", self._found_at - lost_at)
         if self.has_given_up:
-            # If it is lost again, it gets the full time again.
+            # If the server is lost again, atts again waits up to `give_up_after` seconds.
             self.seen()
         return True
 
@@ -454,17 +466,17 @@ class Watch:
     async def _is_there(self) -> bool:
         self._looked_at = self._now()
         try:
-            # A server that is loading replies 503; a gateway before a lost server replies 502 or
-            # 504.
+            # A loading server replies with status 503. A gateway in front of a lost server replies
+            # with 502 or 504.
             return (await self._client.look("/health")).status < 500
         except EngineError:
             return False
 
 
 async def find_dialect(client: Client, name: str) -> Dialect:
-    """Return the dialect of that name; "auto" requests a path of each dialect in turn.
+    """Return the dialect with this name; for "auto", try the known dialects one after the other.
 
-    :raises UnsupportedByEngine: if no known dialect answers.
+    :raises UnsupportedByEngine: if the server has no known dialect.
     """
     if name != AUTO:
         return DIALECTS[name](client.options)
@@ -486,7 +498,7 @@ async def find_dialect(client: Client, name: str) -> Dialect:
 
 
 async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
-    """Identify the server.
+    """Identify the server with a request of its dialect.
 
     :raises UnsupportedByEngine: if the server has another dialect, or lacks the model.
     """
@@ -496,12 +508,13 @@ async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
         raise UnsupportedByEngine(
             client.name,
             f"{client.url} does not speak {dialect.name}",
-            "Check whether the server is of another kind",
+            "Check whether the server has another dialect",
         ) from error
 
 
 def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokenizer) -> EngineSpec:
-    """Describe the server as an engine, before its claims are tested.
+    """Return the engine spec that a server's dialect and identity claim, before the claims are
+    tested.
 
     :raises UnsupportedByEngine: the server does not report its context length.
     """
@@ -523,13 +536,14 @@ def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokeniz
     )
 
 
-_ENTROPY_TOP = 20  # vLLM lists no more unless it is started with --max-logprobs
+_ENTROPY_TOP = 20  # number of tokens that vLLM lists at most by default (--max-logprobs)
 
 
 def least_entropy(logprobs: Sequence[float]) -> float:
-    """Return the least entropy that a distribution with these likeliest tokens can have, in nats.
+    """Return the smallest entropy, in nats, that a distribution with these most likely tokens can
+    have.
 
-    It is that of a distribution whose other tokens are one.
+    The entropy is smallest if all other probability is on one token.
 
     >>> round(least_entropy([math.log(0.5), math.log(0.25)]), 4)
     1.0397
@@ -556,7 +570,8 @@ def claimed_by(dialect: Dialect) -> frozenset[Capability]:
 def require_capabilities(
     name: str, identity: Identity, can: frozenset[Capability], needs: frozenset[Capability]
 ) -> None:
-    """Check that this kind of server can do what is needed; a server that scores can also rate.
+    """Check that servers of this dialect can have the needed capabilities; a server that scores can
+    also rate.
 
     :raises UnsupportedByEngine: if a capability is missing; the message names the missing
         capabilities.
@@ -572,7 +587,8 @@ def require_capabilities(
 
 
 async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name: str) -> Tokenizer:
-    """Return the given tokenizer, or load the one that the user or the server named.
+    """Return the given tokenizer; if a name is given, or only the server names a tokenizer, load
+    this tokenizer.
 
     :raises ModelLoadError: the tokenizer cannot be found.
     """
@@ -582,7 +598,8 @@ async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name:
 
 
 def _load_tokenizer(model: str, name: str) -> Tokenizer:
-    # transformers is slow to import, and servers that take text do not need it.
+    # imported here, because transformers is slow to import and servers that take text do not need
+    # it
     from atts.models.folders import find_tokenizer
     from atts.models.tokenizers import ModelTokenizer
 
@@ -592,7 +609,7 @@ def _load_tokenizer(model: str, name: str) -> Tokenizer:
 def vocabulary_of(tokenizer: Tokenizer) -> int:
     """Return the number of ids of a tokenizer.
 
-    :raises OptionError: the tokenizer does not say.
+    :raises OptionError: the tokenizer has no attribute `vocabulary`.
     """
     vocabulary: Any = getattr(tokenizer, "vocabulary", None)
     if not isinstance(vocabulary, int):
@@ -605,7 +622,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """The findings of a probe of a URL; printed as a list."""
+    """The results of the tests of the server at a URL; the text form is a list."""
 
     url: str
     spec: EngineSpec
@@ -613,10 +630,10 @@ class ProbeReport:
 
     @property
     def can(self) -> tuple[str, ...]:
-        """Return the abilities that pipelines may use: "sample", "score", "rate"."""
+        """Return the capabilities of the server that pipelines may use: "sample", "score", "rate"."""
         capabilities: set[str] = set(self.spec.capabilities)
         if "score" in capabilities:
-            # A server that scores texts can also rate by one token.
+            # A rating is the score of one token, so a server that scores can also rate.
             capabilities.add("rate")
         return tuple(sorted(capabilities))
 
@@ -653,9 +670,9 @@ async def probe(
     tokenizer: Tokenizer | str | Path | None = None,
     options: RemoteOptions = _DEFAULTS,
 ) -> ProbeReport:
-    """Look at a server with a dozen short requests, some 200 where it speculates.
+    """Test a server with about a dozen short requests, or about 200 if it speculates.
 
-    Nothing but another tokenizer is refused: the report says what does not hold.
+    Failed tests are listed in the report; only a different tokenizer raises an error.
 
     :raises EngineError: the server cannot be reached, speaks an unknown dialect, or lacks the
         model.

@@ -1,4 +1,4 @@
-"""llama.cpp dialect: it drafts from ids, and cannot score a prompt."""
+"""The dialect of llama.cpp servers, which continue token ids but cannot score given tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from atts.servers.dialect import (
     tokens_of,
 )
 
-# A bias so large that no other token can be drawn; the server's log-probs are from before the bias.
+# A bias so large that no other token can be sampled. The server computes log-probs before it adds
+# the bias.
 _FORCE = 1e9
 _REPLY_FIELDS = {
     "cache_prompt": True,
@@ -59,10 +60,10 @@ class _Completion(Struct):
 
 
 class LlamaCppDialect(Forcer):
-    """llama.cpp's own server.
+    """The dialect of llama.cpp's own server.
 
-    Its replies lack the log-probs of stop words and of incomplete characters, so atts requests each
-    of these by a further call.
+    Its replies lack the log-probs of stop strings and of incomplete characters, so atts requests
+    each missing log-prob with a separate call.
     """
 
     name = "llamacpp"
@@ -70,7 +71,9 @@ class LlamaCppDialect(Forcer):
     found_at = "/props"
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect`; one server has one model, so a name is only compared with the file's."""
+        """See `Dialect`; a server has one model, so a given name is only compared with the name of
+        the model's file.
+        """
         props: _Props = await json_at(client, "/props", _Props)
         path = props.model_path or props.model_alias or "unknown"
         alias = props.model_alias or path.rsplit("/", 1)[-1]
@@ -99,7 +102,7 @@ class LlamaCppDialect(Forcer):
         return Call("/completion", body | _REPLY_FIELDS)
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """See `Dialect`; after the first log-prob that the server left out, all are None."""
+        """See `Dialect`; all log-probs after the first missing log-prob are None."""
         completion: _Completion = decode(reply, _Completion)
         if completion.truncated:
             raise ValueError("the server cut the prompt")
@@ -109,7 +112,9 @@ class LlamaCppDialect(Forcer):
         return RawCompletion(completion.tokens, logprobs, finish, cached or 0)
 
     def force_call(self, ids: TokenIds, token: int) -> Call:
-        """See `Forcer`; one token is written, with all weight on the one asked for."""
+        """See `Forcer`; the server writes one token, and a large bias makes sure that it is the
+        requested token.
+        """
         body = {"prompt": ids, "n_predict": 1, "temperature": 1.0, "samplers": ["temperature"]}
         return Call("/completion", body | {"logit_bias": [[token, _FORCE]]} | _REPLY_FIELDS)
 

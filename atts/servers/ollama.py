@@ -1,4 +1,6 @@
-"""Ollama dialect: it drafts from a conversation, and can neither score nor take ids."""
+"""The dialect of Ollama servers, which continue a conversation but can neither score tokens nor
+read token ids.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from atts.servers.dialect import (
 )
 from atts.servers.options import RemoteOptions
 
-# Ollama allocates memory for every position, so its default context is small; the setting `context`
-# requests a larger one.
+# Ollama allocates memory for every position of the context, so the default context is small. The
+# setting `context` requests a larger context.
 CONTEXT = 8192
 
 
@@ -52,11 +54,12 @@ class _Answer(Struct):
 
 
 class OllamaDialect(TextDialect):
-    """Ollama's own API, which continues a last assistant message.
+    """The dialect of Ollama's own API, which continues the last message if it is from the
+    assistant.
 
     Every call sets the context length, because the default is small and Ollama drops the beginning
     of longer prompts without an error. Calls contain no stop strings, because replies do not
-    distinguish a stop string from the model's own end. atts searches the stop strings in the reply.
+    distinguish a stop string from the model's own end. atts searches the reply for stop strings.
     """
 
     name = "ollama"
@@ -68,7 +71,7 @@ class OllamaDialect(TextDialect):
         self._context = 0
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect`; "llama3" is "llama3:latest"."""
+        """See `Dialect`; the model name "llama3" means "llama3:latest"."""
         version: str = (await json_at(client, "/api/version", Version)).version
         tags: _Tags = await json_at(client, "/api/tags", _Tags)
         rows = [ModelRow(row.model, row.name) for row in tags.models]
@@ -76,7 +79,7 @@ class OllamaDialect(TextDialect):
             model = f"{model}:latest"
         self._model = choose_model(client, rows, model).id
         shown: _Shown = await json_at(client, "/api/show", _Shown, {"model": self._model})
-        # The name begins with that of the model's family.
+        # The name of this field begins with the name of the model's family.
         lengths: list[int] = [
             decode(bytes(value), Count)
             for name, value in shown.model_info.items()
@@ -87,7 +90,9 @@ class OllamaDialect(TextDialect):
         return Identity(f"ollama {short_version(version)}", version, self._model, self._context)
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect`; the call sets every sampling field, because Ollama's defaults differ."""
+        """See `Dialect`; the call sets every sampling field, because Ollama has other defaults than
+        atts.
+        """
         options = {
             "num_predict": request.max_tokens,
             "num_ctx": self._context,
@@ -109,7 +114,8 @@ class OllamaDialect(TextDialect):
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`.
 
-        :raises ValueError: the prompt filled the whole context, so the server cut its beginning.
+        :raises ValueError: the prompt fills the whole context, so the server has cut the prompt's
+            beginning.
         """
         answer: _Answer = decode(reply, _Answer)
         if not answer.done:

@@ -17,14 +17,16 @@ from atts.files import open_ordinary
 KEY_VARIABLE = "ATTS_API_KEY"
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 _LONGEST_KEY = 1 << 16
-# Spaces and control characters, which no URL contains.
+# Spaces and control characters; a valid URL contains neither.
 _SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")
-# The name of a variable has capitals and few digits, so an API key hardly matches.
+# Names of variables have capital letters and few digits, so an API key almost never matches this
+# pattern.
 _VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
-"""The way to make a server that takes messages continue an answer: a request in words ("ask"), two
-flags (vLLM, SGLang, llama.cpp), a mark on the message (DeepSeek, Mistral), or nothing but the last
-message."""
+"""How atts asks a server that takes messages to continue an answer: "ask" adds a request in words.
+"continue" sends two flags (vLLM, SGLang, llama.cpp), "prefix" marks the last message (DeepSeek,
+Mistral), and "trailing" only sends the last message.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,8 @@ class ApiKey:
     Traceback (most recent call last):
     atts.errors.OptionError: key: the variable ATTS_NO_SUCH_KEY is not set; write the API key there, or leave `key` out
 
-    :raises OptionError: `variable` is not the name of a variable, so it may be the key itself. When
-        the key is read: the named variable or file contains no key.
+    :raises OptionError: `variable` is not the name of a variable, so it may be the key itself.
+        Reading the key raises the same error if the variable or file contains no key.
     """
 
     variable: str = KEY_VARIABLE
@@ -46,8 +48,8 @@ class ApiKey:
     def __post_init__(self) -> None:
         if self.variable not in os.environ and not _VARIABLE.fullmatch(self.variable):
             problem = (
-                "this setting takes the name of the variable with the API key, but the given "
-                "value looks like a key"
+                "this setting takes the name of a variable that contains the API key, but the "
+                "given value looks like a key"
             )
             raise OptionError(
                 "key",
@@ -57,7 +59,7 @@ class ApiKey:
     def read(self) -> str:
         """Return the key from the file if a file is named, or else from the variable.
 
-        The key is empty if no file is named and the default variable is not set.
+        The key is an empty text if no file is named and the default variable is not set.
         """
         if self.file:
             key = self._read_file(self.file)
@@ -69,8 +71,8 @@ class ApiKey:
             else:
                 problem = f"the variable {self.variable} is not set"
             if self.variable == OPENAI_KEY_VARIABLE:
-                # atts may have chosen this variable, so the advice must not mention `key`, which
-                # the user did not type.
+                # atts may have chosen this variable by itself, so the advice does not mention the
+                # setting `key`.
                 advice = f"set this variable, or {KEY_VARIABLE}, to the API key"
             else:
                 advice = "write the API key there, or leave `key` out"
@@ -99,43 +101,46 @@ class RemoteOptions:
     """The time limits, retries and load of one server.
 
     - `timeout_seconds`: time limit of a call with all its retries.
-    - `attempts`: most attempts of a call, including the first.
-    - `in_flight`: most requests at the same time; atts sends fewer after the server refuses some.
-    - `wait_seconds`: time limit for a server that still loads its model when atts opens it.
-    - `give_up_after`: seconds that atts waits for a server that was lost during a run. After that,
-      calls fail, and the run can be resumed later.
-    - `recheck_seconds`, `idle_seconds`: atts identifies the server again after this time, or after
-      this time without requests. It also does so after a lost connection, and after a reply with
-      another model's name or fingerprint.
-    - `recheck_requests`: after this number of answers, a short request checks that the model under
-      this name is still the same.
+    - `attempts`: largest number of attempts of a call, including the first attempt.
+    - `in_flight`: largest number of requests in flight; atts sends fewer requests after the server
+      refuses some.
+    - `wait_seconds`: time limit for a server that is still loading its model when atts connects to
+      it.
+    - `give_up_after`: seconds that atts waits for a server that was lost during a run. After this
+      time, calls fail, and the run can be resumed later.
+    - `recheck_seconds`, `idle_seconds`: atts identifies the server again `recheck_seconds` after
+      the last check, or after `idle_seconds` without requests. It also identifies the server again
+      after a lost connection, and after a reply with another model name or fingerprint.
+    - `recheck_requests`: after this number of answers, a short request checks that the server's
+      model has not changed.
     - `proxy`: "environment" uses the proxy variables such as HTTP_PROXY; "never" ignores them.
-    - `priorities`: "send" is for servers started with priority scheduling, because other servers
-      refuse priorities.
+    - `priorities`: use "send" only for servers that were started with priority scheduling, because
+      other servers refuse priorities.
 
-    The next options concern servers that take messages.
+    The following options are for servers that take messages instead of token ids.
 
-    - `prefill`: the way to make the server continue an answer.
+    - `prefill`: how atts asks the server to continue an answer.
     - `extras`: "send" if the server accepts top_k and min_p.
-    - `context`: context length in tokens if the server does not report it; 0 is a common length.
+    - `context`: context length in tokens if the server does not report it; 0 means 131,072 tokens.
 
-    `thinking` "send" leaves a thinking budget to the server, which must accept
-    `thinking_token_budget` (OpenRouter: `reasoning.max_tokens`). With "close", atts stops the text
-    at the budget and closes the think block itself.
+    With `thinking` "send", the server enforces thinking budgets; it must accept
+    `thinking_token_budget` (OpenRouter: `reasoning.max_tokens`). With "close", atts itself stops
+    the text at the budget and closes the think block.
 
     :raises OptionError: an option has an impossible value.
     """
 
     timeout_seconds: float = 600.0
     attempts: int = 3
-    # Seconds before the second attempt, doubled for each further attempt.
+    # Seconds to wait before the second attempt; the wait doubles for each further attempt.
     delay_seconds: float = 0.25
     in_flight: int = 4096
-    # Thousands of connections at once take a busy machine some seconds.
+    # This limit is generous, because a busy machine needs some seconds to open thousands of
+    # connections.
     connect_seconds: float = 10.0
     wait_seconds: float = 600.0
     give_up_after: float = GIVE_UP_AFTER
-    # Seconds that a request to cancel another request may take.
+    # Time limit of a request that aborts another request.
     cancel_seconds: float = 2.0
     recheck_seconds: float = 15.0
     recheck_requests: int = 64
@@ -147,7 +152,8 @@ class RemoteOptions:
     thinking: Literal["close", "send"] = "close"
     context: int = 0
     key: ApiKey = field(default_factory=ApiKey)
-    # Certificates to trust instead of the system's; they are always verified.
+    # File of certificates to trust instead of the system's certificates; servers' certificates are
+    # always verified.
     ca_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -178,7 +184,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def is_url(text: str) -> bool:
-    """Return whether a server could be reached there: a host, a possible port, no spaces.
+    """Return whether a text is an HTTP URL with a host, a possible port and no spaces.
 
     >>> is_url("http://[::1]:8000/m"), is_url("http://[::1"), is_url("http://h:99999"), is_url("h:8000")
     (True, False, False, False)
@@ -188,5 +194,5 @@ def is_url(text: str) -> bool:
         reachable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         return reachable and _SPACES.search(text) is None
     except ValueError:
-        # A bracket that is never closed, or a port that is not a number.
+        # The URL has a bracket that is never closed, or a port that is not a number.
         return False

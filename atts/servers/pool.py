@@ -40,31 +40,33 @@ from atts.errors import (
 
 T = TypeVar("T")
 State = Literal["up", "down", "refused"]
-"""The state of a replica: "down" means that it failed and is tried again later, "refused" that it
-came back as another engine.
+"""The state of a replica. "down": it failed and is tried again later. "refused": it came back as
+another engine, and is never used again.
 """
-_BACK_SECONDS = 0.5  # seconds before a failed replica is tried again; doubled with every failure
+# seconds before a failed replica is tried again; the time doubles with every failure
+_BACK_SECONDS = 0.5
 _LONGEST_SECONDS = 30.0
 _FAILURES = 3  # consecutive time-outs or invalid replies after which a replica counts as lost
-# requests above its fair share that a replica may have before other replicas get new ones
+# number of requests above the mean that a replica may have before other replicas get its new
+# requests
 _SLACK = 8
 
 
 class Replica(Engine, Protocol):
-    """An engine that can be lost and can come back."""
+    """An engine whose server can be lost and can come back."""
 
     async def recheck(self) -> None:
-        """Open the engine if it was never opened, else check that it is still the same engine.
+        """Open the engine if it was never opened, or else check that its server has not changed.
 
-        :raises EngineUnavailable: the engine cannot be reached.
-        :raises EngineError: the engine is another one.
+        :raises EngineUnavailable: the server cannot be reached. :raises EngineError: the server has
+            changed.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """The requests of one replica: done, failed and in flight."""
+    """The state of one replica, and its numbers of requests: all, failed and in flight."""
 
     name: str
     state: State
@@ -75,12 +77,13 @@ class ReplicaLoad:
 
 
 Prefer = Callable[[Sequence[ReplicaLoad], SampleRequest | ScoreRequest], int]
-"""A function that chooses one of the available replicas for a request."""
+"""A function that takes the available replicas and a request, and returns the index of a replica.
+"""
 
 
 @dataclass(slots=True)
 class _Member:
-    """One replica, and the state of its health."""
+    """One replica of a pool, with its state and its numbers of requests."""
 
     name: str
     engine: Replica
@@ -91,12 +94,12 @@ class _Member:
     in_a_row: int = 0
     retry_at: float = 0.0
     checking: anyio.Lock = field(default_factory=anyio.Lock)
-    checks: int = 0  # number of checks after which the replica was usable
+    checks: int = 0  # number of checks that found the replica usable again
     reason: str = ""
 
     @property
     def load(self) -> ReplicaLoad:
-        """Return the numbers of its requests as a value."""
+        """Return the replica's state and numbers of requests as an immutable value."""
         return ReplicaLoad(
             self.name, self.state, self.in_flight, self.requests, self.failures, self.reason
         )
@@ -105,11 +108,12 @@ class _Member:
 class ReplicaPool:
     """A pool of equal engines that acts as one engine.
 
-    The name of a rollout chooses its replica, so that its prefix is cached there, unless that
-    replica is down or much busier than the others; with `prefer`, that function chooses for each
-    request. A lost replica is not used for a while, then checked by one request while other
-    requests use other replicas. Its lost requests are repeated on other replicas. A replica that
-    comes back as another engine is never used again.
+    All requests of a rollout go to the same replica, which has the rollout's prefix in its cache.
+    If this replica is down or much busier than the others, another replica is used. The function
+    `prefer`, if given, chooses the replica of each request instead. A lost replica is not used for
+    a while, and its lost requests are repeated on other replicas. Then one request checks the lost
+    replica while other requests use other replicas. A replica that comes back as another engine is
+    never used again.
 
     :raises OptionError: if there is no replica.
     """
@@ -129,11 +133,12 @@ class ReplicaPool:
         self._stack = AsyncExitStack()
         self._state: EngineState = "new"
         self._first: Replica | None = None
-        self._clock: Callable[[], float] = lambda: 0.0  # the event loop's clock, once the loop runs
+        # replaced by the event loop's clock when the pool opens
+        self._clock: Callable[[], float] = lambda: 0.0
 
     @property
     def spec(self) -> EngineSpec:
-        """Return the spec of the replicas, which are alike."""
+        """Return the spec of the replicas; all replicas have the same spec."""
         return self._one().spec
 
     @property
@@ -142,9 +147,9 @@ class ReplicaPool:
         return self._one().tokenizer
 
     def stats(self) -> EngineStats:
-        """Return the sums over the replicas.
+        """Return the sums of the replicas' statistics.
 
-        A request that was asked again elsewhere counts at each.
+        A request that was repeated on another replica counts for both replicas.
         """
         each = [member.engine.stats() for member in self._members]
         return EngineStats(
@@ -152,19 +157,23 @@ class ReplicaPool:
         )
 
     def load(self) -> tuple[ReplicaLoad, ...]:
-        """Return the work of each replica, in the order given."""
+        """Return the state and numbers of requests of each replica, in the order in which the
+        replicas were given.
+        """
         return tuple(member.load for member in self._members)
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Continue the ids somewhere; see `atts.engine.Engine`."""
+        """Sample on one of the replicas; see `atts.engine.Engine`."""
         return await self._anywhere(request, lambda engine: engine.sample(request))
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Score the suffix somewhere; see `atts.engine.Engine`."""
+        """Score on one of the replicas; see `atts.engine.Engine`."""
         return await self._anywhere(request, lambda engine: engine.score(request))
 
     async def comes_back(self) -> bool:
-        """Wait until one replica is up again, where all are lost; see `atts.engine.Returning`."""
+        """Wait until one replica is up again, if all replicas are lost; see
+        `atts.engine.Returning`.
+        """
         if self._state != "open":
             return False
 
@@ -172,8 +181,8 @@ class ReplicaPool:
             engine = member.engine
             if member.state == "down" and isinstance(engine, Returning):
                 if await engine.comes_back():
-                    # Of several calls that arrive together, one checks the replica; the others wait
-                    # and then continue.
+                    # If several calls arrive here together, one call checks the replica, and the
+                    # others wait for the result.
                     async with member.checking:
                         if member.state == "down":
                             await self._look(member)
@@ -215,7 +224,7 @@ class ReplicaPool:
     async def _anywhere(
         self, request: SampleRequest | ScoreRequest, call: Callable[[Engine], Awaitable[T]]
     ) -> T:
-        """Ask the best replica, then, while replicas are lost, each of the others once."""
+        """Send a request to the best replica; if this replica is lost, try each other replica once."""
         if self._state != "open":
             raise not_open(self._name, self._state)
         tried: set[str] = set()
@@ -243,7 +252,8 @@ class ReplicaPool:
         try:
             answer = await call(member.engine)
         except EngineUnavailable as error:
-            # if the replica was found usable meanwhile, this error is from before its recovery
+            # if a check has found the replica usable in the meantime, this error is older than the
+            # recovery
             if member.checks == checks:
                 self._fail(member, error)
             raise
@@ -262,9 +272,9 @@ class ReplicaPool:
         return answer
 
     async def _suspect(self, member: _Member, error: EngineError) -> None:
-        """Check a replica that refused a request, which may be another engine now.
+        """Check whether a replica that refused a request has changed.
 
-        :raises EngineUnavailable: the replica is no longer the one that was opened.
+        :raises EngineUnavailable: the replica has changed since it was opened.
         """
         await self._check(member)
         if member.state == "refused":
@@ -273,7 +283,7 @@ class ReplicaPool:
             ) from error
 
     def _fail(self, member: _Member, error: EngineError) -> None:
-        """Leave a replica alone for a while, longer each time."""
+        """Mark a replica as down for a while; the time grows with each failure."""
         member.failures += 1
         member.reason = str(error)
         if member.state == "up":
@@ -288,9 +298,9 @@ class ReplicaPool:
             member.retry_at = self._clock() + wait
 
     async def _pick(self, request: SampleRequest | ScoreRequest, tried: set[str]) -> _Member | None:
-        """Return the replica for this request, or None if there is none.
+        """Return the best usable replica for this request, or None if no replica is usable.
 
-        One that may be up again is checked on the way.
+        Lost replicas that are due for a check are checked first.
         """
         for member in self._members:
             if self._is_due(member) and member.name not in tried:
@@ -306,8 +316,8 @@ class ReplicaPool:
         rollout = request.rollout
         if not rollout:
             return least
-        # Use the replica that has the rollout's prefix in its cache, unless it has far more
-        # requests than the others.
+        # Use the replica that has the rollout's prefix in its cache, unless this replica has far
+        # more requests than the others.
         home = max(free, key=lambda member: _weight(member.name, rollout))
         fair = sum(member.in_flight for member in free) / len(free)
         return home if home.in_flight <= 1.25 * fair + _SLACK else least
@@ -320,7 +330,7 @@ class ReplicaPool:
         )
 
     async def _check(self, member: _Member) -> None:
-        """See whether a replica can be used, and set its state."""
+        """Check whether a replica can be used, and set its state."""
         async with member.checking:
             await self._look(member)
 
@@ -354,13 +364,13 @@ class ReplicaPool:
 def _weight(name: str, rollout: str) -> bytes:
     """Return the weight of a replica for a rollout (rendezvous hashing).
 
-    When a replica is lost, only its rollouts move.
+    When a replica is lost, only this replica's rollouts move to other replicas.
     """
     return blake2b(f"{name}\x1f{rollout}".encode(), digest_size=8).digest()
 
 
 def require_alike(name: str, ours: EngineSpec, theirs: EngineSpec, advice: str) -> None:
-    """Refuse engines whose results must not be mixed.
+    """Refuse two engines if their results must not be mixed in one run.
 
     :raises FingerprintError: the engines differ.
     """

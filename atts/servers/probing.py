@@ -1,4 +1,6 @@
-"""Probe a server: test the claims of its dialect, and record the values that identify it later."""
+"""Test the capabilities that a server claims, and record the values by which it is identified
+later.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,18 @@ from atts.servers.dialect import (
     Scorer,
 )
 
-# The difference in nats that different batches may cause.
+# Largest difference of log-probs, in nats, that is explained by different batches.
 TOLERANCE = 0.05
 _TEXTS = ("Let x = 2.\n\nThen 12345 + 678 = 13023.", "\n\n  two  spaces", "naïve \\boxed{42} π")
 _QUESTION = "Start at 17. +5, -8, +11. What is the result?"
-# Models differ most on mistakes and on sudden changes of subject.
+# Different models give the most different log-probs to mistakes and to sudden changes of subject.
 _MISTAKES = "So only: 17 plus 5 is 23.\n\nSo only: 23 minus 8 is 16.\n\n"
 _FIXED_TEXT = (
     f"{_MISTAKES}So only: 16 plus 11 is 26.\n\n"
     "The answer is \\boxed{26}. Canberra is the capital of Australia, and 17 * 23 = 391."
 )
 _TOKENS = 12
-# Enough for a model to reason about the question and answer it.
+# Token limit that is enough for a model to reason about the question and answer it.
 _REASONING_TOKENS = 2048
 _GREEDY = Sampling(temperature=0.0)
 _HOT = Sampling(temperature=2.0)
@@ -51,7 +53,7 @@ Convention = Literal["raw", "processed", "unknown"]
 
 
 class OtherTokenizer(FingerprintError):
-    """The server's ids of a text differ from the tokenizer's ids."""
+    """The error if the server's token ids of a text differ from the ids of atts's tokenizer."""
 
     def __init__(self, engine: str, text: str, theirs: TokenIds, ours: TokenIds) -> None:
         super().__init__(f"engine {engine}", [(repr(text), theirs, ours)])
@@ -68,7 +70,7 @@ class OtherTokenizer(FingerprintError):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One tested claim, with its result and the evidence."""
+    """The test of one claim about a server, with its result and the evidence."""
 
     name: str
     answer: Answer
@@ -81,17 +83,21 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The findings of a probe, with the values that identify the server later."""
+    """The findings about a server, with the values by which it is identified later."""
 
     findings: tuple[Finding, ...]
     hot_convention: Literal["raw", "processed"]
-    """Kind of the log-probs of tokens that are sampled at other temperatures than 0 and 1."""
+    """The kind of log-probs (raw or processed) that come with tokens sampled at temperatures other
+    than 0 and 1.
+    """
     text: TokenIds
-    """The ids of a greedy text after the probe's prompt."""
+    """The ids of the greedy text that the server wrote after the test's prompt."""
     values: tuple[float, ...]
-    """The log-probs of the text: its scores, or the sampled ones if the server cannot score."""
+    """The log-probs of the greedy text: its scores, or the sampled log-probs if the server cannot
+    score.
+    """
     convention: Convention = "unknown"
-    """The kind that the probe measured; "unknown" if it could not."""
+    """The kind of log-probs that the test measured, or "unknown" if it could not be measured."""
     fingerprint: tuple[float, ...] = ()
     """The result of `ServerProbe.fingerprint` when the server was opened."""
 
@@ -105,7 +111,7 @@ class Seen(NamedTuple):
 
 
 class ServerProbe:
-    """A probe of one server by a few cheap calls."""
+    """A test of one server with a few cheap requests."""
 
     def __init__(self, requests: DialectClient) -> None:
         self._requests = requests
@@ -116,10 +122,10 @@ class ServerProbe:
         self._prompt = self._tokenizer.render([Message("user", _QUESTION)])
 
     async def run(self) -> Known:
-        """Test everything.
+        """Test all capabilities that the server's dialect claims.
 
         :raises FingerprintError: if the server has another tokenizer.
-        :raises EngineError: if the server fails in a test that all others need.
+        :raises EngineError: if a request fails without which no other test is possible.
         """
         findings = [Finding("engine", "yes", f"{self._spec.engine}, model {self._spec.model}")]
         if self._dialect.speaks == "text":
@@ -154,17 +160,18 @@ class ServerProbe:
         return Known(tuple(findings), known, written.ids, values, convention, fingerprint)
 
     async def again(self, known: Known) -> Seen:
-        """Repeat the requests for the values and the convention that identify the server."""
+        """Measure again the values and the log-prob convention that identify the server."""
         seen = await self.glance(known)
         if isinstance(self._dialect, Scorer) and self._dialect.speaks != "text":
             return seen._replace(convention=await self._measure_convention())
         return seen
 
     async def glance(self, known: Known) -> Seen:
-        """Request the identifying values again by one short request, because a run is in progress.
+        """Measure the identifying values again with only one short request, because a run is in
+        progress.
 
-        A server with a text dialect gets no request. It returns no log-probs to compare, and requests
-        to hosted models cost money.
+        A server with a text dialect gets no request, because it returns no log-probs to compare and
+        hosted models cost money.
         """
         if self._dialect.speaks == "text":
             return Seen(known.values, "unknown")
@@ -174,10 +181,10 @@ class ServerProbe:
         return Seen(_known_logprobs(written) if written.ids == known.text else (), "unknown")
 
     async def fingerprint(self) -> tuple[float, ...]:
-        """Return log-probs that differ for another model of the same name.
+        """Return log-probs by which another model with the same name can be recognised.
 
-        A server that can score scores a fixed text. Any other server continues a text with mistakes,
-        and the log-probs of this continuation count.
+        A server that can score scores a fixed text. Any other server continues a text with
+        mistakes, and the log-probs of the continuation are returned.
         """
         if not isinstance(self._dialect, Scorer):
             prefix = self._prompt + tuple(self._tokenizer.encode(_MISTAKES))
@@ -209,11 +216,11 @@ class ServerProbe:
         findings.append(await self._see_abort())
 
     async def _see_text(self, findings: list[Finding]) -> RawCompletion | None:
-        """Test that the model writes; return the text, or None if the model reasons without showing
-        it.
+        """Test that the model writes a text; return the text, or None if the server hides the
+        model's reasoning.
 
-        A model that reasons first shows nothing after a few tokens, and some such models are
-        sampled at temperature 1 only.
+        A model with hidden reasoning shows no text after a few tokens. Some of these models accept
+        only temperature 1.
         """
         sampling = _GREEDY
         try:
@@ -233,7 +240,7 @@ class ServerProbe:
         return None
 
     async def _see_answer(self, sampling: Sampling) -> str:
-        """Let the model reason and answer; return a sentence about the result."""
+        """Let the model reason and answer, and return a sentence about the result."""
         room = self._spec.context_length - len(self._prompt)
         tokens = min(_REASONING_TOKENS, room)
         while True:
@@ -242,7 +249,8 @@ class ServerProbe:
             except NoVisibleText as error:
                 return f"{error.problem}: give chunks more than {tokens} tokens"
             except ContextOverflow:
-                # A server may not report how small its context is.
+                # The server's context may be smaller than atts assumes, because some servers do not
+                # report its length.
                 if tokens <= _TOKENS:
                     raise
                 tokens //= 4
@@ -265,7 +273,9 @@ class ServerProbe:
         )
 
     async def _see_stop(self, ids: TokenIds) -> Finding:
-        """Request the greedy text again, with a stop string in the middle of it."""
+        """Request the greedy text again with a stop string from its middle, and check that the
+        server stops there.
+        """
         middle = len(ids) // 2
         stop = self._tokenizer.decode(ids[middle : middle + 1])
         if not stop or "\ufffd" in stop:
@@ -293,7 +303,9 @@ class ServerProbe:
         return Finding("seeds", "no", seen)
 
     async def _see_scores(self, written: RawCompletion) -> tuple[list[Finding], tuple[float, ...]]:
-        """Score a greedy text, score it again, and score it with a strange token planted in it."""
+        """Test the scores of a greedy text: score it twice, and then with an improbable token in
+        its middle.
+        """
         ids = written.ids
         middle = len(ids) // 2
         strange = self._strange_token(ids[middle])
@@ -317,7 +329,7 @@ class ServerProbe:
         return findings, first.logprobs
 
     async def _see_rating(self) -> Finding:
-        """Request one token with its alternatives."""
+        """Test that the server lists the most likely alternatives of a token."""
         try:
             words = await self._requests.ratings(self._prompt)
         except EngineError as error:
@@ -333,7 +345,9 @@ class ServerProbe:
         )
 
     async def _see_speculation(self, greedy: TokenIds) -> Finding:
-        """Test that samples follow the scores, unless the server reports that it does not speculate."""
+        """Test that sampled tokens follow the model's distribution, unless the server reports that
+        it does not speculate.
+        """
         speculation = await self._dialect.speculation(self._client)
         if speculation == "":
             return Finding("speculation", "yes", "the server does not speculate")
@@ -345,7 +359,7 @@ class ServerProbe:
         return Finding("speculation", "no" if test.trouble else "yes", seen, "sample")
 
     def _strange_token(self, token: int) -> int:
-        """Return an id far from the given id that is not an end id."""
+        """Return an id that is far from the given id and is not an end id."""
         size = self._spec.vocabulary
         for step in range(size):
             candidate = (token + size // 2 + step) % size
@@ -358,7 +372,8 @@ class ServerProbe:
         if drift > TOLERANCE:
             seen = f"scores of the same chunk differ by {drift:.3f} nats with and without the cache"
             return Finding("scores", "no", seen, "score")
-        # At temperature 0 both scores and sampled log-probs are of the unchanged distribution.
+        # At temperature 0, scores and sampled log-probs are both those of the unchanged
+        # distribution.
         difference = _distance(first.logprobs, _known_logprobs(written))
         if difference > 2 * TOLERANCE:
             seen = f"scores differ by {difference:.3f} nats from the log-probabilities of the sampled text"
@@ -368,19 +383,22 @@ class ServerProbe:
         return Finding("scores", "yes", seen, "score")
 
     async def _measure_convention(self) -> Convention:
-        """Compare the log-probs of a hot sample with its scores, which are raw."""
+        """Compare log-probs sampled at a high temperature with scores of the same tokens, which are
+        always raw.
+        """
         hot = await self._requests.sample_raw(self._request(_HOT, 3))
         sampled = _known_logprobs(hot)
         if len(sampled) != len(hot.ids):
             return "unknown"
         scores = await self._requests.score(ScoreRequest(self._prompt, hot.ids))
         if all(value > -TOLERANCE for value in scores.logprobs):
-            # The model is so certain that temperature changes nothing.
+            # The model is so certain of these tokens that temperature does not change their
+            # log-probs.
             return "unknown"
         return "raw" if _distance(scores.logprobs, sampled) <= 2 * TOLERANCE else "processed"
 
     async def _see_abort(self) -> Finding:
-        """Cancel a long request, which must leave the server's count of running requests."""
+        """Cancel a long request, and check that the server's number of running requests falls."""
         before = await self._dialect.running(self._client)
         if before is None:
             return Finding("abort", "unknown", "the server does not report how many requests run")
@@ -415,9 +433,9 @@ class ServerProbe:
 
 
 def refuse_broken(name: str, findings: tuple[Finding, ...], needs: frozenset[Capability]) -> None:
-    """Check that a server passed all tests of the needed capabilities.
+    """Check that a server passed the tests of all needed capabilities.
 
-    :raises UnsupportedByEngine: a test failed; the message names every failed test.
+    :raises UnsupportedByEngine: a test failed; the message names each failed test.
     """
     reasons = [
         f"{finding.name}: {finding.seen}"
@@ -437,7 +455,7 @@ def require_unchanged(
     known: Known,
     seen: Seen,
 ) -> None:
-    """Check that a server still has the identity and the test results that it had when it was opened.
+    """Check that a server's identity and test results are the same as when the engine opened.
 
     :raises UnsupportedByEngine: the server has changed.
     """
@@ -480,10 +498,12 @@ def _known_logprobs(written: RawCompletion) -> tuple[float, ...]:
 
 
 def _distance(left: tuple[float, ...], right: tuple[float, ...]) -> float:
-    """Return the largest difference of two series; infinity if their lengths differ."""
+    """Return the largest difference between numbers at the same position, or infinity if the
+    lengths differ.
+    """
     if len(left) != len(right):
         return math.inf
-    # Equal infinities count as difference 0.
+    # Equal infinities have difference 0.
     return max((abs(a - b) for a, b in zip(left, right, strict=True) if a != b), default=0.0)
 
 
@@ -492,30 +512,32 @@ def _first_ids(ids: TokenIds) -> str:
     return " ".join(map(str, ids[:6])) + more
 
 
-# The test of a server's own speculation compares each token of a sampled text with a token drawn
-# alone after the same beginning. Servers do not speculate for a request of one token. On a lossless
-# server both tokens have the same distribution, so the difference of their log-probabilities is
-# positive as often as negative. The sum of these differences, divided by the root of the sum of
-# their squares, is then about a standard normal number for every model.
+# This test of a server's own speculation compares each token of a sampled text with a token from a
+# one-token request after the same beginning. Servers do not speculate in one-token requests. If
+# speculation is lossless, both tokens have the same distribution, so the difference of their
+# log-probabilities is positive as often as negative. The sum of these differences, divided by the
+# root of the sum of their squares, then has about a standard normal distribution for every model.
 
 _SAMPLED_TEXTS = 8
 _WARM = Sampling(temperature=0.7)
 # A lossless server exceeds this number of standard deviations about once in a million tests.
 _MOST_DEVIATIONS = 5.0
-# If two tokens differ by at most this many nats, either may be the likeliest one.
+# If the log-probabilities of two tokens differ by at most this many nats, rounding decides which
+# token is the likeliest.
 _TIE = 0.1
-# The log-probability, in nats, that counts for a token with probability 0.
+# The log-probability, in nats, that replaces minus infinity.
 _FLOOR = -30.0
 
 
 class Lossless(NamedTuple):
-    """Comparison of a server's texts with the distribution that its scores show."""
+    """A comparison of a server's texts with the distribution from which its scores are computed."""
 
-    tokens: int  # number of tokens of sampled texts, each compared with a token drawn alone
-    # mean number of nats by which tokens of texts are less likely than tokens drawn alone
+    # number of tokens in sampled texts, each compared with a token from a one-token request
+    tokens: int
+    # mean number of nats by which tokens of texts are less likely than tokens of one-token requests
     deficit: float
-    # The deficit in standard errors; negative if tokens of texts are more likely than tokens drawn
-    # alone.
+    # The deficit in standard errors; negative if tokens of texts are more likely than tokens of
+    # one-token requests.
     deviation: float
     # The largest number of nats by which a token of a greedy text is less likely than the likeliest
     # token.
@@ -523,7 +545,9 @@ class Lossless(NamedTuple):
 
     @property
     def trouble(self) -> str:
-        """Return a description of what is wrong with the texts; "" if nothing is."""
+        """Describe how the texts differ from the model's distribution; the result is "" if they do
+        not differ.
+        """
         problems: list[str] = []
         if abs(self.deviation) > _MOST_DEVIATIONS:
             direction = "less" if self.deficit > 0 else "more"
@@ -554,7 +578,8 @@ class Lossless(NamedTuple):
 async def check_losslessness(
     requests: DialectClient, prompt: TokenIds, greedy: TokenIds
 ) -> Lossless:
-    """Compare sampled texts and a greedy text after the prompt with tokens that are drawn alone.
+    """Test whether speculation is lossless: compare a server's texts after the prompt with tokens
+    of one-token requests.
 
     :raises EngineError: the server fails.
     """
@@ -579,8 +604,10 @@ async def check_losslessness(
 
 
 async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -> list[float]:
-    """Return for each position of a sampled text the log-prob of a token drawn alone there, minus the
-    log-prob of the text's token.
+    """Return the differences between log-probs, one for each position of a sampled text.
+
+    Each difference is the log-prob of a token from a one-token request, minus the log-prob of the
+    text's token.
     """
     seed = Seed(run=100 + number, purpose="probe")
     ids = (await requests.sample_raw(SampleRequest(prompt, _TOKENS, _WARM, seed))).ids
@@ -603,8 +630,8 @@ async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -
 
 
 async def _greedy_gap(requests: DialectClient, ids: TokenIds, token: int) -> float:
-    """Return the log-prob of the greedy token drawn alone after these ids, minus the log-prob of the
-    greedy text's token.
+    """Return how many nats the greedy text's token is less likely than the greedy token of a
+    one-token request.
     """
     request = SampleRequest(ids, 1, _GREEDY, Seed(purpose="probe"))
     alone = (await requests.sample_raw(request)).ids[0]

@@ -1,4 +1,6 @@
-"""A Ray engine: a pool of equal engines in the actors of a cluster, one per GPU or number of cores."""
+"""The Ray engine: a pool of equal engines in the actors of a Ray cluster, where each actor has its
+own GPUs or cores.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,18 @@ from atts.servers.pool import ReplicaPool, require_alike
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 10.0
-# seconds to wait for a replacement that starts; requests go to other replicas meanwhile
+# seconds to wait for a new actor that replaces a dead actor; during this time, requests go to other
+# replicas
 _PATIENCE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """The number of actors, their resources, and their cluster.
+    """The number of Ray actors, the resources of each actor, and their cluster.
 
-    `address` is the address of a cluster. "auto" is the cluster that runs on this machine; "" is
-    that cluster too, or a new cluster if none runs. Each actor gets at most `in_flight` requests at
-    the same time; further requests wait in this process. An actor that has not loaded its model
+    `address` is the address of a cluster. "auto" is the cluster that runs on this machine. "" also
+    means this cluster, or a new cluster if none runs. Each actor gets at most `in_flight` requests
+    at the same time; further requests wait in this process. An actor that has not loaded its model
     after `open_seconds` counts as lost.
 
     :raises OptionError: an option has an impossible value.
@@ -74,14 +77,14 @@ class RayEngine(ReplicaPool):
     `make` creates the engine in the actor, so it must be picklable, as
     `functools.partial(LocalEngine, folder)` is. `atts` must be installed on every node. A rollout
     stays at the actor that has its prefix in the cache. If an actor dies, another actor repeats its
-    requests from their token ids, and a new actor replaces it.
+    requests from their token ids, and a new actor replaces the dead actor.
     """
 
     def __init__(
         self, make: Callable[[], Engine], *, name: str = "ray", options: RayOptions = _DEFAULTS
     ) -> None:
         self._options = options
-        # treatment of the Ray cluster when this engine closes
+        # whether the connection to the Ray cluster is kept or ended when this engine closes
         self._shut: Literal["leave it", "end it"] = "leave it"
         self._actors = [
             ActorReplica(make, f"{name}/{number}", options) for number in range(options.actors)
@@ -92,7 +95,7 @@ class RayEngine(ReplicaPool):
 
     @property
     def actors(self) -> tuple[ActorReplica, ...]:
-        """Return the replicas, one per actor."""
+        """Return the replicas of the pool, one for each actor."""
         return tuple(self._actors)
 
     async def __aenter__(self) -> Self:
@@ -106,7 +109,8 @@ class RayEngine(ReplicaPool):
         self._shut = await anyio.to_thread.run_sync(_join, self._name, self._options.address)
         try:
             for actor in self._actors:
-                actor.start()  # all actors load at the same time; the pool then waits for each
+                # all actors load at the same time; then the pool waits for each actor
+                actor.start()
             await super().__aenter__()
         except BaseException:
             await self._leave()
@@ -132,7 +136,9 @@ class RayEngine(ReplicaPool):
 
 
 def _join(name: str, address: str) -> Literal["leave it", "end it"]:
-    """Connect to the cluster, or start a new one. Return whether to leave or end it at closing."""
+    """Connect to the Ray cluster, or start a new cluster; return whether to end the connection at
+    closing.
+    """
     if _ray().is_initialized():
         return "leave it"
     # Ray must not report usage statistics.
@@ -157,7 +163,7 @@ def _begin(name: str, quiet: dict[str, Any]) -> None:
     """Start a cluster on this machine."""
     try:
         _ray().init(address="local", include_dashboard=False, **quiet)
-    except Exception as error:  # Ray raises no more specific error
+    except Exception as error:  # Ray raises no more specific type of error
         _ray().shutdown()
         advice = (
             "Ray waits only 30 s, which may be too short on a busy machine: start the cluster "
@@ -179,11 +185,13 @@ class ActorReplica(BaseEngine):
         self._options = options
         self._slots = SlotQueue(options.in_flight)
         self._handle: Any = None
-        self._opening: Any = None  # reference to the result of `Host.open`
+        self._opening: Any = None  # Ray's reference to the result of `Host.open`
 
     @property
     def handle(self) -> Any:
-        """Return Ray's handle of the actor, for calls such as `ray.kill`; None before the start."""
+        """Return Ray's handle of the actor, for calls such as `ray.kill`, or None before the actor
+        is requested.
+        """
         return self._handle
 
     def start(self) -> None:
@@ -204,10 +212,10 @@ class ActorReplica(BaseEngine):
         self._opening = self._handle.open.remote()
 
     async def recheck(self) -> None:
-        """Open the engine, or check that its actor still runs. A new actor replaces a dead one.
+        """Open the engine, or check that its actor still runs; a new actor replaces a dead actor.
 
-        :raises EngineUnavailable: the actor died, or its replacement does not run yet.
-        :raises FingerprintError: the replacement is another engine.
+        :raises EngineUnavailable: the actor died, or the new actor does not run yet.
+        :raises FingerprintError: the engine in the new actor is different.
         """
         if self._state == "closed":
             raise not_open(self._name, self._state)
@@ -224,7 +232,7 @@ class ActorReplica(BaseEngine):
         )
 
     async def comes_back(self) -> bool:
-        """Wait for the replacement of a dead actor, for at most `open_seconds`."""
+        """Wait until a new actor has replaced a dead actor, for at most `open_seconds`."""
         with anyio.move_on_after(self._options.open_seconds):
             while self._state == "open":
                 try:
@@ -246,7 +254,7 @@ class ActorReplica(BaseEngine):
                 try:
                     await _result(handle.close.remote())
                 except _ray(".exceptions").RayError:
-                    # The actor is already gone, as intended.
+                    # The actor is already gone, so there is nothing to close.
                     pass
             _ray().kill(handle)
 
@@ -301,9 +309,10 @@ class ActorReplica(BaseEngine):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error in the form in which it is sent between processes.
+    """An error as it is sent between processes.
 
-    Errors whose constructors have other arguments than the text cannot be pickled.
+    The error itself is not sent, because pickle cannot restore errors whose constructors take other
+    arguments than a text.
     """
 
     kind: type[ATTSError]
@@ -320,10 +329,10 @@ class Failure:
 
 
 class Host:
-    """The object that runs in the actor.
+    """The object that runs an engine in a Ray actor.
 
-    One task opens and closes the engine, because an engine may have an open task group, and a task
-    group must be closed by the task that opened it.
+    The same task opens and closes the engine. An engine may have an open task group, which must be
+    closed by the task that opened it.
     """
 
     def __init__(self, make: Callable[[], Engine]) -> None:
@@ -336,10 +345,10 @@ class Host:
         self._again: asyncio.Task[Failure | None] | None = None
 
     async def open(self) -> tuple[EngineSpec, Tokenizer] | Failure:
-        """Open the engine if it is closed. Return its spec and tokenizer, or the error.
+        """Open the engine if it is not open, and return its spec and tokenizer, or the error.
 
-        An open engine is checked by its `recheck`, which starts a local model's loop again if the
-        loop has ended.
+        If the engine is open, its method `recheck` is called. For a local model, `recheck` starts
+        the model's loop again if the loop has ended.
         """
         if self._life is None:
             self._life = asyncio.create_task(self._live())
@@ -348,7 +357,7 @@ class Host:
             return self._failure or Failure(EngineUnavailable, "it is closed")
         if self._again is None or self._again.done():
             self._again = asyncio.create_task(self._recheck(self._engine))
-        # If the caller gives up and calls again, the second call waits for the same check.
+        # If the caller stops waiting and calls again, the second call waits for the same check.
         failure = await asyncio.shield(self._again)
         return failure or (self._engine.spec, self._engine.tokenizer)
 
@@ -398,7 +407,7 @@ class Host:
 
 
 async def _result(reference: Any) -> Any:
-    """Wait for the value of a Ray reference, on asyncio or trio.
+    """Wait for the value of a Ray reference, under asyncio or trio.
 
     If the caller is cancelled, Ray cancels the call in the actor.
     """

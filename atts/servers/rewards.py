@@ -1,8 +1,10 @@
-"""Reward models on servers, which rate the last step of a solution, and targets that use them.
+"""Reward models on servers, which rate the last step of a solution, and targets that use reward
+models.
 
-On vLLM, a process reward model answers `POST /pooling` with one row per separator token, and a model
-that rewards a whole text answers `POST /classify`. On SGLang, all reward models answer `POST
-/classify` with one number per text. Requests contain the solution up to and including the step.
+On vLLM, a process reward model answers `POST /pooling` with one row per separator token, and a
+model that rewards a whole text answers `POST /classify`. On SGLang, all reward models answer `POST
+/classify` with one number per text. A request contains the solution up to and including the step
+that is rated.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ Route = Literal["/pooling", "/classify"]
 
 
 class RewardModel(Protocol):
-    """A model that rewards the last step of a solution, opened by `async with`."""
+    """A model that rates the last step of a solution; `async with` opens it."""
 
     async def reward(self, problem: str, steps: Sequence[str]) -> float:
         """Return the probability that the last step is correct.
 
-        :raises EngineError: the server gave no answer, or an answer without a reward.
+        :raises EngineError: the server gave no reply, or a reply without a reward.
         """
         ...
 
@@ -53,9 +55,9 @@ class RewardModel(Protocol):
 
 
 class RemoteRewardModel:
-    """A reward model on a vLLM or SGLang server. Opening it sends a trial request.
+    """A reward model on a vLLM or SGLang server; opening the model sends a trial request.
 
-    :raises OptionError: the address does not name a server of these kinds.
+    :raises OptionError: the address does not name a vLLM or SGLang server.
     """
 
     def __init__(self, address: str, separator: str = SEPARATOR) -> None:
@@ -99,7 +101,7 @@ class RemoteRewardModel:
         )
 
     async def _open(self, client: Client) -> None:
-        """Find the model, and request the reward of a trial solution.
+        """Find the model on the server, and request the reward of a trial solution.
 
         :raises EngineError: the server cannot be reached, has another model, or returns no reward.
         """
@@ -117,7 +119,7 @@ class RemoteRewardModel:
         problem, *steps = _TRIAL
         reply = await client.look(self._route, self._call(problem, steps).body)
         if reply.status == 404 and self._route == "/pooling":
-            self._route = "/classify"  # a model that rewards whole texts
+            self._route = "/classify"  # this route is for models that rate whole texts
             reply = await client.look(self._route, self._call(problem, steps).body)
         if reply.status == 404:
             raise UnsupportedByEngine(
@@ -145,7 +147,8 @@ class RemoteRewardModel:
             return Call("/classify", {"input_ids": ids + self._tokenizer.encode("".join(steps))})
         text = "".join(steps)
         if self._route == "/pooling":
-            # The server would return a further reward for a separator inside a step.
+            # A separator inside a step is replaced, because the server would return an additional
+            # reward for it.
             parts = [step.replace(self._separator, " ").strip() for step in steps]
             text = "".join(part + self._separator for part in parts)
         messages = [
@@ -156,7 +159,7 @@ class RemoteRewardModel:
         return Call(self._route, body)
 
     def _read(self, reply: bytes, steps: int) -> float:
-        """Return the reward of the last step.
+        """Read the reward of the last step from a reply.
 
         :raises BadReply: the number of rewards differs from the number of steps, or the reward is
             not a probability or a logit.
@@ -216,7 +219,7 @@ def chance_of(values: Sequence[float]) -> float:
 def read_reward_address(address: str) -> ServerAddress:
     """Read the address of a reward model.
 
-    :raises OptionError: the address names no server, or a server of another kind.
+    :raises OptionError: the address does not name a vLLM or SGLang server.
     """
     scheme = address.partition(":")[0]
     if scheme not in _SCHEMES:
@@ -231,9 +234,9 @@ def read_reward_address(address: str) -> ServerAddress:
 
 
 async def _models(client: Client) -> list[str]:
-    """Return the names of the server's models.
+    """Return the names of the models that the server lists.
 
-    :raises EngineUnavailable: the server names no model.
+    :raises EngineUnavailable: the server lists no model.
     """
     reply = await client.look("/v1/models")
     names: list[str] = []
@@ -252,7 +255,9 @@ async def _models(client: Client) -> list[str]:
 
 
 class RewardedTarget(EngineAround):
-    """A target whose reward model answers the scoring requests that contain a problem and steps."""
+    """A target with a reward model; scoring requests that contain a problem and steps go to the
+    reward model.
+    """
 
     def __init__(self, target: Engine, rewards: RewardModel) -> None:
         super().__init__(target, "own")
@@ -265,8 +270,8 @@ class RewardedTarget(EngineAround):
         return replace(spec, capabilities=spec.capabilities | {"reward"})
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the log of the reward as one score if the request has texts, or else the target's
-        scores.
+        """Return the logarithm of the reward as one score if the request has texts; otherwise,
+        return the target's scores.
         """
         if not request.texts:
             return await super().score(request)

@@ -1,4 +1,6 @@
-"""SGLang dialect: its native /generate, which scores a suffix and keeps the cached prefix."""
+"""The dialect of SGLang's own route /generate, which scores a suffix without computing the cached
+prefix again.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +51,16 @@ class _Generated(Struct):
 
 
 class SglangDialect(Scorer):
-    """SGLang from 0.5 on.
+    """The dialect of SGLang 0.5 and newer.
 
-    SGLang returns sampled log-probs after temperature, unless the server was started with a flag for
-    raw ones.
+    SGLang applies the temperature to sampled log-probs, unless the server was started with a flag
+    for raw log-probs.
     """
 
     name = "sglang"
     schemes = ("sglang",)
     found_at = "/server_info"
-    # It shortens a request that would fill the context, without saying so.
+    # SGLang shortens a request that would fill the context, without reporting it.
     spare = 2
     logprobs: LogProbs = "processed"
     priority_sign = -1
@@ -116,7 +118,8 @@ class SglangDialect(Scorer):
     def score_call(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
         """See `Scorer`.
 
-        Log-probs start at the prefix's last token, so that everything before it may stay cached.
+        The request asks for log-probs from the prefix's last token on, so that SGLang can read all
+        earlier tokens from its cache.
         """
         body = {
             "rid": rid,
@@ -132,7 +135,7 @@ class SglangDialect(Scorer):
         generated: _Generated = decode(reply, _Generated)
         meta = generated.meta_info
         rows = meta.input_token_logprobs or ()
-        # The first row is that of the prefix's last token, without a log-prob.
+        # The first row belongs to the prefix's last token, and has no log-prob.
         values = [logprob_of(row[0]) for row in rows[1:] if row[0] is not None]
         are_asked_for = tuple([row[1] for row in rows]) == request.prefix[-1:] + request.suffix
         if not are_asked_for or len(values) != len(request.suffix):
@@ -145,9 +148,12 @@ class SglangDialect(Scorer):
     def abort(self, rid: str) -> Call | None:
         """See `Dialect`.
 
-        The server aborts every request whose id begins with `rid`, so all ids have the same length.
+        SGLang aborts every request whose id begins with `rid`, so all ids must have the same
+        length.
         """
-        assert len(rid) == 32, "a request id must have 32 characters, or its abort could end others"
+        assert len(rid) == 32, (
+            "a request id must have 32 characters, because a shorter id could abort other requests"
+        )
         return Call("/abort_request", {"rid": rid, "abort_all": False})
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:

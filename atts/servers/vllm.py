@@ -1,4 +1,6 @@
-"""vLLM dialect: ids in and out, scores by prompt log-probs or from the cached prefix; its versions."""
+"""The dialect of vLLM servers, which read and return token ids and score given tokens, and a list
+of vLLM's features by version.
+"""
 
 from __future__ import annotations
 
@@ -73,22 +75,23 @@ class _Completion(Struct):
 
 
 class VllmDialect(TopScorer):
-    """vLLM; scoring reads the cached prefix when the server runs with --enable-scale-out.
+    """The dialect of vLLM servers.
 
-    `atts.servers.vllm` lists the features that require a certain version.
+    If the server was started with --enable-scale-out, scoring reads the prefix from the cache.
+    `FEATURES` lists the features that need a certain version of vLLM.
     """
 
     name = "vllm"
     schemes = ("vllm",)
     found_at = "/version"
-    # A scoring request must generate a token.
+    # A scoring request must also generate one token.
     spare = 1
     cuts_logprobs = True
     takes_thinking_budget = True
 
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
-        # Whether the routes of --enable-scale-out are open.
+        # Whether the server has the routes that --enable-scale-out adds.
         self._scale_out = False
         # The server version for which cached scores were tried, and whether they worked.
         self._cached_scores: tuple[str, bool] | None = None
@@ -121,7 +124,9 @@ class VllmDialect(TopScorer):
         )
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect`. The call sets every sampling field, because vLLM's defaults are the model's."""
+        """See `Dialect`; the call sets every sampling field, because vLLM's defaults come from the
+        model.
+        """
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": request.ids,
@@ -136,7 +141,7 @@ class VllmDialect(TopScorer):
         if request.stop:
             body |= {"stop": request.stop, "include_stop_str_in_output": True}
         if request.thinking_budget:
-            # vLLM counts the tokens of the think block among the prompt's ids as well.
+            # vLLM also counts the tokens of the think block that are already in the prompt.
             body["thinking_token_budget"] = request.thinking_budget
         return Call("/v1/completions", body | self._priority(request), self._named(rid))
 
@@ -171,7 +176,7 @@ class VllmDialect(TopScorer):
         return Scores(_unpack(packed, len(request.suffix)), completion.cached)
 
     def top_call(self, ids: TokenIds, top: int) -> Call:
-        """See `TopScorer`; a server lists at most as many tokens as its --max-logprobs, 20."""
+        """See `TopScorer`; a server lists at most --max-logprobs tokens, which is 20 by default."""
         body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
         return Call("/v1/completions", {"model": self._model, **body})
 
@@ -186,7 +191,9 @@ class VllmDialect(TopScorer):
         ]
 
     def abort(self, rid: str) -> Call | None:
-        """See `Dialect`; without --enable-scale-out, only the closed connection aborts a request."""
+        """See `Dialect`; without --enable-scale-out, a request is aborted only by closing its
+        connection.
+        """
         if not self._scale_out:
             return None
         return Call(ABORT, {"request_ids": [f"cmpl-{rid}-0", f"generate-tokens-{rid}"]})
@@ -230,22 +237,23 @@ class VllmDialect(TopScorer):
 
     @property
     def _reads_cache(self) -> bool:
-        """Return whether scores come from the cached prefix."""
+        """Return whether scoring reads the prefix from the server's cache."""
         return self._scale_out and (self._cached_scores is None or self._cached_scores[1])
 
     async def _gives_cached_scores(self, client: Client) -> bool:
-        """Check by a request whether the route accepts the fields that scoring needs.
+        """Check with a request that the route accepts the fields that are needed to score from the
+        cache.
 
         vLLM's older model runner, which is used on CPUs, refuses these fields.
         """
         trial = self._cached_scoring(ScoreRequest((0,), (0,)), "atts-trial", "skip")
-        # A server that is too busy to answer may still support the route.
+        # A time-out means that the server is too busy, not that it lacks the route.
         with suppress(EngineTimeout):
             return (await client.look(GENERATE, trial)).status != 400
         return True
 
     async def _check_thinking_budget(self, client: Client, version: str) -> None:
-        """Request one token with a thinking budget.
+        """Check that the server accepts a thinking budget, with a request of one token.
 
         :raises UnsupportedByEngine: the server's version ignores the budget, or the server refuses
             it.
@@ -282,9 +290,9 @@ class VllmDialect(TopScorer):
         }
 
     def _named(self, rid: str) -> dict[str, str]:
-        """Return the header with a request's name, if the server can abort requests by name.
+        """Return the header with a request's id, if the server can abort requests by id.
 
-        The name is in a header, because some gateways rewrite bodies.
+        The id is in a header, because some gateways change the bodies of requests.
         """
         return {"X-Request-Id": rid} if self._scale_out else {}
 
@@ -307,9 +315,12 @@ def _prompt_logprobs(completion: _Completion, request: ScoreRequest) -> Scores:
 
 
 def _unpack(packed: str, count: int) -> tuple[float, ...]:
-    """Return the column of numbers in an .npy file, whose header must be this one, word for word."""
+    """Return the column of numbers in an .npy file; the file's header must be exactly the expected
+    header.
+    """
     data = base64.b64decode(packed, validate=True)
-    # Eight bytes of magic and version, two of the header's length, the header, the numbers.
+    # The file has 8 bytes of magic number and version, 2 bytes with the length of the header, the
+    # header, and the numbers.
     end = 10 + int.from_bytes(data[8:10], "little")
     header = data[10:end].decode("latin-1").strip()
     for kind, code in _FLOATS.items():
@@ -328,9 +339,9 @@ class VllmFeature:
     """A feature of vLLM, with the first version that has it."""
 
     since: VllmVersion
-    flag: str  # the server's flag that enables it; "": none is needed
+    flag: str  # the server flag that enables the feature; "": no flag is needed
     does: str
-    without: str  # the effect on a run with an older version
+    without: str  # the effect of an older version on a run
 
 
 _THINKING_BUDGET: VllmVersion = (0, 19)
@@ -359,7 +370,7 @@ FEATURES = (
         (0, 11),
         "",
         "speculation by a draft model (`draft_model`)",
-        "only other methods of speculation can be used",
+        "the server cannot speculate with a draft model, only with other methods",
     ),
     VllmFeature(
         (0, 14),
@@ -376,7 +387,8 @@ FEATURES = (
     VllmFeature(
         _THINKING_BUDGET,
         "",
-        "the server ends thinking at a token budget (`--reasoning-parser` and `?thinking=send`)",
+        "the server ends thinking at a token budget (needs `--reasoning-parser`, and "
+        "`?thinking=send` in the address)",
         "atts ends the think block itself, with one more request",
     ),
     VllmFeature(
@@ -392,11 +404,11 @@ FEATURES = (
         "the target reads the whole prefix again for every chunk",
     ),
 )
-"""In the order of their versions."""
+"""The features that need a certain version of vLLM, in the order of the versions."""
 LEAST = FEATURES[0].since
-"""The oldest version that can be used."""
+"""The oldest vLLM version that atts can use."""
 NEWEST = FEATURES[-1].since
-"""The version whose sources the dialect follows."""
+"""The newest vLLM version that the list knows; the dialect follows this version's sources."""
 
 
 def read_version(text: str) -> VllmVersion:
@@ -411,7 +423,8 @@ def read_version(text: str) -> VllmVersion:
     if form is None:
         raise OptionError("--server-version", f"{text!r} is not a version such as 0.33")
     version = tuple(int(part) for part in form[1].split("."))
-    # 0.10 means the newest of its patches, so it is not refused for being older than 0.10.2.
+    # A version without a patch number means its newest patch, so 0.10 is accepted although 0.10.2
+    # is required.
     if version < LEAST[: len(version)]:
         problem = f"vLLM {text} returns no token ids, so atts cannot use it"
         raise OptionError("--server-version", f"{problem}; use {dotted(LEAST)} or newer")
@@ -424,7 +437,7 @@ def dotted(version: VllmVersion) -> str:
 
 
 def start_flags(version: VllmVersion = NEWEST) -> list[str]:
-    """Return the flags that atts recommends and a server of this version accepts.
+    """Return the flags that atts recommends for a vLLM server and that this version accepts.
 
     >>> start_flags((0, 29))[-1], start_flags((0, 30))[-1]
     ('--enable-prompt-tokens-details', '--enable-scale-out')
@@ -434,12 +447,15 @@ def start_flags(version: VllmVersion = NEWEST) -> list[str]:
 
 
 def lacking(version: VllmVersion) -> list[str]:
-    """Return one line for each feature that a server of this version lacks, with the effect on a run."""
+    """Return one line for each feature that a vLLM server of this version lacks, with the effect on
+    a run.
+    """
     lines = list[str]()
     for feature in FEATURES:
         if not _has(version, feature):
             lines.append(
-                f"since vLLM {dotted(feature.since)}, {feature.does}; with your version, {feature.without}"
+                f"since vLLM {dotted(feature.since)}, {feature.does}; with your version, "
+                f"{feature.without}"
             )
     return lines
 

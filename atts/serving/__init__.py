@@ -1,4 +1,6 @@
-"""The OpenAI-compatible endpoint of a pair or a model, with hard caps."""
+"""The OpenAI-compatible endpoint that serves a pair or a single model, with hard caps on what
+requests may spend.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ __all__ = [
     "view_server",
 ]
 
-# The first two names need the extra `serve`.
+# The first two names need the packages of the extra `serve`.
 _HOME = {
     "build_app": "atts.serving.app",
     "run_server": "atts.serving.app",
@@ -35,7 +37,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that few programs need on first use."""
+    """Import a name that few programs need when it is first used."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts.serving' has no attribute {name!r}")
     with import_lock:

@@ -1,6 +1,4 @@
-"""The routes of the endpoint, with the check of keys, the parsing of requests and the sending of
-replies.
-"""
+"""The routes of the endpoint: they check API keys, parse requests and send replies."""
 
 from __future__ import annotations
 
@@ -39,15 +37,15 @@ from atts.serving.streams import ChatEvents, EventStream
 _log = logging.getLogger("atts.serving")
 _OPEN_PATHS = ("/health", "/ready", "/atts/view")
 _CLOSE = {"Connection": "close"}
-"""The header of refusals whose request body was not read; without it the server would read the
-whole body.
+"""The header of a refusal that is sent before the request's body was read; without this header, the
+server would read the whole body.
 """
 _USER = "atts.user"
 """Name of the entry in a request's ASGI scope that contains the user of its API key."""
 
 
 def build_app(service: Service, responses: Responses) -> ASGIApp:
-    """Return the ASGI application of a service, which its caller opens and closes."""
+    """Return the ASGI application of a service; the caller must open and close the service."""
     endpoint = _Endpoint(service, responses)
     routes = [
         Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
@@ -79,9 +77,9 @@ def build_app(service: Service, responses: Responses) -> ASGIApp:
 
 
 class _Guard:
-    """A middleware that refuses requests without a valid key before reading anything else.
+    """A middleware that refuses requests without a valid API key before it reads their bodies.
 
-    It stores the user of the key in the scope of the request.
+    It stores the user of the key in the ASGI scope of the request.
     """
 
     def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:
@@ -93,7 +91,8 @@ class _Guard:
         if self._users and is_checked:
             given = dict(scope["headers"]).get(b"authorization", b"")
             user: str | None = None
-            # every key is compared, so that the time does not reveal a similar key
+            # every key is compared, so that the time of the comparison reveals nothing about the
+            # keys
             for key, name in self._users.items():
                 if hmac.compare_digest(given, key):
                     user = name
@@ -113,7 +112,7 @@ class _Endpoint:
         self._responses = responses
 
     async def chat(self, request: Request) -> Response:
-        """Answer a chat completion, at once or as a stream."""
+        """Answer a chat completion, as one reply or as a stream."""
         service = self._service
         options = service.options
         body = await _body(request, options.body_bytes)
@@ -135,20 +134,22 @@ class _Endpoint:
         return _json(completion(reply))
 
     def _checked(self, request: Request, asked: SolveRequest) -> SolveRequest:
-        """Return the request with the user of its key, after checking that it can run.
+        """Check that a request can run, and return the request with the user of its API key.
 
-        :raises RequestError: naming a faulty field, or with status 429 if the server is full.
+        :raises RequestError: a field is wrong (the error names it), or the server is full (status
+            429).
         """
         if self._service.options.has_named_keys:
-            # a client that could choose its user could use another user's share
+            # the key decides on the user, because otherwise a client could use another user's share
             asked = replace(asked, user=_user(request))
         self._service.check(asked)
-        # Refuse before headers are sent, because an overloaded server must answer with a status.
+        # Refuse now, because an overloaded server must answer with a status before any header is
+        # sent.
         self._service.check_room(asked.user)
         return asked
 
     async def respond(self, request: Request) -> Response:
-        """Answer a request of the Responses API at once, as a stream, or in the background."""
+        """Answer a request of the Responses API, as one reply, as a stream or in the background."""
         service = self._service
         options = service.options
         body = await _body(request, options.body_bytes)
@@ -174,17 +175,17 @@ class _Endpoint:
         return _json(await self._responses.find(name, _user(request)))
 
     async def cancel_response(self, request: Request) -> Response:
-        """Cancel a response, and return how it ended."""
+        """Cancel a response, and return the response in its final state."""
         name = request.path_params["response"]
         return _json(await self._responses.cancel(name, _user(request)))
 
     async def delete_response(self, request: Request) -> Response:
-        """Delete a response, after cancelling it if it runs."""
+        """Delete a response; if it is running, cancel it first."""
         name = request.path_params["response"]
         return _json(await self._responses.delete(name, _user(request)))
 
     async def models(self, request: Request) -> Response:
-        """List the model names that are served."""
+        """List the names of the models that this server serves."""
         names = self._service.offer.names
         created = int(self._service.began)
         return _json(
@@ -212,16 +213,18 @@ class _Endpoint:
         return _json(self._run(request).as_json(with_text="text" in request.query_params))
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel one run; its client gets status 409, or an error event in its stream."""
+        """Cancel one run; the run's client gets status 409, or an error event in its stream."""
         served = self._run(request)
         return _json(self._service.cancel(served.run).as_json())
 
     async def status(self, request: Request) -> Response:
-        """Return the status of the server, for the page; a user sees their own requests."""
+        """Return the status of the server for the page `/atts/view`; a user sees only their own
+        requests.
+        """
         return _json(server_status(self._service, _user(request)))
 
     async def view(self, request: Request) -> Response:
-        """Return the page that shows the status; the page itself contains no data."""
+        """Return the page that shows the status of the server; the page requests the data itself."""
         return Response(page(), media_type="text/html")
 
     def _run(self, request: Request) -> ServedRun:
@@ -236,28 +239,30 @@ class _Endpoint:
         return served
 
     async def health(self, request: Request) -> Response:
-        """Answer 200 as long as the process lives."""
+        """Answer with status 200 as long as the process lives."""
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Answer 200 while requests are accepted, else 503, for load balancers."""
+        """Answer load balancers with status 200 while the server accepts requests, or else with
+        503.
+        """
         is_ready = self._service.is_ready
         return _json({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Return counters in Prometheus's text format."""
+        """Return the server's counters and gauges in Prometheus's text format."""
         return PlainTextResponse(
             metrics_text(self._service), media_type="text/plain; version=0.0.4"
         )
 
 
 def _user(request: Request) -> str:
-    """Return the user of the key that came with a request; "" for a key without a name."""
+    """Return the user of the API key that a request was sent with, or "" for a key without a user."""
     return request.scope.get(_USER) or ""
 
 
 def completion(reply: Reply) -> dict[str, Any]:
-    """Return the body of a whole chat completion."""
+    """Return the body of a chat completion that is not streamed."""
     message = {
         "role": "assistant",
         "content": reply.content,
@@ -283,9 +288,9 @@ def completion(reply: Reply) -> dict[str, Any]:
 
 
 async def _body(request: Request, most: int) -> Any:
-    """Return the parsed JSON body.
+    """Read and parse the JSON body of a request.
 
-    :raises RequestError: the body is too large, or not JSON.
+    :raises RequestError: the body is too large, or is not JSON.
     """
     data = bytearray()
     async for part in request.stream():
@@ -301,7 +306,9 @@ async def _body(request: Request, most: int) -> Any:
 async def _until_disconnect(
     request: Request, solve: Callable[[], Awaitable[Reply]]
 ) -> Reply | None:
-    """Return the reply; if the client disconnects, cancel the work and return None."""
+    """Wait for the reply to a request, and return it; if the client disconnects, cancel the work
+    and return None.
+    """
     reply: Reply | None = None
     async with task_group() as group:
 
@@ -333,13 +340,13 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for this error only"
-    words = {404: "no such route", 405: "this route does not accept this method"}
+    words = {404: "no such route", 405: "this route does not accept this HTTP method"}
     refusal = RequestError(words.get(error.status_code, error.detail), status=error.status_code)
     return _json(refusal.body, refusal.status)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Answer an internal error: the log has the details, the client gets none."""
+    """Answer a request that failed with an internal error; the details go only to the server's log."""
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     refusal = RequestError(
         "an internal error; the server's log has the details", status=500, kind="server_error"
@@ -348,13 +355,14 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 DRAIN_SECONDS = 30
-"""The seconds that requests have to end after the server was asked to end."""
+"""After the server is asked to end, running requests have this many seconds to finish."""
 
 
 class _Server(uvicorn.Server):
-    """A server that ends after SIGTERM or Ctrl-C without raising the signal again.
+    """A uvicorn server that ends after SIGTERM or Ctrl-C without raising the signal again.
 
-    The caller still has to close engines, and ending after all requests is not an error.
+    A second signal would prevent the caller from closing the engines, and an end after the last
+    request is not an error.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -363,7 +371,9 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Let signals start the draining of the server, for the duration of the block."""
+        """Handle signals inside the block: a signal lets running requests finish and then ends the
+        server.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -384,10 +394,12 @@ class _Server(uvicorn.Server):
 async def run_server(
     service: Service, host: str, port: int, listening: Callable[[str], None]
 ) -> None:
-    """Open the service and serve it until a signal; `listening` is passed the address.
+    """Open the service and serve it until a signal arrives.
 
-    :raises UsageError: the address cannot be listened on.
-    :raises ATTSError: the service cannot be opened.
+    `listening` is called with the server's URL once the port is open.
+
+    :raises UsageError: the server cannot listen on the address. :raises ATTSError: the service
+        cannot be opened.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -403,7 +415,7 @@ async def run_server(
                 build_app(service, responses),
                 log_level="warning",
                 access_log=False,
-                http="h11",  # the other parser does not limit the size of headers
+                http="h11",  # uvicorn's other HTTP parser does not limit the size of headers
                 lifespan="off",
                 timeout_graceful_shutdown=DRAIN_SECONDS,
                 h11_max_incomplete_event_size=1 << 16,
@@ -415,8 +427,9 @@ async def run_server(
             try:
                 await server.serve(sockets=[listener])
             finally:
-                # A cancelled server would leave the loop reading a descriptor that is closed here,
-                # and connections that their clients keep open.
+                # If the server is cancelled, the event loop would continue to read the closed
+                # listener, and clients could keep their connections open. So everything is closed
+                # here.
                 for one in getattr(server, "servers", ()):
                     one.close()
                 for connection in list(server.server_state.connections):
@@ -424,4 +437,5 @@ async def run_server(
                     if transport is not None:
                         transport.abort()
                 with anyio.CancelScope(shield=True):
-                    await anyio.lowlevel.checkpoint()  # transports close in the loop's next step
+                    # transports close in the next step of the event loop
+                    await anyio.lowlevel.checkpoint()

@@ -1,7 +1,7 @@
 """The replies of the endpoint to finished requests, and the runs that `/atts/runs` shows.
 
-The text that a client is shown ends before the first of its stop strings. The busy share of an
-engine is the part of the last minute with a call in flight.
+The text that a client gets ends before the first of its stop strings. The busy share of an engine
+is the fraction of the last minute during which a call was in flight.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from atts.serving.requests import SolveRequest
 class StoppedText:
     """A text that arrives in parts, and is shown up to its first stop string.
 
-    The first stop string is the stop string that is completed first, because a model would stop
-    writing there. If several end at the same character, the longest counts. Text that may begin a
-    stop string is not shown until more text has arrived.
+    The first stop string is the one that is completed first, because a model would stop writing
+    there. If several stop strings end at the same character, the longest one counts. If the end of
+    the text may be the beginning of a stop string, it is not shown until more text has arrived.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
         self._held = ""  # the text that is not shown yet
-        self.is_stopped = False  # whether a stop string was completed
+        self.is_stopped = False  # whether the text has contained a stop string
 
     def add(self, text: str) -> str:
         """Add a part of the text, and return the text that can be shown now."""
         if self.is_stopped:
             return ""
         text = self._held + text
-        # no stop string begins in the shown text, so every stop string is in the rest
+        # the shown text never contains the beginning of a stop string, so it need not be searched
+        # again
         found = [(text.find(stop), len(stop)) for stop in self._stop if stop in text]
         if found:
             self.is_stopped = True
@@ -52,14 +53,14 @@ class StoppedText:
         return text[:shown]
 
     def end(self) -> str:
-        """Return the text that was not shown yet, because no further text will arrive."""
+        """Return the remaining text; call this method when no further text will arrive."""
         held = self._held
         self._held = ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text that may begin the stop string.
+    """Return the length of the longest end of a text that is also a beginning of the stop string.
 
     >>> _overlap("so far\\nQues", "\\nQuestion:")
     5
@@ -69,7 +70,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def stopped_text(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """Return a text up to the first stop string, and whether there is one.
+    """Return a text up to its first stop string, and whether it contains a stop string.
 
     >>> stopped_text("7\\n\\nQuestion: what", ["Question:", "\\n\\n"])
     ('7', True)
@@ -83,14 +84,16 @@ WINDOW_SECONDS = 60.0
 
 
 class BusyShare:
-    """The intervals of work by engine within the window; overlapping intervals are merged."""
+    """For each engine, the intervals of the last minute with a call in flight; overlapping
+    intervals are merged.
+    """
 
     def __init__(self) -> None:
         self._work = dict[str, deque[tuple[float, float]]]()
         self._began: float | None = None
 
     def add(self, engine: str, started: float, ended: float) -> None:
-        """Add one call; calls come in the order of their ends."""
+        """Add the interval of one call; calls must be added in the order in which they ended."""
         if self._began is None or started < self._began:
             self._began = started
         intervals = self._work.setdefault(engine, deque())
@@ -104,11 +107,12 @@ class BusyShare:
 
     @property
     def num_intervals(self) -> int:
-        """Return how many intervals are stored, over all engines."""
+        """Return the number of stored intervals of all engines."""
         return sum(map(len, self._work.values()))
 
     def shares(self, now: float) -> dict[str, float]:
-        """Return the busy share of each engine that had a call.
+        """Return, for each engine that had a call, the fraction of the last minute with a call in
+        flight.
 
         >>> busy = BusyShare()
         >>> busy.add("draft", 0.0, 10.0)
@@ -135,7 +139,7 @@ RunWord = Literal["waiting", "running", "answered", "cancelled", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The result of a request: its outcome, its spending, and its guarantee."""
+    """The result of a request: the outcome, the spending and the gate's guarantee."""
 
     run: str
     request: SolveRequest
@@ -147,7 +151,9 @@ class Reply:
 
     @property
     def speaker(self) -> Rollout | None:
-        """Return the rollout whose reasoning is shown: the first one that gave the answer."""
+        """Return the rollout whose reasoning is shown: the first rollout that gave the voted
+        answer, or else the first with a text.
+        """
         rollouts = self.outcome.rollouts
         agreeing = [one for one in rollouts if one.answer and one.answer == self.outcome.answer]
         return next(iter([*agreeing, *(one for one in rollouts if one.turns)]), None)
@@ -159,19 +165,21 @@ class Reply:
 
     @property
     def reasoning(self) -> str:
-        """Return the reasoning before the answer; it is empty for a model that answers alone."""
+        """Return the reasoning before the answer; the result is empty if one model answers without
+        a vote.
+        """
         return "" if self.request.policy.is_plain else self.text
 
     @property
     def answer(self) -> str | None:
-        """Return the answer; it is None for a model that answers alone, whose text is the whole
-        reply.
+        """Return the voted answer, or None if one model answers without a vote and its text is the
+        whole reply.
         """
         return None if self.request.policy.is_plain else self.outcome.answer
 
     @property
     def content(self) -> str:
-        """Return the answer, or the text of one rollout, up to the first stop string."""
+        """Return the voted answer, or the text of the only rollout, up to the first stop string."""
         return self._content[0]
 
     @property
@@ -181,14 +189,16 @@ class Reply:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"]:
-        """Return "stop", or "length" if a limit ended the work before there was an answer."""
+        """Return "length" if a limit ended the work before there was an answer, or else "stop"."""
         if self.answer is not None or self._content[1]:
             return "stop"
         is_cut = self.speaker is None or self.speaker.finish != "end"
         return "length" if self.account.limit or is_cut else "stop"
 
     def usage(self) -> dict[str, Any]:
-        """Return the usage of all answered calls, in the format of a chat completion."""
+        """Return the token usage of all calls that were answered, in the format of a chat
+        completion.
+        """
         answered = self.account.spent - self.account.unanswered
         written = self.account.written
         plain: dict[str, Any] = {
@@ -205,7 +215,9 @@ class Reply:
         return plain
 
     def facts(self) -> dict[str, Any]:
-        """Return the object `atts` of the reply."""
+        """Return the object `atts` of the reply, with the votes, token counts, rate, guarantee and
+        spending.
+        """
         outcome = self.outcome
         ends = Counter(rollout.finish for rollout in outcome.rollouts)
         cancelled = ends["cancelled"] + ends["settled"]
@@ -256,7 +268,9 @@ class Reply:
         return facts
 
     def _trace(self, rollout: Rollout) -> dict[str, Any]:
-        """Return the trace of one rollout: its numbers, and its texts on request."""
+        """Return the trace of one rollout: its counts, and also its chunks if the request asks for
+        a full trace.
+        """
         decisions = [turn.decision for turn in rollout.turns if turn.decision is not None]
         plain: dict[str, Any] = {
             "sample": rollout.sample,
@@ -295,24 +309,29 @@ def _turn(turn: Turn) -> dict[str, Any]:
 class LiveRun:
     """A listener that collects a run's rollouts while they are written (`atts.run.Listener`)."""
 
-    written: Callable[[int, str], None] | None = None  # called with each turn of a rollout
-    leader: int | None = None  # the rollout that was the first to finish a turn
-    text: str = ""  # text of the leader
-    turns: Counter[int] = field(default_factory=Counter[int])  # keyed by rollout
-    # answer of each ended rollout
+    # function that is called with the number of a rollout and the text of its new turn
+    written: Callable[[int, str], None] | None = None
+    leader: int | None = None  # number of the rollout that finished a turn first
+    text: str = ""  # text of the rollout `leader`
+    # number of finished turns of each rollout
+    turns: Counter[int] = field(default_factory=Counter[int])
+    # answer of each rollout that has ended
     ended: dict[int, str | None] = field(default_factory=dict[int, str | None])
     judged: int = 0
     escalated: int = 0
-    is_plain: bool = False  # whether the rollout of one model has no answer apart from its text
-    busy: BusyShare | None = None  # busy share of the server
+    # whether one model answers without a vote, so that its text is the reply
+    is_plain: bool = False
+    busy: BusyShare | None = None  # record of the server's busy engines
 
     def recalled(self, event: Event) -> None:
-        """Handle an event of an earlier session, whose calls do not count as busy time."""
+        """Handle an event of an earlier session; calls of earlier sessions do not count as busy
+        time.
+        """
         if not isinstance(event, CallSpan):
             self.notify(event)
 
     def notify(self, event: Notice) -> None:
-        """Handle an event: a turn that will not change, or the end of a rollout."""
+        """Handle an event: a call, a finished turn, or the end of a rollout."""
         if isinstance(event, CallSpan):
             if self.busy is not None and event.source == "live":
                 self.busy.add(event.engine, event.started, event.ended)
@@ -324,7 +343,7 @@ class LiveRun:
     def _turned(self, sample: int, turn: Turn) -> None:
         text = "".join(chunk.text for chunk in turn.chunks)
         if turn.index < self.turns[sample]:
-            return  # a resumed session emits its turns again
+            return  # a resumed session reports its earlier turns again
         self.turns[sample] = turn.index + 1
         if turn.decision is not None:
             self.judged += 1
@@ -351,7 +370,7 @@ class LiveRun:
 
 @dataclass(slots=True, eq=False)
 class ServedRun:
-    """One request in `/atts/runs`, while it runs and afterwards."""
+    """One request as `/atts/runs` shows it, while it runs and after it has ended."""
 
     run: str
     model: str
@@ -364,7 +383,7 @@ class ServedRun:
     ended: float | None = None
     status: RunWord = "waiting"
     live: LiveRun = field(default_factory=LiveRun, repr=False)
-    # facts of the reply, without texts of the conversation
+    # the object `atts` of the reply, without texts of the conversation
     facts: dict[str, Any] | None = None
     scope: CancelScope = field(default_factory=CancelScope, repr=False)
 
@@ -374,7 +393,7 @@ class ServedRun:
         return self.status in ("answered", "cancelled", "failed")
 
     def end(self, status: RunWord, facts: dict[str, Any] | None = None) -> None:
-        """Record how the run ended, and drop the text of its rollouts."""
+        """Record how the run ended, and delete the text of its rollouts."""
         self.status = status
         self.ended = time.time()
         if facts is not None:

@@ -1,6 +1,6 @@
-"""The requests of the endpoint, parsed from bodies with a check of every key.
+"""The requests of the endpoint, which are parsed from JSON bodies; every key of a body is checked.
 
-A model name stands for one of the named policies, which are at the top.
+A model name chooses one of the named policies at the beginning of this module.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ EarlyStop = Literal["none", "certain", "likely"]
 
 @dataclass(frozen=True, slots=True)
 class NamedPolicy:
-    """The settings that a model name or a reasoning effort chooses."""
+    """A named policy: the settings that a model name or a reasoning effort chooses."""
 
     name: str
     method: str
     samples: int
     rate: float
     early_stop: EarlyStop
-    efforts: tuple[str, ...] = ()  # values of `reasoning_effort` that choose this row
-    is_plain: bool = False  # whether the reply is the whole text of one rollout by one model
+    efforts: tuple[str, ...] = ()  # values of `reasoning_effort` that choose this policy
+    # whether one model answers with one rollout, whose whole text is the reply
+    is_plain: bool = False
 
     def applied(self, setup: Setup) -> Setup:
-        """Return the setup with this row's settings."""
+        """Return the setup with the settings of this policy."""
         policy = replace(setup.policy, samples=self.samples, early_stop=self.early_stop)
         return replace(setup, method=self.method, rate=self.rate, policy=policy)
 
@@ -48,16 +49,17 @@ POLICIES = _by_name(
     NamedPolicy("careful", "atts", 8, 0.3, "certain", ("high", "xhigh")),
     NamedPolicy("exact", "exact", 1, 0.0, "none"),
 )
-"""The policies of a pair."""
+"""The named policies of a server with a pair."""
 VOTES = _by_name(
     NamedPolicy("fast", "draft-only", 2, 0.0, "likely", ("none", "minimal", "low")),
     NamedPolicy("balanced", "draft-only", 4, 0.0, "likely", ("medium",)),
     NamedPolicy("careful", "draft-only", 8, 0.0, "certain", ("high", "xhigh")),
 )
-"""The policies of a server with one model, whose rollouts vote."""
+"""The named policies of a server with one model; the model's rollouts vote."""
 DEFAULT = "balanced"
 METHODS = ("atts", "cascade", "coin", "draft-only", "target-only", "exact")
-"""The methods that a request to a pair may name; the others need a separate calibration run."""
+"""The methods that a request to a pair may name; all other methods need a separate calibration run.
+"""
 PLAIN: Mapping[str, NamedPolicy] = MappingProxyType(
     {
         "draft": NamedPolicy("draft", "draft-only", 1, 0.0, "none", is_plain=True),
@@ -65,22 +67,24 @@ PLAIN: Mapping[str, NamedPolicy] = MappingProxyType(
     }
 )
 HOUSEKEEPING = replace(PLAIN["draft"], name="housekeeping")
-"""The policy of requests that chat programs send by themselves, for example for a title."""
+"""The policy for requests that chat programs send without the user, for example to get a title for
+the chat.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The model names of a server, with the policy of each."""
+    """The model names that a server offers, with the policy of each name."""
 
     name: str
     policies: Mapping[str, NamedPolicy] = field(default_factory=lambda: POLICIES)
-    # keyed by name: the draft or the target alone
+    # keyed by model name: policies under which the draft or the target answers alone
     plain: Mapping[str, NamedPolicy] = field(default_factory=dict[str, NamedPolicy])
     methods: Sequence[str] = METHODS
 
     @property
     def names(self) -> list[str]:
-        """Return every name, the default policy's first."""
+        """Return every model name; the first name chooses the default policy."""
         return [self.name, *(f"{self.name}:{policy}" for policy in self.policies), *self.plain]
 
     @property
@@ -89,9 +93,9 @@ class Offer:
         return {effort: row for row in self.policies.values() for effort in row.efforts}
 
     def policy_of(self, model: str) -> NamedPolicy | None:
-        """Return the policy that a model name chooses, or None if it leaves the choice open.
+        """Return the policy that a model name chooses, or None if the name chooses no policy.
 
-        :raises KeyError: the name is not served.
+        :raises KeyError: the server does not serve this name.
         """
         if model == self.name:
             return None
@@ -104,7 +108,8 @@ class Offer:
 
 
 def offer_of(name: str, models: Mapping[Role, str]) -> Offer:
-    """Return the model names and policies of a server with a pair, or with one model that votes.
+    """Return the model names and policies of a server with a pair, or with one model whose rollouts
+    vote.
 
     >>> offer_of("atts/p", {"draft": "small", "target": "large"}).names[-4:]
     ['draft', 'target', 'small', 'large']
@@ -122,7 +127,7 @@ def offer_of(name: str, models: Mapping[Role, str]) -> Offer:
 
 
 class RequestError(Exception):
-    """Refusal of a request, with an error body in the format of OpenAI's API."""
+    """The refusal of a request, with an error body in the format of OpenAI's API."""
 
     def __init__(
         self,
@@ -142,7 +147,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AttsFields:
-    """The object `atts` of a request's body: settings of one request."""
+    """The object `atts` in a request's body, which contains settings of atts for this request."""
 
     rate: float | None = None
     samples: int | None = None
@@ -165,17 +170,17 @@ Dialect = Literal["chat", "responses"]
 
 @dataclass(frozen=True, slots=True)
 class SolveRequest:
-    """A checked request: its conversation, its policy and its caps."""
+    """A checked request, with its conversation, policy and caps."""
 
     model: str
     policy: NamedPolicy
-    turns: tuple[tuple[str, str], ...]  # role and text of each message, without reasoning
+    turns: tuple[tuple[str, str], ...]  # role and text of each message; reasoning is left out
     stream: bool = False
     stream_usage: bool = False
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()  # the content that is shown ends before the first of them
+    stop: tuple[str, ...] = ()  # the reply's content ends before the first of these stop strings
     seed: int | None = None
     user: str = ""
     atts: AttsFields = field(default_factory=AttsFields)
@@ -184,7 +189,7 @@ class SolveRequest:
 
     @property
     def settings(self) -> Hashable:
-        """Return the settings that determine the plan of a request without a seed."""
+        """Return the settings that determine a request's plan, if the request has no seed."""
         atts = self.atts
         sampling = (self.temperature, self.top_p, self.max_tokens, atts.thinking_token_budget)
         stop = self.stop if self.policy.is_plain else ()
@@ -218,12 +223,13 @@ class SolveRequest:
             if self.atts.combine != "vote":
                 changes["combine"] = self.atts.combine
             if self.policy.is_plain:
-                # A model alone returns its own text, so neither the default prompt nor the guards
-                # apply.
+                # If one model answers alone, its text is the reply. The default prompt and the
+                # checks for repetitions therefore do not apply.
                 changes |= {"system": "", "instruction": "", "repeats": 1_000_000}
                 changes |= {"budget_forcing": 0, "turns": longest}
                 if self.stop:
-                    # the server checks further stop strings at the end of each chunk
+                    # stop strings beyond this number are not sent to the engine; atts checks them
+                    # after each chunk
                     stop = (*self.stop, *policy.bounds(setup.budget).stop)[:_MOST_SENT_STOPS]
                     changes["chunking"] = replace(policy.chunking, stop=stop)
             setup = replace(setup, policy=replace(policy, **changes))
@@ -237,7 +243,7 @@ class SolveRequest:
 
 
 def _within(thinking_tokens: int | None, max_tokens: int) -> int | None:
-    """Return a thinking budget, or None if the rollout's token limit is reached earlier."""
+    """Return a thinking budget, or None if the rollout's token limit is not larger than the budget."""
     if thinking_tokens is None or thinking_tokens >= max_tokens:
         return None
     return thinking_tokens
@@ -318,13 +324,15 @@ _UNSUPPORTED_IN_CHAT = (
     "frequency_penalty",
     "presence_penalty",
 )
-"""Standard fields that are refused, because ignoring them would mislead the client."""
+"""Fields of OpenAI's API that are refused, because a client would be misled if the server ignored
+them.
+"""
 _EMPTY: tuple[object, ...] = (None, [], {}, False, 0)
 _MOST_SAMPLES = 64
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_SENT_STOPS = 4
-"""The most stop strings of one engine call, because some servers refuse more."""
+"""The largest number of stop strings in one engine call; some servers refuse more stop strings."""
 _MOST_SEED = 1 << 63
 
 
@@ -336,9 +344,10 @@ def parse_chat(
     *,
     housekeeping: bool = True,
 ) -> SolveRequest:
-    """Return the request of a chat completion's parsed JSON body.
+    """Convert the parsed JSON body of a chat completion to a request.
 
-    With `housekeeping`, requests that chat programs send by themselves get one draft rollout.
+    With `housekeeping`, requests that chat programs send without the user are answered by one
+    rollout of the draft.
 
     :raises RequestError: if the server does not support something that the body requests.
     """
@@ -374,13 +383,16 @@ def parse_chat(
 
 
 def _stop_strings(given: str | list[str]) -> tuple[str, ...]:
-    """Return the different stop strings of a request.
+    """Return the stop strings of a request, each once.
 
     :raises RequestError: a stop string is empty or too long, or there are too many.
     """
     texts = tuple(dict.fromkeys([given] if isinstance(given, str) else given))
     if "" in texts:
-        raise RequestError("stop contains an empty text, which would stop everywhere", param="stop")
+        raise RequestError(
+            "stop contains an empty text, which would stop every reply at its beginning",
+            param="stop",
+        )
     if len(texts) > _MOST_STOPS:
         raise RequestError(
             f"stop has {len(texts)} texts, expected at most {_MOST_STOPS}", param="stop"
@@ -396,10 +408,11 @@ _DOCUMENTS = "<context>"
 
 
 def _is_task(text: str) -> bool:
-    """Return whether Open WebUI sent this text without the user, for a title, tags or follow-ups.
+    """Return whether Open WebUI sent this text without the user, to get a title, tags or follow-up
+    questions.
 
-    Such a text begins with a task about the chat, and quotes the chat. A user's question about
-    documents begins with a task too, but quotes the documents first.
+    Such a text begins with a task about the chat, and then quotes the chat. A user's question about
+    documents also begins with a task, but it quotes the documents before the chat.
 
     >>> _is_task("### Task:\\nWrite a title.\\n<chat_history>\\nUSER: hello\\n</chat_history>")
     True
@@ -411,7 +424,7 @@ def _is_task(text: str) -> bool:
 
 
 def _alone(offer: Offer) -> str:
-    """Return the method under which the server's cheapest model writes alone."""
+    """Return the method with which the server's cheapest model answers alone."""
     return "draft-only" if "draft-only" in offer.methods else offer.methods[0]
 
 
@@ -422,9 +435,9 @@ def checked(
     *,
     needed: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the given fields of a body, each with its type checked.
+    """Check the fields of a body, and return all fields that are not null.
 
-    :raises RequestError: for a field that is missing, of another type, or not supported.
+    :raises RequestError: a field is missing, has a wrong type, or is not supported.
     """
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
@@ -450,7 +463,7 @@ def build_request(
     max_tokens: int | None,
     ignored: Iterable[str],
 ) -> SolveRequest:
-    """Return the request from the fields that both APIs share.
+    """Build a request from the fields that chat completions and the Responses API share.
 
     :raises RequestError: if the server does not support something that the fields request.
     """
@@ -495,7 +508,7 @@ def _check_kinds(given: Mapping[str, Any], kinds: Mapping[str, str], prefix: str
 
 _COMBINE = ("vote", "select", "synthesize")
 """The values of `atts.combine`; "auto" is missing, because it learns from many problems but a
-request has one.
+request has only one problem.
 """
 _TRACES = ("none", "summary", "full")
 
@@ -528,7 +541,7 @@ _OF_POLICIES = ("rate", "samples", "method", "early_stop")
 
 
 def _check_plain(model: str, extra: Mapping[str, Any], turns: tuple[tuple[str, str], ...]) -> None:
-    """Check that a request to one model alone has only fields that apply to it."""
+    """Check that a request to a model that answers alone has no fields that apply only to votes."""
     for name in _OF_POLICIES:
         if name in extra:
             raise RequestError(
@@ -553,7 +566,9 @@ def _with_method(policy: NamedPolicy, method: str, offer: Offer) -> NamedPolicy:
 
 
 def _with_headers(atts: AttsFields, headers: Mapping[str, str]) -> AttsFields:
-    """Return the fields with the caps from headers, for clients that cannot extend the body."""
+    """Add the caps from a request's headers to its fields; some clients cannot add fields to the
+    body.
+    """
     for header, name in (("x-atts-max-seconds", "max_seconds"), ("x-atts-max-cost", "max_cost")):
         text = headers.get(header)
         if text is None or getattr(atts, name) is not None:
@@ -570,7 +585,7 @@ def _with_headers(atts: AttsFields, headers: Mapping[str, str]) -> AttsFields:
 
 
 def _caps(atts: AttsFields, ceiling: Caps) -> Caps:
-    """Return the caps of a request, which are limited by those of the server."""
+    """Return the caps of a request; each cap is at most the server's cap for one request."""
     given = {one.name: getattr(atts, one.name) for one in fields(Caps)}
     try:
         asked = Caps(**given)
@@ -609,7 +624,7 @@ def _policy_of(model: str, effort: str | None, offer: Offer) -> NamedPolicy:
 
 
 def turns_of(messages: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Return role and text of each message; the reasoning of earlier replies is dropped."""
+    """Return the role and text of each message; the reasoning in earlier replies is left out."""
     turns: list[tuple[str, str]] = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"

@@ -1,6 +1,7 @@
-"""OpenAI's Responses API: the format of requests, response objects and events, and stored responses.
+"""OpenAI's Responses API: the formats of requests, responses and events, and the storage of
+responses.
 
-Background responses run without a client, and survive a restart.
+Background responses run without a connected client, and continue after a restart of the server.
 """
 
 from __future__ import annotations
@@ -64,13 +65,15 @@ _UNSUPPORTED = (
     "top_logprobs",
     "stop",
 )
-"""Standard fields whose absence from the response would mislead the client."""
+"""Fields of OpenAI's API that are refused, because a client would be misled if the server ignored
+them.
+"""
 _PARTS = ("input_text", "output_text", "text")
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseRequest:
-    """A request of the Responses API that was checked."""
+    """A checked request of the Responses API."""
 
     solve: SolveRequest
     instructions: str | None = None
@@ -82,9 +85,9 @@ class ResponseRequest:
 def parse_response(
     body: Any, headers: Mapping[str, str], offer: Offer, ceiling: Caps
 ) -> ResponseRequest:
-    """Return the request of a parsed JSON body.
+    """Convert the parsed JSON body of a Responses API call to a request.
 
-    :raises RequestError: if the server would not do something that the body requests.
+    :raises RequestError: if the server does not support something that the body requests.
     """
     given = checked(body, _KINDS, _UNSUPPORTED, needed=("model", "input"))
     background = given.get("background", False)
@@ -121,7 +124,7 @@ def parse_response(
 
 
 def _turns(given: Any) -> tuple[tuple[str, str], ...]:
-    """Return role and text of each input message; the reasoning of earlier replies is dropped."""
+    """Return the role and text of each input message; the reasoning in earlier replies is left out."""
     if isinstance(given, str):
         return turns_of([{"role": "user", "content": given}])
     if not isinstance(given, list):
@@ -143,7 +146,7 @@ def _turns(given: Any) -> tuple[tuple[str, str], ...]:
 
 
 def response_id(run: str) -> str:
-    """Return the id of the response of a run.
+    """Return the id of the response that belongs to a run.
 
     >>> response_id("r_0a")
     'resp_0a'
@@ -159,7 +162,7 @@ def response_body(
     reply: Reply | None = None,
     error: RequestError | None = None,
 ) -> dict[str, Any]:
-    """Return the response object in its current state."""
+    """Return the response object of a run in its current state."""
     request = asked.solve
     is_cut = reply is not None and reply.finish_reason == "length"
     body: dict[str, Any] = {
@@ -239,7 +242,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 class ResponseEvents(Events):
-    """The events of a response: its creation, reasoning, the message, its completion."""
+    """The events of a streamed response: creation, reasoning, message and completion."""
 
     def __init__(self, asked: ResponseRequest, run: str, created: int) -> None:
         self._asked = asked
@@ -247,23 +250,25 @@ class ResponseEvents(Events):
         self._created = created
         self._number = run.removeprefix("r_")
         self._sequence = 0
-        self._index = -1  # index of the open output item; -1: none was opened
+        self._index = -1  # index of the open output item; -1 before the first item
         self._open = ""  # the kind of the open item: "reasoning" or "message"
         self._text = ""  # text of the open item
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the response without output."""
+        """Yield the events that show the new response, without output."""
         body = response_body(self._asked, self._run, self._created, "in_progress")
         yield self._event("response.created", response=body)
         yield self._event("response.in_progress", response=body)
 
     def written(self, text: str) -> Iterator[bytes]:
-        """Yield reasoning; the text of a model that answers alone belongs to the message."""
+        """Yield the events for new text: as reasoning, or as the message if one model answers
+        alone.
+        """
         kind = "message" if self._asked.solve.policy.is_plain else "reasoning"
         yield from self._add(kind, text)
 
     def end(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the ends of the items, then the complete response."""
+        """Yield the events that end the open items, and then the event with the complete response."""
         if self._open == "reasoning":
             yield from self._close()
         if self._open != "message":
@@ -273,12 +278,12 @@ class ResponseEvents(Events):
         yield self._event(f"response.{body['status']}", response=body)
 
     def fail(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the response with its error."""
+        """Yield the event that shows the response with its error."""
         body = response_body(self._asked, self._run, self._created, "failed", error=error)
         yield self._event("response.failed", response=body)
 
     def _add(self, kind: str, text: str) -> Iterator[bytes]:
-        """Yield more text of an item, which is opened if it is not open yet."""
+        """Yield the event for more text of an item; open the item first if it is not open."""
         if self._open != kind:
             self._open = kind
             self._index += 1
@@ -327,7 +332,7 @@ class ResponseEvents(Events):
 
 
 _log = logging.getLogger("atts.serving")
-_MOST_KEPT = 200  # most responses in memory that are not background responses
+_MOST_KEPT = 200  # largest number of responses in memory, not counting background responses
 _LOOK_SECONDS = 600.0  # seconds between two removals of old responses
 _ID = re.compile(r"resp_[0-9a-f]{16}")
 _REQUEST = "request.json"
@@ -337,16 +342,16 @@ CAP_HEADERS = ("x-atts-max-seconds", "x-atts-max-cost")
 
 
 class _Stored(msgspec.Struct):
-    """The record that is written before a background response is acknowledged."""
+    """The request of a background response; it is written to disk before the client gets a reply."""
 
-    body: Any  # the unchanged body of the request
+    body: Any  # the body of the request, as the client sent it
     headers: dict[str, str]
     user: str
     created: int
 
 
 class _Finished(msgspec.Struct):
-    """The record that is written once a background response has ended."""
+    """The final state of a background response; it is written to disk when the response has ended."""
 
     user: str
     response: dict[str, Any]
@@ -364,10 +369,10 @@ class _Running:
 class Responses:
     """The responses that a server stores, and the tasks of background responses.
 
-    A background response has a folder. It contains the request, which is on disk before the client
-    gets a reply, the journal of the run, and the response, which is written atomically. A server
-    that starts continues every folder without a response. A folder is removed some time after its
-    response was written.
+    Each background response has a folder with three parts: the request, the journal of the run, and
+    the finished response. The request is on disk before the client gets a reply, and the response
+    is written atomically. When a server starts, it continues every folder that has no finished
+    response. A folder is removed some time after its response was finished.
     """
 
     def __init__(self, service: Service) -> None:
@@ -391,7 +396,7 @@ class Responses:
                 yield
 
     async def _remove_often(self) -> None:
-        """Remove old responses at intervals."""
+        """Remove finished responses that are older than the configured time, again and again."""
         if self._folder is None:
             return
         keep = self._service.options.response_seconds
@@ -412,14 +417,14 @@ class Responses:
             elif (folder / _REQUEST).exists():
                 found.append(((folder / _REQUEST).stat().st_mtime, folder.name))
             else:
-                # the server was killed before it acknowledged the request
+                # the server was killed before it had stored the request
                 shutil.rmtree(folder, ignore_errors=True)
         return [name for _, name in sorted(found)]
 
     def _continue(self, name: str) -> None:
-        """Continue a response of an earlier session.
+        """Continue an unfinished response of an earlier session.
 
-        A response that this server cannot continue gets an error instead of a reply.
+        If this server cannot continue the response, the response ends with an error.
         """
         assert self._folder is not None, "a stored response needs a server with a state folder"
         options = self._service.options
@@ -453,9 +458,9 @@ class Responses:
     async def submit(
         self, asked: ResponseRequest, body: Any, headers: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Begin a background response, and return its current state.
+        """Start a background response, and return its current state.
 
-        :raises RequestError: if the server has no folder for it.
+        :raises RequestError: if the server has no folder for background responses.
         """
         if self._folder is None:
             raise RequestError(
@@ -479,10 +484,10 @@ class Responses:
         self._service.start(work)
 
     async def _work(self, running: _Running) -> None:
-        """Run a response until it ends, and write its result.
+        """Run a background response until it ends, and write its final state to disk.
 
-        A server that closes cancels this task; then nothing is written, and the next session
-        continues.
+        If the server closes, it cancels this task. Nothing is written in this case, and the next
+        session continues the response.
         """
         assert self._folder is not None, "the request was checked when it was submitted"
         name = response_id(running.run)
@@ -520,7 +525,9 @@ class Responses:
         running.ended.set()
 
     def keep(self, user: str, body: dict[str, Any]) -> None:
-        """Store a response that is not a background response, until newer ones replace it."""
+        """Store a response that is not a background response, until it is replaced by newer
+        responses.
+        """
         self._kept[body["id"]] = _Finished(user, body)
 
     async def find(self, name: str, user: str) -> dict[str, Any]:
@@ -546,8 +553,8 @@ class Responses:
         return response_body(running.asked, running.run, running.created, status)
 
     async def cancel(self, name: str, user: str) -> dict[str, Any]:
-        """Cancel a response with its engine calls, and return it; a finished response does not
-        change.
+        """Cancel a response and its engine calls, and return the response; a finished response does
+        not change.
 
         :raises RequestError: if this user has no such response.
         """
@@ -558,7 +565,7 @@ class Responses:
         return await self.find(name, user)
 
     async def delete(self, name: str, user: str) -> dict[str, Any]:
-        """Cancel a response if it runs, and delete it.
+        """Delete a response; if it is running, cancel it first.
 
         :raises RequestError: if this user has no such response.
         """
@@ -570,7 +577,9 @@ class Responses:
 
 
 def _may_see(user: str, owner: str) -> bool:
-    """Return whether a user may read a request of `owner`; a key without a name may read all."""
+    """Return whether a user may read requests of `owner`; with a key that names no user, all
+    requests may be read.
+    """
     return not user or user == owner
 
 
@@ -584,13 +593,13 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _remove_ended(responses: Path, before: float) -> None:
-    """Remove the responses that were written before a time."""
+    """Remove all background responses that were finished before a given time."""
     try:
         for folder in responses.iterdir() if responses.is_dir() else ():
             path = folder / _RESPONSE
             if _ID.fullmatch(folder.name) and path.exists() and path.stat().st_mtime < before:
                 _remove(folder)
-    except OSError as error:  # the next removal finds files that this one left
+    except OSError as error:  # the next removal tries again to remove the remaining files
         _log.error("old responses in %s cannot be removed: %s", responses, error)
 
 

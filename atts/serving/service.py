@@ -1,5 +1,5 @@
-"""The service behind the endpoint, with open engines, one graph, one ledger and one gate per
-policy.
+"""The service behind the endpoint: it keeps the engines open and shares a graph, a ledger and gates
+among all requests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ from atts.serving.requests import Offer, RequestError, SolveRequest, offer_of
 _log = logging.getLogger("atts.serving")
 
 
-_MOST_USERS = 4096  # most users whose service is stored, because clients choose the names
+# largest number of stored users; it is limited, because clients may invent names
+_MOST_USERS = 4096
 _FIRST_COST = 1.0
 
 
@@ -64,13 +65,14 @@ _FIRST_COST = 1.0
 class _Ticket:
     event: anyio.Event = field(default_factory=anyio.Event)
     state: Literal["waiting", "granted", "refused"] = "waiting"
-    charged: float = 0.0  # set by the grant
+    charged: float = 0.0  # cost that was charged when the slot was granted
 
 
 @dataclass(slots=True, eq=False)
 class _User:
     share: float
-    served: float = 0.0  # cost of granted requests, divided by the share
+    # sum of the charges for the user's requests; a charge is the cost divided by the user's share
+    served: float = 0.0
     running: int = 0
     waiting: deque[_Ticket] = field(default_factory=deque[_Ticket])
 
@@ -80,16 +82,19 @@ class _User:
 
 
 class Displaced(Exception):
-    """A waiting request lost its place to a user who had received less than their share."""
+    """The error for a request that gets no place in the queue, or loses its place to a user who got
+    less than their share.
+    """
 
 
 class FairSlots:
-    """Slots for requests, granted by start-time fair queueing over users.
+    """Slots for requests, which are shared among users by start-time fair queueing.
 
-    Each grant charges its user the mean cost of a request, divided by the user's share. The charge is
-    corrected when the request has ended. The waiting user with the smallest sum of charges gets the
-    next slot. After a pause, a user's sum is raised to that of the last served user, so that idle
-    time earns no credit. The sums of served users grow, so every waiting user is served at some time.
+    A user who gets a slot is charged the mean cost of a request, divided by the user's share. When
+    the request has ended, the charge is corrected to its real cost. The waiting user with the
+    smallest sum of charges gets the next slot. After a pause, a user's sum is raised to the sum of
+    the last served user, so that idle time gives no advantage. Sums grow with each slot, so every
+    waiting user gets a slot at some time.
     """
 
     def __init__(self, slots: int, queue: int, shares: Mapping[str, float] | None = None) -> None:
@@ -97,18 +102,18 @@ class FairSlots:
         self._queue = queue
         self._shares = dict(shares or {})
         self._users = dict[str, _User]()
-        self._reached = 0.0  # service of the user who was admitted last
+        self._reached = 0.0  # largest sum of charges with which a user has got a slot
         self._mean = _FIRST_COST
-        self._ended = 0  # number of requests in the mean cost
+        self._ended = 0  # number of requests over which the mean cost was computed, at most 100
 
     @property
     def waiting(self) -> int:
-        """Return how many requests wait."""
+        """Return the number of waiting requests of all users."""
         return sum(len(user.waiting) for user in self._users.values())
 
     @property
     def num_users(self) -> int:
-        """Return how many users are remembered."""
+        """Return the number of users whose sums are stored."""
         return len(self._users)
 
     def waiting_of(self, name: str) -> int:
@@ -117,14 +122,16 @@ class FairSlots:
         return 0 if user is None else len(user.waiting)
 
     def has_room(self, name: str) -> bool:
-        """Return whether one more request of a user may start or wait."""
+        """Return whether one more request of this user could start or wait."""
         return self._free > 0 or self.waiting < self._queue or self._heaviest(name) is not None
 
     @asynccontextmanager
     async def slot(self, name: str) -> AsyncGenerator[_Cost]:
-        """Hold a slot for the duration of the block, which sets the cost of the request.
+        """Wait for a slot, and occupy it until the block ends; the block must set the cost of the
+        request.
 
-        :raises Displaced: if the queue is full, and no other user waits with more than their share.
+        :raises Displaced: the queue is full and no other user has too many waiting requests, or
+            another user displaced this request.
         """
         user = self._user(name)
         ticket = _Ticket()
@@ -156,8 +163,8 @@ class FairSlots:
             self._give(user, ticket, cost.value)
 
     def _heaviest(self, name: str) -> _User | None:
-        """Return the user whose waiting request should be displaced by a request of this user, if
-        any.
+        """Return the user who loses a waiting request if this user sends a request, or None if no
+        user does.
         """
         mine = self._users.get(name)
         share = self._share(name)
@@ -206,13 +213,13 @@ class FairSlots:
 
 @dataclass(slots=True)
 class _Cost:
-    """The cost of a request, which the block that holds the slot sets."""
+    """The cost of a request; the block that occupies the request's slot sets it."""
 
     value: float | None = None
 
 
 def conformal_gate(plan: RunSpec) -> ConformalGate | None:
-    """Return the plan's gate that learns from a calibrator, or None if it has none."""
+    """Return the plan's gate if it uses a calibrator that learns from scores, or else None."""
     gate: Any = plan.gate
     while gate is not None and not isinstance(gate, ConformalGate):
         gate = getattr(gate, "inner", None)
@@ -222,20 +229,21 @@ def conformal_gate(plan: RunSpec) -> ConformalGate | None:
 
 
 class CalibratorFolder:
-    """Files of calibrators, one per method and rate, each with the models whose scores it learnt
-    from.
+    """A folder with one calibrator file for each method and rate; each file names the models of its
+    scores.
     """
 
     def __init__(self, folder: Path, models: Mapping[Role, str]) -> None:
         self._folder = folder
         self._models = dict(models)
-        self._saved = dict[str, int]()  # number of decisions of each calibrator when it was saved
+        self._saved = dict[str, int]()  # number of decisions of each calibrator at its last save
 
     def continued(self, method: str, rate: float, plan: RunSpec) -> RunSpec:
-        """Return the plan with the calibrator that an earlier session saved, if it suits the plan.
+        """Return the plan with the calibrator that an earlier session saved, if this calibrator
+        suits the plan.
 
-        A file that is damaged, or has other models or settings, is logged and ignored: it is better
-        to learn from the beginning than not to start.
+        A file that is damaged, or belongs to other models or settings, is logged and ignored. The
+        server then starts with a new calibrator.
         """
         gate = conformal_gate(plan)
         path = self._path(method, rate)
@@ -255,7 +263,7 @@ class CalibratorFolder:
                 "the saved calibrator %s is left out: it belongs to other models or settings", path
             )
             return plan
-        calibrator.settle()  # scores that were in flight will never arrive
+        calibrator.settle()  # discard scores that were in flight when the earlier session ended
         gate.continue_with(calibrator, calibrator.next_issue)
         self._saved[path.name] = calibrator.decided
         return replace(
@@ -265,7 +273,9 @@ class CalibratorFolder:
         )
 
     def changed(self, method: str, rate: float, plan: RunSpec) -> tuple[Path, Any] | None:
-        """Return the file and its new state, or None if nothing was learnt since the last save."""
+        """Return the path and the new state of a calibrator, or None if it has not changed since
+        the last save.
+        """
         gate = conformal_gate(plan)
         if gate is None:
             return None
@@ -278,9 +288,9 @@ class CalibratorFolder:
         return path, {"models": self._models, "calibrator": calibrator.state()}
 
     def write(self, path: Path, state: Any) -> None:
-        """Write one state atomically.
+        """Write the state of one calibrator atomically.
 
-        :raises StorageError: the disk refuses.
+        :raises StorageError: the file cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         write_state(path, state)
@@ -289,38 +299,42 @@ class CalibratorFolder:
         return self._folder / f"{method}-{rate:g}.json"
 
 
-_MOST_GATES = 64  # gates kept for rates that requests choose
-_MOST_PLANS = 256  # plans kept for settings that requests choose
+_MOST_GATES = 64  # largest number of gates kept for the methods and rates that requests choose
+_MOST_PLANS = 256  # largest number of plans kept for the settings that requests choose
 _RETRY_SECONDS = 5
-_MOST_RUNS = 1000  # runs that are stored after their end
+_MOST_RUNS = 1000  # number of finished runs that are kept
 _ONE_CALL = Amount(calls=1, total_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The limits of a server, and the folder of its state.
+    """The options of a server: its name, API keys, limits and the folder of its state.
 
-    :raises OptionError: for a limit below 1, or a share that is not above 0.
+    :raises OptionError: a limit is below its least value, or a share is not above 0 or belongs to a
+        user without a key.
     """
 
-    name: str = "atts/pair"  # name of the model for clients
-    # folder of the ledger, the calibrators and background responses; None: nothing is stored
+    name: str = "atts/pair"  # model name that clients use
+    # folder for the ledger, the calibrators and background responses; None: nothing is stored on
+    # disk
     state: Path | None = None
-    # the user of each key; "" if a key names none
+    # the user of each API key; "" for a key without a user
     keys: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    # shares of users; a user without one has 1
+    # share of each user in the server's work; the default share is 1
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
-    request_caps: Caps = Caps()  # largest caps of one request
+    request_caps: Caps = Caps()  # largest caps that one request may have
     server_caps: Caps = Caps()  # caps on all requests together, including earlier sessions
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
-    requests: int = 64  # most requests that run at once
-    queue: int = 256  # most requests that wait in addition
-    # which policy answers requests that chat programs send by themselves
+    requests: int = 64  # largest number of requests that run at the same time
+    queue: int = 256  # largest number of additional requests that wait
+    # requests that chat programs send without the user get one rollout of the draft, or the chosen
+    # policy
     housekeeping: Literal["draft", "policy"] = "draft"
     body_bytes: int = 1 << 20
     keepalive_seconds: float = 15.0
-    save_seconds: float = 5.0  # seconds between two saves of calibrators
-    response_seconds: float = 30 * 86_400.0  # days for which a finished background response is kept
+    save_seconds: float = 5.0  # seconds between two saves of changed calibrators
+    # seconds for which a finished background response is kept
+    response_seconds: float = 30 * 86_400.0
 
     def __post_init__(self) -> None:
         for name in ("requests", "body_bytes"):
@@ -346,13 +360,13 @@ class ServeOptions:
 
     @property
     def has_named_keys(self) -> bool:
-        """Return True if a key names its user; the field `user` of requests is then ignored."""
+        """Return whether any API key names a user; if so, the field `user` of requests is ignored."""
         return any(self.keys.values())
 
 
 @dataclass(slots=True)
 class Counts:
-    """The growing counters of the server, for its metrics."""
+    """Counts of the server's requests by result, for the metrics."""
 
     requests: int = 0
     answered: int = 0
@@ -360,24 +374,24 @@ class Counts:
     cancelled: int = 0
     failed: int = 0
     limited: int = 0
-    housekeeping: int = 0  # number of requests that chat programs send by themselves
+    housekeeping: int = 0  # number of requests that chat programs sent without the user
 
 
 class _Recount:
-    """A listener that counts the calls of earlier sessions in an account (`atts.run.Listener`)."""
+    """A listener that adds the calls of earlier sessions to a run's account (`atts.run.Listener`)."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
 
     def recalled(self, event: Event) -> None:
-        """Count a reply of an earlier session."""
+        """Add a reply of an earlier session to the account."""
         if isinstance(event, Sampled):
             self._account.count_here(event.completion)
         elif isinstance(event, Scored):
             self._account.count_here(event.scores)
 
     def notify(self, event: Notice) -> None:
-        """Ignore an event of this session, because the account already counts it."""
+        """Ignore an event of this session, because the account counts the session's calls itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +403,7 @@ class _Planned:
 
 
 class Service:
-    """The open engines of a server, and the other objects that its requests share."""
+    """The open engines of a server, with the gates, ledger and slots that all its requests share."""
 
     def __init__(self, setup: Setup, options: ServeOptions | None = None) -> None:
         self.setup = setup
@@ -401,7 +415,8 @@ class Service:
         self.is_draining = False
         self.account = Account()
         self.busy = BusyShare()
-        # chunks escalated and judged in the latest finished requests, by method and nominal rate
+        # numbers of escalated and judged chunks of the latest finished requests, by method and
+        # nominal rate
         self.judged = Recent[tuple[str, float], deque[tuple[int, int]]](_MOST_GATES)
         self.runs = Recent[str, ServedRun](_MOST_RUNS + self.options.requests + self.options.queue)
         self._slots = FairSlots(self.options.requests, self.options.queue, self.options.shares)
@@ -415,18 +430,18 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Return True if requests are accepted."""
+        """Return whether the server accepts requests."""
         return self._base is not None and not self.is_draining
 
     @property
     def models(self) -> dict[Role, str]:
-        """Return the model of each role; the service must be open."""
+        """Return the model of each role that is used; the service must be open."""
         base, _ = self._opened()
         return base.models
 
     @property
     def engines(self) -> dict[Role, Engine]:
-        """Return the open engine of each role that is used."""
+        """Return the open engine of each role that the server uses."""
         base, _ = self._opened()
         both: dict[Role, Engine] = {"draft": base.draft, "target": base.target}
         return {role: both[role] for role in base.roles}
@@ -438,11 +453,12 @@ class Service:
 
     @asynccontextmanager
     async def open(self, keep: Collection[str] = ()) -> AsyncGenerator[Service]:
-        """Open the engines and the ledger for the duration of the block.
+        """Open the engines and the ledger, and close them when the block ends.
 
-        `keep` names the runs of earlier sessions that will be continued.
+        `keep` has the ids of the runs of earlier sessions that will be continued.
 
-        :raises OptionError: a cap in dollars without prices, or a setup that cannot be run.
+        :raises OptionError: a cap is in dollars but there are no prices, or the setup cannot be
+            run.
         :raises EngineError: an engine cannot be opened.
         """
         options = self.options
@@ -471,7 +487,7 @@ class Service:
                 async with background(self._save_often), task_group() as tasks:
                     self._tasks = tasks
                     yield self
-                    # responses that survive a restart can then continue
+                    # so that background responses of earlier sessions can continue
                     tasks.cancel_scope.cancel()
             finally:
                 self._save()
@@ -479,14 +495,17 @@ class Service:
                 self._base = None
 
     def start(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a function until it ends or the service closes; the function must not raise an error."""
+        """Start a function in the background; it runs until it ends or the service closes, and must
+        not raise an error.
+        """
         assert self._tasks is not None, "the service is open"
         self._tasks.start_soon(function)
 
     def check_room(self, user: str = "") -> None:
-        """Check that there is room for another request.
+        """Check that another request of this user could start or wait.
 
-        :raises RequestError: with status 429 under overload, or 503 while the server ends.
+        :raises RequestError: the server is overloaded (status 429), or is shutting down (status
+            503).
         """
         if not self.is_ready:
             raise RequestError(
@@ -501,7 +520,7 @@ class Service:
     def _overloaded(self) -> RequestError:
         self.counts.refused += 1
         return RequestError(
-            f"{self.in_flight} requests are in flight or wait; try again",
+            f"{self.in_flight} requests are in flight or waiting; try again later",
             status=429,
             kind="rate_limit_error",
             code="overloaded",
@@ -509,9 +528,10 @@ class Service:
         )
 
     def check(self, request: SolveRequest) -> None:
-        """Check, before any work, that a request can run.
+        """Check that a request can run, before any work is done for it.
 
-        :raises RequestError: if the request cannot run; the error names the field.
+        :raises RequestError: the request has an impossible setting (the error names the field), or
+            a cap of the server is used up.
         """
         base, _ = self._opened()
         try:
@@ -537,13 +557,14 @@ class Service:
         run: str = "",
         directory: Path | None = None,
     ) -> Reply:
-        """Solve a request; cancelling the awaiting scope also cancels its engine calls.
+        """Solve a request, and return its reply; if the calling task is cancelled, the engine calls
+        are cancelled too.
 
-        With a `directory` the run has a journal there, and a run of an earlier session is
+        With a `directory`, the run has a journal in this directory, and an unfinished run in it is
         continued.
 
-        :raises RequestError: an engine failed, an overload removed the request from the queue, or a
-            cap was reached and the request wants an error in that case.
+        :raises RequestError: an engine failed, the run was cancelled, the request lost its place in
+            the queue, or a cap was reached and `on_limit` is "error".
         """
         run = run or new_run()
         planned = self._plan(request, is_alone=directory is not None)
@@ -613,9 +634,9 @@ class Service:
         plan: RunSpec,
         directory: Path | None,
     ) -> RunResult:
-        """Wait for a slot, and run the problem in it.
+        """Wait for a slot, and then run the problem.
 
-        :raises RequestError: the run was cancelled, or lost its place to another user's.
+        :raises RequestError: the run was cancelled, or the request lost its place in the queue.
         """
         _, graph = self._opened()
         before = served.account.spent
@@ -645,7 +666,9 @@ class Service:
         raise RequestError("the run was cancelled", status=409, code="cancelled")
 
     def _account_of(self, request: SolveRequest, run: str, *, is_kept: bool) -> Account:
-        """Return the account of a run; the account of a kept run continues with its spending."""
+        """Return the account of a run; if the run continues after a restart, the account includes
+        its earlier spending.
+        """
         spending = Spending()
         if is_kept and self._file is not None:
             self._file.keep(run)
@@ -660,13 +683,13 @@ class Service:
         )
 
     def close_account(self, run: str) -> None:
-        """Stop keeping the sum of a run separately; its spending still counts for the server."""
+        """Add the spending of a run to the server's total, and stop storing it separately."""
         if self._file is not None:
             self._file.merge(run)
 
     def _count_judged(self, method: str, rate: float, live: LiveRun) -> None:
-        """Count a request's judged chunks for the realised rate, which covers the latest requests
-        only.
+        """Add a request's judged and escalated chunks to the counts of the realised rate over the
+        latest requests.
         """
         recent = self.judged.pop((method, rate), None)
         if recent is None:
@@ -679,18 +702,18 @@ class Service:
         served.end("failed")
 
     def cancel(self, run: str) -> ServedRun:
-        """Cancel a run with its engine calls; a finished run does not change.
+        """Cancel a run and its engine calls, and return the run; a finished run does not change.
 
-        :raises RequestError: if there is no such run.
+        :raises RequestError: if no stored run has this id.
         """
         served = self.find(run)
         served.scope.cancel()
         return served
 
     def find(self, run: str) -> ServedRun:
-        """Return a run by its id.
+        """Return the run with this id.
 
-        :raises RequestError: if no run has this id, or the run was dropped.
+        :raises RequestError: if no stored run has this id.
         """
         if run not in self.runs:
             raise RequestError(f"there is no run {run!r}", status=404, param="run")
@@ -702,12 +725,13 @@ class Service:
         return self._base, self._graph
 
     def _plan(self, request: SolveRequest, *, is_alone: bool = False) -> _Planned:
-        """Return the plan of a request, with the gate that requests of its method and rate share.
+        """Return the plan of a request, with the gate that all requests of the same method and rate
+        share.
 
-        A request with a seed, or one that `is_alone`, gets a new gate. The plan of other requests
-        is cached, because making it takes longer than answering a short request.
+        A request with a seed, or with `is_alone`, gets a new gate. All other plans are cached,
+        because making a plan takes longer than answering a short request.
 
-        :raises RequestError: if the policy uses a model that is not open.
+        :raises RequestError: if the request needs a model that the server has not opened.
         """
         is_shared = request.seed is None and not is_alone
         if is_shared and request.settings in self._planned:
@@ -725,7 +749,7 @@ class Service:
             plan = setup.plan(base.draft, base.target)
         if is_plain:
             plan = _ended_by(plan, request.stop)
-        # The engines are open, so the lengths that follow from their contexts are known.
+        # The engines are open, so the token limits that depend on their context lengths are known.
         plan = replace(plan.resolved(), policy_for_context=None)
         planned = _Planned(plan, setup.method, setup.rate, setup.policy.samples)
         if is_shared:
@@ -733,7 +757,9 @@ class Service:
         return planned
 
     def _shared_plan(self, setup: Setup, *, is_plain: bool) -> RunSpec:
-        """Return the plan of a setup with the gate that its method and rate share."""
+        """Return the plan of a setup, with the gate that all requests of the same method and rate
+        share.
+        """
         base, _ = self._opened()
         key = (setup.method, setup.rate, is_plain)
         shared = self._plans.pop(key, None)
@@ -755,7 +781,9 @@ class Service:
         )
 
     async def _save_often(self) -> None:
-        """Save calibrators at intervals, so that a killed server loses little of what it learnt."""
+        """Save changed calibrators again and again, so that a killed server loses only the latest
+        changes.
+        """
         while True:
             await anyio.sleep(self.options.save_seconds)
             await anyio.to_thread.run_sync(self._write_states, self._changed_states())
@@ -773,8 +801,8 @@ class Service:
         return [one for one in changed if one is not None]
 
     def _write_states(self, states: list[tuple[Path, Any]]) -> None:
-        """Write states; an error of the disk must not end the server, because requests do not need
-        the disk.
+        """Write the states of calibrators; log errors of the disk, because the server can continue
+        without these files.
         """
         assert self._calibrators is not None or not states, (
             "calibrators are saved only if the server has a state folder"
@@ -793,8 +821,8 @@ def new_run() -> str:
 
 
 async def _outcome_of(result: RunResult) -> Outcome:
-    """Return the outcome of a run's only problem; for a run in a directory, read it from the
-    journal.
+    """Return the outcome of a run's only problem; if the run has a directory, read the outcome from
+    the journal.
     """
     if result.directory is None:
         return next(result.outcomes())
@@ -802,8 +830,8 @@ async def _outcome_of(result: RunResult) -> Outcome:
 
 
 def _guarantee(gate: object) -> str:
-    """Return the texts of a gate's guarantee and of the conditions that void it; "" if there is
-    none.
+    """Return the text of a gate's guarantee with the conditions that void it, or "" if the gate has
+    no guarantee.
     """
     if isinstance(gate, GuaranteedGate):
         promise = gate.promise
@@ -815,8 +843,8 @@ def _guarantee(gate: object) -> str:
 
 
 def _posed(request: SolveRequest, run: str, plan: RunSpec) -> tuple[Problem, RunSpec]:
-    """Return the problem of a request, and the plan with the client's system prompt."""
-    # A request with a seed has the problem id and the gate of `atts solve`, and its answer.
+    """Return the problem that a request poses, and the plan with the client's system prompt added."""
+    # With a seed, the problem id and the gate are those of `atts solve`, so the answer is the same.
     name = "problem" if request.seed is not None else run
     if request.policy.is_plain:
         system, examples, question = conversation_of(request.turns)
@@ -830,7 +858,8 @@ def _posed(request: SolveRequest, run: str, plan: RunSpec) -> tuple[Problem, Run
 def conversation_of(
     turns: Sequence[tuple[str, str]],
 ) -> tuple[str, tuple[tuple[str, str], ...], str]:
-    """Return a conversation as its system prompt, earlier exchanges, and the last question.
+    """Split a conversation into its system prompt, the earlier exchanges (question and reply), and
+    the last question.
 
     >>> conversation_of([("system", "s"), ("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")])
     ('s', (('a\\n\\nb', 'c'),), 'd')
@@ -844,7 +873,8 @@ def conversation_of(
             merged[-1] = (role, f"{merged[-1][1]}\n\n{text}")
         else:
             merged.append((role, text))
-    if merged[0][0] == "assistant":  # templates begin with the user
+    # chat templates require that the first message is from the user
+    if merged[0][0] == "assistant":
         merged.insert(0, ("user", ""))
     texts = [text for _, text in merged]
     exchanges = tuple(zip(texts[:-1:2], texts[1::2], strict=True))
@@ -852,9 +882,9 @@ def conversation_of(
 
 
 def _ended_by(plan: RunSpec, stop: tuple[str, ...]) -> RunSpec:
-    """Return the plan whose rollouts are searched for stop strings instead of an answer.
+    """Return the plan with rollouts that end at a stop string instead of an answer.
 
-    A stop string ends a rollout as an answer does; without one the model ends it.
+    If no stop string appears in a rollout, the model itself ends the rollout.
     """
     longest = max(map(len, stop), default=1)
 
@@ -868,7 +898,7 @@ def _ended_by(plan: RunSpec, stop: tuple[str, ...]) -> RunSpec:
 
 
 def _with_system(plan: RunSpec, system: str) -> RunSpec:
-    """Return the plan with the client's system prompt before that of the method."""
+    """Return the plan with the client's system prompt, followed by the system prompt of the method."""
     own = plan.policy.system
     text = f"{system}\n\n{own}" if own else system
     return replace(plan, policy=replace(plan.policy, system=text))

@@ -1,6 +1,7 @@
-"""The status of a server or of a run directory, the page of `atts view` that shows it, and metrics.
+"""The status of a server or of a run directory, the page of `atts view` that shows the status, and
+the endpoint's metrics.
 
-The metrics of the endpoint have Prometheus's text format.
+The metrics are in Prometheus's text format.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ from atts.run import Progress
 from atts.serving.replies import BusyShare, ServedRun
 from atts.serving.service import Service
 
-_MOST_ENDED = 30  # number of latest finished requests or problems
-_MOST_TEXT = 6_000  # number of last characters of the leading rollout
+_MOST_ENDED = 30  # largest number of finished requests or problems that the page shows
+# largest number of characters that the page shows of a rollout, counted from the end
+_MOST_TEXT = 6_000
 _CAPS = ("max_calls", "max_target_tokens", "max_total_tokens", "max_cost")
 
 
 def server_status(service: Service, user: str = "") -> dict[str, Any]:
-    """Return the status of a server; a `user` sees only their own requests."""
+    """Return the status of a server; if `user` is given, only this user's requests are included."""
     runs = [one for one in reversed(service.runs.values()) if user in ("", one.user)]
     working = [one for one in runs if not one.is_over]
     ended = [one for one in runs if one.is_over]
@@ -134,7 +136,7 @@ def _budgets(account: Account) -> list[dict[str, Any]]:
 
 
 def _rate(name: str, nominal: float | None, realised: Estimate) -> dict[str, Any]:
-    """Return a realised rate with its interval; unknown bounds are None."""
+    """Return a realised rate with its confidence interval; bounds that are not known are None."""
     values = (realised.value, realised.low, realised.high)
     value, low, high = (one if math.isfinite(one) else None for one in values)
     return {
@@ -163,7 +165,7 @@ def _engines(
 
 
 class RunStatus:
-    """The status of a run directory, which is read from its journal when the journal has grown."""
+    """The status of a run directory; the journal is read again whenever it has grown."""
 
     def __init__(self, directory: Path) -> None:
         """Open the run directory.
@@ -175,7 +177,8 @@ class RunStatus:
         self._read: dict[str, Any] = {}
 
     def status(self) -> dict[str, Any]:
-        """Return the current status; a line that is being written is read next time.
+        """Return the current status of the run; a journal line that is only partly written is read
+        at the next call.
 
         :raises JournalError: the journal is gone, or damaged before its end.
         """
@@ -203,7 +206,8 @@ class RunStatus:
         settings = {name: setting.value for name, setting in manifest.settings.items()}
         spent = ledger.by_cap()
         tokens = progress.tokens
-        if not ledger.calls:  # only a run with caps has a ledger
+        # without caps a run has no ledger, so the tokens come from the journal
+        if not ledger.calls:
             spent = {"max_target_tokens": tokens["target"], "draft tokens": tokens["draft"]}
         budgets = [
             {
@@ -239,7 +243,7 @@ class RunStatus:
 
 
 class RunReading:
-    """The numbers that one pass over a journal collects for the page."""
+    """The data that one pass over a journal collects for the status page."""
 
     def __init__(self) -> None:
         self.progress = Progress(lambda: 0.0)
@@ -247,11 +251,11 @@ class RunReading:
         self.busy = BusyShare()
         self.alarms: list[str] = []
         self.problems = OrderedDict[str, dict[str, Any]]()
-        self._texts = dict[tuple[str, int], str]()  # texts of rollouts of open problems
+        self._texts = dict[tuple[str, int], str]()  # texts of the rollouts of unfinished problems
         self._turns = Counter[tuple[str, int]]()
 
     def take(self, entry: Entry) -> None:
-        """Add one entry."""
+        """Add the data of one journal entry."""
         event = entry.event
         self.clock.advance(entry)
         self.progress.recalled(event)
@@ -295,7 +299,7 @@ class RunReading:
         key = (event.problem, event.sample)
         turn = event.turn
         if turn.index < self._turns[key]:
-            return  # a later session repeated this turn
+            return  # a later session wrote this turn again
         self._turns[key] = turn.index + 1
         row = self.problems[event.problem]
         row["turns"] += 1
@@ -324,7 +328,7 @@ class RunReading:
             del self._texts[key]
 
     def leader(self) -> dict[str, Any] | None:
-        """Return the rollout of the oldest open problem that has the most turns."""
+        """Return the rollout with the most turns of the oldest unfinished problem."""
         for name, row in self.problems.items():
             keys = [key for key in self._texts if key[0] == name]
             if row["is_over"] or not keys:
@@ -343,23 +347,23 @@ HOST = "127.0.0.1"
 
 @cache
 def page() -> bytes:
-    """Return the page, which requests `/atts/status` every second."""
+    """Return the HTML of the status page; the page requests `/atts/status` every second."""
     return (files("atts.serving") / "view.html").read_bytes()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """A handler that serves only the page and the status."""
+    """An HTTP handler that serves only the status page and its data."""
 
     def __init__(self, status: Callable[[], dict[str, Any]], *rest: Any) -> None:
         self._status = status
         super().__init__(*rest)
 
     def do_GET(self) -> None:
-        """Answer a request of a browser on this machine."""
+        """Answer a GET request of a browser on this machine."""
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         if host not in (HOST, "localhost"):
-            # a foreign host name that resolves to this machine could read the run through the
-            # browser
+            # refuse other host names: a page of a foreign name that resolves to this machine could
+            # read the run
             self._send(403, "text/plain", b"ask 127.0.0.1\n")
         elif self.path in ("/", "/atts/view"):
             self._send(200, "text/html; charset=utf-8", page())
@@ -386,11 +390,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing, because the page sends a request every second."""
+        """Print nothing; the status page sends a request every second, and each would be logged."""
 
 
 def view_server(port: int, status: Callable[[], dict[str, Any]]) -> ThreadingHTTPServer:
-    """Return a server that shows a status on this machine; the caller runs and closes it.
+    """Return a server that shows a status page on this machine; the caller must run and close the
+    server.
 
     :raises OSError: if the server cannot listen on the port.
     """
@@ -398,28 +403,49 @@ def view_server(port: int, status: Callable[[], dict[str, Any]]) -> ThreadingHTT
 
 
 def metrics_text(service: Service) -> str:
-    """Return every counter and gauge, with its help and type."""
+    """Return all counters and gauges of the server in Prometheus's text format."""
     return "\n".join(_lines(service)) + "\n"
 
 
 def _lines(service: Service) -> Iterator[str]:
-    yield from _metric("atts_requests_in_flight", "gauge", "Requests now.", service.in_flight)
-    yield "# HELP atts_requests_total Requests by what came of them."
+    yield from _metric(
+        "atts_requests_in_flight",
+        "gauge",
+        "Requests that are running or waiting.",
+        service.in_flight,
+    )
+    yield "# HELP atts_requests_total Requests by result."
     yield "# TYPE atts_requests_total counter"
     for name, value in asdict(service.counts).items():
         yield f'atts_requests_total{{result="{name}"}} {value}'
     account = service.account
     for name, text, value in (
-        ("atts_calls", "Engine calls, including cancelled ones.", account.spent.calls),
-        ("atts_tokens", "Tokens of all calls.", account.spent.total_tokens),
-        ("atts_generation_tokens", "Tokens written since the start.", account.written),
-        ("atts_cached_tokens", "Prompt tokens from a cache since the start.", account.cached),
-        ("atts_cost_dollars", "Money, by the prices of the models.", account.spent.dollars),
+        ("atts_calls", "Engine calls, including cancelled calls.", account.spent.calls),
+        ("atts_tokens", "Tokens of all engine calls.", account.spent.total_tokens),
+        (
+            "atts_generation_tokens",
+            "Tokens that engines have written since the server started.",
+            account.written,
+        ),
+        (
+            "atts_cached_tokens",
+            "Prompt tokens that engines have read from a cache since the server started.",
+            account.cached,
+        ),
+        (
+            "atts_cost_dollars",
+            "Cost in dollars, by the prices of the models.",
+            account.spent.dollars,
+        ),
     ):
         yield from _metric(f"{name}_total", "counter", text, value)
     for name, text, value in (
         ("atts_reserved_calls", "Engine calls in flight.", account.reserved.calls),
-        ("atts_reserved_tokens", "Tokens reserved for them.", account.reserved.total_tokens),
+        (
+            "atts_reserved_tokens",
+            "Tokens reserved for engine calls in flight.",
+            account.reserved.total_tokens,
+        ),
     ):
         yield from _metric(name, "gauge", text, value)
 

@@ -1,4 +1,4 @@
-"""The streams of the endpoint, which send events while a request runs."""
+"""The streams of the endpoint, which send events to a client while its request runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from atts.serving.requests import RequestError, SolveRequest
 from atts.serving.service import Service
 
 NEXT_LINE = "\n\n- another line of thought -\n\n"
-"""The text between two rollouts in the reasoning of a stream."""
+"""The text that separates two rollouts in the reasoning of a stream."""
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache, no-transform",
@@ -30,31 +30,31 @@ _Item = tuple[int, str] | Reply | RequestError
 
 
 class Events(ABC):
-    """The events of one stream in one API's format; each is a block of bytes to send."""
+    """The events of one stream in the format of one API; each event is a block of bytes."""
 
     @abstractmethod
     def begin(self) -> Iterator[bytes]:
-        """Yield the blocks to send at once."""
+        """Yield the blocks that are sent when the stream begins."""
 
     @abstractmethod
     def written(self, text: str) -> Iterator[bytes]:
-        """Yield the blocks to send for more reasoning text."""
+        """Yield the blocks that send more text of a rollout."""
 
     @abstractmethod
     def end(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the blocks to send once the reply is complete, after all of its text."""
+        """Yield the blocks that are sent at the end of a complete reply."""
 
     @abstractmethod
     def fail(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the blocks to send instead of a reply after an error."""
+        """Yield the blocks that are sent if an error ends the request."""
 
 
 class EventStream(Response):
-    """A reply as a stream: the text of one rollout turn by turn, then the answer.
+    """A reply as a stream: the text of one rollout turn by turn, and then the answer.
 
-    The rollout is the first that finishes a turn. If another rollout gives the answer, its text
-    follows after a separating line. If the client disconnects, the request and its engine calls are
-    cancelled.
+    The stream shows the rollout that finishes a turn first. If another rollout gives the answer,
+    its text follows after a separating line. If the client disconnects, the request and its engine
+    calls are cancelled.
     """
 
     def __init__(self, service: Service, request: SolveRequest, events: Events, run: str) -> None:
@@ -67,10 +67,10 @@ class EventStream(Response):
         self._events = events
         self._run = run
         self._leader: int | None = None
-        self._sent = ""  # the leader's text
+        self._sent = ""  # text of the rollout that the stream shows
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream, and cancel the work if the client disconnects."""
+        """Send the stream to the client, and cancel the work if the client disconnects."""
         start: dict[str, Any] = {
             "type": "http.response.start",
             "status": 200,
@@ -78,8 +78,8 @@ class EventStream(Response):
         }
         await send(start)
         into, items = anyio.create_memory_object_stream[_Item](math.inf)
-        # The channel closes after all tasks, because a task may still send a reply after the client
-        # has left.
+        # The channel is closed after all tasks have ended, because a task may send a reply after
+        # the client has left.
         with into, items:
             async with task_group() as group:
 
@@ -94,7 +94,7 @@ class EventStream(Response):
                 group.cancel_scope.cancel()
 
     async def _solve(self, into: MemoryObjectSendStream[_Item]) -> None:
-        """Run the request; send its turns, then the reply or the error, into the stream."""
+        """Run the request, and send its turns and then the reply or the error into the stream."""
 
         def written(sample: int, text: str) -> None:
             into.send_nowait((sample, text))
@@ -116,7 +116,8 @@ class EventStream(Response):
             with anyio.move_on_after(self._service.options.keepalive_seconds):
                 item = await items.receive()
             if item is None:
-                # Proxies close connections that are silent for a minute.
+                # Send comments, because proxies close connections on which nothing is sent for a
+                # minute.
                 await _body(send, b": keepalive\n\n")
             elif isinstance(item, RequestError):
                 await _body(send, b"".join(events.fail(item)), more=False)
@@ -140,7 +141,7 @@ class EventStream(Response):
 
 
 class ChatEvents(Events):
-    """A chat completion's chunks: the role at once, reasoning, then the content and the usage."""
+    """The events of a streamed chat completion: the role, the reasoning, the content and the usage."""
 
     def __init__(self, request: SolveRequest, run: str) -> None:
         self._request = request
@@ -149,18 +150,20 @@ class ChatEvents(Events):
         self._content = StoppedText(request.stop)
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the role."""
+        """Yield the event with the role of the reply."""
         yield self._chunk({"role": "assistant", "content": ""})
 
     def written(self, text: str) -> Iterator[bytes]:
-        """Yield reasoning; the text of a model that answers alone is content."""
+        """Yield the event for new text: as reasoning, or as content if one model answers alone."""
         if self._request.policy.is_plain:
             yield from self._shown(self._content.add(text))
         else:
             yield self._chunk({"reasoning": text, "reasoning_content": text})
 
     def end(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the content, the reason of the end, the usage, and the end mark."""
+        """Yield the events with the content, the finish reason and the usage, and then the end
+        mark.
+        """
         if self._request.policy.is_plain:
             yield from self._shown(self._content.end())
         else:
@@ -170,12 +173,12 @@ class ChatEvents(Events):
         if self._request.stream_usage:
             yield event({**self._envelope(), "choices": list[Any](), **last})
         else:
-            # Strict clients expect a choice in every chunk unless they asked for usage.
+            # Strict clients expect a choice in every event, unless they have requested the usage.
             yield self._chunk({}, more=last)
         yield _DONE
 
     def fail(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the error and the end mark."""
+        """Yield the event with the error, and then the end mark."""
         yield event(error.body)
         yield _DONE
 
@@ -205,7 +208,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def event(data: dict[str, Any], kind: str = "") -> bytes:
-    """Return one server-sent event, with its type if it has one."""
+    """Return the bytes of one server-sent event, with the event's type if one is given."""
     head = f"event: {kind}\n".encode() if kind else b""
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 

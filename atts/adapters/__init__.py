@@ -1,4 +1,4 @@
-"""Adapters for other harnesses: inspect_ai, lm_eval and verifiers."""
+"""Adapters for evaluation and training harnesses: inspect_ai, lm_eval, slime and verifiers."""
 
 from atts.adapters.replies import Reply, ReplyKind, question_of
 

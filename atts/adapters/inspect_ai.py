@@ -1,4 +1,4 @@
-"""The inspect_ai adapter, with the model provider `atts` and a solver that uses it."""
+"""The inspect_ai adapter, with the model provider `atts` and a solver that uses this provider."""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # pyright: reportUntypedFunctionDecorator=false, reportUntypedClassDecorator=false
 
@@ -76,8 +76,8 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
         return f"atts/{self.model_name}"
 
     def max_connections(self) -> int:
-        """Return the default number of problems that are solved at once; their rollouts share
-        engines.
+        """Return the default limit on problems that are solved at the same time; their rollouts
+        share engines.
         """
         return 16
 

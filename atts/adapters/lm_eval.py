@@ -83,7 +83,8 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         return "\n\n".join(part for part in (system, question) if part)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Solve all requests concurrently; requests with the same token limit form one run.
+        """Solve all requests; requests with the same token limit are solved concurrently in one
+        run.
 
         :raises EngineError: an engine is lost, or a problem failed.
         """

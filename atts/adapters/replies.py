@@ -20,7 +20,7 @@ is only the answer.
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The reply to one question."""
+    """The reply of atts to one question of a harness."""
 
     text: str
     answer: str | None
@@ -37,7 +37,9 @@ class Reply:
         if not outcome.is_complete:
             errors = (rollout.error for rollout in outcome.rollouts if rollout.error)
             raise EngineError(
-                "atts", next(errors, outcome.why), "The message above names the engine that failed"
+                "atts",
+                next(errors, outcome.why),
+                "The first part of this message names the engine that failed",
             )
         text = (outcome.answer or "") if kind == "answer" else _speaker(outcome).text
         return cls(text, outcome.answer, outcome.usage, _facts(outcome))

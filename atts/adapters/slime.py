@@ -96,7 +96,8 @@ class _Worker:
         return changes
 
     async def solve(self, question: str, policy: Mapping[str, Any]) -> tuple[Outcome, int]:
-        """Return the outcome, and the number of the session that made it.
+        """Solve a question in the latest session; return the outcome and the number of this
+        session.
 
         :raises EngineError: an engine cannot be opened, is lost, or failed.
         """
@@ -143,7 +144,8 @@ def _worker_of(args: Any) -> _Worker:
     options = getattr(args, "atts", None)
     if not isinstance(options, Mapping) or not {"draft", "target"} <= options.keys():
         raise OptionError(
-            "--custom-config-path", "the file needs a table 'atts' with 'draft' and 'target'"
+            "--custom-config-path",
+            "the configuration file needs a table 'atts' with the keys 'draft' and 'target'",
         )
     given: dict[str, object] = {str(name): value for name, value in options.items()}
     key = current_token(), repr(sorted(given.items(), key=lambda item: item[0]))
@@ -166,7 +168,7 @@ def _fill(sample: Any, rollout: Rollout) -> None:
     for chunk in rollout.chunks:
         count = len(chunk.draft_ids)
         ids += chunk.draft_ids
-        # only tokens that the draft wrote with log-probabilities can be trained on
+        # training needs log-probabilities, so it uses only tokens that the draft wrote with them
         is_known = chunk.author == "draft" and len(chunk.logprobs) >= count
         mask += [int(is_known)] * count
         logprobs += chunk.logprobs[:count] if is_known else [0.0] * count

@@ -1,4 +1,4 @@
-"""The verifiers adapter, which offers the problems of a dataset as tasks graded by atts."""
+"""The verifiers adapter, which offers the problems of a dataset as tasks; atts grades the replies."""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # pyright: reportUntypedFunctionDecorator=false, reportMissingTypeStubs=false
 
@@ -45,7 +45,7 @@ class ATTSTask(vf.Task[ATTSData, vf.State, vf.TaskConfig]):  # type: ignore[misc
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def correct(self, trace: Any) -> float:
-        """Return 1 if the answer equals the reference, else 0."""
+        """Return 1 if the answer of the last reply equals the reference, or else 0."""
         # grading may take sympy some seconds, so it must not block the event loop of all rollouts
         grading = partial(is_correct, self.data.problem, trace.last_reply)
         return float(await anyio.to_thread.run_sync(grading))

@@ -82,10 +82,11 @@ def _is_open(record: GradedRecord) -> bool:
 
 
 async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) -> GradedRecord:
-    """Return one record with the model's verdict on it."""
+    """Return one record with the verdict that the judge model gives."""
     references = "\n(or)\n".join(record.golds)
     texts = {"{reference}": references, "{answer}": record.answer or ""}
-    # both fields are replaced in one pass, so that "{reference}" in an answer stays unchanged
+    # both placeholders are replaced in one pass, so that the text "{reference}" inside an answer
+    # stays unchanged
     content = re.sub(r"\{(?:reference|answer)\}", lambda match: texts[match[0]], prompt)
     ids = engine.tokenizer.render([Message("user", content)])
     room = engine.spec.context_length - len(ids)
@@ -110,7 +111,7 @@ async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) 
 
 
 def _left_open(record: GradedRecord, reason: str) -> GradedRecord:
-    """Return the record, still unscored, with the reason why the model did not decide."""
+    """Return the record with the status unscored, and add the reason why the model did not decide."""
     before = record.verdict
     detail = f"{before.detail}; {reason}" if before.detail else reason
     return replace(record, verdict=replace(before, detail=detail))

@@ -101,7 +101,7 @@ class _Reference:
 
     zoo: Zoo
     model: StoredModel
-    words: str  # name of the dataset
+    words: str  # name of the dataset with the problems
     problems: tuple[Problem, ...]
     # for each problem: the token ids of the prompt and the model's answer, and the prompt's length
     texts: tuple[tuple[TokenIds, int], ...]
@@ -117,7 +117,7 @@ class _Reference:
         return cls(zoo, model, words, problems, texts, _right(solved, problems))
 
     def loss(self, chosen: Sequence[BlockSimilarity]) -> Loss:
-        """Measure the loss of the model when these blocks replace some of its blocks."""
+        """Measure how much the model loses if these blocks replace some of its blocks."""
         longest = max(len(ids) - given for ids, given in self.texts)
         policy = replace(_POLICY, max_tokens=_ROOM * longest)
         with substituted(

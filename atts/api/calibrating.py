@@ -296,7 +296,7 @@ def directory_of(run: Run) -> Path:
         return Path(run)
     if run.directory is None:
         raise UsageError(
-            "this run was kept in memory only; give `evaluate` a directory to get a report on it"
+            "this run was kept in memory only; give `evaluate` a directory to analyse the run later"
         )
     return run.directory
 
@@ -520,7 +520,7 @@ def calibrator_of(run: str | Path | RunResult) -> Calibrator:
             whole = calibrator
         else:
             whole.merge(calibrator.state())
-    assert whole is not None, "a merged run has at least one part"
+    assert whole is not None, "a run has at least one part"
     return whole
 
 
@@ -540,7 +540,7 @@ def _parts(run: RecordedRun) -> Iterator[list[Entry]]:
 def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
     gate, calibrator = Setup.recorded(manifest).decider()
     if isinstance(gate, AgreementGate):
-        gate = gate.inner  # the calibrator observes the decision that was carried out
+        gate = gate.inner  # the calibrator belongs to the inner gate
     if not isinstance(gate, ConformalGate) or gate.calibrator is not calibrator:
         method = manifest.configuration.get("method")
         raise CalibrationInputError(

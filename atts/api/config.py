@@ -180,7 +180,7 @@ class Job:
     limit: Annotated[
         int | None, "number of problems to run, starting with the first; none: all problems"
     ] = None
-    file: Annotated[str | None, "read the benchmark from this file instead of the hub"] = None
+    file: Annotated[str | None, "file from which the benchmark is read instead of the hub"] = None
     column: Annotated[
         tuple[str, ...],
         "columns of the file that contain the fields, as FIELD=COLUMN, such as text=Question",
@@ -227,7 +227,8 @@ class Job:
         "together",
     ] = None
     max_seconds: Annotated[
-        float | None, "seconds after which a run stops, over all sessions together"
+        float | None,
+        "seconds after which a run stops; all sessions of a resumed run count together",
     ] = None
     prices: Annotated[
         str | None, "TOML file with the prices of models, in dollars per million tokens"
@@ -247,7 +248,7 @@ class Job:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise OptionError("limit", f"{self.limit} leaves no problem; give at least 1")
-        _ = self.caps  # reading the property raises an error for impossible caps
+        _ = self.caps  # `caps` raises an error if a cap is impossible
         check_logs(self.log)
         for pair in self.column:
             if not all(pair.partition("=")):
@@ -302,7 +303,7 @@ class Job:
 
 @cache
 def config_keys() -> Mapping[str, Key]:
-    """Return every key by name, in the order of display.
+    """Return every configuration key by name, in the order in which keys are displayed.
 
     >>> config_keys()["samples"].default, config_keys()["chunking.stop"].variable
     (8, 'ATTS_CHUNKING_STOP')
@@ -377,7 +378,7 @@ class Configuration:
 
     @property
     def deciding(self) -> dict[str, Any]:
-        """Return every value that decides the results, as plain JSON data."""
+        """Return the values of all keys that change the results, as JSON data."""
         kept = {
             name: setting.value
             for name, setting in self.settings.items()
@@ -391,7 +392,7 @@ class Configuration:
 
     @property
     def digest(self) -> str:
-        """Return a short hash of the values that decide the results."""
+        """Return a short hash of the values of all keys that change the results."""
         text = json.dumps(self.deciding, sort_keys=True)
         return blake2b(text.encode(), digest_size=4).hexdigest()
 
@@ -401,7 +402,8 @@ class Configuration:
         :raises OptionError: a value is impossible.
         :raises CalibrationInputError: the value of `scores` is not a valid file of scores.
         """
-        # A derived length stays None in the policy, because opened engines may still shorten it.
+        # A derived token limit stays None in the policy, because it may be reduced when engines
+        # open.
         given = {
             name: setting for name, setting in self.settings.items() if name not in self.followed
         }

@@ -44,7 +44,7 @@ REASONING = Budget("reasoning models", 16_000, 500)
 _ANSWERS_AT_ONCE = re.compile(r"instruct|chat|-it\b|-base\b", re.IGNORECASE)
 _REASONS = re.compile(r"\br1\b|qwq|think|reason|qwen3", re.IGNORECASE)
 _IS_BASE = re.compile(r"-base\b", re.IGNORECASE)
-# texts in the chat templates of models that reason before they answer
+# marks in the chat templates of models that reason before they answer
 _REASONING_TEMPLATE = re.compile(
     r"think>|enable_thinking|reasoning_content|<\|channel\|>|\[THINK\]"
 )
@@ -168,7 +168,9 @@ def build_engines(
     :raises OptionError: as in `build_engine`, or if the two models cannot speculate as requested.
     """
     for words in (draft, target):
-        if isinstance(words, str):  # a misspelt setting is an error even if the engine is not built
+        # check both addresses, because a misspelt setting is an error even if its engine is not
+        # built
+        if isinstance(words, str):
             check_engine_words(words)
     if in_flight is None:
         in_flight = _ROLLOUTS, run_tokens(budget_of(draft, target).max_tokens)
@@ -310,7 +312,7 @@ def check_engine_words(name: str) -> tuple[str, str]:
         impossible.
     """
     scheme, _, rest = name.partition(":")
-    if "?" in scheme:  # "embedded?threads=1"
+    if "?" in scheme:  # an address without a model, such as "embedded?threads=1"
         scheme, _, rest = name.partition("?")
         rest = f"?{rest}"
     if scheme not in _NO_SERVERS:
@@ -353,7 +355,7 @@ def _on_ray(words: str, role: Role, chat: bool) -> Engine:
     from atts.servers import RayEngine
 
     inner, options = _ray_words(words)
-    # an actor is already a separate process
+    # the model runs in a thread, because an actor is already a separate process
     here = LocalOptions(worker="thread")
     stages = StageOptions(stage_worker="ray")
     build = partial(build_engine, inner, role, here, stages=stages, chat=chat)
@@ -413,7 +415,7 @@ class _LocalWords(NamedTuple):
 class _ZooModel(NamedTuple):
     """The model that the address of a zoo engine names."""
 
-    folder: str  # the folder of the model, or of its replacement
+    folder: str  # the folder of the model, or of its lossy replacement
     settings: str  # the settings that a local engine reads
     loss: str  # description of the replacement's loss, for the log
     replicas: int
@@ -572,7 +574,9 @@ def score_warnings(policy: Policy) -> Iterator[str]:
 
 
 def known_context(engine: str | Engine) -> int | None:
-    """Return the context length of a model, if its address or its folder states it."""
+    """Return the context length of a model if its address or its folder states the length, or else
+    None.
+    """
     words, _, settings = _engine_words(engine).partition("?")
     scheme, _, model = words.removeprefix("ray:").partition(":")
     stated = [*parse_qs(settings).get("context", ()), *parse_qs(settings).get("kv_tokens", ())]
@@ -586,7 +590,7 @@ def known_context(engine: str | Engine) -> int | None:
 
 
 def _folder_of(scheme: str, model: str) -> Path | None:
-    """Return the folder of a model of this machine, if its address names one."""
+    """Return the folder of a model on this machine if its address names a folder, or else None."""
     if scheme == "hf":
         return Path(model).expanduser()
     if scheme != "zoo":

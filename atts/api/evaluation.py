@@ -1,4 +1,6 @@
-"""Evaluations, sessions whose engines stay open, and synchronous versions of both."""
+"""Evaluations, sessions whose engines stay open, and synchronous versions of evaluations and
+sessions.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ from atts.sampling import Seed, generator
 
 
 def drawn_order(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
-    """Return the problems in an order that depends only on the seed and their number."""
+    """Return the problems in a random order that depends only on the seed and the number of
+    problems.
+    """
     places = generator(Seed(run=seed, purpose="order of problems")).permutation(len(problems))
     return tuple(problems[position] for position in places)
 
@@ -289,7 +293,8 @@ class evaluate:
 
 @asynccontextmanager
 async def logged(options: RunOptions, names: Sequence[str]) -> AsyncGenerator[RunOptions]:
-    """Add the named trackers to a run's listeners, and let them finish after the run.
+    """Add the named trackers to a run's listeners, and give the trackers time to finish after the
+    run.
 
     :raises OptionError: a name is unknown.
     :raises MissingExtra: a tracker is not installed.
@@ -369,7 +374,7 @@ def _decisive_policy(setup: Setup) -> dict[str, Any]:
         is_of_pair = setting is not None and setting.origin.startswith(PAIR)
         if given.get(name) is None or is_of_pair:
             del policy[name]
-    del policy["letter"]  # a run records this key only if its problems have choices
+    del policy["letter"]  # a run records the key "letter" only if its problems have choices
     return policy
 
 
@@ -401,7 +406,7 @@ class _Stream:
     send: MemoryObjectSendStream[Notice]
 
     def recalled(self, event: Event) -> None:
-        """Ignore an event of an earlier session, because it is not new."""
+        """Ignore an event of an earlier session, because readers get only new events."""
 
     def notify(self, event: Notice) -> None:
         """Queue an event, or drop it if the reader has left."""
@@ -523,7 +528,7 @@ class Session:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the engines; closing twice is allowed."""
+        """Close the engines; further calls do nothing."""
         self._is_closed = True
         await self._stack.aclose()
 
@@ -765,7 +770,8 @@ async def combine(
         if name in source.manifest.settings
     }
     decisive = {"rollouts_of": Setting(Path(run).name, "atts combine")}
-    if "method" in source.manifest.configuration:  # the method of the recorded rollouts
+    # keep the method that wrote the recorded rollouts
+    if "method" in source.manifest.configuration:
         decisive["method"] = source.manifest.configuration["method"]
     rollouts = RecordedRollouts(source.outcomes, found.count)
     gate_is_done = plan.on_problem_done

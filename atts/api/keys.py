@@ -39,7 +39,7 @@ class Key:
     """One key of the configuration: "samples", or "sampling.temperature" inside a table."""
 
     name: str
-    kind: Any  # the type of the annotation, without None
+    kind: Any  # the type in the field's annotation, without None
     default: Json
     optional: bool  # whether "none" is an allowed value
     help: str = ""
@@ -144,7 +144,7 @@ def _is_sayable(kind: Any) -> bool:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """Convert a value to this type.
+    """Convert a value to the given type.
 
     :raises msgspec.DecodeError: if the value does not have this type.
     """

@@ -1,4 +1,4 @@
-"""The pairs of models in `pairs.toml`, with the GPUs on which they fit."""
+"""The pairs of models in `pairs.toml`, and the placement of a pair's models on GPUs."""
 
 from __future__ import annotations
 
@@ -75,12 +75,13 @@ class ModelSize:
     kv_heads: int
     head_dim: int
     context: int
-    packed: bool = False  # published in four bits, so --quantization does not reduce it
-    experts: bool = False  # a mixture of experts, which only servers can run
+    # whether the weights are published in 4 bits, so that --quantization does not reduce them
+    packed: bool = False
+    experts: bool = False  # whether the model is a mixture of experts, which only servers can run
 
     @property
     def cache_bytes(self) -> int:
-        """Return the bytes of KV cache per token, in 16 bits."""
+        """Return the bytes of a token in the KV cache, with 16 bits for each number."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -95,7 +96,7 @@ class Pair:
     target: str
     note: str
     settings: Mapping[str, Json]
-    # keyed by benchmark
+    # prompt settings of benchmarks, keyed by the benchmark's name
     prompts: Mapping[str, Mapping[str, Json]] = field(default_factory=dict[str, Mapping[str, Json]])
     published: Mapping[str, PublishedRow] = field(default_factory=dict[str, PublishedRow])
 
@@ -146,7 +147,7 @@ def find_pair(name: str) -> Pair:
 
 @cache
 def known_pairs() -> Mapping[str, Pair]:
-    """Return every pair by its name."""
+    """Return all known pairs, keyed by the pair's name."""
     file = _file()
     return MappingProxyType(
         {name: _pair(name, row, file["kinds"][row["kind"]]) for name, row in file["pairs"].items()}
@@ -155,7 +156,7 @@ def known_pairs() -> Mapping[str, Pair]:
 
 @cache
 def model_sizes() -> Mapping[str, ModelSize]:
-    """Return the sizes of the pairs' models by their hub names."""
+    """Return the sizes of the models of all pairs, keyed by the model's hub name."""
     return MappingProxyType({name: ModelSize(**row) for name, row in _file()["models"].items()})
 
 
@@ -186,7 +187,7 @@ CARDS: Mapping[str, float] = MappingProxyType(
 )
 """Gigabytes of memory of each kind of card."""
 USUAL_CARDS = ("rtx4090", "h100", "h200")
-"""The cards that are shown if none is named."""
+"""The kinds of card that are shown if the user names no kind."""
 COUNTS = (1, 2, 4, 8)
 # usable fraction of a card's memory; the driver and other programs use the remaining memory
 _USABLE = 0.92
@@ -215,7 +216,7 @@ class GpuPlacement:
     card: str
     count: int
     context: int  # context length in tokens with which each server is started
-    # None if the method does not use the draft or the target
+    # the share of a model is None if the method does not use this model
     draft: GpuShare | None
     target: GpuShare | None
 

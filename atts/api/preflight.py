@@ -43,7 +43,7 @@ _SIGNATURE = "# Written by `atts doctor`"
 _TIGHT_GB = 2.0
 _FULL_GB = 0.2
 _PROBLEM = Problem("doctor", "What is (17 + 25) * 3?")
-_TRIED = 16  # tokens that the draft writes to check that the target can score them
+_TRIED = 16  # number of tokens that the draft writes as a trial for the target's scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +335,7 @@ class Check:
     advice: str = ""
 
     def __str__(self) -> str:
-        """Return the check in one line."""
+        """Return the check as one line of text."""
         advice = f". {self.advice}" if self.advice else ""
         return f"{self.status:<5} {self.name:<12} {self.seen}{advice}"
 
@@ -352,7 +352,7 @@ class Diagnosis:
         return sum(check.status == "fail" for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data for programs."""
+        """Return the numbers of checks by result and all checks, as JSON data."""
         counts = {
             status: sum(check.status == status for check in self.checks)
             for status in get_args(Status)
@@ -548,7 +548,7 @@ async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
                 opened[role] = engine
             except ATTSError as error:
                 advice = ""
-                # A start command helps only if no server answered.
+                # Show how to start the server only if no server answered.
                 if pair is not None and isinstance(error, EngineUnavailable):
                     advice = (
                         f"`atts pairs {pair.name} --card CARD` prints the start command of "

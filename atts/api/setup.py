@@ -167,8 +167,9 @@ class Setup:
         "no cap",
     ] = None
     policy: Policy = Policy()
-    gate: Gate | RoundGate | None = None  # None: the gate of the method
-    stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
+    gate: Gate | RoundGate | None = None  # None: use the gate of the method
+    # calibration scores that were computed before the run
+    stored: Sequence[float] | StoredScores = ()
     conditions: Annotated[
         Conditions,
         "action if stored scores were made with other models or settings than this run: match "
@@ -220,7 +221,7 @@ class Setup:
         int, "largest number of rollouts in flight at the same time, over all problems"
     ] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
-    # set by `configure`
+    # the origin of each value; set by `configure`
     provenance: Mapping[str, Setting] = field(default_factory=dict[str, Setting], repr=False)
 
     def __post_init__(self) -> None:
@@ -268,7 +269,7 @@ class Setup:
 
     @property
     def _is_judged(self) -> bool:
-        """Return whether a gate may escalate a chunk."""
+        """Return whether the run has a gate that may escalate chunks."""
         if self.gate is not None:  # only this gate never escalates
             return self.gate != FixedGate("accept")
         return preset(self.method).is_judged
@@ -548,7 +549,7 @@ values. The method coin uses none of these keys.
 
 
 def default_of(name: str) -> Any:
-    """Return the default of a field of `Setup`."""
+    """Return the default value of a field of `Setup`."""
     return next(one.default for one in fields(Setup) if one.name == name)
 
 

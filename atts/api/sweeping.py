@@ -76,7 +76,7 @@ _NOT_OF_COINS = ("method", "by_length", "score.kind", *GATE_SETTINGS)
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One planned run of a sweep."""
+    """One planned run of a sweep: a combination of values, or a baseline."""
 
     name: str
     kind: PointKind
@@ -164,7 +164,7 @@ def plan_sweep(
         values = dict(zip(axes, chosen, strict=True))
         name = ",".join(f"{key}={_word(value)}" for key, value in values.items())
         grid.append(point("point", name, values))
-    # A baseline that equals a point of the grid is not run twice.
+    # A baseline with the same configuration as a point of the grid is left out.
     known = {one.configuration.digest for one in grid}
     baselines = list[SweepPoint]()
     notes = list[str]()
@@ -179,7 +179,7 @@ def plan_sweep(
             is_coin = values["method"] == COIN
             made = point("reference", name, values, _policy_of(base) if is_coin else None)
         except OptionError as error:
-            # A flag may contradict a baseline's method; the sweep is still useful without that
+            # A flag may contradict the method of a baseline. The sweep is still useful without this
             # baseline.
             notes.append(f"the baseline {name} is left out: {error}")
             continue
@@ -383,7 +383,7 @@ async def run_point(
 
 
 def _roles_of(points: Iterable[SweepPoint]) -> tuple[Role, ...]:
-    """Return the roles whose models at least one of these runs uses, draft first."""
+    """Return the roles (draft before target) whose models at least one of these runs uses."""
     asked = {role for point in points for role in point.configuration.setup().roles}
     return tuple(role for role in get_args(Role) if role in asked)
 
@@ -470,7 +470,7 @@ sweep_sync = sync(sweep)
 SCORES = ("mean", "worst", "speculative", "draft", "rating", "verdict")
 """The kinds of score that a pilot tries with the gate of method `atts`."""
 PILOT = {"limit": 40, "samples": 4, "early_stop": "none"}
-"""The default settings of a pilot."""
+"""The settings that a pilot uses unless the user sets them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,7 +524,8 @@ async def run_pilot(
     if len(graded) < 2:
         raise OptionError(
             "dataset",
-            f"{len(graded)} of the problems has a reference answer, but a pilot needs two",
+            f"{len(graded)} of the problems has a reference answer, but a pilot needs at least two "
+            "such problems",
         )
     directory = base.directory
     if base.job.out is None:

@@ -34,13 +34,13 @@ class LoadTiming:
     """The measurements of a server that had `load` requests in flight."""
 
     load: int
-    tokens: int  # number of tokens in the replies
+    tokens: int  # number of tokens in all replies together
     seconds: float
     drafted: DraftCounts | None  # None if the server proposes no tokens, or does not count them
 
     @property
     def goodput(self) -> float:
-        """Return the tokens per second of all requests together."""
+        """Return the number of tokens per second, summed over all requests."""
         return self.tokens / self.seconds
 
     @property
@@ -64,7 +64,9 @@ class LoadTiming:
 
 @dataclass(frozen=True, slots=True)
 class LoadAdvice:
-    """The measurements at one load, and the number of tokens to propose there."""
+    """The measurements at one load (number of requests in flight), and the number of tokens to
+    propose at this load.
+    """
 
     load: int
     step_ms: float
@@ -108,7 +110,8 @@ class TuneAdvice:
         """
         if not self.acceptance:
             return (
-                "the server proposed nothing, so the acceptance is not known: start it with a "
+                "the server proposed no tokens, so the acceptance rate is not known: start it with "
+                "a "
                 "--speculative-config, and tune again",
             )
         found = list[str]()
@@ -190,7 +193,9 @@ async def tune(
     :raises EngineError: the server fails.
     """
     if not loads or min(loads) < 1 or any(one >= other for one, other in pairwise(loads)):
-        raise OptionError("--load", f"{list(loads)} are not rising numbers of at least 1")
+        raise OptionError(
+            "--load", f"{list(loads)} must be whole numbers of at least 1, in rising order"
+        )
     for name, value in (("--tokens", tokens), ("--most", most)):
         if value < 1:
             raise OptionError(name, f"{value} is below 1")

@@ -68,7 +68,7 @@ OPENAI_URL_VARIABLE = "OPENAI_BASE_URL"
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """One server, as parsed from an address."""
+    """The URL, dialect, model, tokenizer and options of one server, as parsed from an address."""
 
     url: str
     dialect: str = AUTO

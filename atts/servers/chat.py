@@ -194,7 +194,7 @@ def _pieces(text: str) -> list[bytes]:
     words = [word.encode() for word in _WORD.findall(text)]
     if max(map(len, words), default=0) <= _LONGEST:
         return words
-    # Long runs of spaces or line breaks are too long for one id.
+    # Split long runs of spaces or line breaks, because one id can stand for only a few bytes.
     return [
         word[start : start + _LONGEST] for word in words for start in range(0, len(word), _LONGEST)
     ]

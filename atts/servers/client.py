@@ -199,7 +199,7 @@ class TokenCounts(Struct):
 
 
 def error_text(reply: bytes) -> str:
-    """Return the message of an error reply, in one line."""
+    """Return the message in the body of an error reply, as one line."""
     try:
         # Servers put the text into up to three nested objects, such as {"error": {"message": ...}}.
         while True:
@@ -226,7 +226,7 @@ KEEP_ALIVE_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class HttpReply:
-    """The reply of a server, whatever its status."""
+    """The reply of a server, with any status."""
 
     status: int
     body: bytes
@@ -350,7 +350,7 @@ class HttpxTransport:
     async def send(
         self, url: str, body: bytes | None, headers: Mapping[str, str], most: int
     ) -> HttpReply:
-        """Send one request; see `AiohttpTransport.send`."""
+        """Send one request in the same way as `AiohttpTransport.send`."""
         library = self._library
         shard = min(range(SHARDS), key=self._load.__getitem__)
         self._load[shard] += 1
@@ -743,7 +743,7 @@ class Client:
     async def _attempt(
         self, make: Callable[[str], Call], abort: Callable[[str], Call | None], most_bytes: int
     ) -> bytes:
-        """Send a request once; return the body of a reply with status 200.
+        """Send a request once, and return the reply's body if the status is 200.
 
         :raises EngineError: for another status, or if no complete reply came.
         """

@@ -47,9 +47,9 @@ _KEPT_ARRIVALS = 65_536  # largest number of problems whose order of arrival is 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity of the server at a URL."""
+    """The identity of a server: its engine, version, model, context length and tokenizer."""
 
-    engine: str  # kind and major.minor version, such as "vllm 0.33"
+    engine: str  # kind of server with its major and minor version, such as "vllm 0.33"
     version: str
     model: str
     context_length: int
@@ -135,7 +135,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """Return the call that continues these ids."""
+        """Return the call with which the server continues the ids of a request."""
 
     @abstractmethod
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
@@ -200,7 +200,7 @@ class Dialect(ABC):
 
     @property
     def closes_thinking(self) -> bool:
-        """Return whether the server enforces thinking budgets."""
+        """Return whether the server enforces thinking budgets, instead of atts."""
         return self._options.thinking == "send"
 
 
@@ -241,7 +241,7 @@ class Forcer(Dialect):
 
     @abstractmethod
     def force_call(self, ids: TokenIds, token: int) -> Call:
-        """Return the call that writes exactly this token."""
+        """Return the call that forces the server to write exactly this token."""
 
     @abstractmethod
     def read_forced(self, reply: bytes, token: int) -> float:
@@ -281,7 +281,7 @@ def seed_of(request: SampleRequest, bits: int) -> int:
 
 
 def json_of(client: Client, reply: HttpReply, kind: Any) -> Any:
-    """Read a reply with status 200 as a value of this type.
+    """Parse the JSON of a reply with status 200 as a value of this type.
 
     :raises ValueError: if the reply is not such a value.
     :raises EngineError: for any other status.
@@ -292,7 +292,9 @@ def json_of(client: Client, reply: HttpReply, kind: Any) -> Any:
 
 
 async def json_at(client: Client, path: str, kind: Any, body: dict[str, Any] | None = None) -> Any:
-    """Request the JSON at a path, with a POST if there is a body."""
+    """Request a path, and return the JSON of the reply as a value of this type; a request with a
+    body is a POST.
+    """
     return json_of(client, await client.look(path, body), kind)
 
 
@@ -322,7 +324,7 @@ def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> Mod
 
 
 def short_version(version: str) -> str:
-    """Return the major and minor number of a version."""
+    """Shorten a version to its major and minor number."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
@@ -432,7 +434,9 @@ class DialectClient:
         return Completion(ids, text, ended, logprobs[:length], sampled.cached_tokens)
 
     async def sample_raw(self, request: SampleRequest) -> RawCompletion:
-        """Return a completion as the server sent it, after the basic checks."""
+        """Return a completion as the server sent it, after the checks of its ids, log-probs and
+        end.
+        """
         sampled, _, _ = await self._sampled(request)
         return sampled
 
@@ -616,7 +620,9 @@ class DialectClient:
     async def _rated(self, request: ScoreRequest) -> Scores:
         if len(request.suffix) != 1:
             advice = "Use a method that only rates (spec-reason), or a target on vLLM or SGLang"
-            problem = f"the server can rate one token, but not score {len(request.suffix)} tokens"
+            problem = (
+                f"the server can rate with one token, but cannot score {len(request.suffix)} tokens"
+            )
             raise UnsupportedByEngine(self._name, problem, advice)
         word = self.tokenizer.decode(request.suffix).strip()
         ratings = await self.ratings(request.prefix)

@@ -145,7 +145,7 @@ class RemoteEngine(BaseEngine):
 
     @property
     def traffic(self) -> Traffic:
-        """Return the counts of attempts, retries and aborts so far."""
+        """Return the counts of attempts, retries, aborts and lost connections so far."""
         return self._opened().traffic
 
     async def open(self) -> None:
@@ -554,7 +554,7 @@ def least_entropy(logprobs: Sequence[float]) -> float:
 
 
 def claimed_by(dialect: Dialect) -> frozenset[Capability]:
-    """Return all capabilities that servers of this dialect may have."""
+    """Return the capabilities that servers of this dialect claim to have."""
     capabilities: set[Capability] = {"sample"}
     if isinstance(dialect, TopScorer):
         capabilities.add("entropy")

@@ -161,7 +161,10 @@ class RemoteOptions:
             raise OptionError("recheck_requests", f"{self.recheck_requests} is below 1")
         if self.attempts < 1 or self.in_flight < 1 or self.context < 0:
             given = f"attempts {self.attempts}, in_flight {self.in_flight}, context {self.context}"
-            raise OptionError("remote", f"{given}: expected at least 1, 1, 0")
+            raise OptionError(
+                "remote",
+                f"{given}: expected at least 1, 1 and 0",
+            )
         for name in ("timeout_seconds", "connect_seconds", "cancel_seconds", "recheck_seconds"):
             if not getattr(self, name) > 0:
                 raise OptionError(name, f"{getattr(self, name)} is not positive")

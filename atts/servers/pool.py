@@ -187,7 +187,7 @@ class ReplicaPool:
                         if member.state == "down":
                             await self._look(member)
             if member.state == "up":
-                # One usable replica is enough.
+                # One usable replica is enough, so stop waiting for the other replicas.
                 group.cancel_scope.cancel()
 
         async with task_group() as group:
@@ -342,7 +342,7 @@ class ReplicaPool:
             advice = "Serve the same model with the same settings on every replica"
             require_alike(f"replica {member.name}", self._first.spec, member.engine.spec, advice)
         except (EngineUnavailable, EngineTimeout, BadReply) as error:
-            # `_fail` doubles the waiting time only for a replica that is up.
+            # `_fail` sets a new and longer waiting time only if the replica's state is "up".
             member.state = "up"
             self._fail(member, error)
         except ATTSError as error:

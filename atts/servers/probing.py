@@ -99,11 +99,11 @@ class Known:
     convention: Convention = "unknown"
     """The kind of log-probs that the test measured, or "unknown" if it could not be measured."""
     fingerprint: tuple[float, ...] = ()
-    """The result of `ServerProbe.fingerprint` when the server was opened."""
+    """The log-probs that `ServerProbe.fingerprint` returned when the engine opened."""
 
 
 class Seen(NamedTuple):
-    """The values by which a server is compared with its earlier state."""
+    """Newly measured values, which are compared with the earlier values of the same server."""
 
     values: tuple[float, ...]
     convention: Convention
@@ -199,7 +199,7 @@ class ServerProbe:
         return SampleRequest(self._prompt, tokens, sampling, Seed(run=seed, purpose="probe"))
 
     async def _look_at_text(self, findings: list[Finding]) -> None:
-        """Test a server that takes messages and returns text."""
+        """Add the findings about a server that takes messages and returns text."""
         seen = "the server takes and returns text, so its tokenizer does not matter"
         findings.append(Finding("tokenizer", "unknown", seen))
         written = await self._see_text(findings)
@@ -365,7 +365,7 @@ class ServerProbe:
             candidate = (token + size // 2 + step) % size
             if candidate != token and candidate not in self._spec.end_ids:
                 return candidate
-        raise AssertionError("a vocabulary has more than its ends and one token")
+        raise AssertionError("a vocabulary has at least two tokens that are not end tokens")
 
     def _compare_scores(self, written: RawCompletion, first: Scores, again: Scores) -> Finding:
         drift = _distance(first.logprobs, again.logprobs)
@@ -520,7 +520,8 @@ def _first_ids(ids: TokenIds) -> str:
 
 _SAMPLED_TEXTS = 8
 _WARM = Sampling(temperature=0.7)
-# A lossless server exceeds this number of standard deviations about once in a million tests.
+# If speculation is lossless, the test exceeds this number of standard errors about once in a
+# million tests.
 _MOST_DEVIATIONS = 5.0
 # If the log-probabilities of two tokens differ by at most this many nats, rounding decides which
 # token is the likeliest.
@@ -539,8 +540,8 @@ class Lossless(NamedTuple):
     # The deficit in standard errors; negative if tokens of texts are more likely than tokens of
     # one-token requests.
     deviation: float
-    # The largest number of nats by which a token of a greedy text is less likely than the likeliest
-    # token.
+    # Largest number of nats by which a token of the greedy text is less likely than the most likely
+    # token at its position.
     greedy_gap: float
 
     @property

@@ -141,7 +141,7 @@ def _join(name: str, address: str) -> Literal["leave it", "end it"]:
     """
     if _ray().is_initialized():
         return "leave it"
-    # Ray must not report usage statistics.
+    # Turn off Ray's usage statistics, which Ray would send over the internet.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
@@ -160,7 +160,7 @@ def _join(name: str, address: str) -> Literal["leave it", "end it"]:
 
 
 def _begin(name: str, quiet: dict[str, Any]) -> None:
-    """Start a cluster on this machine."""
+    """Start a Ray cluster on this machine."""
     try:
         _ray().init(address="local", include_dashboard=False, **quiet)
     except Exception as error:  # Ray raises no more specific type of error
@@ -195,7 +195,7 @@ class ActorReplica(BaseEngine):
         return self._handle
 
     def start(self) -> None:
-        """Request the actor from Ray without waiting for it.
+        """Request an actor from Ray without waiting until it runs.
 
         If the cluster is full, Ray creates the actor when resources become free.
         """
@@ -243,7 +243,7 @@ class ActorReplica(BaseEngine):
         return False
 
     async def open(self) -> None:
-        """Open the engine; see `recheck`."""
+        """Open the engine in its actor; see `recheck`."""
         await self.recheck()
 
     async def _close(self) -> None:
@@ -362,11 +362,11 @@ class Host:
         return failure or (self._engine.spec, self._engine.tokenizer)
 
     async def sample(self, request: SampleRequest) -> Completion | Failure:
-        """Return a completion, or the error."""
+        """Return the engine's completion, or its error."""
         return await self._ask(lambda engine: engine.sample(request))
 
     async def score(self, request: ScoreRequest) -> Scores | Failure:
-        """Return scores, or the error."""
+        """Return the engine's scores, or its error."""
         return await self._ask(lambda engine: engine.score(request))
 
     async def close(self) -> None:

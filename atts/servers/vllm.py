@@ -93,9 +93,9 @@ class VllmDialect(TopScorer):
         super().__init__(options)
         # Whether the server has the routes that --enable-scale-out adds.
         self._scale_out = False
-        # The server version for which cached scores were tried, and whether they worked.
+        # The server version with which scoring from the cache was tried, and whether it worked.
         self._cached_scores: tuple[str, bool] | None = None
-        self._has_thinking_budget = ""  # the server version that accepted a thinking budget
+        self._has_thinking_budget = ""  # the server version that has accepted a thinking budget
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
@@ -336,7 +336,7 @@ VllmVersion = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class VllmFeature:
-    """A feature of vLLM, with the first version that has it."""
+    """A feature of vLLM, with the first version that has the feature."""
 
     since: VllmVersion
     flag: str  # the server flag that enables the feature; "": no flag is needed
@@ -461,7 +461,7 @@ def lacking(version: VllmVersion) -> list[str]:
 
 
 def compatibility_table() -> list[str]:
-    """Return the features by version as the lines of a Markdown table."""
+    """Return the list of features as the lines of a Markdown table, ordered by version."""
     lines = ["| since vLLM | flag | feature | older versions |", "|---|---|---|---|"]
     for feature in FEATURES:
         flag = f"`{feature.flag}`" if feature.flag else ""

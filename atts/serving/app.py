@@ -199,7 +199,7 @@ class _Endpoint:
         )
 
     async def runs(self, request: Request) -> Response:
-        """List the latest runs of the user, newest first."""
+        """List the latest runs of the request's user, newest first."""
         user = _user(request)
         latest = [
             served.as_json()
@@ -228,7 +228,7 @@ class _Endpoint:
         return Response(page(), media_type="text/html")
 
     def _run(self, request: Request) -> ServedRun:
-        """Return the run that a path names.
+        """Return the run whose id is in the path of a request.
 
         :raises RequestError: if this user has no such run.
         """

@@ -32,7 +32,7 @@ class StoppedText:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
-        self._held = ""  # the text that is not shown yet
+        self._held = ""  # the part of the text that is not shown yet
         self.is_stopped = False  # whether the text has contained a stop string
 
     def add(self, text: str) -> str:
@@ -160,7 +160,7 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """Return the text of the rollout that is shown."""
+        """Return the text of the rollout whose reasoning is shown."""
         return "" if self.speaker is None else self.speaker.text
 
     @property
@@ -356,7 +356,7 @@ class LiveRun:
             self.written(sample, text)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the counts so far."""
+        """Return the numbers of rollouts, turns, votes and judged chunks so far, as JSON data."""
         return {
             "rollouts": {"running": len(self.turns.keys() - self.ended), "ended": len(self.ended)},
             "turns": self.turns.total(),
@@ -389,7 +389,7 @@ class ServedRun:
 
     @property
     def is_over(self) -> bool:
-        """Return True if the run is finished."""
+        """Return whether the run has ended."""
         return self.status in ("answered", "cancelled", "failed")
 
     def end(self, status: RunWord, facts: dict[str, Any] | None = None) -> None:

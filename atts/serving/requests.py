@@ -89,7 +89,7 @@ class Offer:
 
     @property
     def efforts(self) -> dict[str, NamedPolicy]:
-        """Return the policy that each reasoning effort chooses."""
+        """Return the policies keyed by the reasoning effort that chooses them."""
         return {effort: row for row in self.policies.values() for effort in row.efforts}
 
     def policy_of(self, model: str) -> NamedPolicy | None:
@@ -196,7 +196,7 @@ class SolveRequest:
         return self.policy, sampling, stop, atts.samples, atts.early_stop, atts.rate, atts.combine
 
     def setup(self, base: Setup) -> Setup:
-        """Return the setup of this request.
+        """Return the server's setup with the changes that this request makes.
 
         :raises RequestError: a setting is impossible.
         """
@@ -398,7 +398,9 @@ def _stop_strings(given: str | list[str]) -> tuple[str, ...]:
             f"stop has {len(texts)} texts, expected at most {_MOST_STOPS}", param="stop"
         )
     if any(len(text) > _LONGEST_STOP for text in texts):
-        raise RequestError(f"stop has a text of more than {_LONGEST_STOP} characters", param="stop")
+        raise RequestError(
+            f"stop has a text with more than {_LONGEST_STOP} characters", param="stop"
+        )
     return texts
 
 
@@ -642,7 +644,7 @@ def turns_of(messages: Sequence[Any]) -> tuple[tuple[str, str], ...]:
 
 
 def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a message's content.
+    """Return the text in a message's content, which is a text or a list of parts.
 
     :raises RequestError: a part of the content is not text.
     """

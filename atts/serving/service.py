@@ -323,7 +323,8 @@ class ServeOptions:
     # share of each user in the server's work; the default share is 1
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
     request_caps: Caps = Caps()  # largest caps that one request may have
-    server_caps: Caps = Caps()  # caps on all requests together, including earlier sessions
+    # caps on the spending of all requests together, including earlier sessions of the server
+    server_caps: Caps = Caps()
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
     requests: int = 64  # largest number of requests that run at the same time
     queue: int = 256  # largest number of additional requests that wait

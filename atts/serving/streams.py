@@ -24,7 +24,7 @@ NEXT_LINE = "\n\n- another line of thought -\n\n"
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache, no-transform",
-    "x-accel-buffering": "no",  # otherwise nginx would buffer the events
+    "x-accel-buffering": "no",  # this header keeps nginx from buffering the events
 }
 _Item = tuple[int, str] | Reply | RequestError
 
@@ -133,7 +133,7 @@ class EventStream(Response):
                 await _body(send, b"".join(events.written(item[1])))
 
     def _rest(self, reply: Reply) -> str:
-        """Return the part of the reply's text that was not sent yet."""
+        """Return the part of the reply's text that the stream has not sent yet."""
         speaker = reply.speaker
         if speaker is not None and speaker.sample == self._leader:
             return reply.text.removeprefix(self._sent)

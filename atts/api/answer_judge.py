@@ -118,8 +118,8 @@ def _left_open(record: GradedRecord, reason: str) -> GradedRecord:
 
 
 def _decision(reply: str, is_cut: bool) -> tuple[Status | None, str]:
-    """Return the status that the last line of the judge's reply states, or None and why there is no
-    status.
+    """Return the status that the last line of the judge's reply states, or None with the reason why
+    there is no status.
     """
     if is_cut:
         return None, "the judge's reply was cut by the token limit"

@@ -62,11 +62,13 @@ def compare_blocks(
     model changes.
 
     At each position, atts tries the `most` blocks whose parameters are nearest, if their relative
-    distance is at most `apart` (about 1.4 for unrelated blocks). It compares the next-token
-    distributions of each changed model with those of the original model, on the original's greedy
-    answers to `problems`. It also compares which answers are correct. With `keep`, a model is
-    stored under that name. In this model, several blocks are replaced that together diverge by at
-    most `lossy` nats per token. "zoo:DIR/NAME?lossy=..." opens the stored model.
+    distance is at most `apart` (about 1.4 for unrelated blocks). Each changed model is compared
+    with the original model in two ways: by the next-token distributions on the original's greedy
+    answers to `problems`, and by the correctness of its own answers.
+
+    With `keep`, a changed model is stored under that name. Its replaced blocks together diverge
+    from the original by at most `lossy` nats per token. "zoo:DIR/NAME?lossy=..." opens the stored
+    model.
 
     :raises OptionError: the model is an adapter, or a model with the name in `keep` exists.
     :raises DatasetError: the problems cannot be read.

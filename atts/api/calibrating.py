@@ -381,8 +381,8 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
 
 
 def judge_of(run: str | Path, rate: float = 0.2, seed: int = 0) -> AdvantageJudge:
-    """Fit a learned judge on a run of the method `trial`, which chooses the chunks to escalate by
-    chance.
+    """Fit a learned judge on a run of the method `trial`, which selects at random the chunks that
+    escalate.
 
     :raises JournalError: there is no run, or it cannot be read.
     :raises UsageError: the run has another method, or no graded problem.

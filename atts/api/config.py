@@ -268,7 +268,8 @@ class Job:
 
     @property
     def price_list(self) -> dict[str, Price]:
-        """Return the prices by name of the model; the result is empty if no file of prices is set.
+        """Return the prices of models, keyed by the model's name; the result is empty if no file of
+        prices is set.
 
         :raises OptionError: the file cannot be read as prices.
         """
@@ -334,7 +335,7 @@ def config_keys() -> Mapping[str, Key]:
 class Configuration:
     """The configuration of a run: a value for every key, with the origin of the value.
 
-    The function `configure` makes it.
+    The function `configure` makes a configuration.
     """
 
     settings: Mapping[str, Setting]
@@ -453,8 +454,8 @@ def configure(
     settings |= {
         key.name: Setting(_read(key, value, label), origin) for key, value, origin, label in layers
     }
-    # The order matters: first the pair sets the keys that nothing else has set, then the method
-    # fixes keys, and then lengths are derived from the models and the method.
+    # The order matters: first the pair sets the keys that nothing else has set, and then the method
+    # fixes keys. Last, token limits are derived from the models and the method.
     settings |= _of_pair(settings)
     settings |= _prompts_of_files(settings)
     settings |= _settled(settings)

@@ -649,7 +649,7 @@ def _engine_words(engine: str | Engine) -> str:
     kind = type(engine).__name__
     model = Path(str(getattr(engine, "model", "")))
     if kind == "LocalEngine" and (model.parent / "__init__.py").exists():
-        return "embedded"  # the folder is in a Python package, and only the embedded models are
+        return "embedded"  # only the embedded models have folders inside a Python package
     if kind == "LocalEngine":
         return f"hf:{model}"
     return "server:" if kind in _SERVER_CLASSES else "scripted"

@@ -696,8 +696,8 @@ def _check_other_directory(run: str | Path, directory: str | Path) -> None:
 
 @dataclass(slots=True)
 class _RecordedProblems:
-    """The number, samples, kind and digest of a run's complete problems, from one pass over the
-    run's outcomes.
+    """Facts about a run's complete problems: their number, kind and digest, and the largest number
+    of samples.
     """
 
     count: int = 0
@@ -739,8 +739,8 @@ async def combine(
     directory: str | Path | None = None,
     options: RunOptions | None = None,
 ) -> RunResult:
-    """Let a target combine the recorded rollouts of each problem whose votes are split into one
-    answer.
+    """Let a target combine recorded rollouts into one answer, for each problem whose votes are
+    split.
 
     The setup's target selects or synthesizes the answer, as `setup.policy.combine` says; "vote"
     means "auto" here. The recorded run is read twice, and only unfinished problems are kept in

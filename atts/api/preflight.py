@@ -43,7 +43,7 @@ _SIGNATURE = "# Written by `atts doctor`"
 _TIGHT_GB = 2.0
 _FULL_GB = 0.2
 _PROBLEM = Problem("doctor", "What is (17 + 25) * 3?")
-_TRIED = 16  # number of tokens that the draft writes as a trial for the target's scoring
+_TRIED = 16  # number of tokens that the draft writes to try the target's scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -625,8 +625,8 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
         seen = "one tokenizer for both models"
         if draft.spec.tokenizer != target.spec.tokenizer:
             seen = (
-                "two tokenizers: atts encodes chunks again for the other model, and scores are "
-                "means per token"
+                "the models have two tokenizers: atts encodes each chunk for both models, and "
+                "scores are means per token"
             )
         yield Check("tokenizers", "ok", seen)
     yield from _templates(setup, engines)

@@ -270,7 +270,7 @@ class Setup:
     @property
     def _is_judged(self) -> bool:
         """Return whether the run has a gate that may escalate chunks."""
-        if self.gate is not None:  # only this gate never escalates
+        if self.gate is not None:  # only the gate that accepts every chunk never escalates a chunk
             return self.gate != FixedGate("accept")
         return preset(self.method).is_judged
 
@@ -589,8 +589,8 @@ def _values(setup: Setup) -> dict[str, Json]:
 def answers_for(kind: AnswerKind) -> Answers:
     """Return the functions that extract and group answers of this kind.
 
-    Only a marked answer, such as a boxed one, ends a rollout. An answer that stands without a mark
-    in the last sentence counts only after the model has ended the text.
+    Only a marked answer, such as an answer in a box, ends a rollout. An answer without a mark, in
+    the last sentence of a text, counts only after the model has ended the text.
     """
     from atts.evaluators import extract, group, unmarked
 

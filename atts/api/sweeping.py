@@ -205,8 +205,8 @@ def _values(
     if name in _FIXED or name.startswith("limits."):
         raise OptionError(
             "--over",
-            f"{name} cannot vary, because all runs have the same problems, and limits do not "
-            "change results",
+            f"{name} cannot vary in a sweep, because it chooses the problems or does not change "
+            "the results",
         )
     if name not in known:
         raise OptionError(
@@ -449,7 +449,7 @@ async def sweep(
     directory. The same call continues the sweep, and more values of the same keys add runs to the
     sweep.
 
-    :raises OptionError: an unknown key, or one that cannot vary.
+    :raises OptionError: a key is unknown or cannot vary.
     :raises EngineError: an engine cannot be opened, or is lost.
 
     >>> import tempfile

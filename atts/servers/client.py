@@ -104,7 +104,7 @@ def are_logprobs(values: Sequence[float | None]) -> bool:
     """Return whether all values can be log-probabilities of sampled tokens; values that are None
     are not checked.
 
-    NaN, infinities, positive and extremely small numbers are not possible.
+    NaN, infinities, clearly positive numbers and numbers at or below -1,000,000 are not possible.
     """
     known = cast("Sequence[float]", values)
     if None in values:
@@ -524,7 +524,7 @@ _TOKEN_BYTES = 1 << 10
 _MARK = re.compile(rb'"(?:model|system_fingerprint|weight_version)"\s*:\s*(?:"[^"\\]*"|\d+)')
 # Servers send the names that _MARK finds within this many bytes of a reply's beginning or end.
 _MARK_BYTES = 2048
-# If a server sends more different names than this number, the names are ignored.
+# After this number of different names, further names are ignored.
 _MOST_MARKS = 64
 # A call waits at most this many seconds, even if the server's Retry-After is longer.
 _LONGEST_WAIT = 30.0
@@ -592,8 +592,8 @@ class AdaptiveLimit(SlotQueue):
     STEP_SECONDS = 1.0
     LONGEST_PAUSE = 15.0
     # After this time without a refusal, the next refusal counts as a single refusal. The time is
-    # longer than the longest pause and the growth after it, so that repeated refusals of a busy
-    # server stay connected.
+    # longer than the longest pause and the growth after it, so that repeated refusals by a busy
+    # server are not counted as single refusals.
     MEMORY_SECONDS = 40.0
 
     __slots__ = (
@@ -619,7 +619,7 @@ class AdaptiveLimit(SlotQueue):
         self._grow_at = -math.inf
 
     def refused(self, sent_at: float, retry_after: float = 0.0) -> None:
-        """Shrink the limit after the server refused a request that was sent at this time.
+        """Shrink the limit after the server refused a request that was sent at the time `sent_at`.
 
         Refusals of requests that were sent before the limit last shrank are ignored, so that a
         burst of refusals counts once.
@@ -632,8 +632,8 @@ class AdaptiveLimit(SlotQueue):
             else:
                 self._growth = max(self.SLOWEST_GROWTH, math.sqrt(self._growth))
                 self._pause = min(self.LONGEST_PAUSE, 2 * self._pause)
-            # The number of requests in flight may be far below the limit, so it is reduced instead
-            # of the limit.
+            # The number of requests in flight may be far below the limit, so the new limit is
+            # computed from this number.
             was_too_much = min(self._limit, max(self.in_use, 1))
             self._set(max(1.0, was_too_much * self.SHRINK))
             self._shrunk_at = now
@@ -749,7 +749,7 @@ class Client:
         """
         self._made += 1
         # All ids have the same length, because SGLang aborts every request whose id begins with the
-        # given one.
+        # id of the aborted request.
         rid = f"{self._prefix}{self._made:016x}"
         url, body, headers = self._packed(make(rid))
         if not self.limit.take_nowait():

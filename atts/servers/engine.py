@@ -48,8 +48,8 @@ R = TypeVar("R", SampleRequest, ScoreRequest)
 _log = logging.getLogger("atts.servers")
 _log.addHandler(logging.NullHandler())
 _DEFAULTS = RemoteOptions()
-# Least seconds between two checks of a server for which atts no longer waits. Calls in between fail
-# without a check, because each check takes time.
+# Smallest number of seconds between two checks of a server for which atts no longer waits. Calls in
+# between fail without a check, because each check takes time.
 _LOOK_AGAIN_SECONDS = 5.0
 
 

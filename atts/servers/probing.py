@@ -36,7 +36,7 @@ from atts.servers.dialect import (
 TOLERANCE = 0.05
 _TEXTS = ("Let x = 2.\n\nThen 12345 + 678 = 13023.", "\n\n  two  spaces", "naïve \\boxed{42} π")
 _QUESTION = "Start at 17. +5, -8, +11. What is the result?"
-# Different models give the most different log-probs to mistakes and to sudden changes of subject.
+# The log-probs of different models differ most on mistakes and on sudden changes of subject.
 _MISTAKES = "So only: 17 plus 5 is 23.\n\nSo only: 23 minus 8 is 16.\n\n"
 _FIXED_TEXT = (
     f"{_MISTAKES}So only: 16 plus 11 is 26.\n\n"
@@ -383,8 +383,8 @@ class ServerProbe:
         return Finding("scores", "yes", seen, "score")
 
     async def _measure_convention(self) -> Convention:
-        """Compare log-probs sampled at a high temperature with scores of the same tokens, which are
-        always raw.
+        """Compare the log-probs of tokens that are sampled at a high temperature with the raw
+        scores of the same tokens.
         """
         hot = await self._requests.sample_raw(self._request(_HOT, 3))
         sampled = _known_logprobs(hot)

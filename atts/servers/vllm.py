@@ -261,14 +261,14 @@ class VllmDialect(TopScorer):
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers and (int(numbers[1]), int(numbers[2])) < _THINKING_BUDGET:
             problem = f"vLLM {version} ignores thinking_token_budget"
-            advice = f"Take {dotted(_THINKING_BUDGET)} or newer, or leave thinking=send out"
+            advice = f"Use vLLM {dotted(_THINKING_BUDGET)} or newer, or leave thinking=send out"
             raise UnsupportedByEngine(client.name, problem, advice)
         body = {"model": self._model, "prompt": [0], "max_tokens": 1, "thinking_token_budget": 1}
         reply = await client.look("/v1/completions", body)
         if reply.status == 400:
             words = reply.body.decode(errors="replace")[:200]
             problem = f"the server refuses thinking_token_budget ({words})"
-            advice = "Start it with --reasoning-parser, or leave thinking=send out"
+            advice = "Start vLLM with --reasoning-parser, or leave thinking=send out"
             raise UnsupportedByEngine(client.name, problem, advice)
 
     def _cached_scoring(
@@ -375,14 +375,14 @@ FEATURES = (
     VllmFeature(
         (0, 14),
         "",
-        "speculation also for requests with log-probs, such as all requests of atts",
-        "vLLM does not speculate for these requests, and does not report it",
+        "speculation also works for requests with log-probs; atts sends only such requests",
+        "vLLM does not speculate for the requests of atts, and does not report this",
     ),
     VllmFeature(
         (0, 16),
         "",
         "speculation together with pipeline parallelism",
-        "only speculation or pipeline parallelism, not both",
+        "a server can use speculation or pipeline parallelism, but not both",
     ),
     VllmFeature(
         _THINKING_BUDGET,

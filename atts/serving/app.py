@@ -140,11 +140,12 @@ class _Endpoint:
             429).
         """
         if self._service.options.has_named_keys:
-            # the key decides on the user, because otherwise a client could use another user's share
+            # the API key names the user, because a client that chose its user could use another
+            # user's share
             asked = replace(asked, user=_user(request))
         self._service.check(asked)
-        # Refuse now, because an overloaded server must answer with a status before any header is
-        # sent.
+        # An overloaded server refuses here, because it must answer with a status before any header
+        # is sent.
         self._service.check_room(asked.user)
         return asked
 
@@ -331,7 +332,7 @@ def _json(
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError), "registered for this error only"
+    assert isinstance(error, RequestError), "this handler is registered only for RequestError"
     headers = dict(_CLOSE) if error.status == 413 else {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
@@ -339,7 +340,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for this error only"
+    assert isinstance(error, HTTPException), "this handler is registered only for HTTPException"
     words = {404: "no such route", 405: "this route does not accept this HTTP method"}
     refusal = RequestError(words.get(error.status_code, error.detail), status=error.status_code)
     return _json(refusal.body, refusal.status)

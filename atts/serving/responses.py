@@ -396,7 +396,7 @@ class Responses:
                 yield
 
     async def _remove_often(self) -> None:
-        """Remove finished responses that are older than the configured time, again and again."""
+        """Remove finished responses that are older than the configured time, at regular intervals."""
         if self._folder is None:
             return
         keep = self._service.options.response_seconds

@@ -164,7 +164,7 @@ class FairSlots:
 
     def _heaviest(self, name: str) -> _User | None:
         """Return the user who loses a waiting request if this user sends a request, or None if no
-        user does.
+        request can be displaced.
         """
         mine = self._users.get(name)
         share = self._share(name)
@@ -250,7 +250,9 @@ class CalibratorFolder:
         if gate is None or not path.exists():
             return plan
         fresh = gate.calibrator
-        assert isinstance(fresh, Calibrator), "`conformal_gate` returns only such gates"
+        assert isinstance(fresh, Calibrator), (
+            "`conformal_gate` returns only gates with a `Calibrator`"
+        )
         try:
             saved = read_state(path)
             calibrator = Calibrator.restored(saved["calibrator"])
@@ -281,7 +283,9 @@ class CalibratorFolder:
             return None
         path = self._path(method, rate)
         calibrator = gate.calibrator
-        assert isinstance(calibrator, Calibrator), "`conformal_gate` returns only such gates"
+        assert isinstance(calibrator, Calibrator), (
+            "`conformal_gate` returns only gates with a `Calibrator`"
+        )
         if self._saved.get(path.name, 0) == calibrator.decided:
             return None
         self._saved[path.name] = calibrator.decided
@@ -782,8 +786,8 @@ class Service:
         )
 
     async def _save_often(self) -> None:
-        """Save changed calibrators again and again, so that a killed server loses only the latest
-        changes.
+        """Save changed calibrators at regular intervals, so that a killed server loses only the
+        latest changes.
         """
         while True:
             await anyio.sleep(self.options.save_seconds)

@@ -99,7 +99,7 @@ async def test_atts_closes_the_block_if_the_server_ignores_the_budget(serve: Ser
 @pytest.mark.parametrize(
     ("quirks", "words"),
     [
-        (ServerQuirks(thinking="refused"), "Start it with --reasoning-parser"),
+        (ServerQuirks(thinking="refused"), "Start vLLM with --reasoning-parser"),
         (ServerQuirks(version="0.18.1"), "vLLM 0.18.1 ignores thinking_token_budget"),
     ],
 )

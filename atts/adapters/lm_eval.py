@@ -172,8 +172,8 @@ def _split(context: str, continuation: str, target: Engine) -> tuple[TokenIds, T
     """Return the token ids of context and continuation, split before the first token that contains
     text of the continuation.
 
-    A token that contains text of the context and of the continuation belongs to the continuation,
-    so the ids of the context are the same for every continuation.
+    A token with text of both the context and the continuation belongs to the continuation. The ids
+    of the context are therefore the same for every continuation.
     """
     whole = target.tokenizer.encode(context + continuation)
     alone = target.tokenizer.encode(context.rstrip())

@@ -91,7 +91,9 @@ async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) 
     ids = engine.tokenizer.render([Message("user", content)])
     room = engine.spec.context_length - len(ids)
     if room < 1:
-        return _left_open(record, "the judge's context is too short for these answers")
+        return _left_open(
+            record, "the judge's context is too short for the reference and the answer"
+        )
     reply = await engine.sample(
         SampleRequest(
             ids,

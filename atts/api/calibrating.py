@@ -217,9 +217,9 @@ def replay(
     `budget` is the largest number of escalations per problem, counted in the order in which the
     decisions were made. `gate` must be new, because it learns from this replay.
 
-    :raises OptionError: an unknown rate scope or vote, a method that is unknown or would have
-        written other chunks, more samples or turns than were recorded, a negative budget, or
-        decisions on chunks that have no score.
+    :raises OptionError: the rate scope, vote or method is unknown, or the method would have written
+        other chunks. The error is also raised if more samples or turns are requested than were
+        recorded, if the budget is negative, or if a chunk to decide on has no score.
     :raises JournalError: there is no run, or it cannot be read.
     """
     from atts.analysis import PolicyChange, replay_run
@@ -314,11 +314,11 @@ async def calibrate(
 ) -> StoredScores:
     """Let the draft solve these problems alone, score every chunk, and return the scores.
 
-    The result is meant for `Setup(stored=...)` of later runs, so use problems that are similar to
-    the problems of later runs, but not the same problems. With a `directory` the run has a journal,
+    The result is meant for `Setup(stored=...)` of later runs. Use problems that are similar to
+    those of the later runs, but not the same problems. With a `directory` the run has a journal,
     and the same call continues it.
 
-    :raises OptionError: the setup names something unknown.
+    :raises OptionError: the setup contains an unknown name.
     :raises DatasetError: the dataset cannot be read, or has no problems.
     :raises EngineError: an engine cannot be opened or is lost.
 

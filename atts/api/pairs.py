@@ -423,9 +423,9 @@ def local_placement(
     """Place the models of these roles on one or two cards of this process, by the same rules as
     when engines open.
 
-    The result is None if the models do not fit on two cards, if this process cannot load one of
-    them (its weights are packed in four bits, or it is a mixture of experts), or if they need no
-    card.
+    The result is None if the models do not fit on two cards, or if they need no card. It is also
+    None if this process cannot load a model, because the model is a mixture of experts or its
+    weights are packed in 4 bits.
 
     :raises OptionError: an unknown card.
     """

@@ -134,7 +134,7 @@ class TextTokenizer:
         elif len(sizes) < count:
             sizes = _halved(sizes, min(count, len(data)))
         if max(sizes, default=0) > _LONGEST:
-            raise ValueError(f"{len(text)} characters in {count} tokens")
+            raise ValueError(f"{len(text)} characters are too many for {count} tokens")
         ids: list[int] = []
         start = 0
         for size in sizes:

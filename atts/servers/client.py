@@ -219,8 +219,8 @@ def error_text(reply: bytes) -> str:
 SHARDS = 16
 # The largest number of bytes that are read from the body of an error reply.
 ERROR_BYTES = 1 << 16
-# Idle connections are closed sooner than servers close them (5 s in uvicorn), so that no request is
-# sent on a connection that the server is closing.
+# atts closes idle connections sooner than servers do (5 s in uvicorn), because a request must not
+# be sent on a connection that the server is closing.
 KEEP_ALIVE_SECONDS = 4.0
 
 
@@ -592,8 +592,8 @@ class AdaptiveLimit(SlotQueue):
     STEP_SECONDS = 1.0
     LONGEST_PAUSE = 15.0
     # After this time without a refusal, the next refusal counts as a single refusal. The time is
-    # longer than the longest pause and the growth after it, so that repeated refusals by a busy
-    # server are not counted as single refusals.
+    # longer than the longest pause with the growth after it. Otherwise, repeated refusals by a busy
+    # server would count as single refusals.
     MEMORY_SECONDS = 40.0
 
     __slots__ = (

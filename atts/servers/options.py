@@ -24,7 +24,7 @@ _SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")
 _VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
 """The request by which atts makes a server that takes messages continue an answer. "ask" adds a
-request in words, "continue" sends two flags (vLLM, SGLang, llama.cpp), "prefix" marks the last
+request in words, and "continue" sends two flags (vLLM, SGLang, llama.cpp). "prefix" marks the last
 message (DeepSeek, Mistral), and "trailing" only sends the last message.
 """
 

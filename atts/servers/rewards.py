@@ -1,8 +1,8 @@
 """Reward models on servers, which rate the last step of a solution, and targets that use reward
 models.
 
-On vLLM, a process reward model answers `POST /pooling` with one row per separator token, and a
-model that rewards a whole text answers `POST /classify`. On SGLang, all reward models answer `POST
+On vLLM, a process reward model answers `POST /pooling` with one row per separator token. A model
+that rates a whole text answers `POST /classify`. On SGLang, all reward models answer `POST
 /classify` with one number per text. A request contains the solution up to and including the step
 that is rated.
 """

@@ -302,7 +302,7 @@ def _prompt_logprobs(completion: _Completion, request: ScoreRequest) -> Scores:
     rows = choice.prompt_logprobs or ()
     length = len(request.prefix) + len(request.suffix)
     if len(rows) != length:
-        raise ValueError(f"{len(rows)} prompt log-probs for {length} ids")
+        raise ValueError(f"the reply has {len(rows)} prompt log-probs for {length} ids")
     values: list[float] = []
     for row, token in zip(rows[len(request.prefix) :], request.suffix, strict=True):
         scored = row.get(str(token)) if row else None

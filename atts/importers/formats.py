@@ -18,7 +18,7 @@ from atts.errors import OptionError
 
 Row = Mapping[str, Any]
 Ended = Literal["end", "length", "stopped", "failed"]
-"""The reason why the other tool's text ended: by itself, at a token limit, by a stopping rule, or
+"""The reason why a text of another tool ended: by itself, at a token limit, by a stopping rule, or
 by an error.
 """
 
@@ -31,8 +31,8 @@ class RecordError(ValueError):
 class ForeignSample:
     """One rollout that another tool recorded; fields that the tool did not record are None.
 
-    `problem` is the tool's name of the problem. Without one, problems with the same question are
-    the same problem.
+    `problem` is the tool's name of the problem. Rollouts without such a name belong to the same
+    problem if their questions are equal.
     """
 
     question: str
@@ -41,18 +41,19 @@ class ForeignSample:
     reference: str | None = None
     kind: AnswerKind | None = None
     choices: tuple[str, ...] = ()
-    number: int | None = None  # number among the rollouts of its problem
+    number: int | None = None  # number of this rollout among the rollouts of its problem
     answer: str | None = None  # None: atts extracts the answer from the text
     is_correct: bool | None = None
     ended: Ended = "end"
     error: str = ""
     model: str = ""
-    filter: str = ""  # the tool's filter that extracted the answer, if it used several
+    # name of the filter that extracted the answer, if the tool used several filters
+    filter: str = ""
     tokens: int | None = None  # number of tokens written
     prompt_tokens: int | None = None
     seconds: float | None = None
     dollars: float | None = None
-    # dollars per million tokens, for tokens read and written
+    # dollars per million tokens: first for tokens read, then for tokens written
     prices: tuple[float, float] | None = None
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
     ids: TokenIds = ()
@@ -68,7 +69,8 @@ class ReadOptions:
 
 
 SampleReader = Callable[[Row, Path, ReadOptions], Iterator[ForeignSample]]
-"""Yields the rollouts of one record, all of one problem. The path is of the record's file.
+"""A function that yields the rollouts of one record, which all belong to one problem. The path
+argument is the record's file.
 
 :raises RecordError: the record lacks a required field.
 """
@@ -82,7 +84,8 @@ class Format:
     about: str
     patterns: tuple[str, ...]
     read: SampleReader
-    # field of a JSON file with the list of records; "": the file is a list, or one record
+    # the field of a JSON file that contains the list of records; "" if the file itself is the list,
+    # or is a single record
     list_field: str = ""
 
 
@@ -163,14 +166,15 @@ def truth_of(value: object) -> bool | None:
     return None
 
 
-_GRADES = {"C": True, "I": False, "N": False}  # the grades for correct, incorrect and no answer
+# inspect_ai's grades for correct, incorrect and no answer
+_GRADES = {"C": True, "I": False, "N": False}
 _ENDS: dict[str, Ended] = {"max_tokens": "length", "model_length": "length"}
 
 
 def read_inspect_ai(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
     """Read logs of inspect_ai: .eval archives, or their JSON.
 
-    Yield the rollout of one epoch of one sample.
+    A record is one epoch of one sample; yield its rollout.
     """
     output = table_of(row, "output")
     choices = output.get("choices") or [{}]
@@ -207,7 +211,7 @@ def read_inspect_ai(row: Row, path: Path, options: ReadOptions) -> Iterator[Fore
 
 
 class _Grade:
-    """Return the verdict from the grade of one scorer, and every score that is a number."""
+    """The verdict of one scorer on a rollout, and the scores of all scorers that are numbers."""
 
     def __init__(self) -> None:
         self.answer: str | None = None
@@ -235,7 +239,7 @@ class _Grade:
 
 
 def _content(value: Any) -> str:
-    """Return the text of a message, or of several, whose content may be in parts."""
+    """Return the text of a message, or of a list of messages or parts of messages."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -251,7 +255,7 @@ def _content(value: Any) -> str:
 
 
 def _part(part: Row) -> str:
-    """Return the text of one part of a message, which is text or reasoning."""
+    """Return the text of one part of a message; reasoning is put between think marks."""
     if "content" in part:
         return _content(part["content"])
     if part.get("type") == "reasoning":
@@ -260,7 +264,7 @@ def _part(part: Row) -> str:
 
 
 def _reference(target: Any) -> str | None:
-    """Return the reference, or the first one if there are several."""
+    """Return the reference answer, or the first one if there are several."""
     if isinstance(target, list):
         target = cast(Sequence[Any], target)[0] if target else None
     return str(target).strip() or None if target is not None else None
@@ -269,8 +273,8 @@ def _reference(target: Any) -> str | None:
 def _usage(row: Row, output: Row) -> Row:
     """Return the usage of the model that answered.
 
-    The usage of the whole sample counts all its calls. If the sample also used another model, such
-    as a judge, the usage of the last call is returned instead.
+    If the sample used only this model, return the usage of all its calls. If the sample also used
+    another model, such as a judge, return the usage of the last call only.
     """
     by_model = table_of(row, "model_usage")
     if len(by_model) == 1:
@@ -292,7 +296,7 @@ _ATTACHMENT = "attachment://"
 
 
 def _resolved(text: str, row: Row) -> str:
-    """Return a long text that the log stores separately from its message."""
+    """Return a text; look up a long text, which the log stores separately from its message."""
     if not text.startswith(_ATTACHMENT):
         return text
     return text_of(table_of(row, "attachments"), text.removeprefix(_ATTACHMENT).strip())
@@ -311,7 +315,7 @@ _STAMP = re.compile(r"_\d{4}-\d\d-\d\dT[\d.:-]+$")
 def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
     """Read samples of lm-evaluation-harness that `--log_samples` wrote.
 
-    Yield every reply to one document, under one answer filter.
+    A record has one document and one answer filter; yield every reply in it.
     """
     replies = _only(row, "resps")
     filtered = _only(row, "filtered_resps")
@@ -340,7 +344,8 @@ def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreign
             problem=f"{task}/{text_of(row, 'doc_id')}",
             reference=optional_text(row, "target"),
             number=number,
-            # the harness graded the single answer that its filter made from all replies
+            # if the filter made a single answer from all replies, the harness graded only that
+            # answer
             answer=_answer(answer) if is_each or is_only else None,
             is_correct=truth_of(row.get(metric)) if is_only and metric else None,
             filter=optional_text(row, "filter") or "",
@@ -366,7 +371,9 @@ def _only(row: Row, name: str) -> Any:
 
 
 def _answer(value: object) -> str | None:
-    """Return an answer that a filter extracted; the harness writes [invalid] if it found none."""
+    """Return the answer that a filter extracted; None if the harness wrote [invalid] or an empty
+    answer.
+    """
     if not isinstance(value, str):
         return None
     return None if value.strip() in ("", "[invalid]") else value
@@ -375,7 +382,7 @@ def _answer(value: object) -> str | None:
 def _numbers(row: Row) -> dict[str, float]:
     """Return the document's metrics that are numbers."""
     names = list(map(str, list_of(row, "metrics"))) if "metrics" in row else []
-    if not names:  # versions before 0.4.4 do not name their metrics
+    if not names:  # lm-evaluation-harness before 0.4.4 does not list the names of its metrics
         names = [name for name in row if name in ("exact_match", "acc", "math_verify")]
     values = {name: number_of(row, name) for name in names}
     return {
@@ -411,7 +418,7 @@ def read_nemo_skills(row: Row, path: Path, options: ReadOptions) -> Iterator[For
     """Read generations of NeMo-Skills: output-rs0.jsonl, output-rs1.jsonl and so on, one rollout
     per line.
 
-    Yield the rollout of one line; its number is the random seed in the file's name.
+    Yield the rollout of one line; the rollout's number is the random seed in the file's name.
     """
     seed = _SEED.search(path.name)
     start = number_of(row, "generation_start_time")
@@ -437,7 +444,9 @@ def read_nemo_skills(row: Row, path: Path, options: ReadOptions) -> Iterator[For
 
 
 def _grade(row: Row, metric: str) -> bool | None:
-    """Return the symbolic check's verdict, else the judge's; `metric` names another field."""
+    """Return the symbolic check's verdict, or else the judge's; `metric` names a field to use
+    instead.
+    """
     if metric:
         if metric not in row:
             raise RecordError(f"the record has no field {metric!r}")
@@ -451,7 +460,7 @@ def _grade(row: Row, metric: str) -> bool | None:
 
 
 def _judgement(value: object) -> bool | None:
-    """Return the judgement at the end of a judge's text."""
+    """Return the last verdict in a judge's text; None if the text has no verdict."""
     said = _VERDICT.findall(value) if isinstance(value, str) else []
     return said[-1].lower() == "yes" if said else None
 
@@ -478,7 +487,7 @@ def read_matharena(row: Row, path: Path, options: ReadOptions) -> Iterator[Forei
         problem=f"{competition}/{problem}" if competition else problem,
         reference=optional_text(row, "gold_answer"),
         number=count_of(row, "idx_answer"),
-        # the column contains Python's text for a missing value
+        # Python wrote a missing answer as the text "None" or "nan"
         answer=None if answer in ("None", "nan", "") else answer,
         is_correct=truth_of(row.get(options.metric or "correct")),
         model=optional_text(row, "model_name", "model_config") or "",
@@ -492,7 +501,7 @@ def read_matharena(row: Row, path: Path, options: ReadOptions) -> Iterator[Forei
 
 
 def _prices(row: Row) -> tuple[float, float] | None:
-    """Return the prices per million tokens, although the names of the columns say per token."""
+    """Return prices per million tokens, although the columns are called "per tokens"."""
     read_price = number_of(row, "input_cost_per_tokens")
     written = number_of(row, "output_cost_per_tokens")
     if read_price is None or written is None or min(read_price, written) < 0:
@@ -501,7 +510,7 @@ def _prices(row: Row) -> tuple[float, float] | None:
 
 
 def _text(row: Row) -> str:
-    """Return the last message; older outputs have no separate text but all messages in JSON."""
+    """Return the model's last message; older outputs have only a list of all messages, in JSON."""
     text = optional_text(row, "answer")
     if text is not None:
         return text
@@ -517,7 +526,7 @@ def _text(row: Row) -> str:
 
 
 def _points(row: Row) -> dict[str, float]:
-    """Return, for each judge of a proof, the share of points that it gave."""
+    """Return the share of the possible points that each judge of a proof gave."""
     points: dict[str, float] = {}
     for judge in range(1, 10):
         given = number_of(row, f"points_judge_{judge}")
@@ -568,8 +577,9 @@ MONKEY_BUSINESS = Format(
 )
 
 
-_WINDOW = 2048  # tokens in the windows and in the tail of the paper
-_BOTTOM = 0.1  # share of the windows whose mean is the bottom confidence
+_WINDOW = 2048  # number of tokens in a window and in the tail, from the DeepConf paper
+# share of the windows that the bottom confidence averages: those with the lowest means
+_BOTTOM = 0.1
 _ENDS_DEEPCONF: dict[str, Ended] = {"length": "length", "gconf_threshold": "stopped"}
 
 
@@ -615,8 +625,8 @@ def _confidences(trace: Row) -> Sequence[float]:
 
 
 def confidences(values: Sequence[float], window: int = _WINDOW) -> dict[str, float]:
-    """Return the paper's four confidences of a trace: the mean, the tail, and the bottom tenth and
-    the least of the windows.
+    """Return the four confidences that the DeepConf paper defines for a trace: the means over all
+    tokens, over the tail, over the lowest tenth of the windows, and over the lowest window.
 
     >>> confidences([1.0, 2.0, 6.0], window=2)
     {'mean confidence': 3.0, 'tail confidence': 4.0, 'bottom confidence': 1.5, 'least confidence': 1.5}
@@ -659,12 +669,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "cost": ("cost", "dollars"),
     }
 )
-"""The columns that are tried for each field if the user names none."""
+"""The column names to try for each field if the user names no column."""
 _SCORE = "score."
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Check that the named fields exist.
+    """Check that every field for which a column is given exists.
 
     :raises OptionError: if a named field does not exist; the message names the field.
     """
@@ -676,10 +686,11 @@ def check_columns(columns: Mapping[str, str]) -> None:
 
 
 def read_columns(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
-    """Read plain JSON Lines, with a rollout or all rollouts of a problem per line, in columns that
-    the user names.
+    """Read plain JSON Lines; each line has one rollout, or all rollouts of a problem in columns
+    with lists.
 
-    Yield the rollout of a line, or one for each entry where columns hold lists.
+    Yield the rollout of a line, or one rollout for each entry of the lists. The user may name the
+    columns.
     """
     names = {field: _column(row, field, options.columns) for field in FIELDS}
     several = [name for name in names.values() if name and isinstance(row[name], list)]
@@ -730,7 +741,7 @@ def _sample(values: Row, scores: Mapping[str, float], number: int | None) -> For
 
 
 def _column(row: Row, field: str, columns: Mapping[str, str]) -> str:
-    """Return the column of a field; "" if the row has none.
+    """Return the name of the column that has a field; "" if the row has no such column.
 
     :raises RecordError: the user named a column that the row lacks.
     """

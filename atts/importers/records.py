@@ -24,16 +24,16 @@ from atts.files import open_ordinary
 PICKLES = (".pkl", ".pickle", ".p", ".pt", ".pth", ".joblib")
 PACKED = (".gz", ".zst", ".xz", ".bz2")
 _BLOCK = 1 << 20
-_ZSTANDARD = 93  # its number in zip archives
+_ZSTANDARD = 93  # the number that means Zstandard compression in zip archives
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The position of a record in its file, from which it can be read again."""
+    """The position of a record in its file, with which the record can be read again."""
 
     start: int
     size: int
-    number: int  # number of the record for messages, counted from 1
+    number: int  # number of the record in messages, counted from 1
 
 
 class RecordFile(Protocol):
@@ -52,7 +52,7 @@ class RecordFile(Protocol):
 
 @contextmanager
 def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
-    """Open a file of records, whose kind is known by its suffix.
+    """Open a file of records; the suffix of its name decides how it is read.
 
     :raises DatasetError: if the file is missing, compressed, a pickle, or of an unknown kind.
     """
@@ -110,7 +110,7 @@ def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Return the object of a record.
+    """Return the JSON object of a record.
 
     :raises ValueError: if the record is not a JSON object.
     """
@@ -134,7 +134,7 @@ def _as_python_writes(data: bytes, error: Exception) -> Any:
 
 
 def digest_of(path: Path) -> str:
-    """Return a hash of a file's content, which recognises it when an import continues."""
+    """Return a hash of a file's content, with which a continued import recognises the file."""
     hasher = blake2b(digest_size=16)
     with open_ordinary(path) as file:
         while block := file.read(_BLOCK):
@@ -165,7 +165,8 @@ class _Lines:
         return self._file.read(size)
 
 
-# a complete string, the beginning of a string that the block cuts, or a bracket
+# matches a complete string, the beginning of a string that continues in the next block, or a
+# bracket
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:(")|\\?\Z)|[{}\[\]]', re.DOTALL)
 
 
@@ -197,8 +198,8 @@ class _Items:
         scanned = 0  # length of the scanned part of the buffer
         start = -1  # position of the open item in the file
         depth = 0
-        level = -1  # the depth at which items begin; -1: outside the list of items
-        key = b""  # the latest string at depth 1
+        level = -1  # the depth of brackets at which items begin; -1 outside the list of items
+        key = b""  # the latest string at depth 1, which may be the name of the list
         number = 0
         while True:
             block = self._file.read(max(_BLOCK, len(buffer) - scanned))
@@ -265,7 +266,7 @@ class _EvalArchive:
             yield Place(index, 0, index + 1), self.read(index, 0)
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the sample with a number."""
+        """Return the sample with this index; the size is ignored."""
         entry = self._entries[start]
         try:
             return self._archive.read(entry)
@@ -288,7 +289,7 @@ class _EvalArchive:
         return data
 
     def _packed(self, entry: zipfile.ZipInfo) -> bytes:
-        """Return the bytes of an entry as they are in the archive."""
+        """Return the compressed bytes of an entry of the archive."""
         file = self._archive.fp
         assert file is not None, "the archive must be open"
         file.seek(entry.header_offset)
@@ -305,7 +306,7 @@ class _EvalArchive:
 
 
 def _unpacked(data: bytes) -> bytes:
-    """Return the content of frames of Zstandard.
+    """Return the decompressed content of Zstandard frames.
 
     :raises ImportError: no installed package can read Zstandard.
     """
@@ -314,7 +315,7 @@ def _unpacked(data: bytes) -> bytes:
         with arrow.CompressedInputStream(arrow.BufferReader(data), "zstd") as frames:
             unpacked: bytes = frames.read()
         return unpacked
-    # inspect_ai brings this one
+    # the package zstandard is installed with inspect_ai
     reader = importlib.import_module("zstandard").ZstdDecompressor()
     with reader.stream_reader(data, read_across_frames=True) as frames:
         unpacked = frames.read()

@@ -66,15 +66,15 @@ IMPORTED = "imported"
 """The name of the setting, and the code of the warning, that mark an imported run."""
 
 Grades = Literal["recorded", "again"]
-"""The verdicts to use: "recorded" for those of the other tool if it has any, "again" for those of
-atts.
+"""The verdicts to use: "recorded" for the other tool's if it recorded any, "again" for new verdicts
+by atts.
 """
 
 _WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
     {"equal": "correct", "different": "wrong", "unscored": "unscored"}
 )
-_MOST_OPEN = 128  # most files that are open at the same time
-_FEW_WORDS = 60  # characters
+_MOST_OPEN = 128  # largest number of files that are open at the same time
+_FEW_WORDS = 60  # largest length of a short recorded answer, in characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class ImportOptions:
     """The options of an import of rollouts.
 
     `model` and `filter` choose rollouts from files that contain several models or several answer
-    filters. `known` are problems whose ids, references and kinds replace those of the files if the
-    question is the same; `known_as` is their name.
+    filters. `known` are the problems of a dataset, and `known_as` is the dataset's name. A known
+    problem replaces a problem of the files if both have the same question.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -112,7 +112,7 @@ class Imported:
     bytes: int = 0
     problems: int = 0
     rollouts: int = 0
-    most_rollouts: int = 0  # most rollouts of one problem
+    most_rollouts: int = 0  # largest number of rollouts of one problem
     graded: int = 0  # rollouts with a verdict of the other tool
     referenced: int = 0  # problems with a reference
     with_answer: int = 0  # rollouts with an answer that the other tool extracted
@@ -154,12 +154,12 @@ async def import_rollouts(
         manifest = _manifest(made, digest, options, path, reading)
 
         def recall(entry: Entry) -> None:
-            # the last line of a problem is its span if seconds are known, else its outcome
+            # a problem's last event is its span if all seconds are known, or else its outcome
             if isinstance(entry.event, ProblemSpan if reading.is_timed else OutcomeReached):
                 done.add(entry.event.problem)
 
-        # The clock stands still, because the duration of the import says nothing about the
-        # rollouts.
+        # The journal's clock always shows 0, because the duration of the import says nothing about
+        # the rollouts.
         async with open_journal(
             out, manifest, JournalOptions(clock=lambda: 0.0), recall
         ) as journal:
@@ -207,12 +207,12 @@ class _Reading:
         self.files = files
         self.options = options
         self.is_timed = False  # whether the seconds of every rollout are known
-        # keyed by problem: file, start and size of each of its records, one after the other
+        # for each problem, a flat list with the file, start and size of each of its records
         self.problems: dict[str, array[int]] = {}
         self.digests = list[str]()
         self._known = {_plain(problem.text): problem for problem in options.known}
         self._known_ids = {problem.id for problem in options.known}
-        # problems that the tool did not name, keyed by question
+        # made-up names of the problems that the tool did not name, keyed by a hash of the question
         self._names: dict[bytes, str] = {}
         self._made = Imported(Path(), format.name, files=len(files))
         self._models = Counter[str]()
@@ -224,7 +224,7 @@ class _Reading:
 
     @contextmanager
     def opened(self) -> Generator[None]:
-        """Close all files at the end."""
+        """Close all open files when the block ends."""
         try:
             yield
         finally:
@@ -280,7 +280,9 @@ class _Reading:
 
     @property
     def price(self) -> Price | None:
-        """Return the price of the model's tokens, if all rollouts have the same."""
+        """Return the price of the model's tokens; None unless all rollouts have the same known
+        price.
+        """
         if len(self._prices) != 1:
             return None
         (prices,) = self._prices
@@ -309,7 +311,9 @@ class _Reading:
                 yield self.problem(sample, name), replace(sample, number=number)
 
     def problem(self, sample: ForeignSample, name: str = "") -> Problem:
-        """Return the problem of a rollout: a known problem with the same question, or the tool's."""
+        """Return the problem of a rollout: a known problem with the same question, or the problem
+        as the tool recorded it.
+        """
         known = self._known.get(_plain(sample.question))
         if known is not None:
             return known
@@ -328,7 +332,7 @@ class _Reading:
         )
 
     def _name(self, question: str) -> str:
-        """Return the name of a problem for which only the question is known."""
+        """Make a name for a problem that the tool did not name; equal questions get equal names."""
         key = blake2b(_plain(question).encode(errors="surrogatepass"), digest_size=16).digest()
         return self._names.setdefault(key, f"problem-{len(self._names) + 1}")
 
@@ -462,9 +466,9 @@ class _ProblemWriter:
     def __init__(self, journal: Journal, grades: Grades) -> None:
         self._record: Callable[[Event], None] = journal.record
         self._grades = grades
-        # keyed by the answer that atts extracts
+        # verdicts of atts, keyed by the answer
         self._verdicts: dict[str, tuple[VerdictStatus, str]] = {}
-        # keyed by the answer that the other tool extracted
+        # counts of the other tool's verdicts, keyed by the answer
         self._recorded: dict[str, Counter[VerdictStatus]] = {}
 
     def write(
@@ -498,10 +502,10 @@ class _ProblemWriter:
             self._record(ProblemSpan(problem.id, number, "done", 0.0, longest))
 
     def _rollout(self, problem: Problem, sample: ForeignSample, number: int) -> str | None:
-        """Write one rollout, and return its answer."""
+        """Write one rollout, and return its answer; None if it has none."""
         answer = None if sample.answer is None else sample.answer.strip() or None
         if sample.ended != "failed" and (sample.answer is None or _is_whole_text(sample)):
-            # a text of few words is an answer by itself
+            # if the text has no marked answer, a short recorded answer counts
             answer = extract(sample.text, problem.kind) or (
                 answer if answer and len(answer) <= _FEW_WORDS else None
             )
@@ -534,8 +538,8 @@ class _ProblemWriter:
     def _verdict(
         self, problem: Problem, sample: ForeignSample, answer: str | None
     ) -> tuple[VerdictStatus, str] | None:
-        """Return the verdict on a rollout and its rule; None if there is neither a verdict nor a
-        reference.
+        """Return the verdict on a rollout, with its rule. Return None if the tool recorded no
+        verdict and the problem has no reference.
         """
         if sample.is_correct is not None and self._grades == "recorded":
             status: VerdictStatus = "correct" if sample.is_correct else "wrong"
@@ -547,7 +551,7 @@ class _ProblemWriter:
         return ("wrong", "no answer") if answer is None else self._own(problem, answer)
 
     def _own(self, problem: Problem, answer: str) -> tuple[VerdictStatus, str]:
-        """Return the verdict of atts, which is computed once for each answer."""
+        """Return atts's own verdict on an answer, which is computed only once."""
         if answer not in self._verdicts:
             verdict = judge(problem, answer)
             self._verdicts[answer] = _WORDS[verdict.status], verdict.rule
@@ -570,7 +574,7 @@ class _ProblemWriter:
         usage: Usage,
         errors: Sequence[str],
     ) -> None:
-        """Write the vote, its verdict and the outcome."""
+        """Write a problem's vote, the verdict on the vote, and the outcome."""
         votes = tally(
             [Ballot(answers[number]) for number in sorted(answers)],
             lambda texts: group(texts, problem.kind),
@@ -596,7 +600,9 @@ class _ProblemWriter:
     def _vote_verdict(
         self, problem: Problem, winner: str | None
     ) -> tuple[VerdictStatus, str] | None:
-        """Return the verdict on the vote: that of the other tool on this answer, else that of atts."""
+        """Return the verdict on the answer that won the vote: the other tool's if it graded this
+        answer, or else atts's own verdict.
+        """
         if winner is not None and winner in self._recorded:
             ((status, _),) = self._recorded[winner].most_common(1)
             return status, f"recorded by {problem.source or 'the other tool'}"
@@ -608,8 +614,8 @@ class _ProblemWriter:
 def _is_whole_text(sample: ForeignSample) -> bool:
     """Return True if the tool recorded the whole text as the answer.
 
-    Scorers that look for the reference in the text do so, such as `match` and `includes` of inspect_ai;
-    some of them change its case.
+    The scorers `match` and `includes` of inspect_ai do this, because they look for the reference in
+    the whole text. Some scorers change the text's case, so the comparison ignores case.
     """
     if sample.answer is None:
         return False

@@ -1,6 +1,7 @@
 """Open run directories for writing under a lock, or read them, even if damaged or unfinished.
 
-The runs of a set also share engine replies in one file, so that each call is made only once.
+Runs that belong to one set also share engine replies in a file, so that each call is made only
+once.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ JOURNAL = "journal.jsonl"
 MANIFEST = "manifest.json"
 LOCK = "lock"
 MERGED = "merged"
-"""The name of the setting that lists the parts of a merged run."""
+"""The name of the setting that lists the runs from which a merged run was made."""
 
 
 @contextmanager
 def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None, None, None]:
-    """Hold a lock file, with this process's id in it, until the block or the process ends.
+    """Lock a file until the block or the process ends, and write this process's id into it.
 
-    With `wait`, wait for another process to release the file instead of raising.
+    If another process has the lock, raise an error; with `wait`, wait for the lock instead.
 
-    :raises JournalLocked: another process holds it.
+    :raises JournalLocked: another process has locked the file.
     :raises StorageError: the file cannot be made, or is a link.
     """
     with held(path, directory, wait=wait) as handle:
@@ -63,19 +64,20 @@ def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None
 
 
 def is_held(path: Path) -> bool:
-    """Return True if a living process of this machine holds the lock file.
+    """Return True if a running process of this machine has locked the lock file.
 
-    The file is locked for a moment only if its process is dead, so that no starting writer fails.
+    If the process named in the file runs no more, this function locks the file for a moment. A file
+    whose process runs is never locked, so that no starting writer fails.
     """
     with suppress(OSError, ValueError):
         handle = os.open(path, os.O_RDWR | _NO_LINKS)
         try:
             if sys.platform != "win32":
-                # This call raises an error if no such process runs.
+                # os.kill raises an error if no process has this id.
                 os.kill(int(os.pread(handle, 32, 0)), 0)
             return not _try_lock(handle)
         except PermissionError:
-            # The process lives, and belongs to another user.
+            # The process runs, and belongs to another user.
             return not _try_lock(handle)
         finally:
             os.close(handle)
@@ -86,8 +88,8 @@ def is_held(path: Path) -> bool:
 def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, None, None]:
     """Lock a file for this process only, without changing its content.
 
-    A missing file is created. The journal itself is locked too, because its lock file may be
-    deleted.
+    A missing file is created. A run locks its journal in addition to its lock file, because a user
+    may delete the lock file.
 
     :raises JournalLocked: another process has locked the file, or the file was replaced meanwhile.
     :raises StorageError: the file cannot be created, or is a link, a pipe or a device.
@@ -108,7 +110,7 @@ def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, N
             )
         yield handle
     finally:
-        # A forked child that leaves the block has closed its copy already.
+        # A forked child may leave the block too; it has closed its copy of the handle already.
         if handle in _lock_handles:
             _lock_handles.remove(handle)
             os.close(handle)
@@ -118,10 +120,11 @@ _lock_handles = set[int]()
 
 
 def _drop_inherited_locks() -> None:
-    """Close a forked child's copies of the locked files.
+    """Close the handles of locked files that a forked child inherited.
 
-    A lock of the kernel lasts until its last copy is closed, so a child that outlives its parent
-    would keep the run locked. Closing a copy leaves the parent's lock alone.
+    The kernel keeps a lock until the last copy of its handle is closed, so a child that outlives
+    its parent would keep the run locked. Closing the child's copy does not release the parent's
+    lock.
     """
     for handle in _lock_handles:
         os.close(handle)
@@ -135,7 +138,7 @@ _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def _holder(handle: int, path: Path) -> str:
-    """Describe the lock holder, if the lock file names one."""
+    """Describe the process that has the lock, by its id if the lock file contains one."""
     if sys.platform == "win32":
         return "on this machine"
     text = os.pread(handle, 32, 0).decode(errors="replace").strip()
@@ -169,11 +172,11 @@ async def open_journal(
     options: JournalOptions | None = None,
     on_entry: Callable[[Entry], None] | None = None,
 ) -> AsyncGenerator[Journal, None]:
-    """Open a run directory for writing at the end of its last session, locked for this process.
+    """Open and lock a run directory; new events are written after its last session.
 
-    A new directory is created with the manifest. In an existing directory the manifest must match.
-    Every entry is passed to `on_entry` in order, a torn last line is cut off, and nothing else is
-    changed.
+    A missing directory is created, and gets the manifest. If the directory has a run, the run's
+    manifest must match. Every recorded entry is passed to `on_entry` in order. A torn last line is
+    cut off, and nothing else in the journal changes.
 
     :raises JournalLocked: another process writes the run.
     :raises FingerprintError: the directory contains a run with other settings.
@@ -205,11 +208,12 @@ async def open_journal(
 def check_directory(directory: Path) -> None:
     """Check, before engines are opened, that a run directory can be used.
 
-    :raises JournalLocked, JournalCorrupt, JournalVersion, StorageError: as `open_journal` would.
+    :raises JournalLocked, JournalCorrupt, JournalVersion, StorageError: in the same cases as
+        `open_journal`.
     """
     _make(directory)
     with locked(directory / LOCK, directory), ExitStack() as stack:
-        # its lock file may have been deleted under the process that writes it
+        # the lock file may have been deleted while another process writes the journal
         if os.path.lexists(directory / JOURNAL):
             stack.enter_context(held(directory / JOURNAL, directory))
         load_manifest(directory / MANIFEST)
@@ -248,7 +252,7 @@ def _take_up(
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A directory with a run; each method reads the current journal.
+    """A run in a directory; each method reads the journal again, so its result is current.
 
         run = open_run(directory)
         run.manifest, run.setting("method")  # what was run
@@ -270,7 +274,9 @@ class RecordedRun:
     manifest: Manifest
 
     def setting(self, name: str) -> Any:
-        """Return a value of the configuration; None if the run has no setting of that name."""
+        """Return the value of a setting in the configuration; None if the run has no setting of
+        this name.
+        """
         setting = self.manifest.configuration.get(name)
         return None if setting is None else setting.value
 
@@ -286,14 +292,16 @@ class RecordedRun:
 
     @property
     def part_starts(self) -> tuple[int, ...]:
-        """Return the first session of each merged part except the first; empty if nothing was
-        merged.
+        """Return the first session of each part of a merged run, except the first part; empty if
+        the run was not merged.
         """
         counts = [int(part["sessions"]) for part in self.setting(MERGED) or ()]
         return tuple(1 + sum(counts[:number]) for number in range(1, len(counts)))
 
     def entries(self, kinds: Collection[type[Event]] | None = None) -> Iterator[Entry]:
-        """Yield all events in order, or only those of some kinds and the openings of sessions."""
+        """Yield all events in order; with `kinds`, only events of these kinds and the openings of
+        sessions.
+        """
         return read_entries(self.directory / JOURNAL, kinds=kinds)
 
     def state(self, kinds: Collection[type[Event]] | None = None) -> RunState:
@@ -315,7 +323,9 @@ class RecordedRun:
                 yield event
 
     def nodes(self) -> Iterator[CallSpan]:
-        """Yield every node of the task graph that did work, on the run's clock."""
+        """Yield every engine call that did work in the task graph, with its times on the run's
+        clock.
+        """
         clock = RunClock()
         for entry in self.entries((CallSpan,)):
             clock.advance(entry)
@@ -326,7 +336,7 @@ class RecordedRun:
 def check_exists(path: Path) -> None:
     """Check that there is a run or a file at a path.
 
-    :raises JournalError: if there is nothing.
+    :raises JournalError: if the path does not exist.
     """
     if not path.exists():
         raise JournalError(
@@ -370,12 +380,12 @@ class JournalCheck:
     """The contents of a journal up to its end, or up to its first damaged line."""
 
     directory: str
-    lines: int  # whole lines
-    length: int  # length of the whole lines, in bytes
-    lost: int  # bytes after the whole lines
+    lines: int  # number of undamaged lines
+    length: int  # length of the undamaged lines, in bytes
+    lost: int  # number of bytes after the undamaged lines
     sessions: int
-    complete: int  # problems
-    open: int  # problems that were started but are not complete
+    complete: int  # number of complete problems
+    open: int  # number of problems that were started but are not complete
     damage: str = ""  # description of the first damaged line; a torn last line is not damage
 
     def as_json(self) -> dict[str, Any]:
@@ -448,14 +458,17 @@ def salvage(directory: Path, out: Path) -> JournalCheck:
 
 
 REPLIES = "replies.bin"
-"""Name of the file, in the directory of the runs that share it."""
-# key, run, seconds, length, and a checksum of these and the reply
+"""Name of the file of shared replies, which is in the directory that contains the runs."""
+# fields of a record: key, run, seconds, length of the reply, and a checksum of the record and the
+# reply
 _HEAD = struct.Struct("<20sIdII")
 _CHECKSUM = 4
 
 
 class SharedReply(NamedTuple):
-    """The position of a reply in the file, the run that asked for it, and the engine's seconds."""
+    """The position of a reply in the file, the run that requested the reply, and the seconds that
+    the engine took.
+    """
 
     at: int
     length: int
@@ -464,15 +477,15 @@ class SharedReply(NamedTuple):
 
 
 class SharedReplies:
-    """The shared replies, with their index in memory and the replies on disk; only one process may
-    add to them.
+    """Engine replies that several runs share: the index is in memory, and the replies are on disk.
+    Only one process may add replies.
 
-    The journal of a run is complete without this file, which only saves work. So a torn or damaged
-    record is ignored, with everything after it.
+    The file of replies only saves engine calls; a run's journal is complete without the file. So a
+    damaged record is ignored, and so are all records after it.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the index; a missing file is an empty one.
+        """Read the index; a missing file counts as empty.
 
         :raises StorageError: the file cannot be read.
         """
@@ -485,11 +498,11 @@ class SharedReplies:
                 self._read()
 
     def find(self, key: bytes) -> SharedReply | None:
-        """Return the record of a reply, if there is one."""
+        """Return the record of the reply with this key; None if there is none."""
         return self._index.get(key)
 
     def read(self, reply: SharedReply) -> bytes:
-        """Return the reply itself.
+        """Return the bytes of a reply.
 
         :raises StorageError: the file cannot be read.
         """
@@ -499,7 +512,7 @@ class SharedReplies:
             return file.read(reply.length) or b""
 
     def add(self, key: bytes, run: int, seconds: float, reply: bytes) -> None:
-        """Store a reply, unless one is already stored.
+        """Store a reply, unless a reply with this key is already stored.
 
         :raises StorageError: the disk refuses.
         """
@@ -512,7 +525,8 @@ class SharedReplies:
             file = self._opened()
             file.seek(self._end)
             written = file.write(data)
-        if written == len(data):  # after a partial write the next line overwrites the part
+        # after a partial write, the next record overwrites the partial record
+        if written == len(data):
             self._index[key] = SharedReply(self._end + _HEAD.size, len(reply), run, seconds)
             self._end += written
 
@@ -542,7 +556,7 @@ class SharedReplies:
         return self._file
 
     def _read(self) -> None:
-        """Index all records up to the first that is damaged."""
+        """Index all records before the first damaged record."""
         with open_ordinary(self._path) as file:
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
                 key, run, seconds, length, checksum = _HEAD.unpack(head)
@@ -557,15 +571,16 @@ class SharedReplies:
 
 
 def reply_key(engine: Mapping[str, Any], key: str, logprobs: str = "raw") -> bytes:
-    """Return the key of a request to an engine, which is described as in a manifest.
+    """Return the key of a request to an engine; `engine` is the engine's description in the
+    manifest.
 
-    A completion may lack log-probabilities if its request does not need them, so such a request has
-    a different key.
+    A request that needs no log-probabilities has a different key, because its completion may lack
+    them.
     """
     who = json.dumps(engine, sort_keys=True, default=sorted)
     return blake2b(f"{who} {key} {logprobs}".encode(), digest_size=20).digest()
 
 
 def run_number(name: str) -> int:
-    """Return the number that shared replies store for the run that requested them."""
+    """Return the number of a run that the file of shared replies stores with each reply."""
     return zlib.crc32(name.encode())

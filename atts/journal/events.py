@@ -32,16 +32,16 @@ from atts.core import (
 from atts.engine import Speculated
 
 SCHEMA = 5
-"""The version of the journal's format; a journal of another version is refused."""
+"""The version of the journal's format; atts refuses journals of other versions."""
 
 OutcomeStatus = Literal["answered", "unanswered", "cancelled", "failed"]
 FailureKind = Literal["EngineUnavailable", "EngineTimeout", "BadReply", "OutOfMemory"]
 VerdictStatus = Literal["correct", "wrong", "unscored"]
 
 PackedFloats = tuple[Literal["f4", "f8"], bytes]
-"""Numbers as bytes, which JSON contains in base64. They are little-endian 32-bit floats if these
-represent all numbers exactly, or else 64-bit floats. A log-probability of most engines then takes 5
-characters instead of 20.
+"""Floats as bytes, which JSON contains in base64. All floats have 32 bits, little-endian, if that
+represents each of them exactly; or else all have 64 bits. A log-probability of most engines then
+takes 5 characters instead of 20.
 """
 
 
@@ -52,10 +52,10 @@ class _Event(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """The base of all events: JSON has a `kind`, and leaves out fields equal to their defaults.
+    """The base of all events; their JSON has a `kind`, and omits fields that equal their defaults.
 
-    Some fields exist only in the lines of the file, where they abbreviate other fields that the line
-    omits. They are empty in the events that writers record and readers return; `atts.journal.lines`
+    Some fields are used only in the lines of the file, where they abbreviate other fields. They are
+    empty in the events that a writer receives and that a reader returns; `atts.journal.lines`
     converts in both directions.
     """
 
@@ -71,36 +71,38 @@ class SessionOpened(_Event, frozen=True, tag="session-opened"):
 
 
 class SessionClosed(_Event, frozen=True, tag="session-closed"):
-    """The process ended its session on purpose; a session without this event was killed."""
+    """A process closed its session; a session without this event was killed, or still runs."""
 
     status: Literal["finished", "interrupted", "failed"]
     why: str = ""
-    speculated: Speculated | None = None  # tokens proposed to the target while the session lasted
+    # counts of the tokens that the session proposed to the target, and of the accepted ones
+    speculated: Speculated | None = None
 
 
 class ProblemStarted(_Event, frozen=True, tag="problem-started"):
-    """Work on a problem began; written once, however often the run is resumed."""
+    """Work on a problem began; recorded once, no matter how often the run is resumed."""
 
     problem: Problem
 
 
 class RolloutStarted(_Event, frozen=True, tag="rollout-started"):
-    """One sample of a problem, and the prompt it starts from."""
+    """A rollout of a problem began from a prompt."""
 
     problem: str
     sample: int
     prompt: Prompt
-    # in lines only: whether the prompt is left out, because the problem's previous rollout has the
-    # same
+    # used only in the file's lines: whether the prompt is omitted, because the problem's previous
+    # rollout has the same prompt
     is_repeated: bool = False
 
 
 class WrittenChunk(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A chunk in the line of a turn: the completion of a call recorded before, or the whole chunk.
+    """A chunk as the line of a turn stores it: as a reference to a recorded call, or in full.
 
-    `call` counts the calls recorded for the rollout since its last turn; with `drops_end` the
-    call's last id, an end token, is not part of the chunk. `ids` are the author's, `other_ids` those
-    of the other model, None if both read the same ids.
+    `call` is the index of the referenced call among the rollout's calls since its last turn. With
+    `drops_end`, the chunk lacks the call's last id, which is an end token. `ids` are ids of the
+    model that wrote the chunk. `other_ids` are those of the other model; None if both models have
+    the same ids.
     """
 
     author: Role
@@ -123,14 +125,15 @@ class TurnFinished(_Event, frozen=True, tag="turn-finished"):
     problem: str
     sample: int
     turn: Turn
-    # in lines only: the turn's chunks, and whether its decision is the rollout's latest one
+    # used only in the file's lines: the turn's chunks, and whether the turn's decision is the
+    # rollout's latest decision
     chunks: tuple[WrittenChunk, ...] = ()
     discarded: tuple[WrittenChunk, ...] = ()
     is_decided: bool = False
 
 
 class RolloutFinished(_Event, frozen=True, tag="rollout-finished"):
-    """A rollout ended; its turns are the `turns` events before this one."""
+    """A rollout ended after the number of turns in `turns`."""
 
     problem: str
     sample: int
@@ -139,12 +142,12 @@ class RolloutFinished(_Event, frozen=True, tag="rollout-finished"):
     answer: str | None = None
     usage: Usage = Usage()
     error: str = ""
-    # whether the answer was found in a finished text without a marked answer
+    # whether the answer comes from a finished text that does not mark its answer
     is_fallback_answer: bool = False
 
 
 class OutcomeReached(_Event, frozen=True, tag="outcome"):
-    """A problem is over; `samples` names its rollouts in the order of the outcome."""
+    """A problem is finished; `samples` lists its rollouts in the order of the outcome."""
 
     problem: str
     status: OutcomeStatus
@@ -158,7 +161,7 @@ class OutcomeReached(_Event, frozen=True, tag="outcome"):
 
 
 class Graded(_Event, frozen=True, tag="graded"):
-    """An answer was graded: the problem's (if `sample` is None) or one rollout's."""
+    """An answer was graded: one rollout's answer, or the problem's answer if `sample` is None."""
 
     problem: str
     status: VerdictStatus
@@ -170,9 +173,9 @@ class Graded(_Event, frozen=True, tag="graded"):
 class Sampled(_Event, frozen=True, tag="sampled"):
     """An engine call that finished.
 
-    `key` names the request by content, so a repeated request finds it. `rollout` is the hint in the
-    request; calls with the same hint belong to one line of work. `seconds` is the duration of the
-    call.
+    `key` is a hash of the request, so a repeated request finds this event. `rollout` is the
+    request's rollout hint; calls with the same hint continue the same text. `seconds` is the
+    duration of the call.
     """
 
     problem: str
@@ -184,8 +187,8 @@ class Sampled(_Event, frozen=True, tag="sampled"):
     turn: int = 0
     attempt: int = 0
     seconds: float = 0.0
-    # in lines only: the completion's log-probabilities, and the span, which readers get as the next
-    # event
+    # used only in the file's lines: the completion's log-probabilities, and the call's span, which
+    # readers get as a second event
     logprobs: PackedFloats | None = None
     span: CallSpan | None = None
 
@@ -199,17 +202,17 @@ class Scored(_Event, frozen=True, tag="scored"):
     role: Role = "target"
     rollout: str = ""
     seconds: float = 0.0
-    # in lines only: log-probabilities of the suffix and of the beginning, and the span, which
-    # readers get as the next event
+    # used only in the file's lines: log-probabilities of the suffix and of the beginning, and the
+    # call's span, which readers get as a second event
     logprobs: PackedFloats | None = None
     beginning_logprobs: PackedFloats | None = None
     span: CallSpan | None = None
 
 
 class CallFailed(_Event, frozen=True, tag="call-failed"):
-    """An engine call failed, and the pipeline may continue without its result.
+    """An engine call failed; the pipeline may continue without the call's result.
 
-    `error` is the class in `atts.errors`, `text` the whole message.
+    `error` is the name of the error's class in `atts.errors`, and `text` is the whole message.
     """
 
     problem: str
@@ -225,34 +228,39 @@ class CallFailed(_Event, frozen=True, tag="call-failed"):
 class Decided(_Event, frozen=True, tag="decided"):
     """The gate decided: before the target scored ("preview"), after it scored, or on a whole round.
 
-    `features` are the numbers the gate was given in addition to the score. A preview of "verify"
-    requests the score and decides nothing yet; it is recorded only if the gate numbered the request
-    (`issue`).
+    `features` are the numbers that the gate received in addition to the score. A preview with the
+    action "verify" only requests the score. Such a preview is recorded only if the gate numbered
+    the request (`issue`).
     """
 
     decision: Decision
     features: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     asked: Literal["preview", "score", "round"] = "score"
-    # only in lines: the action that was carried out, which readers get as an `Observed` event
+    # used only in the file's lines: whether the chunk was escalated, which readers get as an
+    # `Observed` event
     escalated: bool | None = None
 
 
 class Observed(_Event, frozen=True, tag="observed"):
-    """The gate observed the action that was really carried out after a decision."""
+    """The gate was informed of the action that followed its decision, which may differ from the
+    decision.
+    """
 
     decision: Decision
     escalated: bool
 
 
 class Combining(_Event, frozen=True, tag="combining"):
-    """After a problem's vote, the plan was made to keep the vote or to ask the target."""
+    """After a problem's vote, atts planned to keep the vote's answer or to ask the target."""
 
     problem: str
     plan: CombinePlan
 
 
 class Warned(_Event, frozen=True, tag="warning"):
-    """A warning for readers of the results; `code` is stable, `text` is for people."""
+    """A warning for readers of the results; `code` stays the same between versions, `text` is for
+    people.
+    """
 
     code: str
     text: str
@@ -261,7 +269,9 @@ class Warned(_Event, frozen=True, tag="warning"):
 
 
 class Measured(_Event, frozen=True, tag="measured"):
-    """Numbers that another tool recorded of a rollout: its cost, and scores such as a reward."""
+    """Numbers that another tool recorded about a rollout: its cost, its duration, and scores such
+    as a reward.
+    """
 
     problem: str
     sample: int
@@ -271,13 +281,14 @@ class Measured(_Event, frozen=True, tag="measured"):
 
 
 COMPARED = "compared"
-"""The code of the warning that reports the comparison with an earlier run."""
+"""The code of the warning that reports how a run compares with an earlier run."""
 
 
 class Drifted(_Event, frozen=True, tag="drift"):
     """The scores no longer follow the distribution of the calibration.
 
-    The event has the p-value, the number of scores and the action.
+    The event contains the p-value of the drift test, the number of scores, and what the run does
+    about the drift.
     """
 
     alarm: str
@@ -322,15 +333,15 @@ measurements of other tools.
 KINDS: Mapping[str, type[Event]] = MappingProxyType(
     {str(kind.__struct_config__.tag): kind for kind in get_args(Event)}
 )
-"""Each event by its `kind` in the file."""
+"""The class of each event, by the event's `kind` in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One event with its number in the journal and both clocks.
+    """An event with the number of its line in the journal, and its time on two clocks.
 
-    `at` is the run's clock, in seconds since its session opened; `wall` the date, in seconds since
-    the epoch.
+    `at` is the time in seconds since the session opened; `wall` is the date, in seconds since the
+    epoch.
     """
 
     number: int
@@ -349,15 +360,15 @@ FEATURES: Mapping[str, type[int | float | bool]] = {
     "agreement": float,
     "agrees": bool,
 }
-"""Numbers that a gate receives besides the score, with their types."""
+"""Numbers that a gate receives in addition to the score, with their types."""
 _RARE = ("has_answer", "answered", "agreement", "agrees")
-"""Features that are 0 for most chunks; a feature that a journal lacks is 0."""
+"""Features that are 0 for most chunks. The journal omits them if they are 0."""
 
 
 def feature_numbers(features: Features) -> dict[str, float]:
     """Return all features except the text, the turn, and rare features that are 0."""
     numbers = {"tokens": float(features.tokens)}
-    # both have NaN as default, which JSON cannot write as a number
+    # both features are NaN by default, which JSON cannot write as a number
     if not math.isnan(features.draft_logprob):
         numbers["draft_logprob"] = features.draft_logprob
     if not math.isnan(features.draft_evidence):
@@ -374,7 +385,9 @@ def feature_numbers(features: Features) -> dict[str, float]:
 def recorded_features(
     question: str, turn: int, sample: int, numbers: Mapping[str, float]
 ) -> Features:
-    """Return the features that `feature_numbers` made numbers of; a missing one has its default."""
+    """Return the features of a chunk from recorded numbers; a feature without a number gets its
+    default.
+    """
     known: dict[str, Any] = {
         name: kind(numbers[name]) for name, kind in FEATURES.items() if name in numbers
     }

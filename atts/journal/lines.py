@@ -63,10 +63,10 @@ class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=F
     """A line of a journal, for example:
     {"n":17,"at":3.25,"wall":1790000003.25,"event":{"kind":"decided",...},"crc":"5f0c9a1b"}
 
-    A line is whole when it ends in a newline. Its checksum continues that of the line before, so a
-    reader detects a line that was removed, inserted or exchanged, even if its number was corrected.
-    JSON has no numbers for infinities and NaN, so they are written as the texts "inf", "-inf" and
-    "nan".
+    A line is complete when it ends in a newline. Each checksum continues the checksum of the line
+    before. So a reader detects a line that was removed, inserted or exchanged, even if its number
+    was corrected. JSON has no numbers for infinities and NaN, so they are written as the texts
+    "inf", "-inf" and "nan".
     """
 
     n: int
@@ -86,13 +86,13 @@ def _plain(value: Any) -> Any:
 
 
 _encode = msgspec.json.Encoder(enc_hook=_plain).encode
-# Lax decoding reads the texts "inf", "-inf" and "nan" as the floats they stand for.
+# Lax decoding reads the texts "inf", "-inf" and "nan" as the floats that they represent.
 _decode = msgspec.json.Decoder(_Line, strict=False).decode
 
 
 @dataclass(slots=True)
 class _OpenTurn:
-    """The calls and the latest decision of a rollout since its last turn."""
+    """The calls and the latest decision of a rollout after its last recorded turn."""
 
     calls: list[Sampled] = field(default_factory=list[Sampled])
     decision: Decision | None = None
@@ -102,12 +102,12 @@ _NO_CALLS = _OpenTurn()
 
 
 class OpenRecords:
-    """The prompts, calls and decisions in earlier lines to which later lines may refer.
+    """The prompts, calls and decisions of earlier lines to which later lines may refer.
 
-    They belong to open problems. A turn refers to the calls that wrote its chunks and to its
-    decision; a rollout refers to the prompt of its problem's previous rollout. This halves the
-    file. Writer and reader see the same events in the same order, so they resolve a reference in
-    the same way.
+    Only data of open problems is kept. A turn refers to the calls that wrote its chunks and to its
+    decision; a rollout refers to the prompt of its problem's previous rollout. These references
+    halve the file. Writer and reader see the same events in the same order, so they resolve a
+    reference in the same way.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class OpenRecords:
 
 
 def pack_floats(values: tuple[float, ...]) -> PackedFloats | None:
-    """Pack numbers, without loss; None for no numbers."""
+    """Pack numbers into bytes without loss; return None if there are no numbers."""
     if not values:
         return None
     try:
@@ -157,7 +157,7 @@ def pack_floats(values: tuple[float, ...]) -> PackedFloats | None:
 
 
 def unpack_floats(packed: PackedFloats | None) -> tuple[float, ...]:
-    """Return the numbers that `pack_floats` packed.
+    """Return the numbers that `pack_floats` packed into bytes.
 
     :raises ValueError: the bytes end within a number.
     """
@@ -171,7 +171,7 @@ def unpack_floats(packed: PackedFloats | None) -> tuple[float, ...]:
 
 
 def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRecords) -> Event:
-    """Return the event in the form of its line, with the fields that exist in lines only."""
+    """Return an event in the short form of its line, in which some fields abbreviate others."""
     match event:
         case Sampled(completion=whole):
             span = second if isinstance(second, CallSpan) else None
@@ -204,7 +204,7 @@ def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRe
             return TurnFinished(
                 problem,
                 sample,
-                # dataclasses.replace takes several times as long, once per turn
+                # The constructor is called because dataclasses.replace takes several times as long.
                 Turn(
                     turn.index,
                     (),
@@ -224,7 +224,7 @@ def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRe
 
 
 def _completed(event: Event, records: OpenRecords) -> Event:
-    """Return the event of a line with all fields that the line omits, but without its second event.
+    """Return the first event of a line, with the fields that the line omits filled in.
 
     :raises ValueError: the line refers to an earlier line that does not exist.
     """
@@ -248,7 +248,8 @@ def _completed(event: Event, records: OpenRecords) -> Event:
                     raise ValueError("the line refers to a prompt that does not exist")
                 prompt = earlier
             elif prompt.draft_ids == prompt.target_ids:
-                # With a shared tokenizer, both fields use one tuple, as they did when written.
+                # With a shared tokenizer, both fields refer to one tuple, as before the event was
+                # written.
                 prompt = Prompt(prompt.draft_ids, prompt.draft_ids)
             return structs.replace(event, prompt=prompt, is_repeated=False)
         case TurnFinished(problem=problem, sample=sample, turn=turn):
@@ -277,10 +278,11 @@ def _completed(event: Event, records: OpenRecords) -> Event:
 
 
 def _written(chunk: Chunk, calls: list[Sampled]) -> WrittenChunk:
-    """Return a chunk in the form of its turn's line: by a reference to its call, if they are equal.
+    """Return a chunk as the line of a turn stores it: as a reference to a call whose completion
+    equals the chunk, or in full.
 
-    A chunk is more than one call's completion if a score drew its beginning; it is less if a
-    character was cut or only a part of it was kept.
+    A chunk is longer than a call's completion if its beginning was drawn while scoring. A chunk is
+    shorter if a character was cut, or if only a part of the completion was kept.
     """
     is_draft = chunk.author == "draft"
     ids = chunk.draft_ids if is_draft else chunk.target_ids
@@ -331,7 +333,9 @@ def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
 
 
 class LineWriter:
-    """A writer that turns events into numbered and chained lines, continuing where a reader ended."""
+    """A writer that turns events into numbered lines with chained checksums, continuing where a
+    reader ended.
+    """
 
     def __init__(self, number: int = 0, crc: int = 0, records: OpenRecords | None = None) -> None:
         self.number = number
@@ -347,10 +351,10 @@ class LineWriter:
         line = _Line(self.number, round(at, 6), round(wall, 3), shortened)
         try:
             body = _encode(line)
-            # msgspec writes null for a float that JSON has no number for.
+            # msgspec writes null for infinities and NaN, for which JSON has no numbers.
             is_strict = b"null" not in body or _is_finite(shortened)
         except UnicodeEncodeError:
-            # half a surrogate pair, which is text in Python and has no UTF-8
+            # the text contains half a surrogate pair, which Python allows but UTF-8 cannot encode
             body = b""
             is_strict = False
         if not is_strict:
@@ -362,15 +366,17 @@ class LineWriter:
 
 
 def _is_finite(event: Event) -> bool:
-    """Return True if every float of a line is certainly finite, so that JSON has a number for it.
+    """Return True if every float of the event is certainly finite, so JSON can write all of them.
 
-    For frequent kinds of lines this avoids the slow search for floats that JSON cannot write.
+    Most events are of a few kinds. For these kinds, this check avoids a slow search for floats that
+    JSON cannot write.
     """
     numbers: list[float | None]
     decision: Decision | None = None
     match event:
         case Sampled() | Scored():
-            # Log-probabilities are packed, and the times of a span are those of a clock.
+            # Log-probabilities are packed, and a span's times are finite because they come from a
+            # clock.
             numbers = [event.seconds]
         case Decided():
             decision = event.decision
@@ -389,7 +395,7 @@ def _is_finite(event: Event) -> bool:
 
 
 def _with_texts(line: _Line) -> bytes:
-    """Return a line as strict JSON, with texts for the floats that JSON has no number for."""
+    """Return a line as strict JSON; infinities and NaN are written as texts."""
 
     def worded(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -417,7 +423,7 @@ def open_append(path: Path) -> FileIO:
 
 
 def write_all(file: FileIO, data: bytes) -> None:
-    """Append all bytes, even if each write takes only a few.
+    """Append all bytes, even if each call of `file.write` takes only a few of them.
 
     :raises OSError: the disk refuses; a part of `data` may have been written.
     """
@@ -430,20 +436,21 @@ def write_all(file: FileIO, data: bytes) -> None:
 
 
 Durability = Literal["always", "interval", "close"]
-"""The time at which lines reach the disk, which matters if the machine loses power.
+"""When lines are synced to the disk; lines that are not synced are lost if the machine loses power.
 
-"always": before `saved` returns; "interval": at most a second later; "close": at the end.
+"always": before `saved` returns; "interval": by default at most a second later; "close": when the
+journal is closed.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class JournalOptions:
-    """Options of the writer; the default `clock` is that of the running event loop.
+    """Options of a journal's writer; the default `clock` is the clock of the running event loop.
 
-    Under virtual time choose the durability "close": thousands of virtual seconds pass quickly, and
-    a sync after each would take real time.
+    Under virtual time, use the durability "close". Thousands of virtual seconds pass quickly, but a
+    sync after each of them would take real time.
 
-    :raises OptionError: an unknown durability.
+    :raises OptionError: the durability is unknown.
     """
 
     durability: Durability = "interval"
@@ -462,9 +469,9 @@ class JournalOptions:
 class Journal:
     """A run directory that is open for writing, as `open_journal` returns it.
 
-    Events are appended immediately, as whole lines, and synced in the background. An event is in the
-    file when `record` returns, so a killed process loses no events. After a power failure, the events
-    since the last sync may be lost, as the durability setting allows.
+    Events are appended immediately, as whole lines, and synced in the background. An event is in
+    the file when `record` returns, so a killed process loses no events. After a power failure, the
+    events since the last sync may be lost, depending on the durability setting.
     """
 
     def __init__(self, past: LineReader, options: JournalOptions) -> None:
@@ -483,7 +490,7 @@ class Journal:
             sync_directory(path.parent)
             self._size = path.stat().st_size
             undo.pop_all()
-        self._recorded = 0  # events in the file
+        self._recorded = 0  # number of events in the file
         self._synced = 0  # number of events that are on the disk
         self._failure: StorageError | None = None
         self._process = os.getpid()
@@ -493,10 +500,10 @@ class Journal:
         self._syncs_ended = anyio.Event()
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
-        """Append an event, and a `second` one that shares its line.
+        """Append an event as a line, which may also contain a `second` event.
 
-        The second event is a call's span, or the action carried out after a decision. The event loop
-        is blocked only for a copy into the system's cache.
+        The second event is a call's span, or the action that followed a decision. The event loop is
+        blocked only while the line is copied into the system's cache.
 
         :raises StorageError: this or an earlier write failed; events before the failure are safe.
         :raises JournalLocked: this is a forked child of the process that opened the journal.
@@ -520,7 +527,7 @@ class Journal:
                 write_all(self._file, line[taken or 0 :])
             self._size += len(line)
         except BaseException as error:
-            # No line may follow a line that is not whole, or that was counted but never written.
+            # After a line that was written only in part or not at all, no further line may follow.
             self._fail(error)
             if not isinstance(error, OSError | MemoryError):
                 raise
@@ -533,7 +540,8 @@ class Journal:
             self._sync_due.set()
 
     async def saved(self) -> None:
-        """Yield to other tasks; with "always", wait until everything recorded is on the disk.
+        """Yield to other tasks; with the durability "always", wait until all recorded events are on
+        the disk.
 
         :raises StorageError: the disk refuses.
         """
@@ -545,7 +553,9 @@ class Journal:
             raise self._failure
 
     async def keep_synced(self) -> None:
-        """Sync the file whenever that is due, until `close`; cancellation does not interrupt it."""
+        """Sync the file whenever a sync is due, until the journal is closed. Cancellation does not
+        interrupt this task.
+        """
         wait = self._options.sync_seconds if self._options.durability == "interval" else math.inf
         try:
             with anyio.CancelScope(shield=True):
@@ -560,9 +570,10 @@ class Journal:
             self._syncs_ended.set()
 
     async def close(self, event: SessionClosed) -> None:
-        """Write a last line and make everything durable; closing twice is allowed.
+        """Write the last event, sync all events to the disk and close the file; closing twice is
+        allowed.
 
-        :raises StorageError: the disk refuses, now or earlier.
+        :raises StorageError: this write or an earlier write failed.
         """
         if self._state != "open":
             return
@@ -592,7 +603,7 @@ class Journal:
         self._sync_done = anyio.Event()
 
     def _look(self, handle: int, size: int) -> None:
-        """Check that the file still has its name and its contents.
+        """Check that the path still refers to the open file, and that the file was not shortened.
 
         :raises OSError: the file was deleted, moved, replaced or shortened.
         """
@@ -615,9 +626,9 @@ class Journal:
 _END = len(b',"crc":"00000000"}\n')
 _HEAD = re.compile(rb'\{"n":(\d+),"at":[^,]+,"wall":[^,]+,"event":\{"kind":"([a-z-]+)"')
 _KINDS = {word.encode(): kind for word, kind in KINDS.items()}
-# the kinds of lines that may also contain a second event
+# the kinds of events whose line may contain a second event, and the kind of the second event
 _SECOND: dict[type[Event], type[Event]] = {Sampled: CallSpan, Scored: CallSpan, Decided: Observed}
-# the kinds that refer to earlier lines, and the kinds that `OpenRecords` stores
+# the kinds of events that refer to earlier lines, and the kinds of events that change `OpenRecords`
 _REFERRING: frozenset[type[Event]] = frozenset({TurnFinished, RolloutStarted})
 _NOTED: frozenset[type[Event]] = frozenset(
     {
@@ -634,27 +645,27 @@ _NOTED: frozenset[type[Event]] = frozenset(
 
 
 class LineReader:
-    """A reader of a journal, which holds one line and the data that later lines refer to."""
+    """A reader of a journal; memory holds one line, and the data that later lines may refer to."""
 
     def __init__(self, path: Path, kinds: Collection[type[Event]] | None = None) -> None:
         self.path = path
         self.number = 0  # number of the next line
         self.session = 0
-        self.length = 0  # length of the whole lines so far, in bytes
-        self.crc = 0  # crc of the last whole line
+        self.length = 0  # length of the complete lines so far, in bytes
+        self.crc = 0  # checksum of the last complete line
         self.records = OpenRecords()
         self._kinds = kinds
 
     def entries(self) -> Iterator[Entry]:
-        """Yield every event to the end, except a torn last line, whose process was killed while
-        writing.
+        """Yield every event in order, except that of a torn last line, which a killed process wrote
+        in part.
 
         With `kinds`, only events of these kinds and the openings of sessions are yielded. Other
-        lines are checked, but decoded only if wanted events refer to them. Kinds may be removed
-        from a set while reading.
+        lines are checked, but decoded only if an event to yield refers to them. The caller may
+        remove kinds from the set while reading.
 
         :raises JournalCorrupt: a line before the last is damaged, missing or out of order.
-        :raises JournalVersion: another version wrote it.
+        :raises JournalVersion: another version of atts wrote the journal.
         :raises StorageError: the file cannot be read.
         """
         with storage(self.path), open_ordinary(self.path) as file:
@@ -673,7 +684,7 @@ class LineReader:
                     yield from self._parts(entry)
 
     def _parts(self, entry: Entry) -> Iterator[Entry]:
-        """Yield those of the line's one or two events that are wanted."""
+        """Yield the one or two events of a line, except those of kinds that were not requested."""
         event = entry.event
         events: tuple[Event, ...]
         if isinstance(event, Sampled | Scored) and event.span is not None:
@@ -688,7 +699,7 @@ class LineReader:
                 yield entry if part is event else replace(entry, event=part)
 
     def _is_passed_over(self, line: bytes) -> bool:
-        """Count a line and return True if nothing in it is wanted."""
+        """Return True, and count the line, if no event of the line has to be decoded."""
         kinds = self._kinds
         if kinds is None or self.number == 0:
             return False
@@ -719,7 +730,8 @@ class LineReader:
     def _parse(self, line: bytes) -> _Line:
         try:
             if b"\\ud" in line:
-                # Perhaps half a surrogate pair, which is valid text only in Python.
+                # The line may contain half a surrogate pair, which json accepts but msgspec does
+                # not.
                 return msgspec.convert(json.loads(line), _Line, strict=False)
             return _decode(line)
         except msgspec.ValidationError:
@@ -745,12 +757,12 @@ class LineReader:
 
 
 def read_entries(path: Path, kinds: Collection[type[Event]] | None = None) -> Iterator[Entry]:
-    """Yield every event of a journal, or those of some kinds; see `LineReader.entries`."""
+    """Yield every event of a journal, or only events of some kinds; see `LineReader.entries`."""
     return LineReader(path, kinds).entries()
 
 
 def other_version(path: Path, schema: int) -> JournalVersion:
-    """Return the error raised for a journal or manifest that another version wrote."""
+    """Return the error raised for a journal or manifest that another version of atts wrote."""
     return JournalVersion(
         path,
         f"the journal has schema {schema}, but this version of atts knows only {SCHEMA}",
@@ -759,8 +771,8 @@ def other_version(path: Path, schema: int) -> JournalVersion:
 
 
 def _opened_schema(line: bytes) -> int | None:
-    """Return the schema in the opening of a session, ignoring anything else that another version
-    wrote.
+    """Return the schema in a session's opening; None if the line has none. Other fields are
+    ignored, because another version of atts may have written them.
     """
     data: Any = msgspec.json.decode(line)
     if not isinstance(data, dict):
@@ -772,9 +784,9 @@ def _opened_schema(line: bytes) -> int | None:
 
 
 def _checked(line: bytes, before: int) -> int:
-    """Return the checksum of a whole line that follows a line with the checksum `before`.
+    """Return the checksum of a line; `before` is the checksum of the previous line.
 
-    :raises ValueError: the line is torn, damaged, or follows another one.
+    :raises ValueError: the line is torn, is damaged, or does not belong after the previous line.
     """
     crc = zlib.crc32(line[:-_END], before)
     if line[-_END:] == b',"crc":"%08x"}\n' % crc:

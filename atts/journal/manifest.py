@@ -25,14 +25,16 @@ from atts.journal.lines import other_version
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
 JudgedUnit = Literal["chunks", "problems"]
-"""The unit that a run's gate decides on."""
+"""The unit for which a run's gate makes each decision."""
 
 _ADVICE = "Choose another run directory, or restore the stored settings"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One resolved value and its origin: "default", or the name of a file, variable or flag."""
+    """The value of a setting and its origin: "default", or the name of a file, an environment
+    variable or a flag.
+    """
 
     value: Json
     origin: str = "default"
@@ -40,23 +42,24 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything that decides the meaning of a run's results.
+    """All facts that a reader needs to interpret a run's results.
 
-    `configuration`, `engines`, `dataset` and `seed` must match at resume; origins, versions, dates
-    and `settings` (every key of the configuration as it was given) are for people. `engines` maps a
-    role to its spec's fields; `dataset` is a digest (`dataset_digest`).
+    When a run is resumed, `configuration`, `engines`, `dataset` and `seed` must be the same.
+    Origins, versions, dates and `settings` (every setting as the user gave it) are only for people.
+    `engines` maps each role to the fields of its engine's spec. `dataset` is the digest that
+    `dataset_digest` computes.
     """
 
     seed: int = 0
     dataset: str = ""
-    problems: int | None = None  # number of problems; None if they stream in
+    problems: int | None = None  # number of problems; None if it is not known at the start
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     engines: Mapping[str, Mapping[str, Json]] = field(default_factory=dict[str, Mapping[str, Json]])
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
     created: float = 0.0  # seconds since the epoch
     schema: int = SCHEMA
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
-    # by role, the log-probabilities of a fixed text, which show whether a server's model has
+    # for each role, the log-probabilities of a fixed text, which show whether a server's model has
     # changed
     known_logprobs: Mapping[str, Sequence[float]] = field(
         default_factory=dict[str, Sequence[float]]
@@ -64,7 +67,7 @@ class Manifest:
 
     @property
     def judged_unit(self) -> JudgedUnit:
-        """Return the unit that the run's gate decides on."""
+        """Return the unit for which the run's gate makes each decision."""
         policy = self.configuration.get("policy")
         values = policy.value if policy is not None else None
         escalates = values.get("escalates") if isinstance(values, Mapping) else None
@@ -97,7 +100,7 @@ class Manifest:
         return json.dumps(asdict(self), indent=2, default=sorted)
 
     def decisive(self) -> Iterator[tuple[str, Json]]:
-        """Yield every setting that decides the results, with its full name."""
+        """Yield the full name and the value of every setting that affects the results."""
         plain = json.loads(self.text())
         yield "seed", plain["seed"]
         yield "dataset", plain["dataset"]
@@ -109,7 +112,9 @@ class Manifest:
 def versions(
     packages: Sequence[str] = ("anyio", "numpy", "torch", "transformers"),
 ) -> dict[str, str]:
-    """Return the versions of Python, of atts, and of those packages that are installed."""
+    """Return the versions of Python, the platform, atts, and those of the packages that are
+    installed.
+    """
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name, distribution in {"atts": DISTRIBUTION, **{name: name for name in packages}}.items():
         # A checkout that is not installed has no version.
@@ -118,7 +123,8 @@ def versions(
     return versions
 
 
-_version = cache(version)  # cached, because a session makes a manifest for each of its questions
+# cached, because an interactive session makes a manifest for every question
+_version = cache(version)
 
 
 def dataset_digest(problems: Iterable[Problem]) -> str:
@@ -130,8 +136,7 @@ def dataset_digest(problems: Iterable[Problem]) -> str:
     hasher = blake2b(digest_size=16)
     for problem in problems:
         fields = plain_fields(problem)
-        # a field that is newer than the first runs counts only if it is set, so that old runs can
-        # resume
+        # older runs were recorded without this field, so its default value is left out of the hash
         if fields["grading"] and fields["grading"]["variables"] == Grading().variables:
             del fields["grading"]["variables"]
         hasher.update(json.dumps(fields, sort_keys=True).encode() + b"\n")
@@ -154,10 +159,10 @@ def _checksum(data: Mapping[str, Any]) -> str:
 
 
 def load_manifest(path: Path) -> Manifest | None:
-    """Return the stored manifest; None if there is none.
+    """Return the manifest stored at a path; None if there is none.
 
     :raises JournalCorrupt: the file is damaged.
-    :raises JournalVersion: another version wrote it.
+    :raises JournalVersion: another version of atts wrote the manifest.
     :raises StorageError: the manifest cannot be read.
     """
     with storage(path):
@@ -185,7 +190,7 @@ def load_manifest(path: Path) -> Manifest | None:
 
 
 class _Stored(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields of a stored manifest, with their types."""
+    """The types of a stored manifest's fields, which decoding checks."""
 
     schema: int
     configuration: dict[str, Any]

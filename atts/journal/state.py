@@ -1,5 +1,5 @@
-"""Rebuild the state of a run from its journal: summaries of finished problems, and open problems
-exactly.
+"""Rebuild the state of a run from its journal: summaries of finished problems, and all steps of
+open problems.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from atts.journal.manifest import Manifest
 
 SampleVerdict = VerdictStatus | Literal["spared", "lost"]
 """The verdict on a rollout. A rollout that was stopped before it could answer is "spared", a failed
-one is "lost"; neither counts as wrong.
+one is "lost"; neither of them counts as wrong.
 """
 
 
 def is_censored(answer: object, finish: object) -> bool:
     """Return True if a rollout was stopped before it could answer.
 
-    A settled vote, the end of the run or the loss of an engine stops rollouts. The answer of such a
-    rollout is unknown. Counting it as wrong would make a better method look worse, so rates of
-    single rollouts leave it out.
+    A rollout is stopped if the vote is settled, the run ends, or an engine is lost. The answer of a
+    stopped rollout is unknown. Counting stopped rollouts as wrong would make a better method look
+    worse, so rates of single rollouts leave them out.
 
     >>> is_censored(None, "settled"), is_censored(None, "tokens"), is_censored("7", "settled")
     (True, False, False)
@@ -79,7 +79,8 @@ class FinishedSample:
     verdict: SampleVerdict | None = None  # None: the sample was not graded
     rule: str = ""
     error: str = ""  # the reason why the sample failed
-    is_fallback_answer: bool = False  # found in a finished text without a marked answer
+    # the answer comes from a finished text that does not mark its answer
+    is_fallback_answer: bool = False
 
     @classmethod
     def of(cls, rollout: Rollout) -> FinishedSample:
@@ -108,7 +109,7 @@ class FinishedSample:
         return self.answer is None and self.finish in ("tokens", "turns")
 
     def graded(self, graded: Graded) -> FinishedSample:
-        """Return the rollout with its verdict; a rollout that was stopped gets none."""
+        """Return the rollout with its verdict; a rollout that was stopped gets no verdict."""
         if self.is_censored:
             return self
         return replace(self, verdict=graded.status, rule=graded.rule)
@@ -123,16 +124,19 @@ class FinishedProblem:
     problem: str
     status: OutcomeStatus
     answer: str | None
-    # verdict on the answer; None: it was not graded, or the run ended before there was one
+    # verdict on the problem's answer; None if it was not graded, or if rollouts were stopped before
+    # there was an answer
     verdict: VerdictStatus | None
     rule: str
     samples: tuple[FinishedSample, ...]
     votes: Mapping[str, float]
     usage: Usage
     why: str = ""
-    judged: int = 0  # chunks that a gate decided on, including those of rollouts that were cut
-    escalated: int = 0  # number of these that were escalated
-    doubt: str = ""  # warning that the problem is unlike the questions of the stored scores
+    # number of chunks that the gate decided on, including chunks of rollouts that were cut
+    judged: int = 0
+    escalated: int = 0  # number of the problem's chunks that were escalated
+    # warning that the problem is unlike the questions with which the gate was calibrated
+    doubt: str = ""
     combination: Combination | None = None  # None if the vote alone decided the answer
     # seconds in the task graph; None while the problem runs
     seconds: float | None = field(default=None, compare=False)
@@ -141,7 +145,7 @@ class FinishedProblem:
     def of(
         cls, outcome: Outcome, graded: Iterable[Graded] = (), *, judged: int = 0, escalated: int = 0
     ) -> FinishedProblem:
-        """Make a summary of an outcome and the verdicts on its answers."""
+        """Summarise an outcome with the verdicts on its answers."""
         samples = tuple(map(FinishedSample.of, outcome.rollouts))
         finished = cls(
             outcome.problem.id,
@@ -161,7 +165,9 @@ class FinishedProblem:
         return finished.graded(graded)
 
     def graded(self, verdicts: Iterable[Graded]) -> FinishedProblem:
-        """Return the problem with verdicts; of several verdicts on one answer the last counts."""
+        """Return the problem with these verdicts; if an answer has several verdicts, the last one
+        counts.
+        """
         by_sample = {verdict.sample: verdict for verdict in verdicts}
         samples = tuple(
             one.graded(by_sample[one.sample]) if one.sample in by_sample else one
@@ -179,7 +185,7 @@ class FinishedProblem:
 
     @property
     def is_right(self) -> bool | None:
-        """Return whether the answer is correct; None if the grader could not decide."""
+        """Return whether the answer was graded as correct; None if the grader could not decide."""
         return None if self.verdict == "unscored" else self.is_correct
 
     @property
@@ -189,7 +195,7 @@ class FinishedProblem:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Return the errors of the rollouts that failed."""
+        """Return the error messages of the rollouts that failed."""
         return tuple(one.error for one in self.samples if one.finish == "failed")
 
     @property
@@ -206,12 +212,12 @@ class FinishedProblem:
 
     @property
     def agreement(self) -> float:
-        """Return the winner's share of all votes; 0 if there are none."""
+        """Return the winning answer's share of all votes; 0 if there are no votes."""
         total = math.fsum(self.votes.values())
         return max(self.votes.values()) / total if total else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data for machines, without unknown or empty values."""
+        """Return plain data for machines, without `seconds` and `combination` if these are None."""
         data = asdict(self)
         for name in ("seconds", "combination"):
             if data[name] is None:
@@ -225,14 +231,16 @@ LARGE_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The number of rollouts that a limit cut before they could answer, by limit."""
+    """The numbers of rollouts that were cut before they could answer, for the token limit and for
+    the turn limit.
+    """
 
     rollouts: int
     at_tokens: int
     at_turns: int
     max_tokens: int
     turns: int
-    context: int  # the shorter context of both models; 0 if unknown
+    context: int  # the shorter of the context lengths of draft and target; 0 if unknown
 
     @property
     def cut(self) -> int:
@@ -246,7 +254,7 @@ class Truncation:
 
     @property
     def warning(self) -> str:
-        """Return a warning if more than 5 % were cut, else an empty text."""
+        """Return a warning if more than 5 % of the rollouts were cut, or else an empty text."""
         return str(self) if self.is_large else ""
 
     def as_json(self) -> dict[str, int]:
@@ -255,7 +263,9 @@ class Truncation:
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
-        """Return a sentence on how many were cut, at which limit, with advice."""
+        """Return a sentence that says how many rollouts were cut at which limit, and what to
+        change.
+        """
         share = self.cut / self.rollouts if self.rollouts else 0.0
         counts = f"{self.cut:,} of {self.rollouts:,} rollouts ({100 * share:.1f} %)"
         limits = list[str]()
@@ -308,11 +318,12 @@ FACTS: tuple[type[Event], ...] = (
 
 @dataclass(slots=True)
 class OpenProblem:
-    """A problem that was started: its rollouts, and all of its recorded steps.
+    """A problem that was started, with its rollouts and all of its recorded steps.
 
-    A step is not repeated: results of engine calls are found by the request's key, in order, and
-    gate calls by (sample, turn), in order. A failed call counts if its rollout continued after it.
-    A failure that was a rollout's last step is dropped, so that the call is tried again.
+    A resumed run does not repeat recorded steps. It finds the results of engine calls by the
+    request's key, and gate calls by (sample, turn). A failed call is kept if its rollout continued
+    after the failure. If the failure was the rollout's last step, it is dropped, so that the call
+    is tried again.
     """
 
     problem: Problem
@@ -325,13 +336,13 @@ class OpenProblem:
     graded: list[Graded] = field(default_factory=list[Graded])
     combine_plan: CombinePlan | None = None  # the plan that was made after the vote
     judged: int = 0  # number of chunks that a gate decided on
-    escalated: int = 0  # number of these that were escalated
-    # failures after which nothing is recorded yet, keyed by rollout hint
+    escalated: int = 0  # number of the problem's chunks that were escalated
+    # failed calls whose rollout has not continued yet, keyed by the rollout hint
     _failures: dict[str, list[CallFailed]] = field(default_factory=dict[str, list[CallFailed]])
     _hints: dict[int, str] = field(default_factory=dict[int, str])
 
     def outcome(self, reached: OutcomeReached) -> Outcome:
-        """Return the whole outcome, with its rollouts in the order that the event names."""
+        """Return the problem's outcome, with the rollouts in the order that the event lists."""
         rollouts = tuple(self.rollouts[sample] for sample in reached.samples)
         return Outcome(
             self.problem,
@@ -346,7 +357,7 @@ class OpenProblem:
         )
 
     def apply(self, event: Event) -> None:
-        """Apply an event that happened inside the problem."""
+        """Update this problem by one of its events."""
         match event:
             case RolloutStarted(_, sample, prompt):
                 self.rollouts[sample] = Rollout(self.problem.id, sample, prompt)
@@ -388,20 +399,23 @@ class OpenProblem:
                 pass
 
     def forget_failures(self) -> None:
-        """Drop failures after which no rollout continued, so that a new session tries them again."""
+        """Drop failed calls after which no rollout continued, so that a new session repeats these
+        calls.
+        """
         self._failures.clear()
 
     def _settle(self, hint: str) -> None:
-        """Keep the failures after which a line of work continued."""
+        """Keep the failed calls of this rollout hint, because the rollout has continued."""
         for failure in self._failures.pop(hint, ()):
             self.calls.setdefault(failure.key, deque()).append(failure)
 
 
 def judged(event: object) -> Iterator[tuple[Decision, bool]]:
-    """Yield the decision that an event completes, if any, and whether the chunk was escalated.
+    """Yield the decision that an event completes, and whether the chunk was escalated; most events
+    complete none.
 
-    A gate of single chunks observes the action that was carried out. A gate of whole rounds observes
-    nothing, so its decision itself counts.
+    A gate of single chunks is informed of the action that followed its decision, so that action
+    counts. A gate of whole rounds is not informed, so its decision itself counts.
     """
     if isinstance(event, Observed):
         yield event.decision, event.escalated
@@ -411,16 +425,16 @@ def judged(event: object) -> Iterator[tuple[Decision, bool]]:
 
 @dataclass(slots=True)
 class RunClock:
-    """A clock of a run's work, on which sessions follow each other; a session without work takes no
-    time.
+    """A clock of a run's work. Each session begins on this clock when the previous session ends; a
+    session without work takes no time.
     """
 
     seconds: float = 0.0
-    before: float = 0.0  # seconds of earlier sessions
-    _graph_zero: float | None = None  # start of this session's nodes, on the session's clock
+    before: float = 0.0  # seconds of work in earlier sessions
+    _graph_zero: float | None = None  # time on the clock of the nodes at which the session opened
 
     def advance(self, entry: Entry) -> None:
-        """Move the clock to an entry; entries come in order."""
+        """Move the clock to the time of an entry; the caller passes the entries in order."""
         if isinstance(entry.event, SessionOpened):
             self.before = self.seconds
             self._graph_zero = None
@@ -428,9 +442,9 @@ class RunClock:
             self.seconds = self.before + entry.at
 
     def aligned(self, node: CallSpan, at: float) -> CallSpan:
-        """Return a node of the current session with its times on this clock.
+        """Return a node of the current session with its times converted to this clock.
 
-        `at` is the time of the node's entry, which was made when the node ended.
+        `at` is the time at which the node's entry was recorded, which is when the node ended.
         """
         if self._graph_zero is None:
             self._graph_zero = node.ended - at
@@ -446,30 +460,32 @@ class RunClock:
 
 @dataclass(slots=True)
 class RunState:
-    """The state of a run after some of its entries, which `apply` takes in order.
+    """The state of a run after all entries that `apply` has received, in order.
 
-    `finished` has the summary of every problem with an outcome, in the order of finishing. Whole
-    rollouts are dropped, unless `keeps` is "everything". Problems that failed, or that have a failed
-    rollout, also stay open, so that the next session completes them.
+    `finished` has the summary of every problem with an outcome, in the order of finishing. The
+    rollouts of complete problems are dropped, unless `keeps` is "everything". Problems that failed,
+    or that have a failed rollout, also stay open, so that the next session completes them.
     """
 
     keeps: Literal["open problems", "everything"] = "open problems"
     open: dict[str, OpenProblem] = field(default_factory=dict[str, OpenProblem])
     finished: dict[str, FinishedProblem] = field(default_factory=dict[str, FinishedProblem])
-    said: set[str] = field(default_factory=set[str])  # codes of the warnings so far
+    # codes of the warnings that were recorded so far
+    said: set[str] = field(default_factory=set[str])
     sessions: int = 0
-    killed: int = 0  # earlier sessions that ended without closing
-    # the end of the last session; None: that session was killed, or still runs
+    killed: int = 0  # number of earlier sessions that have no closing event
+    # the closing event of the last session; None if that session was killed or still runs
     ended: SessionClosed | None = None
-    # speculation counters of all sessions that reported them; None if nothing proposes
+    # speculation counters, summed over all sessions that reported them; None if no session did
     speculated: Speculated | None = None
     last_node: int = -1
     clock: RunClock = field(default_factory=RunClock)
 
     def apply(self, entry: Entry) -> Outcome | None:
-        """Apply an entry, and return the outcome of the problem that it completes, if any.
+        """Update the state by an entry, and return the outcome of the problem that the entry ends,
+        if any.
 
-        :raises JournalCorrupt: the entry is impossible after the entries before it.
+        :raises JournalCorrupt: the entry contradicts earlier entries.
         """
         try:
             return self._apply(entry)
@@ -507,8 +523,8 @@ class RunState:
                 self.finished[problem] = replace(
                     self.finished[problem], seconds=event.ended - event.started
                 )
-            # The remaining events belong to open problems; late events of finished problems and
-            # remarks change nothing.
+            # All other events that matter belong to open problems. Late events of finished
+            # problems, and remarks, change nothing.
             case Decided() | Observed() if inside := self.open.get(event.decision.question):
                 inside.apply(event)
             case _ if inside := self.open.get(getattr(event, "problem", "")):
@@ -519,7 +535,7 @@ class RunState:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of work of all sessions together."""
+        """Return the total seconds of work of all sessions."""
         return self.clock.seconds
 
     @property
@@ -534,7 +550,7 @@ class RunState:
 
     @property
     def usage(self) -> Usage:
-        """Return the usage of all finished problems together."""
+        """Return the total usage of all finished problems."""
         return sum((one.usage for one in self.finished.values()), Usage())
 
     def is_over(self, problem: str) -> bool:
@@ -554,12 +570,14 @@ class RunState:
 
 
 def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
-    """Yield every finished problem's whole outcome once, in the order of finishing.
+    """Yield the outcome of every finished problem once, with its rollouts, in the order of
+    finishing.
 
     Incomplete problems come last. Only incomplete and open problems are kept in memory.
     """
     state = RunState()
-    incomplete: dict[str, Outcome] = {}  # until a later session completes them
+    # outcomes with failures, kept until a later session completes the problem
+    incomplete: dict[str, Outcome] = {}
     for entry in entries:
         outcome = state.apply(entry)
         if outcome is None:

@@ -436,7 +436,8 @@ def write_all(file: FileIO, data: bytes) -> None:
 
 
 Durability = Literal["always", "interval", "close"]
-"""When lines are synced to the disk; lines that are not synced are lost if the machine loses power.
+"""The time at which lines are synced to the disk. Lines that are not synced are lost if the machine
+loses power.
 
 "always": before `saved` returns; "interval": by default at most a second later; "close": when the
 journal is closed.

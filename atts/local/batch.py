@@ -21,8 +21,8 @@ from atts.models.tokenizers import StopMatcher
 from atts.sampling import uniforms
 
 _PRIORITY_STEP = 256
-"""The number of earlier requests that one step of priority overtakes. It is finite, so that no
-request waits forever.
+"""The number of earlier requests before which a request is served if its priority is better by 1.
+The number is finite, so that no request waits forever.
 """
 
 
@@ -44,49 +44,51 @@ class Sequence:
     # eventually comes before all newer requests.
     order: tuple[int, int]
     arrived: float
-    ids: list[int]  # the given ids, then the generated ones
-    max_slots: int  # most tokens that will ever need a slot
+    ids: list[int]  # the ids of the request, then the generated ids
+    max_slots: int  # largest number of tokens that will need a slot
     # index of the first token without a known score; for sampling, an index past the end
     first_scored: int
     uniforms: NDArray[np.float64] | None = None
     stop: StopMatcher | None = None
     model: int = 0  # index of the model in a loop with several models
     logprobs: list[float] = field(default_factory=list[float])
-    # set by the scheduler
-    rope_row: int = 0  # row of position 0 in the tables of angles
-    row: int = -1  # row in the slot table; -1 while waiting
-    node: PrefixNode | None = None  # deepest node on which the sequence has a lock
-    num_computed: int = 0  # tokens whose keys and values are cached
-    # number of leading slots of the row that belong to the prefix tree; the other slots are the
-    # sequence's own
+    # The scheduler sets the fields from here to `cached_logits`.
+    rope_row: int = 0  # row of the tables of rotary angles that belongs to position 0
+    row: int = -1  # row in the slot table; -1 while the request waits
+    node: PrefixNode | None = None  # deepest node of the prefix tree that this sequence has locked
+    num_computed: int = 0  # number of tokens whose keys and values are cached
+    # number of slots at the front of the row that belong to the prefix tree; the other slots belong
+    # to this sequence
     num_shared: int = 0
     capacity: int = 0  # number of slots in the row
     cached_tokens: int = 0
-    # logits after the last cached token, if the prefix tree has them
+    # logits after the last cached token, if the prefix tree has these logits
     cached_logits: Tensor | None = None
-    # whether only the newest token has to be fed; set by the loop, cleared by preemption
+    # whether only the newest token has to be fed; the loop sets this, and preemption clears it
     is_decoding: bool = False
     is_finished: bool = False  # whether the sequence is finished or cancelled
-    num_admissions: int = 0  # number of times that it got a row; more than one if it was preempted
-    # the completion that is drawn along the text that this sequence scores; it is not scheduled
-    # itself
+    # number of times that the sequence got a row; above 1 if it was preempted
+    num_admissions: int = 0
+    # the completion whose tokens are drawn while this sequence scores a text; the scheduler never
+    # sees the completion itself
     drawn: Sequence | None = None
-    ended: Ending | None = None  # the reason why the drawn completion ended, if it did
+    # the reason why this completion ended, if it is drawn while scoring and has ended
+    ended: Ending | None = None
 
     @property
     def kind(self) -> int:
-        """Return a number that differs between sequences that cannot share keys and values.
-        Sequences cannot share them if their models or rotary frequencies differ.
+        """Return a number that is equal for sequences that can share keys and values. Sequences
+        with different models or different rotary frequencies cannot share keys and values.
         """
         return self.kind_of(self.model)
 
     def kind_of(self, model: int) -> int:
-        """Return the kind that this sequence would have with another model."""
+        """Return the `kind` that this sequence would have with the model of this index."""
         return 2 * model + (self.rope_row > 0)
 
     @property
     def is_scoring(self) -> bool:
-        """Return whether the given ids are scored instead of continued."""
+        """Return True if the request is to score its ids, False if it is to continue them."""
         return self.uniforms is None
 
     @property
@@ -95,8 +97,8 @@ class Sequence:
         return isinstance(self.request, ScoreRequest) and self.request.entropies
 
     def begin_scores(self, known: list[float]) -> None:
-        """Begin scoring at the first token without a known log-probability; `known` are the values
-        before it.
+        """Begin scoring after the tokens whose log-probabilities are known; `known` lists these
+        log-probabilities.
         """
         assert isinstance(self.request, ScoreRequest), "only scoring requests have ids to score"
         self.logprobs = known
@@ -132,7 +134,7 @@ def new_sequence(
         order,
         arrived,
         ids=list(request.ids),
-        max_slots=total - 1,  # the last token is never fed
+        max_slots=total - 1,  # the last token is never fed to the model, so it needs no slot
         first_scored=total,
         uniforms=_uniforms(request),
         stop=_stop_matcher(request, pieces) if request.stop else None,
@@ -142,7 +144,7 @@ def new_sequence(
 def ending(
     sequence: Sequence, token: int, pieces: tuple[bytes, ...], end_ids: frozenset[int]
 ) -> Ending | None:
-    """Return why the sequence ends with its newest token, or None if it continues."""
+    """Return the reason why the sequence ends with its newest token; None if it continues."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampling requests grow"
     if token in end_ids:
@@ -155,7 +157,7 @@ def ending(
 
 
 def going_on(sequence: Sequence, tokens: TokenIds, table: TokenTable) -> int:
-    """Count the tokens from the first one on that can be appended before one ends the sequence."""
+    """Count how many of these tokens can be appended before a token ends the sequence."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampling requests grow"
     ends = (
@@ -177,7 +179,7 @@ def _uniforms(request: SampleRequest) -> NDArray[np.float64]:
 
 
 def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatcher:
-    """Return a matcher for the stop strings, which has already read the text written before."""
+    """Return a matcher for the stop strings that has read the part of the answer in the request."""
     matcher = StopMatcher(request.stop)
     for token in request.ids[len(request.ids) - request.num_begun :]:
         matcher.feed(pieces[token] if token < len(pieces) else b"")
@@ -187,12 +189,12 @@ def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatc
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Draws = tuple[Sequence, list[int], list[float]]
-"""The draws of a sequence in one step: its tokens and their log-probabilities, one of each per
+"""The tokens drawn for a sequence in one step, with their log-probabilities; one token per
 position.
 """
 MANY = 4
-"""From this number of rows per sequence and step on, every model attends with the kernels for many
-rows. With fewer rows, a model may attend with other kernels.
+"""If a sequence feeds at least this number of rows in a step, every model uses its attention
+kernels for many rows. With fewer rows, a model may use other kernels.
 """
 
 
@@ -202,14 +204,15 @@ class PrefillChunk(NamedTuple):
     sequence: Sequence
     start: int
     stop: int
-    # first position whose logits are needed to sample, to score the next tokens, or to cache
+    # first position whose logits are needed: to sample, to score the next tokens, or to store in
+    # the cache
     logits_from: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step: `decoding` sequences feed their newest token, `prefills` feed some
-    given tokens, and `ready` sequences feed nothing.
+    """The work of one step. Sequences in `decoding` feed their newest token, chunks in `prefills`
+    feed some of a request's tokens, and sequences in `ready` feed nothing.
     """
 
     decoding: list[Sequence]
@@ -217,7 +220,8 @@ class StepPlan:
     # sequences whose given ids and last logits are cached, so they are sampled without a forward
     # pass
     ready: list[Sequence]
-    # proposed tokens after each decoding sequence's newest token; empty when nothing is proposed
+    # for each decoding sequence, the tokens proposed after its newest token; empty in a step
+    # without proposals
     proposals: list[TokenIds]
 
     @property
@@ -230,8 +234,8 @@ class StepPlan:
         return [*self.ready, *self.decoding, *(chunk.sequence for chunk in self.prefills)]
 
     def halves(self) -> Iterator[StepPlan]:
-        """Yield the same work as two steps without proposals. The second step leaves out the
-        sequences that lost their row during the first one.
+        """Yield the work of this step as two smaller steps without proposals. The second step omits
+        sequences that lost their row during the first step.
         """
         sequences = self.sequences()
         for part in (sequences[: self.size // 2], sequences[self.size // 2 :]):
@@ -245,12 +249,12 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        """Count the tokens that decoding sequences feed: each one's newest token and its proposal."""
+        """Count the tokens that decoding sequences feed: newest tokens and proposed tokens."""
         return len(self.decoding) + sum(map(len, self.proposals))
 
     def widths(self) -> list[int]:
-        """Count the positions at which each sampled sequence is computed, in the order ready,
-        decoding, started.
+        """Return for each sampled sequence the number of positions to compute: ready sequences
+        first, then decoding ones, then started ones.
         """
         spans = [1 + len(proposal) for proposal in self.proposals] or [1] * len(self.decoding)
         return [1] * len(self.ready) + spans + [1] * len(self.started())
@@ -262,7 +266,7 @@ class StepPlan:
                 yield sequence, position, token
 
     def started(self) -> list[Sequence]:
-        """Return the sequences to sample whose last given token is fed in this step."""
+        """Return the sampling sequences whose prompt is fed to its end in this step."""
         return [
             c.sequence
             for c in self.prefills
@@ -270,7 +274,7 @@ class StepPlan:
         ]
 
     def scored(self) -> list[PrefillChunk]:
-        """Return the chunks that hold tokens to score."""
+        """Return the prefill chunks with tokens to score."""
         return [c for c in self.prefills if c.logits_from < c.stop and c.sequence.is_scoring]
 
 
@@ -279,8 +283,8 @@ class StepBatch:
     """The tokens of one step, sequence after sequence; sequences that feed a single token come
     first.
 
-    Every token's keys and values are written to its slot before any token of the same layer
-    attends. So a sequence may read slots that another sequence fills in the same step.
+    In each layer, the keys and values of all tokens are written to their slots before any attention
+    is computed. So a sequence may read slots that another sequence fills in the same step.
     """
 
     tokens: Ints  # [tokens]
@@ -289,11 +293,12 @@ class StepBatch:
     table_rows: Ints  # [sequences] row of the slot table
     query_starts: Ints  # [sequences + 1] index of each sequence's first token
     context_lens: Ints  # [sequences] number of positions known after this step
-    # [sequences] number of tokens that need logits, always the last tokens of the sequence
+    # [sequences] number of tokens that need logits; these are the last tokens that the sequence
+    # feeds
     num_logits: Ints
-    num_single: int  # sequences at the front that feed exactly one token
-    logit_rows: Ints  # [logits] index of each token whose hidden state is returned
-    # number of tokens, and of logit rows, that belong to scored chunks; they come last
+    num_single: int  # number of sequences at the front that feed exactly one token
+    logit_rows: Ints  # [logits] index of each token whose hidden state the model returns
+    # number of tokens and number of logit rows of the chunks to score, which come last in the batch
     num_scored: tuple[int, int] = (
         0,
         0,
@@ -303,26 +308,25 @@ class StepBatch:
 
 
 class Bursts(Protocol):
-    """Several plain steps merged into one, used where this gives the same tokens."""
+    """A method that merges several plain steps into one, if that gives the same tokens."""
 
     def turns(self, plan: StepPlan) -> int:
-        """Return the number of steps that may be merged into one; 1 if they may not be."""
+        """Return the number of steps that may be merged into one; 1 if none may be merged."""
         ...
 
     def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
-        """Return the draws of each sequence and the logits after the first merged step. All
-        sequences get the same number of draws.
+        """Return the tokens drawn for each sequence, and the logits after the first merged step.
+        All sequences get the same number of tokens.
         """
         ...
 
 
 def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
-    """Return the plan as arrays. In `logit_rows`, the tokens to sample after come before the tokens
-    that are scored.
+    """Return the plan as arrays. In `logit_rows`, rows for sampling come before rows for scoring.
 
-    Each token of a proposal is fed as a row of its own, and these rows share a row of the slot
-    table. Each row is computed as if the rows before it had been fed in earlier steps. The results
-    agree to the bit if the kernel computes each row separately.
+    Each token of a proposal is fed as a row of its own, and all these rows use the same row of the
+    slot table. Each row is computed as if the rows before it had been fed in earlier steps. The
+    results are equal to the bit if the kernel computes each row separately.
     """
     fed = list(plan.spans()) if plan.proposals else _newest(plan.decoding)
     if not plan.prefills:
@@ -363,7 +367,9 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
 
 
 def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
-    """Pick some of a batch's sequences, single tokens first; return also their rows and logit rows."""
+    """Return a batch of some sequences, with the indices of their rows and logit rows. Sequences
+    that feed a single token must come first.
+    """
     begins = batch.query_starts[entries]
     counts = batch.query_starts[entries + 1] - begins
     starts = np.zeros(len(entries) + 1, dtype=np.int64)
@@ -389,8 +395,8 @@ def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
 
 
 def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
-    """Pick some sequences of a batch without changing their order; return the batch itself if all
-    of them are picked.
+    """Return a batch of some sequences in the same order, with the indices of their rows and logit
+    rows. If all sequences are chosen, return the batch itself.
     """
     if len(entries) < len(batch.table_rows):
         return picked(batch, entries)
@@ -398,16 +404,18 @@ def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
 
 
 _Fed = tuple[Sequence, int, int]
-"""The sequence, position and token of a decoding row."""
+"""A row of a decoding step: its sequence, its position and its token."""
 
 
 def _newest(sequences: list[Sequence]) -> list[_Fed]:
-    """Return one row per sequence, which feeds the sequence's last token."""
+    """Return a row for each sequence that feeds the sequence's last token."""
     return [(sequence, sequence.num_computed, sequence.ids[-1]) for sequence in sequences]
 
 
 def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
-    """Return the batch of a step in which every sequence feeds one token, the common case."""
+    """Return the batch of a step in which every row feeds one token, which is the most frequent
+    case.
+    """
     numbers = [(s.row, s.rope_row, position, token, s.model) for s, position, token in fed]
     rows, ropes, positions, tokens, models = np.array(numbers, dtype=np.int64).T.copy()
     plain = single_rows(tokens, positions, rows, table)
@@ -415,8 +423,8 @@ def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
 
 
 class StepBatches:
-    """A maker of the batches of a loop. It fills one batch again as long as the same sequences feed
-    their last token in each step.
+    """A builder of a loop's batches. It reuses a batch as long as the same sequences feed their
+    last token in each step.
     """
 
     def __init__(self) -> None:
@@ -442,8 +450,8 @@ class StepBatches:
 
 
 def is_last(chunk: PrefillChunk) -> bool:
-    """Return whether the chunk is only the last given token of a sampled sequence, as in a decoding
-    row.
+    """Return True if the chunk is only the last prompt token of a sampling request, so it can be
+    computed like a decoding row.
     """
     sequence, start, stop, first = chunk
     return stop - start == 1 and first == start and not sequence.is_scoring
@@ -452,7 +460,7 @@ def is_last(chunk: PrefillChunk) -> bool:
 def single_rows(
     tokens: Ints, positions: Ints, rows: Ints, table: SlotIds, num_logits: Ints | None = None
 ) -> StepBatch:
-    """Return a batch of rows that feed one token each; by default all of them are sampled after."""
+    """Return a batch of rows that feed one token each; by default every row needs logits."""
     count = len(tokens)
     starts = np.arange(count + 1)
     return StepBatch(

@@ -1,4 +1,4 @@
-"""The builder of a plain step loop, and the parts that builders of other loops take from it."""
+"""The builder of a plain step loop, and functions that builders of other loops also use."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from atts.local.model_config import rope_rows
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.seams import HookedModel, Model
 
-# read before a small model lowers the number, because the new number also applies to new threads
+# torch's number of threads, read before a small model lowers it for all later threads
 _MOST_THREADS = torch.get_num_threads()
-_LOGITS_BYTES = 64 << 20  # largest number of bytes that remembered logits take
+_LOGITS_BYTES = 64 << 20  # largest number of bytes of the logits that the prefix tree remembers
 _MOST_LOGITS = 4096
 
 Send = Callable[[LoopReport], None]
@@ -44,8 +44,8 @@ MakeModel = Callable[[WorkerConfig, Weights, Tensor], HookedModel]
 def build_loop(
     config: WorkerConfig, send: Send, make_model: MakeModel | None = None
 ) -> tuple[StepLoop, WorkerReady]:
-    """Load the weights, allocate the cache and build the loop; `make_model`, if given, replaces the
-    choice of a kernel.
+    """Load the weights, allocate the cache and build the loop. If `make_model` is given, it makes
+    the model instead of the default choice of kernel.
 
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
@@ -67,7 +67,7 @@ def build_loop(
 
 
 def whole_weights(config: WorkerConfig, make_model: MakeModel | None) -> Weights:
-    """Load all weights of a model. If the native kernels may pack the layers, each layer is read
+    """Load all weights of a model. If the native kernels may be chosen, each layer is read only
     when it is packed.
     """
     return load_weights(
@@ -83,8 +83,8 @@ def whole_weights(config: WorkerConfig, make_model: MakeModel | None) -> Weights
 def whole_model(
     config: WorkerConfig, weights: Weights, cache: Tensor, make_model: MakeModel | None
 ) -> tuple[HookedModel, str]:
-    """Make the model with `make_model`, or else with the kernel that suits it. Return also a note
-    for the user about this choice.
+    """Make the model with `make_model`, or else with the best available kernel. Return also a note
+    to the user about the choice of kernel, which may be empty.
     """
     if make_model is not None:
         return make_model(config, weights, cache), ""
@@ -92,7 +92,7 @@ def whole_model(
 
 
 def scheduler_config(config: WorkerConfig, slots: int) -> SchedulerConfig:
-    """Return the limits on one step, for a cache with this number of slots."""
+    """Return the scheduler's limits for a cache with this number of slots."""
     model = config.model
     return SchedulerConfig(
         slots,
@@ -105,7 +105,7 @@ def scheduler_config(config: WorkerConfig, slots: int) -> SchedulerConfig:
 
 
 def prefix_tree(config: WorkerConfig) -> PrefixTree:
-    """Return an empty prefix tree, which remembers logits within a limit on their memory."""
+    """Return an empty prefix tree with a limit on the memory of the logits that it remembers."""
     most = _LOGITS_BYTES // (4 * config.model.vocabulary)
     return PrefixTree(max(1, min(_MOST_LOGITS, most)))
 
@@ -118,8 +118,8 @@ def token_table(config: WorkerConfig) -> TokenTable:
 def choose_model(
     config: WorkerConfig, weights: Weights, cache: Tensor, group: int = 1
 ) -> tuple[NativeModel | TorchModel, str]:
-    """Make the model with native kernels if they are available and allowed, else with torch. Return
-    also a note for the user about this choice.
+    """Make the model with native kernels if they are available and allowed, or else with torch.
+    Return also a note to the user about the choice of kernel, which may be empty.
     """
     is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
     rounds = config.options.scores == "bfloat16"
@@ -161,19 +161,19 @@ def choose_model(
 
 
 def packs_weights(config: WorkerConfig) -> bool:
-    """Return whether the native kernels may be chosen; these pack every layer once."""
+    """Return True if the native kernels may be chosen; they pack the weights of every layer."""
     is_fit = device_of(config).type == "cpu" and dtype_of(config) == torch.float32
     return is_fit and config.options.kernel != "torch"
 
 
 def threads_of(config: WorkerConfig) -> int:
-    """Return how many threads a step uses in this process."""
+    """Return the number of threads that a step uses in this process."""
     return config.threads(_MOST_THREADS)
 
 
 def set_threads(config: WorkerConfig) -> None:
-    """Fix the number of threads that torch uses. Call this in the loop's own thread, because OpenMP
-    keeps a number for each calling thread.
+    """Set the number of threads that torch uses. Call this function in the loop's own thread,
+    because OpenMP stores a separate number for each calling thread.
     """
     torch.set_num_threads(threads_of(config))
 

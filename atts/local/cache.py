@@ -14,13 +14,12 @@ from torch import Tensor
 from atts.core import Recent, TokenIds
 
 SlotIds = NDArray[np.int32]
-"""Slots of the key-value cache, one per token. A store may give every token several slots, as
-columns.
+"""Slots of the key-value cache, one per token. Some stores use several slots per token, as columns.
 """
 
 
 class SlotAllocator:
-    """A stack of free slots. Slot 0 is never handed out: it stays zero, and padding refers to it.
+    """A stack of free slots. Slot 0 is never handed out; it stays zero, and padding rows read it.
 
     >>> allocator = SlotAllocator(4)
     >>> slots = allocator.allocate(3)
@@ -31,7 +30,7 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int) -> None:
-        # the top of the stack has the lowest slots
+        # the lowest slots are at the top of the stack
         self._stack: SlotIds = np.arange(num_slots, 0, -1, dtype=np.int32)
         self.num_slots = self.num_free = num_slots
         self._least_free = num_slots
@@ -43,7 +42,7 @@ class SlotAllocator:
 
     @property
     def peak_used(self) -> int:
-        """Return the most slots that were allocated at once."""
+        """Return the largest number of slots that were allocated at the same time."""
         return self.num_slots - self._least_free
 
     def new_table(self, rows: int, width: int) -> SlotIds:
@@ -53,7 +52,7 @@ class SlotAllocator:
         return np.zeros((rows, width), dtype=np.int32)
 
     def allocate(self, count: int) -> SlotIds:
-        """Hand out `count` slots; the caller must have checked that this many are free."""
+        """Hand out `count` slots; the caller must have checked that enough slots are free."""
         assert count <= self.num_free, "slots must be made free before they are allocated"
         self.num_free -= count
         self._least_free = min(self._least_free, self.num_free)
@@ -70,23 +69,25 @@ class SlotAllocator:
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """A run of tokens that follows its parent's tokens, with the slots of the run."""
+    """A node with consecutive tokens, which follow the tokens of the parent node, and with the
+    slots of these tokens.
+    """
 
     ids: TokenIds
     slots: SlotIds
     parent: PrefixNode | None
-    depth: int  # length of a sequence that ends with this node
+    depth: int  # number of tokens from the root to the end of this node
     children: dict[int, PrefixNode] = field(default_factory=dict[int, "PrefixNode"])
-    locks: int = 0  # sequences that read through this node
-    last_used: int = 0  # reading of the tree's own clock
+    locks: int = 0  # number of sequences that read the slots of this node
+    last_used: int = 0  # count of the tree's searches at the last use
     is_idle: bool = False  # whether the node is in the queue for eviction
-    # log-probability of each token, or NaN if it is not known
+    # log-probability of each token, NaN where it is not known
     scores: NDArray[np.float32] | None = None
 
 
 class PrefixMatch(NamedTuple):
-    """The longest prefix of some ids that the cache has: its last node, and the slots of all its
-    tokens.
+    """The longest cached prefix of some ids: the node where the prefix ends, and the slots of all
+    tokens of the prefix.
     """
 
     node: PrefixNode
@@ -94,7 +95,7 @@ class PrefixMatch(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Return the number of tokens that the cache has."""
+        """Return the number of tokens in the cached prefix."""
         return len(self.slots)
 
 
@@ -102,28 +103,26 @@ _NO_SLOTS: SlotIds = np.zeros(0, dtype=np.int32)
 
 
 class PrefixTree:
-    """A radix tree of token sequences that share their common prefixes. Nodes in use are locked and
-    are not evicted.
+    """A radix tree of token sequences, in which common prefixes are stored once. Nodes that running
+    sequences read are locked, and locked nodes are not evicted.
 
-    A node may also keep the logits after its last token, so that a sequence that continues there
-    starts without a forward pass. A node may also keep the log-probabilities of its tokens, four
-    bytes per token, for as long as it keeps their slots.
+    A node may also keep the logits after its last token, so that a sequence that continues from
+    there starts without a forward pass. A node may also keep the log-probabilities of its tokens,
+    which take four bytes per token.
     """
 
     def __init__(self, max_logits: int) -> None:
         self.no_slots = _NO_SLOTS  # an empty array of slots: [0], or [0, columns]
         self._root = PrefixNode((), _NO_SLOTS, None, 0, locks=1)
         self._clock = 0
-        self.num_cached = 0  # slots that the tree owns
-        self._num_locked = 0  # number of the tree's slots that a running sequence reads
-        # heap of leaves by their last use; `evict` skips or renews entries that are out of date
+        self.num_cached = 0  # number of slots that the tree owns
+        self._num_locked = 0  # number of the tree's slots that running sequences read
+        # heap of leaves by their last use; `evict` skips or updates entries that are out of date
         self._idle: list[tuple[int, int, PrefixNode]] = []
         self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)
 
     def root(self, kind: int) -> PrefixNode:
-        """Return the root for sequences of one kind, which share nothing with sequences of another
-        kind.
-        """
+        """Return the root for sequences of a kind; sequences of different kinds share no tokens."""
         if not kind:
             return self._root
         return self._root.children.setdefault(
@@ -132,12 +131,12 @@ class PrefixTree:
 
     @property
     def num_evictable(self) -> int:
-        """Count the slots of the tree that no running sequence reads."""
+        """Count the tree's slots that no running sequence reads."""
         return self.num_cached - self._num_locked
 
     def match(self, ids: TokenIds, limit: int, after: PrefixNode | None = None) -> PrefixMatch:
-        """Find the longest known prefix of the first `limit` ids, starting at node `after`. The
-        node in which the match ends is split there.
+        """Find the longest cached prefix of the first `limit` ids, starting at node `after`. If the
+        prefix ends inside a node, this node is split.
         """
         self._clock += 1
         node = after or self._root
@@ -159,12 +158,11 @@ class PrefixTree:
         return PrefixMatch(node, runs[0] if len(runs) == 1 else np.concatenate(runs))
 
     def insert(self, ids: TokenIds, slots: SlotIds, after: PrefixNode | None = None) -> PrefixMatch:
-        """Add `ids` to the tree; return the node where they end, and the slots of the part that was
-        known before.
+        """Add ids to the tree. Return the node where the ids end, and the slots of the ids that the
+        tree already had.
 
-        If `after` is given, the ids follow that node, and nothing before it is searched again. The
-        tree takes over the slots of the new part. For the known part, the caller reads the tree's
-        slots and frees its own.
+        If the node `after` is given, the ids follow this node. The tree takes over the slots of the
+        new ids. For the other ids, the caller must read the tree's slots and free its own slots.
         """
         match = self.match(ids, len(ids), after)
         known = match.length
@@ -180,8 +178,8 @@ class PrefixTree:
         return PrefixMatch(leaf, match.slots)
 
     def lock(self, node: PrefixNode, after: PrefixNode | None = None) -> None:
-        """Lock this node and all nodes before it. If `after` is given, it is locked already, and
-        its lock moves on to `node`.
+        """Lock a node and all nodes between it and the root. If `after` is given, the caller has
+        locked `after` already, and only the nodes below it are locked.
         """
         step: PrefixNode | None = node
         while step is not after:
@@ -192,7 +190,7 @@ class PrefixTree:
             step = step.parent
 
     def unlock(self, node: PrefixNode) -> None:
-        """Undo one `lock`."""
+        """Remove one lock from a node and from all nodes between it and the root."""
         step: PrefixNode | None = node
         while step is not None:
             step.locks -= 1
@@ -203,8 +201,8 @@ class PrefixTree:
             step = step.parent
 
     def evict(self, count: int) -> list[SlotIds]:
-        """Evict unlocked nodes, those least recently used first, until `count` slots are free or
-        none are left to evict.
+        """Evict unlocked nodes, least recently used first, until `count` slots are freed or no
+        unlocked node is left.
         """
         freed: list[SlotIds] = []
         while count > 0 and self._idle:
@@ -218,14 +216,14 @@ class PrefixTree:
         return freed
 
     def _offer(self, node: PrefixNode) -> None:
-        """Queue a node for eviction if it is a leaf without locks."""
+        """Add a node to the queue for eviction if it is a leaf without locks."""
         if not (node.children or node.locks or node.is_idle):
             node.is_idle = True
             heappush(self._idle, (node.last_used, id(node), node))
 
     def keep_logits(self, node: PrefixNode, logits: Tensor) -> None:
-        """Remember the logits after this node's last token; beyond a limit, the oldest logits are
-        forgotten.
+        """Remember the logits after this node's last token; if the tree has too many logits, forget
+        the oldest ones.
         """
         self._logits[id(node)] = (node, logits)
 
@@ -235,7 +233,7 @@ class PrefixTree:
         return None if kept is None else kept[1]
 
     def keep_scores(self, node: PrefixNode, scores: Sequence[float]) -> None:
-        """Remember the log-probabilities of the last tokens of the text that ends with this node."""
+        """Remember log-probabilities of the last tokens of the text that ends with this node."""
         left = np.array(scores, dtype=np.float32)
         step = node
         while len(left):
@@ -248,7 +246,9 @@ class PrefixTree:
             step = step.parent
 
     def scores(self, node: PrefixNode, first: int) -> list[float]:
-        """Return the remembered scores from token `first` on, up to the first unknown one."""
+        """Return the remembered log-probabilities from token `first` up to the first token without
+        one.
+        """
         parts = list[NDArray[np.float32]]()
         step = node
         while step.depth > first and step.parent is not None:
@@ -264,7 +264,7 @@ class PrefixTree:
         return known
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """Yield all nodes, each before the nodes that follow it."""
+        """Yield all nodes, each before its children."""
         pending = [self._root]
         while pending:
             yield (node := pending.pop())
@@ -279,8 +279,8 @@ class PrefixTree:
         return leaf.slots
 
     def _split(self, child: PrefixNode, at: int) -> PrefixNode:
-        """Cut a node in two. The lower part stays the same object, so its locks and its logits
-        remain valid.
+        """Split a node into two. The lower part keeps the node object, so locks and logits of the
+        node remain valid.
         """
         assert child.parent is not None, "the root has no ids to cut"
         upper = PrefixNode(
@@ -303,14 +303,14 @@ class PrefixTree:
 
 
 def _shared_length(known: TokenIds, ids: TokenIds, start: int, limit: int) -> int:
-    """Count how many of the tokens `known` equal the ids from `start` on, up to `limit`. The first
-    token is known to be equal.
+    """Count how many tokens at the beginning of `known` equal the ids between `start` and `limit`.
+    The caller has compared the first token already.
     """
     most = min(len(known), limit - start)
     if known[:most] == ids[start : start + most]:
         return most
     low = 1
-    high = most  # the first `low` tokens are equal, but not the first `high` ones
+    high = most  # the first `low` tokens are equal, but the first `high` tokens are not
     while high - low > 1:
         middle = (low + high) // 2
         if known[low:middle] == ids[start + low : start + middle]:

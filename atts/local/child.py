@@ -17,15 +17,16 @@ from atts.local.worker import Mailbox, broken
 
 
 def main() -> int:
-    """Read the configuration, build the loop and run it until it is asked to close. The process
-    also ends when its parent has ended.
+    """Read the configuration, build the loop, and run it until a command closes it. The process
+    also ends if its parent has ended.
     """
     end_with(int(sys.argv[1]))
-    from atts.local.builder import build_loop, set_threads  # imports torch
+    # this import is late because it imports torch
+    from atts.local.builder import build_loop, set_threads
 
     commands = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output that libraries print must not get between the replies
+    os.dup2(2, 1)  # text that libraries print must not be mixed with the replies
 
     config = pickle.load(commands)
     assert isinstance(config, WorkerConfig), "the first message must be the configuration"
@@ -36,7 +37,8 @@ def main() -> int:
         write(replies, FailureReply.of(error))
         return 0
     write(replies, ready)
-    # The loaded objects stay until the end. Searching them for garbage would take 0.1 s each time.
+    # The loaded objects stay until the process ends. They are frozen, because each search for
+    # garbage among them would take 0.1 s.
     gc.freeze()
     mailbox = Mailbox()
     threading.Thread(target=_read_commands, args=(commands, mailbox), daemon=True).start()
@@ -44,7 +46,7 @@ def main() -> int:
         set_threads(config)
         loop.run(mailbox)
     except BrokenPipeError:
-        return 0  # the parent is gone
+        return 0  # the parent process has ended
     except Exception as error:  # noqa: BLE001  reported to the callers
         loop.fail_all(broken(error))
         return 1
@@ -52,8 +54,8 @@ def main() -> int:
 
 
 def _read_commands(stream: IO[bytes], mailbox: Mailbox) -> None:
-    """Pass commands on until the one that ends the loop."""
-    # a read that is cut off means that the parent has ended, so this process ends soon
+    """Pass commands to the loop, up to the command that ends it."""
+    # an incomplete message means that the parent has ended, so this process must end soon
     with suppress(*GONE):
         while True:
             for command in pickle.load(stream):

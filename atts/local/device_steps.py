@@ -1,4 +1,6 @@
-"""Steps as a device sees them: laid out in one array, captured once and replayed."""
+"""Steps on a device: each step is sent as one array, and decoding steps are replayed from captured
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -17,35 +19,38 @@ from atts.local.batch import Ints, StepBatch
 from atts.local.cache import SlotIds
 
 # A device receives one array per step, and a few sizes describe the array's layout. Steps with the
-# same layout can share a captured graph. `bucketed` rounds a layout up; the added rows write to a
-# slot that is never read. The slots that a sequence reads are looked up on the device, in a copy of
-# the slot table.
+# same layout can share a captured graph. `bucketed` rounds the sizes of a layout up; the added
+# padding rows write to a slot that is never read. The device looks up the slots that a sequence
+# reads in its own copy of the slot table.
 
 ALL_ROWS = -1
 _LEAST_LENGTH = 64
 
 
 class BlockClass(NamedTuple):
-    """The sizes of a class of blocks, which attend together."""
+    """The number and the padded sizes of blocks whose attention is computed together."""
 
     blocks: int
     width: int  # largest number of rows in a block
     length: int  # largest number of positions that a block sees
-    is_even: bool = False  # every block has one row, and all rows see the same number of positions
+    # True if every block has one row, and all rows see the same number of positions
+    is_even: bool = False
 
 
 class StepLayout(NamedTuple):
-    """The sizes of a step's arrays."""
+    """The sizes that describe the layout of a step's arrays."""
 
     rows: int
-    # number of rows whose hidden state is returned, or ALL_ROWS for all of them in order
+    # number of rows whose hidden state is returned; ALL_ROWS if all rows are returned in order
     logits: int
     classes: tuple[BlockClass, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RowBlocks:
-    """Blocks of a step: neighbouring rows of one sequence whose positions rise by one."""
+    """The blocks of a step. A block is a range of adjacent rows of one sequence whose positions
+    rise by one.
+    """
 
     starts: Ints  # [blocks] index of each block's first row
     counts: Ints
@@ -54,7 +59,7 @@ class RowBlocks:
 
     @classmethod
     def of(cls, batch: StepBatch, most: int | None = None) -> RowBlocks:
-        """Divide a batch into blocks of at most `most` rows."""
+        """Divide a batch into blocks; with `most`, no block has more than `most` rows."""
         single = batch.num_single
         lengths = batch.context_lens
         rows = batch.table_rows
@@ -82,26 +87,26 @@ class RowBlocks:
 
     @property
     def lengths(self) -> Ints:
-        """Return the number of positions that the last row of each block sees."""
+        """Return for each block the number of positions that its last row sees."""
         return self.firsts + self.counts
 
     def pick(self, chosen: NDArray[np.bool_]) -> RowBlocks:
-        """Return the chosen blocks."""
+        """Return only the blocks for which the mask is True."""
         return RowBlocks(
             *(part[chosen] for part in (self.starts, self.counts, self.firsts, self.table_rows))
         )
 
     def size(self) -> BlockClass:
-        """Return the number of these blocks, and the width and length to which all can be padded."""
+        """Return the number of these blocks, and the largest width and length among them."""
         width = int(self.counts.max(initial=0))
         lengths = self.lengths
         is_even = width == 1 and bool((lengths == lengths[0]).all())
         return BlockClass(len(self.starts), width, int(lengths.max(initial=0)), is_even)
 
     def classes(self) -> list[RowBlocks]:
-        """Divide the blocks into classes of similar size, because padding in a class is computed in
-        vain. Blocks of one row are a class, and blocks of up to eight rows are another;
-        larger blocks are divided by their sizes.
+        """Divide the blocks into classes of similar size, so that little padding is computed.
+        Blocks of one row form a class, and blocks of two to eight rows form another; larger blocks
+        are divided by width and length.
         """
         widths = np.ceil(np.log2(self.counts))
         lengths = np.ceil(np.log2(self.lengths))
@@ -121,11 +126,11 @@ def layout_of(batch: StepBatch, classes: list[RowBlocks]) -> StepLayout:
 
 
 def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
-    """Return the sizes of a decoding step, rounded up: block widths to powers of four, and all
-    other sizes to powers of two.
+    """Return the sizes of a decoding step, rounded up so that steps can share graphs. Widths of
+    blocks become powers of four (1, 4, 16), and all other sizes become powers of two.
 
-    The number of proposed tokens changes from step to step. Coarse widths cost little, because a
-    wider block computes no more rows.
+    Widths are rounded coarsely because the number of proposed tokens changes from step to step.
+    This costs little, because a wider block computes no more rows.
     """
     size = blocks.size()
     length = max(_LEAST_LENGTH, _power(size.length))
@@ -146,22 +151,22 @@ class SlotTableCopy:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # copy on the host of what the device has, to find the entries that changed
+        # copy on the host of the table on the device, to find the entries that changed
         self._sent: SlotIds = np.zeros((0, 0), dtype=np.int32)
         self.on_device = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self.num_sent = 0  # number of entries sent since the start
+        self.num_sent = 0  # number of entries sent to the device since the start
 
     def update(self, table: SlotIds, rows: Ints, length: int) -> Tensor:
-        """Return the table on the device, with correct values in the first `length` entries of
-        these rows.
+        """Update the first `length` entries of these rows on the device, and return the device's
+        table.
 
-        If the table has grown, a new tensor is returned.
+        If the table has grown, return a new tensor.
         """
         width = max(_LEAST_LENGTH, _power(table.shape[1]))
         if self._sent.shape[0] < table.shape[0] or self._sent.shape[1] < width:
             self._sent = np.zeros((table.shape[0], width), dtype=np.int32)
             self.on_device = torch.zeros(self._sent.shape, dtype=torch.int32, device=self._device)
-        # rows between the first and the last are compared as well, because a view is faster than a
+        # all rows from the first to the last are compared, because a view is faster than a
         # selection of rows
         first = int(rows.min(initial=table.shape[0]))
         last = int(rows.max(initial=-1)) + 1
@@ -184,7 +189,9 @@ class SlotTableCopy:
 def packed(
     batch: StepBatch, classes: list[RowBlocks], layout: StepLayout, spare_slot: int
 ) -> NDArray[np.int32]:
-    """Pack a step's arrays end to end. Padding rows feed token 0 into the unused slot."""
+    """Join a step's arrays end to end in one array. Padding rows feed token 0, and write to a slot
+    that is never read.
+    """
     rows = layout.rows
     places = _places(len(batch.tokens), classes, layout)
     parts: list[Ints] = [_filled(batch.tokens, rows), _filled(batch.positions, rows)]
@@ -198,8 +205,8 @@ def packed(
 
 
 def _places(count: int, classes: list[RowBlocks], layout: StepLayout) -> Ints:
-    """Return the place of each row among the places of all blocks. Every block of a class has the
-    width of the class.
+    """Return for each row its index after padding. All blocks of a class are padded to the width of
+    the class, and the blocks follow one another.
     """
     places = np.zeros(count, dtype=np.int64)
     before = 0
@@ -222,12 +229,12 @@ def _filled(values: Ints, size: int, value: int = 0) -> Ints:
 
 
 def _power(count: int) -> int:
-    """Return the least power of two that is at least `count`."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << max(0, count - 1).bit_length()
 
 
 class Blocks(NamedTuple):
-    """The arrays of one class of blocks, on the device."""
+    """The arrays on the device for one class of blocks."""
 
     size: BlockClass
     starts: Tensor  # [blocks] int32, like the arrays below
@@ -242,14 +249,14 @@ class DeviceStep(NamedTuple):
     tokens: Tensor  # [rows] int32, like all arrays here except `slots`
     positions: Tensor
     slots: Tensor  # int64
-    places: Tensor  # index of each row among the places of all blocks
+    places: Tensor  # index of each row in the padded blocks of all classes
     logit_rows: Tensor | None  # None if all rows are returned
     classes: tuple[Blocks, ...]
 
 
 def unpacked(array: Tensor, layout: StepLayout, table: Tensor) -> DeviceStep:
-    """Return the arrays that `packed` joined, with the slots that the table on the device lists for
-    them.
+    """Split the array that `packed` made into a step's arrays, and add the slots to read from the
+    device's slot table.
     """
     rows = layout.rows
     logits = max(0, layout.logits)
@@ -273,8 +280,7 @@ MOST_CAPTURED_ROWS = 256
 _MOST_GRAPHS = 64
 _MOST_SEEN = 1024  # largest number of remembered layouts that occurred only once
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""A function that records what some work does to fixed tensors. It returns a function that does the
-same work again.
+"""A function that records some work on fixed tensors. It returns a function that repeats this work.
 """
 
 
@@ -282,7 +288,7 @@ class GraphKey(NamedTuple):
     """The properties of a step that decide which operations are captured."""
 
     layout: StepLayout
-    is_grouped: bool  # whether the attentions of a group read the same input
+    is_grouped: bool  # whether all layers of a group compute attention from the same input
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +299,11 @@ class _Graph:
 
 
 class StepGraphs:
-    """CUDA graphs of decoding steps, one for each layout. Row counts and context lengths are
-    rounded up to powers of two, and steps with grouped attention have graphs of their own.
+    """CUDA graphs of decoding steps, one for each rounded layout. Steps with grouped attention have
+    their own graphs.
 
     A layout is captured when it occurs for the second time. If there are too many graphs, the least
-    recently used graph is dropped. After a failed capture, no graphs are captured any more, and
+    recently used graph is dropped. After a failed capture, no more graphs are captured, and all
     steps are computed without graphs.
     """
 
@@ -310,18 +316,18 @@ class StepGraphs:
         self._spare_slot = cache.shape[2] - 1
         self.captured: Recent[GraphKey, _Graph] = Recent(_MOST_GRAPHS)
         self._seen: Recent[GraphKey, bool] = Recent(_MOST_SEEN)
-        self._table: Tensor | None = None  # table that all graphs read
+        self._table: Tensor | None = None  # the slot table that all graphs read
         self.num_replayed = 0
-        self.trouble = ""  # reason why nothing is captured any more; empty if captures work
+        self.trouble = ""  # reason why graphs are not captured any more; empty while captures work
 
     def run(
         self, batch: StepBatch, table: Tensor, blocks: RowBlocks, is_grouped: bool = False
     ) -> Tensor | None:
-        """Replay a graph and return the hidden states of `logit_rows`. Return None if no graph
-        fits; the caller then computes the step.
+        """Replay a graph and return the hidden states of the batch's `logit_rows`. Return None if
+        there is no graph for this step; the caller must then compute the step itself.
 
-        `table` is the slot table on the device. A graph reads it at its address during the capture,
-        so all graphs are dropped if the table has moved.
+        `table` is the slot table on the device. A graph always reads the table at the address that
+        it had during the capture, so all graphs are dropped if the table has moved.
         """
         if (
             self.trouble
@@ -350,8 +356,8 @@ class StepGraphs:
         return graph.hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
     def _captured(self, key: GraphKey, array: Tensor, table: Tensor) -> _Graph | None:
-        """Capture a graph for these sizes, or return None if the capture fails. The step is computed
-        once, on `array`, before the capture.
+        """Capture a graph for a step of this layout; return None if the capture fails. The step is
+        computed once, on `array`, before the capture.
         """
         try:
             inputs = array.to(self._device, copy=True)

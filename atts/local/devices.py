@@ -15,14 +15,16 @@ from atts.local.options import WORKSPACE, EngineSize, cards_for, share_cards
 from atts.models.folders import checkpoint_dtype
 
 _CPU_CACHE_BYTES = 2 << 30
-# share of the memory left by the weights that the cache takes, if the size of the run is unknown
+# share of the free memory after loading that the cache takes, if the size of the run is unknown
 _GPU_CACHE_SHARE = 0.8
-# slot 0, which stays zero, and the last slot, which padding rows write to
+# two extra slots of the cache: slot 0, which stays zero, and the last slot, to which padding rows
+# write
 SPARE_SLOTS = 2
 
 
 def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> torch.device:
-    """Return the device of a model: the one in `named`, or else the one in its engine's options.
+    """Return the device of a model: the device in `named` if given, or else the device in its
+    engine's options.
 
     :raises ModelLoadError: the device does not exist.
     """
@@ -30,7 +32,7 @@ def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> 
     count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if wanted.startswith("cuda") and int(wanted[5:] or 0) >= count:
         problem = f"there is no usable CUDA device{f' {wanted}' if named else ''}"
-        advice = f"Write ?{option}=cpu behind the engine's name, or take a torch build with CUDA"
+        advice = f"Write ?{option}=cpu behind the engine's name, or install a torch build with CUDA"
         raise ModelLoadError(config.name, problem, advice)
     if wanted == "auto":
         wanted = "cuda" if count else "cpu"
@@ -40,9 +42,10 @@ def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> 
 
 
 def on_device(config: WorkerConfig) -> WorkerConfig:
-    """Return the configuration with the number type that suits its device and checkpoint.
+    """Return the configuration with a definite number type; "auto" is resolved by the device and
+    the checkpoint.
 
-    :raises ModelLoadError: the device is not there.
+    :raises ModelLoadError: the device does not exist.
     """
     if config.options.dtype != "auto":
         return config
@@ -106,7 +109,9 @@ def _server_words(config: WorkerConfig, cards: int) -> str:
 
 
 def _other_on(config: WorkerConfig, device: torch.device) -> EngineSize | None:
-    """Return the other engine of the pair if it will be loaded onto this device too."""
+    """Return the size of the other engine of the pair if that engine will be loaded onto this
+    device; None if not.
+    """
     room = config.room
     if room is None or room.other is None:
         return None
@@ -115,8 +120,8 @@ def _other_on(config: WorkerConfig, device: torch.device) -> EngineSize | None:
 
 
 def free_room(device: torch.device) -> int:
-    """Return the free memory of a device in bytes; without a report by the system, return a number
-    that never limits.
+    """Return the free memory of a device in bytes; if the system does not report it, return a
+    number that is larger than any memory.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -125,7 +130,7 @@ def free_room(device: torch.device) -> int:
 
 
 def total_room(device: torch.device) -> int:
-    """Return the memory of a GPU in bytes, in use or free."""
+    """Return the total memory of a GPU in bytes, used and free."""
     return int(torch.cuda.mem_get_info(device)[1])
 
 
@@ -134,9 +139,11 @@ def allocate_cache(
 ) -> Tensor:
     """Allocate the cache as zeros: [layers, 2, slots + 2, kv_heads, head_dim].
 
-    Its size was computed earlier. It is halved only if memory has become scarce since then.
+    The configuration sets the cache's size. If memory does not suffice for this size, the size is
+    halved until it does.
 
-    :raises OutOfMemory: there is no room for a single context.
+    :raises OutOfMemory: there is no room for a single context, or for a single rollout if its
+        length is known.
     """
     model = config.model
     tokens = config.options.kv_tokens or default_tokens(config, dtype, device)
@@ -165,8 +172,8 @@ def allocate_cache(
 def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Return the default size of a cache in tokens. The weights must be loaded already.
 
-    On a GPU, the cache has room for all tokens that the rollouts in flight can fill, as far as the
-    other engine of the pair leaves memory for the cache.
+    On a GPU, the cache has room for all tokens of the rollouts in flight, or for fewer if the other
+    engine of the pair needs the memory.
 
     :raises OutOfMemory: there is no room for a single rollout.
     """
@@ -190,15 +197,15 @@ def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    # numpy gets zeroed pages from the system, which cost nothing until they are written; torch
+    # numpy gets zeroed pages from the system, which take no memory until they are written; torch
     # would write every page
     words = np.zeros(size, dtype=np.float32 if dtype == torch.float32 else np.int16)
     return torch.from_numpy(words).view(dtype)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error means that memory ran out. torch on a CPU and CUDA's libraries say so
-    only in the text of the error.
+    """Return True if an error means that memory ran out. For torch on a CPU and for CUDA's
+    libraries, only the error's text shows this.
     """
     words = "allocate memory", "out of memory", "ALLOC_FAILED"
     return isinstance(error, MemoryError) or (

@@ -18,13 +18,15 @@ from atts.local.scheduler import Scheduler
 from atts.local.seams import Model
 
 _MOST_TURNS = 8
-"""Most steps in one burst. A request that arrives during a burst waits for its end, so the number
-is small.
+"""Largest number of steps in a burst. A request that arrives during a burst waits until the burst
+ends, so the number is small.
 """
 _MOST_ROWS = 16
-"""Most sequences in a burst. With more sequences, a text ends in almost every turn."""
+"""Largest number of sequences in a burst. With more sequences, some text ends in almost every step,
+which ends the burst.
+"""
 _SMALL = 1_000_000
-"""Number of weights of the largest model that is faster with bursts, because its steps spend more
+"""Number of weights of the largest model that uses bursts. In smaller models, a step takes more
 time outside the kernels than in them.
 """
 
@@ -48,13 +50,15 @@ class MultiStep:
 
     @classmethod
     def of(cls, model: Model, scheduler: Scheduler, table: TokenTable) -> MultiStep | None:
-        """Return bursts for a model that is faster with them, or None for any other model."""
+        """Return bursts for a model that is faster with bursts; None for any other model."""
         if not isinstance(model, NativeModel) or model.config.matrix_weights > _SMALL:
             return None
         return cls(model, scheduler, table)
 
     def turns(self, plan: StepPlan) -> int:
-        """Return the number of steps to merge; 1 if a sequence filters its distribution."""
+        """Return the number of steps to merge into a burst; 1 if a sequence cannot be part of a
+        burst, for example because it filters its distribution.
+        """
         if plan.size > _MOST_ROWS or plan.ready or not all(map(is_last, plan.prefills)):
             return 1
         sequences = _sequences(plan)
@@ -70,8 +74,8 @@ class MultiStep:
         return most
 
     def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
-        """Draw the same number of tokens for every sequence; return also the logits of the first
-        turn.
+        """Draw the same number of tokens for every sequence; return also the logits after the first
+        step of the burst.
         """
         sequences, temperatures, ends = self._kept
         assert temperatures is not None, "a burst needs more than one turn"
@@ -99,8 +103,8 @@ class MultiStep:
         return draws, torch.empty(0) if logits is None else logits[0]
 
     def _settings(self, sequences: list[Sequence]) -> tuple[Tensor | None, NDArray[np.uint8]]:
-        """Return the temperatures, and a mask of the tokens that end a burst. The temperatures are
-        None if bursts cannot draw for these sequences.
+        """Return the temperatures of these sequences, and a mask of the tokens that end a burst.
+        The temperatures are None if bursts cannot draw for these sequences.
         """
         requests = [each.request for each in sequences if isinstance(each.request, SampleRequest)]
         sampling = batch_sampling(
@@ -121,7 +125,7 @@ def _sequences(plan: StepPlan) -> list[Sequence]:
 
 
 def _following(batch: StepBatch, table: SlotIds) -> StepBatch:
-    """Return the rows of the second turn; their tokens are filled in when they are drawn."""
+    """Return the rows of a burst's second step; their tokens are filled in after the first draw."""
     return single_rows(
         np.zeros_like(batch.tokens), batch.context_lens.copy(), batch.table_rows, table
     )

@@ -1,4 +1,6 @@
-"""The compiler of the C kernels and its cache: built on first use, kept by digest, never required."""
+"""Compile the C kernels at their first use, and keep the library in a cache; atts also works
+without them.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +26,24 @@ from atts.files import replace_file
 from atts.local.model_config import ModelConfig
 
 Build = Callable[[Path], None]
-"""A function that builds the library at a path, in a folder of the library's own.
+"""A function that builds a library at a path; the folder contains nothing else.
 
-:raises UnsupportedByEngine: it cannot be built.
+:raises UnsupportedByEngine: the library cannot be built.
 :raises OSError: the disk refuses.
 """
 _BUILDING = "atts-build-"
 _STALE_SECONDS = 600.0
-"""Age in seconds from which a build folder counts as left behind. A build takes seconds, so the
-process of an older folder was killed.
+"""Age in seconds above which a build folder is deleted. A build takes seconds, so the process that
+made an older folder was killed.
 """
 
 
 def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
-    """Return the library of this key, from the cache or newly built, and a description of any
-    problem with the cache.
+    """Return the library with this key from the cache, or build it. Return also a description of
+    any problem with the cache, or an empty text.
 
     :raises UnsupportedByEngine: the library can neither be loaded nor built.
-    :raises OSError: no disk takes it.
+    :raises OSError: the library cannot be written to any disk.
     """
     folder, trouble = _cache_folder()
     for path in sorted(folder.glob(f"{_prefix(key)}*.so")) if folder else ():
@@ -57,8 +59,8 @@ def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
 
 
 def _build(key: str, build: Build, folder: Path | None, trouble: str) -> tuple[ctypes.CDLL, str]:
-    """Build in a temporary folder, which is deleted afterwards. It is the system's temporary
-    folder, or else one in the cache.
+    """Build the library in a temporary folder, which is deleted afterwards. If this fails in the
+    system's folder for temporary files, try again in the cache's folder.
     """
     error: OSError | UnsupportedByEngine | None = None
     for place in (None, folder) if folder else (None,):
@@ -77,10 +79,11 @@ def _build(key: str, build: Build, folder: Path | None, trouble: str) -> tuple[c
 
 
 def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
-    """Store a built library in the cache. Return the path to load it from, and a reason if the
-    cache did not take it.
+    """Store a built library in the cache. Return the path from which to load the library, and the
+    reason if it could not be stored.
 
-    If two processes build at the same time, two files are kept, or one file is written twice.
+    If two processes build the library at the same time, the cache has two files, or one file that
+    was written twice.
     """
     if folder is None:
         return library, ""
@@ -99,13 +102,16 @@ def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
 
 
 def _cache_folder() -> tuple[Path | None, str]:
-    """Return the cache's folder, or None and a reason if there is no folder that may be used."""
+    """Return the cache's folder and an empty text; return None and the reason if no folder is
+    usable.
+    """
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         folder = (root if root.is_absolute() else Path.home() / ".cache") / "atts"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         problem = _distrust(folder.resolve())
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+    # Path.home raises RuntimeError if there is no home directory
+    except (OSError, RuntimeError) as error:
         folder = root / "atts"
         problem = f"cannot be used ({getattr(error, 'strerror', None) or error})"
     return (
@@ -116,9 +122,7 @@ def _cache_folder() -> tuple[Path | None, str]:
 
 
 def _distrust(path: Path) -> str:
-    """Describe why a path is not safe from changes by other users; return an empty text if it is
-    safe.
-    """
+    """Describe why other users could change a file or folder; return an empty text if they cannot."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         return "is not a plain file"
@@ -130,7 +134,7 @@ def _distrust(path: Path) -> str:
 
 
 def _damage(path: Path, key: str) -> str:
-    """Describe how a file differs from what was built; return an empty text if it does not."""
+    """Describe why a cached library cannot be used; return an empty text if it can."""
     try:
         if problem := _distrust(path):
             return problem
@@ -143,7 +147,7 @@ def _damage(path: Path, key: str) -> str:
 
 
 def _stale(folder: Path) -> Iterator[Path]:
-    """Find build folders whose process was killed; only folders of this user count."""
+    """Find this user's build folders that a killed process left behind."""
     for path in folder.glob(f"{_BUILDING}*"):
         with suppress(OSError):
             if not _distrust(path) and path.lstat().st_mtime < time.time() - _STALE_SECONDS:
@@ -159,15 +163,15 @@ def _digest(data: bytes) -> str:
 
 
 Tuning = Literal["native", "avx2", "generic"]
-"""The instructions that the compiler may use: all of this processor, only AVX2, or those of every
-processor of this architecture.
+"""The instructions that the compiler may use. native: all instructions of this processor. avx2:
+AVX2, but nothing newer. generic: instructions that every processor of this architecture has.
 """
 _SOURCES = Path(__file__).with_name("kernels")
 _FLAGS = ("-O3", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 _INSTEAD = "Write ?kernel=torch behind the engine's name"
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
-# type of the result, then types of the arguments
+# for each function, the type of the result, then the types of the arguments
 _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None, ...]] = {
     "atts_row_block": (_INT,),
     "atts_has_pairs": (_INT,),
@@ -186,8 +190,8 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None
 
 
 def tunings() -> tuple[Tuning, ...]:
-    """List the tunings whose code runs on this processor, best first. Engines use the first one,
-    and tests use all.
+    """List the tunings whose code runs on this processor, fastest first. Engines use the first
+    tuning, and tests use all of them.
     """
     has_avx2 = {"avx2", "fma"} <= set(_processor().split())
     return ("native", "avx2", "generic") if has_avx2 else ("native", "generic")
@@ -196,11 +200,11 @@ def tunings() -> tuple[Tuning, ...]:
 def native_library(
     engine: str, config: ModelConfig, tuning: Tuning = "native"
 ) -> tuple[ctypes.CDLL, str]:
-    """Return the compiled kernels, from the cache or newly built, and a description of any problem
-    with the cache.
+    """Return the compiled kernels from the cache, or compile them. Return also a description of any
+    problem with the cache, or an empty text.
 
-    :raises UnsupportedByEngine: no compiler, a failed build, a head size that the kernels do not support,
-        or a foreign tuning.
+    :raises UnsupportedByEngine: there is no compiler, the build fails, or the kernels do not
+        support the head size or the tuning.
     """
     if tuning not in tunings():
         known = ", ".join(tunings())
@@ -232,7 +236,7 @@ def native_library(
 
 
 def _compile(engine: str, compiler: str, tuning: Tuning, library: Path) -> None:
-    """Compile into the library's folder, which also gets the compiler's temporary files."""
+    """Compile the library; the compiler's temporary files are in the library's folder too."""
     problem = ""
     sources = [str(source) for source in sorted(_SOURCES.glob("*.c"))]
     environment = {**os.environ, "TMPDIR": str(library.parent)}
@@ -252,20 +256,18 @@ def _compile(engine: str, compiler: str, tuning: Tuning, library: Path) -> None:
 
 
 def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
-    """List the compiler and linker flags to try: all flags first, then fewer of them."""
+    """List the sets of compiler and linker flags to try: all flags first, then fewer flags."""
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     tuned = {"native": (native,), "avx2": ("-mavx2", "-mfma"), "generic": ()}[tuning]
-    # torch brings its own OpenMP; a second OpenMP in the process would add a second set of waiting
-    # threads
+    # torch contains its own OpenMP library; another one in the process would start a second set of
+    # waiting threads
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     threads = [((*tuned, "-fopenmp"), ("-nostdlib", str(bundled[0]), "-lc"))] if bundled else []
     return [*threads, ((*tuned, "-fopenmp"), ()), (tuned, ()), ((), ())]
 
 
 def _cache_key(compiler: str, tuning: Tuning) -> str:
-    """Return the cache key of a build: the source, the flags, the compiler and the processor that
-    it is tuned for.
-    """
+    """Return the cache key of a build, a hash of its sources, flags, compiler and processor."""
     sources = [source.read_text(encoding="utf-8") for source in sorted(_SOURCES.iterdir())]
     text = repr(
         (sources, _FLAGS, _flag_sets(tuning), compiler, os.stat(compiler).st_mtime, _processor())

@@ -1,7 +1,7 @@
 """The forward pass in C kernels, for float32 on a CPU.
 
-The first part prepares the weights for the C kernels: packed into panels or pinned. Equal weights
-are prepared only once.
+The first part of the file prepares the weights: it packs matrices into panels, and pins other
+weights. Equal weights are prepared only once.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from atts.local.seams import LayerHook
 
 
 class PanelKind(IntEnum):
-    """Layout of a packed matrix, as in model.h."""
+    """The layout of a packed matrix; the numbers are those in model.h."""
 
     FULL = 0
-    HALF = 1  # bfloat16, read as float32; for weights that lose nothing in bfloat16
-    PAIRS = 2  # bfloat16, multiplied in pairs without conversion
+    HALF = 1  # stored as bfloat16, read as float32; for weights that bfloat16 represents exactly
+    PAIRS = 2  # stored as bfloat16, and multiplied in pairs without conversion to float32
 
 
 class _Delta(ctypes.Structure):
@@ -59,8 +59,8 @@ class PackedAdapter(NamedTuple):
 
 
 class Packing:
-    """The memory that the kernels read. Models that share a packing pack or pin contents with equal
-    keys once.
+    """The memory that the kernels read. If several models share this object, weights with equal
+    keys are stored once.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -70,11 +70,11 @@ class Packing:
         self.num_bytes = 0
 
     def keep(self, value: object) -> None:
-        """Keep an object alive because C code has pointers into it."""
+        """Keep an object alive, because C code has pointers into its memory."""
         self._kept.append(value)
 
     def pin(self, tensor: Tensor | None, key: Hashable = None) -> int | None:
-        """Keep a tensor and return its address, or None without a tensor."""
+        """Keep a tensor alive and return its address; return None if there is no tensor."""
         if key is not None and key in self._known:
             return self._known[key]
         address = None if tensor is None else self._add(tensor.contiguous())
@@ -124,9 +124,9 @@ _CHECKED_ROWS = 4096
 
 def is_bfloat16(tensor: Tensor) -> bool:
     """Return whether bfloat16 can represent every number of the tensor."""
-    # Some rows at a time, because the head of a large vocabulary is the largest tensor of a small
-    # model. numpy combines the bits of all numbers ten times as fast as torch compares them one by
-    # one.
+    # A few rows are checked at a time, because the head of a large vocabulary is the largest tensor
+    # of a small model. Combining the bits of all numbers in numpy takes a tenth of the time of
+    # comparing them one by one in torch.
     return not any(
         np.bitwise_or.reduce(rows.contiguous().numpy().view(np.uint32).reshape(-1)) & 0xFFFF
         for rows in torch.split(tensor, _CHECKED_ROWS)
@@ -138,7 +138,7 @@ INT = ctypes.c_int64
 
 
 def members(names: str, kind: Any) -> list[tuple[str, Any]]:
-    """Return the fields of a C structure, all of one type."""
+    """Return fields of a C structure with these names, all of one type."""
     return [(name, kind) for name in names.split()]
 
 
@@ -170,7 +170,7 @@ class _Model(ctypes.Structure):
 
 
 class NativeWeights:
-    """A model's weights as the kernels read them."""
+    """The weights of a model in the form that the kernels read."""
 
     def __init__(
         self,
@@ -181,21 +181,21 @@ class NativeWeights:
         keys: Sequence[str],
         group: int,
     ) -> None:
-        """Pack the weights. `keys` name the contents of the embedding, each layer's halves and the
-        head. Parts with equal contents are packed once.
+        """Pack the weights. `keys` has a key for the embedding, for the halves of each layer, and
+        for the head. Parts with equal keys are packed once.
         """
         self._config = config
         self._packing = packing
         self._keys = keys or [""] * (2 * config.num_layers + 2)
         self._groups = attention_groups(config, cache, group)
         self.most_attentions = max((len(own.layers) for own in self._groups), default=1)
-        self.is_bf16 = True  # true until a weight is found that bfloat16 cannot represent
+        self.is_bf16 = True  # becomes False when a weight is found that bfloat16 cannot represent
         packing.keep(cache)
         self.exact, self.grouped = self._describe(weights, rope_rows(config, cache.shape[2]))
 
     def _describe(self, weights: Weights, rows: int) -> tuple[_Model, _Model]:
-        """Describe the model for the kernels twice: with normal and with grouped attention. Grouped
-        attention computes all attentions of a group at the group's first layer.
+        """Describe the model to the kernels twice: with normal attention and with grouped
+        attention. Grouped attention computes all attentions of a group at the group's first layer.
         """
         config = self._config
         packing = self._packing
@@ -204,7 +204,8 @@ class NativeWeights:
         exact = list[_Layer]()
         grouped = list[_Layer]()
         for group in self._groups:
-            # each layer is read once and freed before the next group is read
+            # each layer is read only once, and is freed before the layers of the next group are
+            # read
             layers = weights.layers[group.layers.start : group.layers.stop]
             exact += [
                 self._layer(group.one(at), layer, tables[config.ropes[at]])
@@ -253,13 +254,16 @@ class NativeWeights:
     def _attending_at_once(
         self, group: AttentionGroup, weights: Sequence[LayerWeights], layers: Sequence[_Layer]
     ) -> list[_Layer]:
-        """Return the layers of a group; the first one computes the attention of all their heads."""
+        """Return the layers of a group; the first layer computes the attention of all heads of the
+        group.
+        """
         if len(layers) == 1:
             return list(layers)
         own = self._config.num_heads * self._config.head_dim
         together = joined(weights, self._config)
         merged = [_Layer.from_buffer_copy(layer) for layer in layers]
-        # bfloat16 halves the memory to read; grouped attention is not exact in float32 either
+        # The joined weights are rounded to bfloat16, which halves the memory to read; grouped
+        # attention is not exact in float32 either.
         if layers[0].attention_bf16:
             together = replace(together, qkv=together.qkv.bfloat16().float())
         self._fill_half(merged[0], 0, together, "")
@@ -285,7 +289,9 @@ class NativeWeights:
         setattr(own, ("attention_bf16", "mlp_bf16")[half], int(is_bf16))
 
     def _place(self, own: _Layer, group: AttentionGroup) -> None:
-        """Set the number of heads that attend in a layer, and where their keys and values are."""
+        """Set the number of heads that attend in a layer, and the addresses of their keys and
+        values.
+        """
         config = self._config
         count = len(group.layers)
         own.keys = group.keys.data_ptr()
@@ -303,7 +309,7 @@ class NativeWeights:
 
 
 def _key(content: str, name: str) -> tuple[str, str] | None:
-    """Return the key of a part of a block, or None if the block has no name."""
+    """Return the key of one tensor of a model's part; None if the part has no key."""
     return (content, name) if content else None
 
 
@@ -317,8 +323,8 @@ _ARRAYS = tuple(
 
 
 def _address(array: NDArray[Any]) -> int:
-    """Return the same as `array.ctypes.data` in half the time, because a small step calls it a
-    dozen times.
+    """Return the address of an array's data. This takes half the time of `array.ctypes.data`, which
+    a small step would call a dozen times.
     """
     return torch.from_numpy(array).data_ptr()
 
@@ -342,13 +348,13 @@ def _floats(rows: int, columns: int) -> _Floats:
 
 
 class Segment(ctypes.Structure):
-    """A range of a step's rows, and of its logit rows, to which one adapter adds its terms."""
+    """The ranges of a step's rows and logit rows to which an adapter adds its terms."""
 
     _fields_ = [*members("first_row last_row first_logit last_logit", INT), ("deltas", POINTER)]
 
 
 class Adapted(NamedTuple):
-    """The segments of a step that have an adapter, and the largest rank of these adapters."""
+    """The segments of a step that have an adapter, and the largest rank among these adapters."""
 
     segments: ctypes.Array[Segment]
     rank: int
@@ -397,24 +403,27 @@ class _Sampling(ctypes.Structure):
 
 
 class AheadBatch(NamedTuple):
-    """Sequences that draw several tokens each, from distributions without truncation. Sequences
+    """A batch of sequences that draw several tokens each, without top-k, top-p or min-p. Sequences
     that draw the most tokens come first.
     """
 
-    # tokens that were not fed yet; the first draw follows the last token of each sequence
+    # the tokens that have not been fed yet; each sequence's first draw comes after the last of its
+    # tokens here
     first: StepBatch
-    # one row per sequence, which feeds the token drawn last; its position is increased in place
+    # a row per sequence, which feeds the token drawn last; the kernel increases its position after
+    # each turn
     following: StepBatch
     counts: NDArray[np.int64]  # [turns] number of sequences that draw in each turn
     temperatures: Tensor  # [sequences] float64
     uniforms: NDArray[np.float64]  # [turns, sequences]
-    # [vocabulary] mask of tokens after which no further turn follows
+    # [vocabulary] mask of the tokens that end the drawing: if a sequence draws one, no further turn
+    # follows
     ends: NDArray[np.uint8] | None = None
 
 
 class NativeModel:
-    """A model that runs its steps with the C kernels, in float32 on a CPU. It has the cache layout
-    of the torch model.
+    """A model that runs its steps with the C kernels, in float32 on a CPU. Its cache has the same
+    layout as that of the torch model.
 
     Weights whose values are all bfloat16 numbers are stored in that type. This halves the memory that
     is read, and changes no value.
@@ -434,11 +443,12 @@ class NativeModel:
         group: int = 1,
         rounds_scores: bool = False,
     ) -> None:
-        """Create the model. `allocate` makes the buffers of a step, and may raise MemoryError. For
-        `group`, see `is_grouped`.
+        """Create the model. `allocate` makes the buffers of a step, and may raise MemoryError.
+        `group` is the largest number of layers whose attentions may be computed together; see
+        `is_grouped`.
 
-        With `rounds_scores`, rows that are scored are rounded to bfloat16 before products; the
-        processor must support this.
+        With `rounds_scores`, rows for scoring are rounded to bfloat16 before matrix products; the
+        processor must support such products.
 
         Models that share a `packing` store equal parts once. Parts are the embedding, the halves of
         each layer and the head; `keys` name their contents.
@@ -454,7 +464,8 @@ class NativeModel:
         self._rounds_scores = rounds_scores
         self._model = self._weights.exact
         self._grouped = self._weights.grouped
-        # whether the attentions of a group read the same input, which is not exact
+        # whether all layers of a group compute attention from the same input, which is faster but
+        # not exact
         self.is_grouped = False
         self._scratch_floats = int(
             library.atts_scratch_floats(config.head_dim, config.context_length)
@@ -464,13 +475,13 @@ class NativeModel:
         self._sample_scratch = np.empty(config.vocabulary // 4 + 1, dtype=np.float32)
         self._next_items = np.zeros(len(cache), dtype=np.int32)
         self._capacity = 0
-        # batch and slot table whose addresses the step contains
+        # the batch and the slot table whose addresses are in `_step`
         self._filled: tuple[StepBatch | None, SlotIds | None] = (
             None,
             None,
         )
         self._buffers: dict[str, _Floats] = {}
-        # logits of a block of scored rows
+        # buffer for the logits of one block of rows to score
         self._logits = np.empty((0, config.vocabulary), dtype=np.float32)
         self._step = _Step(
             threads=threads,
@@ -487,7 +498,7 @@ class NativeModel:
 
     @property
     def device_name(self) -> str:
-        """Describe the kernels that compute."""
+        """Describe the kernels and the number of threads."""
         halves = ", bf16 weights" * self._weights.is_bf16
         halves += ", scores in bf16" * self._rounds_scores
         return f"native, {self._threads} thread{'s' if self._threads > 1 else ''}{halves}"
@@ -532,9 +543,9 @@ class NativeModel:
     ) -> _Step:
         """Prepare a step that `run` computes in parts.
 
-        `rows` holds the states of all tokens and the states of the `logit_rows`; the last layer
-        ends with the latter alone. Both arrays are changed in place. Rows in the segments of
-        `adapted` get the terms of their adapters.
+        `rows` are two arrays: the states of all tokens, and the states of the batch's `logit_rows`.
+        Parts change both arrays in place; the last layer computes only the `logit_rows` to its end.
+        Rows in the segments of `adapted` get the terms of their adapters.
         """
         self._grow_buffers(len(batch.tokens))
         step = _Step.from_buffer_copy(self._step)
@@ -549,8 +560,8 @@ class NativeModel:
         return step
 
     def run(self, step: _Step, parts: Ints) -> None:
-        """Compute parts of a prepared step: each takes rows through some units of a model. `parts`
-        is [parts, 11], with the fields of `Part` in `model.h`.
+        """Compute parts of a prepared step; each part takes some rows through some units of a
+        model. `parts` is [parts, 11], with the fields of `Part` in `model.h`.
 
         The units of a model are its embedding (unit 0), two halves of each layer, and its last
         norm.
@@ -579,7 +590,7 @@ class NativeModel:
         units: tuple[int, int],
         adapted: Adapted = _UNADAPTED,
     ) -> None:
-        """Take all rows of a step, and its `logit_rows`, through some units."""
+        """Compute some units of the model for all rows of a step and for its `logit_rows`."""
         step = self.prepare(batch, table, rows, adapted)
         x, hidden = rows
         all_ = 0, len(x), 0, len(batch.table_rows), 0, len(hidden)
@@ -624,7 +635,7 @@ class NativeModel:
         return tokens[:turns]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of these hidden states: [logits, vocabulary] float32."""
+        """Return the logits for these hidden states, [rows, vocabulary] float32."""
         rows = len(hidden)
         logits = torch.empty(rows, self._config.vocabulary)
         model = ctypes.byref(self._model)
@@ -634,8 +645,8 @@ class NativeModel:
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """Score one token per row, one block of rows at a time; return also the logits of some
-        rows.
+        """Score one token per row, one block of rows at a time. Return also the logits of
+        `kept_rows`.
         """
         vocabulary = self._config.vocabulary
         block = min(len(tokens), self._row_block)
@@ -664,7 +675,7 @@ class NativeModel:
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """Draw one token per row. Rows that filter tokens are left to torch, and a row's result
+        """Draw one token per row. Rows with top-k, top-p or min-p are drawn by torch. A row's token
         does not depend on the other rows.
         """
         numbers = np.array(uniforms, dtype=np.float64)
@@ -688,7 +699,7 @@ class NativeModel:
     def _sample(
         self, logits: Tensor, temperatures: Tensor, numbers: NDArray[np.float64]
     ) -> SampledTokens:
-        """Draw one token per row from a distribution without truncation."""
+        """Draw one token per row without top-k, top-p or min-p."""
         tokens = torch.empty(len(logits), dtype=torch.int64)
         logprobs = torch.empty(len(logits))
         drawing = self._drawing(logits, temperatures, numbers, tokens)
@@ -699,7 +710,7 @@ class NativeModel:
     def _drawing(
         self, logits: Tensor, temperatures: Tensor, uniforms: NDArray[np.float64], tokens: Tensor
     ) -> _Sampling:
-        """Describe draws for the kernels, which write the tokens to `tokens`."""
+        """Describe a draw to the kernels, which will write the drawn tokens to `tokens`."""
         return _Sampling(
             num_rows=len(temperatures),
             vocabulary=logits.shape[-1],
@@ -711,7 +722,7 @@ class NativeModel:
         )
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Score each row's token under the raw distribution."""
+        """Return the log-probability of each row's token under the raw distribution."""
         rows, vocabulary = logits.shape
         targets = np.array(tokens, dtype=np.int64)
         logprobs = np.empty(rows, dtype=np.float32)
@@ -751,8 +762,8 @@ class NativeModel:
 
 
 def unknown_parts(config: ModelConfig) -> str:
-    """Describe the parts of such a model that the kernels do not support; return an empty text if
-    they support all.
+    """Describe the parts of a model that the kernels do not support; return an empty text if all
+    are supported.
     """
     parts = {
         "soft limits of scores and logits": config.attention_cap or config.logit_cap,

@@ -1,4 +1,6 @@
-"""The torch model on a GPU, with the paged kernel where it agrees with gathered attention."""
+"""The torch model on a GPU; it uses the paged attention kernel if the kernel's results equal
+gathered attention.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ def cuda_model(
     group: int = 1,
 ) -> tuple[TorchModel, str]:
     """Make the model with the fastest methods that this GPU and its software support. Return also a
-    note for the user about any method that is missing.
+    note to the user if the paged attention kernel cannot be used.
 
-    :param group: attentions that may be computed at once, see `TorchModel.is_grouped`.
+    :param group: largest number of layers whose attentions may be computed together; see
+        `TorchModel.is_grouped`.
     """
     capture = cuda_capture() if graphs == "auto" else None
     try:
@@ -65,7 +68,8 @@ def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple
         raise ValueError("the kernel does not limit scores")
     forms = {(1, 1)}
     for layers in layer_groups(config, group):
-        # every form is compiled here, so that no later step waits for the compiler
+        # the kernel is compiled here for every shape of group, so that no later step waits for the
+        # compiler
         forms |= {(len(layers), len(layers)), (1, len(layers))}
     for window in sorted({0, *config.windows}):
         for form in sorted(forms):
@@ -82,17 +86,18 @@ def disagreement(
     window: int,
     form: tuple[int, int] = (1, 1),
 ) -> float:
-    """Measure the largest difference from gathered float32 attention; NaN if a difference is NaN.
+    """Return the largest difference between an attention kernel and gathered float32 attention; NaN
+    if any difference is NaN.
 
-    :param form: the number of layers that attend at once, and the number of layers whose keys and
-        values lie next to each other.
+    :param form: two numbers: of layers that attend together, and of layers whose keys and values
+        lie next to each other in the cache.
     """
     random = torch.Generator().manual_seed(0)
     attending, side_by_side = form
     heads = attending * config.num_heads
     shape = side_by_side * config.num_kv_heads, config.head_dim
-    # the last of these layers are tested, because a kernel that wrongly starts at the first layer
-    # would then be noticed
+    # the last layers of the group are tested, because this reveals a kernel that wrongly reads from
+    # the first layer on
     own = slice((side_by_side - attending) * config.num_kv_heads, None)
     slots = 1 + torch.randperm(2049, generator=random).to(torch.int32).view(3, -1).numpy()
     keys, values = (
@@ -132,8 +137,8 @@ def _spans(counts: tuple[int, ...], firsts: tuple[int, ...]) -> StepBatch:
 
 
 def cuda_capture() -> Capture:
-    """Return a function that captures CUDA graphs. All graphs share one pool of memory, and each is
-    warmed up before its capture.
+    """Return a function that captures CUDA graphs. All graphs share one pool of memory. The work of
+    each graph runs once before its capture.
     """
     pool = torch.cuda.graph_pool_handle()
 

@@ -10,21 +10,22 @@ from torch import Tensor
 from atts.local.device_steps import Blocks, DeviceStep
 from atts.local.model_config import ModelConfig
 
-# One program computes the rows of one block for the query heads of one key-value head, over a part
-# of the context. Long contexts of few blocks are split into parts, which are combined by their
-# softmax weights. Sizes that vary from step to step are read on the device, so that a captured
-# graph works for any lengths. The cache may store the keys of several layers next to each other;
-# then the keys of one layer are only a part of a slot.
+# One program computes the attention of one block of rows, for the query heads of one key-value
+# head, over a part of the context. If there are few blocks, long contexts are split into parts,
+# whose results are combined by their softmax weights. Sizes that vary from step to step are read on
+# the device, so that a captured graph works for any lengths. The cache may store the keys of
+# several layers next to each other; then the keys of one layer are only a part of a slot.
 
 MOST_ROWS = 16
 _WIDTHS = (1, 4, MOST_ROWS)  # widths of blocks for which kernels are compiled
-# number of programs that fill a large GPU; contexts are split until there are as many
+# number of programs that keep a large GPU busy; contexts are split until there are about as many
+# programs
 _PROGRAMS = 264
 _MOST_PARTS = 16
 
 
-# These arguments are not specialised. The arrays of a step are slices of one array with any
-# alignment, and Triton would compile a kernel for each alignment during a run.
+# Triton must not specialise these arguments. The arrays of a step are slices of one array, so their
+# alignment varies, and Triton would compile a kernel for each alignment during a run.
 @triton.jit(
     do_not_specialize=[
         "starts",
@@ -54,7 +55,7 @@ def _attend(  # type: ignore[no-untyped-def]
     place = lane // GROUP
     is_row = (place < count) & (place < WIDTH)
     row = (start + place).to(tl.int64)
-    # index of the row and head in the query and in the output
+    # index of this row and head in the arrays of queries and outputs
     at = row * HEADS + head * GROUP + lane % GROUP
     dims = tl.arange(0, DIM_UP)
     is_dim = dims < DIM
@@ -120,7 +121,7 @@ class PagedAttention:
         self._config = config
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Compute attention: [rows, heads * head_dim]."""
+        """Return the attention of these queries: [rows, heads * head_dim]."""
         rows, heads, dim = query.shape
         parts = self._parts(keys.shape[1])
         out = torch.empty(parts, rows, heads, dim, dtype=torch.float32, device=query.device)
@@ -130,7 +131,7 @@ class PagedAttention:
         return whole.to(query.dtype).view(rows, heads * dim)
 
     def _parts(self, kv_heads: int) -> int:
-        """Return the number of parts of the context that are computed in parallel."""
+        """Return the number of parts into which the context is split for parallel work."""
         size = self._blocks.size
         programs = size.blocks * kv_heads
         wanted = min(_MOST_PARTS, _PROGRAMS // max(1, programs), size.length // 128)

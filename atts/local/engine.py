@@ -51,8 +51,8 @@ _log.addHandler(logging.NullHandler())
 
 
 class Accelerator(Protocol):
-    """An addition to an engine's plain decoding; packages that build on this one define such
-    additions.
+    """An addition that makes an engine faster than plain decoding; other packages, such as
+    `atts.accel`, define accelerators.
     """
 
     def check(self, options: LocalOptions) -> None:
@@ -63,8 +63,8 @@ class Accelerator(Protocol):
         ...
 
     def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
-        """Add the builder of the loop to the configuration, with all facts that are needed before
-        loading.
+        """Return the configuration with the accelerator's builder of the loop, and all facts that
+        the builder needs.
 
         :raises OptionError: an option does not fit the model.
         :raises EngineError: a file or model that an option names cannot be used.
@@ -72,9 +72,9 @@ class Accelerator(Protocol):
         ...
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
-        """Return the worker that runs the loop of `model`, which is a folder or a hub id.
+        """Return a worker to run the loop of a model; `model` is a folder or a hub id.
 
-        :raises OSError: the system starts no process.
+        :raises OSError: the system cannot start a process.
         """
         ...
 
@@ -84,14 +84,16 @@ class RunDemand:
     """The needs of a run: the number of rollouts in flight, and the other engine of the pair."""
 
     rollouts: int
-    tokens: int  # tokens of one rollout with its problem
-    card: int = 0  # device index, if there are several and the options leave it open
+    tokens: int  # number of tokens of one rollout, including its prompt
+    card: int = 0  # index of the GPU to use, if there are several GPUs and the options name none
     other_card: int = 0
-    other: str = ""  # model of the engine that is loaded after this one; empty if there is none
+    # model of the pair's other engine, which is loaded after this one; empty if there is no other
+    # engine
+    other: str = ""
     other_options: LocalOptions = field(default_factory=LocalOptions)
 
     def room(self, model: ModelConfig) -> Room:
-        """Return the run's needs on a GPU, and the memory to leave for the other engine.
+        """Return what the run needs on a GPU, and the memory to leave for the other engine.
 
         :raises EngineError: the other model's configuration cannot be read.
         """
@@ -118,20 +120,21 @@ class PlainDecoding(Accelerator):
         """Accept any options."""
 
     def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
-        """Leave the configuration as it is, without a builder."""
+        """Return the configuration unchanged."""
         return config
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
-        """Return a worker of the kind that the options name."""
+        """Return a worker of the kind in the options: a thread or a process."""
         return new_worker(options.worker)
 
 
 class LocalEngine:
-    """A model of a supported family, run in this process or in a child process; an
-    `atts.engine.Engine`.
+    """An `atts.engine.Engine` that computes a model of a supported family, in this process or in a
+    child process.
 
-    Calls of any number of callers share steps, cache and prompt prefixes. Other calls in flight
-    change the speed, but never the distribution. Cancelling a call frees its work within one step.
+    All calls share the steps and the cache, including the prefixes of prompts. Other calls in
+    flight change the speed of a call, but never the distribution of its tokens. A cancelled call
+    ends within one step.
     """
 
     def __init__(
@@ -147,13 +150,13 @@ class LocalEngine:
         """Create an engine for a model folder or hub id. Nothing is loaded until the engine is
         entered.
 
-        With `chat`, a model without a chat template is refused: at once if its files are on disk,
-        or else when they have been downloaded. An `accelerator` changes how fast texts are written,
-        but never the texts. A `demand` limits the cache on a GPU to what a run can fill, and leaves
-        room there for the other engine of a pair.
+        With `chat`, a model without a chat template is refused: immediately if its files are on
+        disk, or else after the download. An `accelerator` changes how fast texts are written, but
+        never changes the texts. A `demand` limits the cache on a GPU to the size that the run can
+        fill, and leaves memory for the other engine of the pair.
 
         :raises OptionError: an option is unknown or impossible.
-        :raises UnsupportedByEngine: the folder has no chat template.
+        :raises UnsupportedByEngine: the model's folder has no chat template.
         """
         self.model = str(model)
         self._name = name or Path(self.model).name
@@ -191,15 +194,17 @@ class LocalEngine:
         return Scores(reply.logprobs, reply.cached_tokens, reply.beginning)
 
     def stats(self) -> EngineStats:
-        """Return the counters so far."""
+        """Return the engine's counters so far."""
         return self._require().stats()
 
     def steps_taken(self) -> int:
-        """Return the number of steps that the loop has taken, as of its last report."""
+        """Return the number of steps that the loop had taken at its last report."""
         return self._require().loop_stats.steps
 
     def speculated(self) -> Speculated | None:
-        """Return the counts of proposed and accepted tokens so far; None without a proposer."""
+        """Return the counts of proposed and accepted tokens so far; None if the engine does not
+        speculate.
+        """
         stats = self._require().loop_stats.speculation
         return None if stats is None else counters_of(stats)
 
@@ -249,7 +254,8 @@ class LocalEngine:
                 self._name, f"the engine's process cannot be started ({error})", advice
             ) from error
         opened = _OpenEngine(self._name, worker)
-        with anyio.CancelScope(shield=True):  # a half-loaded model cannot be abandoned
+        # loading cannot be interrupted, so a cancellation waits until the model is loaded
+        with anyio.CancelScope(shield=True):
             prepare = partial(
                 _prepare,
                 self.model,
@@ -270,7 +276,7 @@ class LocalEngine:
         trace: TracebackType | None,
         /,
     ) -> None:
-        """Drop unfinished requests and free the model. A second call has no effect."""
+        """Drop unfinished requests and unload the model. A second call has no effect."""
         opened = self._opened
         self._opened = None
         if opened is not None:
@@ -290,9 +296,7 @@ class _Waiter:
 
 
 class _OpenEngine:
-    """An engine between its opening and its closing: its worker, and the calls that wait for
-    replies.
-    """
+    """The state of an open engine: its worker, and the calls that wait for replies."""
 
     spec: EngineSpec
     tokenizer: ModelTokenizer
@@ -305,14 +309,14 @@ class _OpenEngine:
         self._worker = worker
         self._request_ids = count(1)
         self._waiters: dict[int, _Waiter] = {}
-        # reason why no more replies will come; None while the loop runs
+        # the failure that ended the loop; None while the loop runs
         self.end: FailureReply | None = None
         self._requests = 0
         self._soon = loop_caller()
         self.loop_stats = LoopStats()
 
     async def load(self, prepare: Callable[[], _Prepared]) -> None:
-        """Find, check and load the model, away from the event loop."""
+        """Find, check and load the model in another thread, to keep the event loop free."""
         try:
             config, tokenizer, marks = await anyio.to_thread.run_sync(prepare)
             ready = await anyio.to_thread.run_sync(self._worker.open, config, self._hand_over)
@@ -354,8 +358,8 @@ class _OpenEngine:
         return waiter.reply
 
     def _explained(self, error: ContextOverflow) -> ContextOverflow:
-        """Return the error, with a note if only the cache is too small for the request and the
-        model is not.
+        """Return the error; if the model supports the request but the cache is too small for it,
+        return an error with advice.
         """
         if error.needed > self._context:
             return error
@@ -366,7 +370,7 @@ class _OpenEngine:
         return ContextOverflow(self._name, error.needed, error.context_length, advice)
 
     def stats(self) -> EngineStats:
-        """Return the counters so far, in the form that all engines share."""
+        """Return the counters so far as `EngineStats`."""
         return replace(
             self.loop_stats.snapshot(), requests=self._requests, in_flight=len(self._waiters)
         )
@@ -383,7 +387,9 @@ class _OpenEngine:
         self._deliver(LoopReport((FailureReply(0, "closed", "it was closed"),), None))
 
     def _hand_over(self, report: LoopReport) -> None:
-        """Pass a report of the worker's thread to the event loop, without waiting for it."""
+        """Pass a report from the worker's thread to the event loop, without waiting until it is
+        delivered.
+        """
         self._soon(partial(self._deliver, report))
 
     def _deliver(self, report: LoopReport) -> None:
@@ -417,11 +423,11 @@ def _prepare(
     is_chat: bool,
     demand: RunDemand | None = None,
 ) -> _Prepared:
-    """Find the facts about a model that are needed before it is loaded, such as the name and digest
-    of its weights.
+    """Find the facts about a model that must be known before loading: its configuration, its
+    tokenizer, and the name and digest of its weights.
     """
-    # Only the worker imports torch. Without this check, a missing torch would look like a crash of
-    # the worker.
+    # Only the worker imports torch. Without this check, a missing torch package would look like a
+    # crash of the worker.
     for package in ("torch", "transformers"):
         if not _is_installed(package):
             raise MissingExtra(f"{name}, a model in this process,", package, "local")

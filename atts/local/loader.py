@@ -1,7 +1,7 @@
 """The loader of weights and adapters from safetensors files, checked for presence, shape and type.
 
-First comes the grouping of layers: attention of neighbouring layers is computed as one layer with as
-many times the heads.
+The first part of the file groups layers: the attentions of several adjacent layers can be computed
+as one attention with the heads of all these layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from atts.models.stored_blocks import (
 
 
 class AttentionGroup(NamedTuple):
-    """Layers whose attentions may be computed at once, with views of their keys and values, which
+    """Layers whose attentions may be computed together, with views of their keys and values. These
     lie next to each other in the cache.
     """
 
@@ -43,15 +43,15 @@ class AttentionGroup(NamedTuple):
     values: Tensor
 
     def one(self, index: int) -> AttentionGroup:
-        """Return a group of one layer."""
+        """Return a group that contains only one of these layers."""
         heads = self.keys.shape[1] // len(self.layers)
         own = slice((index - self.layers.start) * heads, (index - self.layers.start + 1) * heads)
         return AttentionGroup(range(index, index + 1), self.keys[:, own], self.values[:, own])
 
 
 def layer_groups(config: ModelConfig, size: int) -> list[range]:
-    """Group up to `size` neighbouring layers with the same window and rotation. The first and the
-    last layer form groups of their own.
+    """Divide the layers into groups of up to `size` adjacent layers with the same window and rotary
+    embedding. The first and the last layer are each a group of one.
     """
     last = config.num_layers - 1
     ranges = list[range]()
@@ -68,7 +68,9 @@ def layer_groups(config: ModelConfig, size: int) -> list[range]:
 
 
 def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[AttentionGroup]:
-    """Return the groups of up to `size` layers, each with its part of the cache."""
+    """Return groups of up to `size` layers, each with the part of the cache that its keys and
+    values use.
+    """
     ranges = layer_groups(config, size)
     side_by_side = [
         cache[own.start : own.stop].view(2, cache.shape[2], -1, config.head_dim) for own in ranges
@@ -77,7 +79,9 @@ def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[Atte
 
 
 def with_groups(config: ModelConfig, weights: Weights, size: int) -> Weights:
-    """Return a copy of the weights with joined attentions for groups of up to `size` layers."""
+    """Return a copy of the weights that also has the joined attention of each group of up to `size`
+    layers.
+    """
     groups = [
         joined(weights.layers[layers.start : layers.stop], config)
         for layers in layer_groups(config, size)
@@ -86,8 +90,8 @@ def with_groups(config: ModelConfig, weights: Weights, size: int) -> Weights:
 
 
 def joined(layers: Sequence[LayerWeights], config: ModelConfig) -> LayerWeights:
-    """Join the attentions of all layers to that of the first. The norms of their inputs are
-    multiplied into the matrix.
+    """Return the first layer with the attentions of all these layers joined. The weights of each
+    layer's input norm are multiplied into the layer's matrix.
     """
     first = layers[0]
     sizes = [heads * config.head_dim for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
@@ -95,7 +99,9 @@ def joined(layers: Sequence[LayerWeights], config: ModelConfig) -> LayerWeights:
         return first
 
     def by_kind(parts: Sequence[Tensor]) -> Tensor:
-        """Join the rows of all queries, then of all keys, then of all values."""
+        """Join these parts by rows: first the queries of all layers, then the keys, then the
+        values.
+        """
         return torch.cat(
             [
                 torch.cat(kind)
@@ -132,7 +138,8 @@ _UNKNOWN = (
     "layer_replication",
     "target_parameters",
 )
-"""Settings with which an adapter is more than a product of two matrices, so it cannot be loaded."""
+"""Settings of adapters that are more than products of two matrices, and therefore cannot be loaded.
+"""
 _SERVE = (
     "Merge it into its base (peft: merge_and_unload, save_pretrained) and add the resulting folder"
 )
@@ -155,7 +162,7 @@ class LowRank:
 
 
 Adapter = Mapping[str, LowRank]
-"""The additions of an adapter by the names of the matrices, such as layers.0.self_attn.q_proj."""
+"""An adapter: for each changed matrix, such as layers.0.self_attn.q_proj, the addition to it."""
 
 
 def read_adapter(
@@ -229,7 +236,9 @@ def _low_rank(
 
 
 def _of_module(patterns: object, module: str, default: float) -> float:
-    """Return the value of the first pattern that a module's name ends with, as peft reads them."""
+    """Return the value of the first pattern that matches the end of a module's name, or else the
+    default. The package peft reads patterns in the same way.
+    """
     known: Mapping[str, Any] = patterns if isinstance(patterns, dict) else {}
     return next(
         (
@@ -242,7 +251,9 @@ def _of_module(patterns: object, module: str, default: float) -> float:
 
 
 def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the rows and columns of every matrix of the layers, keyed by its name."""
+    """Return the number of rows and columns of every matrix in the layers, keyed by the matrix's
+    name.
+    """
     heads = config.num_heads
     kv = config.num_kv_heads
     width = config.hidden_size
@@ -272,8 +283,8 @@ def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def fused(
     adapter: Adapter, modules: Mapping[str, int], rows: Tensor | None = None
 ) -> LowRank | None:
-    """Join the additions to matrices that are stored below each other; return None if there are
-    none.
+    """Join an adapter's additions to matrices that are stored as one, with their rows below each
+    other. Return None if the adapter changes none of these matrices.
     """
     by_module = [(module, adapter.get(module)) for module in modules]
     downs = [low.down for _, low in by_module if low is not None]
@@ -290,21 +301,21 @@ def fused(
 
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""The types that weights may have. Numbers of smaller types need scales, which other formats store
-separately.
+"""The number types that weights may have. Smaller types are not supported, because their numbers
+need separately stored scales.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one decoder layer. Matrices are [out, in]; the rows of query, key and value
-    are one matrix, and so are those of gate and up.
+    """The weights of one decoder layer. Matrices are [out, in]; query, key and value are the rows
+    of one matrix, and gate and up are the rows of another.
     """
 
     norm: Tensor | None
     qkv: Tensor
     qkv_bias: Tensor | None
-    query_norm: Tensor | None  # [head_dim], or all heads one after another
+    query_norm: Tensor | None  # [head_dim], or the weights of all heads one after another
     key_norm: Tensor | None
     out: Tensor
     out_bias: Tensor | None
@@ -323,10 +334,9 @@ class Rope:
     that are not rotated have frequency 0.
     """
 
-    # [1 or 2, head_dim / 2] float32, on the CPU; the second row, if there is one, is for long
-    # requests
+    # [1 or 2, head_dim / 2] float32, on the CPU; if there is a second row, long requests use it
     frequencies: Tensor
-    scales: Tensor  # [head_dim / 2] factors of cosines and sines
+    scales: Tensor  # [head_dim / 2] factors by which cosines and sines are multiplied
 
     def angles(self, rows: int) -> Tensor:
         """Return the angles at the first `rows` positions: [variants * rows, head_dim / 2]."""
@@ -335,10 +345,10 @@ class Rope:
 
 
 class LayersOnDemand(Sequence[LayerWeights]):
-    """A sequence of layers that reads a layer again each time it is accessed."""
+    """A sequence of layers that reads a layer from disk each time the layer is accessed."""
 
     def __init__(self, places: range, read: Callable[[int], LayerWeights]) -> None:
-        """Create the sequence of the layers at these places; `read` reads one of them."""
+        """Create a sequence of layers with these indices; the function `read` reads one layer."""
         self._places = places
         self._read = read
 
@@ -353,7 +363,7 @@ class LayersOnDemand(Sequence[LayerWeights]):
     def __getitem__(self, at: slice) -> Sequence[LayerWeights]: ...
 
     def __getitem__(self, at: int | slice) -> LayerWeights | Sequence[LayerWeights]:
-        """Read a layer, or some of them."""
+        """Read one layer, or the layers of a slice."""
         if isinstance(at, slice):
             return [self._read(place) for place in self._places[at]]
         return self._read(self._places[at])
@@ -367,10 +377,13 @@ class Weights:
     layers: Sequence[LayerWeights]
     norm: Tensor
     head: Tensor  # [vocabulary, hidden_size]; the embedding itself if the two are tied
-    ropes: Mapping[str, Rope]  # keyed by the names that the configuration gives its layers' ropes
-    # whether features that are rotated together are neighbours, as the torch model needs them
+    ropes: Mapping[str, Rope]  # keyed by the names in `ModelConfig.ropes`
+    # whether the two features of each rotated pair are adjacent, which is the order that the torch
+    # model needs
     is_paired: bool = False
-    groups: Sequence[LayerWeights] = ()  # joined attentions of the layers that may be grouped
+    # for each group of layers, its first layer with the joined attentions; empty if layers are not
+    # grouped
+    groups: Sequence[LayerWeights] = ()
 
 
 def load_weights(
@@ -386,17 +399,18 @@ def load_weights(
     pairs: bool | None = None,
     on_demand: bool = False,
 ) -> Weights:
-    """Read and fuse the weights of the model in `folder`; with `merges`, add its adapter to them.
+    """Read the weights of the model in `folder`, and join matrices that are multiplied together.
+    With `merges`, add the model's adapter to the weights.
 
-    With `layers`, only some layers are read; the embedding and the head are read too if these
-    include the first layer, unless `words` is false. With `pairs`, as on a GPU, each layer gets the
-    feature order of the torch model while it is read. So nothing is copied later, when a cache has
-    taken the memory. With `on_demand`, layers are read each time they are accessed; a caller that
-    packs them one by one never has all of them in memory.
+    With `layers`, only these layers are read. The embedding and the head are read only if the first
+    layer is among them and `words` is true. With `pairs`, which is the default on a GPU, each layer
+    gets the feature order of the torch model while it is read. So nothing has to be copied after
+    the cache has taken the memory. With `on_demand`, a layer is read each time it is accessed, so a
+    caller that packs layers one by one never has all of them in memory.
 
-    :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another
-        shape.
-    :raises OutOfMemory: the weights do not fit.
+    :raises ModelLoadError: there is no safetensors file, a file is damaged, or a weight is missing
+        or has a wrong shape.
+    :raises OutOfMemory: the weights do not fit into memory.
     """
     advice = "Use a smaller model, bfloat16, or another device"
     layers = range(config.num_layers) if layers is None else layers
@@ -437,8 +451,8 @@ def load_weights(
 
 
 def free_memory() -> int | None:
-    """Return the bytes of memory that this machine can still allocate without swap; None if the
-    number is not known.
+    """Return the number of bytes that this machine can allocate without swapping; None if it is not
+    known.
     """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -450,7 +464,7 @@ def free_memory() -> int | None:
 
 
 def load_adapter(folder: Path, config: ModelConfig, name: str) -> Adapter:
-    """Return the adapter that is stored with a model; it is empty if there is none.
+    """Return the adapter that is stored with a model; return an empty adapter if there is none.
 
     :raises ModelLoadError: the adapter cannot be used.
     """
@@ -484,7 +498,7 @@ def _fuse(
 def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
     """Return the rotary embeddings of a model's layers.
 
-    :raises ModelLoadError: the values in the configuration do not define an embedding.
+    :raises ModelLoadError: the values in the configuration do not define a rotary embedding.
     """
     half = config.head_dim // 2
     turned = config.rotary_dim // 2
@@ -509,8 +523,8 @@ def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
 
 
 def _frequencies(hf: Any, config: ModelConfig, kind: str) -> tuple[Tensor, float]:
-    """Return the frequencies of the rotated features, [1 or 2, rotary_dim / 2], and the factor of
-    cosines and sines.
+    """Return the frequencies of the rotated features, [1 or 2, rotary_dim / 2], and the factor by
+    which cosines and sines are multiplied.
     """
     rope = hf.rope_parameters[kind] if kind else hf.rope_parameters
     if rope["rope_type"] == "default":
@@ -564,8 +578,9 @@ def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
 
 
 def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str, int], Tensor]:
-    """Return the names and row counts of the matrices that a layer multiplies first, for attention
-    and for the feed-forward block. Return also the order of the features of the heads.
+    """Return the names and row counts of the matrices that multiply a layer's input: first those of
+    attention, then those of the feed-forward block. Return also the order in which to put the rows
+    of query, key and value.
     """
     heads = config.num_heads
     kv = config.num_kv_heads
@@ -590,7 +605,9 @@ def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str,
 
 
 def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
-    """Return the additions that an adapter makes to each layer's fused matrices, four per layer."""
+    """Return an adapter's additions to the four joined matrices of each layer; None for a matrix
+    without one.
+    """
     deltas = list[LowRank | None]()
     for index in range(config.num_layers):
         at = f"layers.{index}."
@@ -601,7 +618,7 @@ def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
 
 
 def head_order(config: ModelConfig) -> Tensor:
-    """Return the order of a head's features in which the two that are rotated together lie half a
+    """Return an order of a head's features in which features that are rotated together lie half a
     head apart.
     """
     half = config.head_dim // 2
@@ -612,8 +629,8 @@ def head_order(config: ModelConfig) -> Tensor:
 
 
 def paired_order(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Return the order of the rows of query, key and value, and that of a head's features. They
-    make neighbours of features that lie half a head apart.
+    """Return two orders: of the rows of query, key and value, and of the features in a head. In
+    both orders, features that lay half a head apart become adjacent.
     """
     half = config.head_dim // 2
     within = torch.arange(config.head_dim).view(2, half).t().flatten()
@@ -651,7 +668,7 @@ def unusable_heads(name: str, file: Path, problem: str) -> ModelLoadError:
 
 
 class _TensorReader:
-    """A reader of tensors by name from a folder's safetensors files; it checks their shapes."""
+    """A reader of tensors by name from a folder's safetensors files; it checks the shapes."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, name: str, stack: ExitStack
@@ -660,8 +677,9 @@ class _TensorReader:
         self._device = device
         self._name = name
         self._folder = folder
-        self.adapter: Adapter = {}  # merged into the matrices that it changes
-        self.pairs = False  # whether heads are read in the feature order of the torch model
+        self.adapter: Adapter = {}  # the adapter to add to the matrices that it changes
+        # whether the features of heads are put in the order that the torch model needs
+        self.pairs = False
         files = tensor_files(folder, name)
         try:
             handles = [stack.enter_context(safe_open(file.path, framework="pt")) for file in files]
@@ -669,12 +687,14 @@ class _TensorReader:
             SafetensorError,
             OSError,
             RuntimeError,
-        ) as error:  # RuntimeError: the file is too large to be mapped
+            # safe_open raises RuntimeError if the file is too large to be mapped into memory
+        ) as error:
             advice = "Download it again"
             raise ModelLoadError(
                 name, f"the weights in {folder} are damaged ({error})", advice
             ) from error
-        # some checkpoints have the name prefix of the full model, and others hold the bare decoder
+        # names of weights begin with "model." in some checkpoints, but not in checkpoints of the
+        # decoder alone
         self._where = {
             key.removeprefix("model."): (handle, inner)
             for file, handle in zip(files, handles, strict=True)
@@ -684,10 +704,11 @@ class _TensorReader:
     def __call__(self, key: str, *size: int) -> Tensor:
         if key not in self._where:
             raise ModelLoadError(
-                self._name, f"{self._folder} lacks the weight {key!r}: foreign or incomplete files"
+                self._name,
+                f"{self._folder} lacks the weight {key!r}: its files are incomplete or of another model",
             )
         handle, full = self._where[key]
-        # This reads only the header; a weight is read later if it is needed.
+        # This call reads only the header; the weight is read below if it is needed.
         said = handle.get_slice(full)
         if said.get_dtype() not in _FLOATS:
             problem = f"weight {key!r} is of type {said.get_dtype()}"
@@ -706,7 +727,7 @@ class _TensorReader:
     def norm(
         self, config: ModelConfig, key: str, size: int, order: Tensor | None = None
     ) -> Tensor | None:
-        """Read the weights of a norm as factors; return None if it has none."""
+        """Read the factors of a norm; return None if the model has no such norm."""
         if not key or not size:
             return None
         weight = self(f"{key}.weight", size) + float(config.rules.is_gemma)
@@ -717,15 +738,15 @@ class _TensorReader:
         )
 
     def matrix(self, parts: Mapping[str, int], width: int, rows: Tensor | None = None) -> Tensor:
-        """Read the weights of these projections, joined below each other; `rows` reorders their
-        rows.
+        """Read the matrices of these projections, and join them below each other. If `rows` is
+        given, put the rows in this order.
         """
         whole = torch.cat([self(f"{part}.weight", count, width) for part, count in parts.items()])
         return _in_order(whole, rows)
 
     def biases(self, parts: Mapping[str, int], rows: Tensor | None = None) -> Tensor | None:
-        """Read the biases of these projections, joined; a projection without biases has zeros.
-        Return None if no projection has biases.
+        """Read the biases of these projections, and join them. A projection without biases gets
+        zeros; if no projection has biases, return None.
         """
         if not any(f"{part}.bias" in self._where for part in parts):
             return None
@@ -743,7 +764,8 @@ def _in_order(whole: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def check_weights(folder: Path, config: ModelConfig, name: str) -> None:
-    """Check that all weights exist with the shapes that the configuration gives; none is kept.
+    """Check that all weights exist and have the shapes that the configuration implies; no weight is
+    kept.
 
     :raises ModelLoadError: see `load_weights`.
     """
@@ -751,7 +773,7 @@ def check_weights(folder: Path, config: ModelConfig, name: str) -> None:
 
 
 def check_adapter(folder: Path, file: Path, config: ModelConfig, name: str) -> None:
-    """Check that a file holds an adapter for a model with this configuration.
+    """Check that a file contains an adapter for a model with this configuration.
 
     :raises ModelLoadError: the adapter does not fit the model.
     """

@@ -18,27 +18,31 @@ class SamplingBatch:
     """
 
     temperature: Tensor  # [batch] float64; 0 is greedy
-    top_k: Tensor | None = None  # [batch] int64; the vocabulary's size where a row has no limit
+    # [batch] int64; equal to the vocabulary's size for a row without top-k
+    top_k: Tensor | None = None
     top_p: Tensor | None = None  # [batch] float64
     min_p: Tensor | None = None  # [batch] float64
     is_greedy: bool = False  # whether every row is greedy
     has_greedy: bool = (
-        False  # whether a row is greedy; stored here, so that no value is read from a device
+        # whether any row is greedy; stored here, so that no value has to be read from the device
+        False
     )
-    most_kept: int = 0  # the largest top-k below the vocabulary's size; 0 if no row has one
+    most_kept: int = 0  # the largest top-k of the rows; 0 if no row uses top-k
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token per row with its log-probability under the raw distribution, which is NaN if the
-    row's logits held a NaN.
+    """One token per row, with its log-probability under the raw distribution. The log-probability
+    is NaN if the row's logits contain NaN.
     """
 
     tokens: Tensor  # [batch] int64
     logprobs: Tensor  # [batch] float32
 
     def lists(self) -> tuple[list[int], list[float]]:
-        """Return both as lists of numbers; from a device, both come in one copy."""
+        """Return the tokens and the log-probabilities as lists; one copy moves both from the
+        device.
+        """
         if self.tokens.is_cpu:
             return self.tokens.tolist(), self.logprobs.tolist()
         tokens, logprobs = torch.stack([self.tokens.double(), self.logprobs.double()]).tolist()
@@ -48,11 +52,11 @@ class SampledTokens:
 def batch_sampling(
     settings: Sequence[Sampling], vocabulary: int, device: torch.device | None = None
 ) -> SamplingBatch:
-    """Return one `SamplingBatch` for rows that may have different settings."""
+    """Return a `SamplingBatch` of these settings, with a row for each."""
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         made = torch.tensor(values, dtype=dtype)
-        # non_blocking: this function does not wait for the copy to the device
+        # non_blocking means that this function does not wait for the copy to the device
         return made if device is None else made.to(device, non_blocking=True)
 
     temperatures = [row.temperature for row in settings]
@@ -87,7 +91,7 @@ def first_rows(sampling: SamplingBatch, count: int) -> SamplingBatch:
 
 
 def spread_rows(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
-    """Return the settings of the rows in `rows`, where a row may occur several times."""
+    """Return the settings of the rows with these indices; an index may occur several times."""
 
     def picked(column: Tensor | None) -> Tensor | None:
         return None if column is None else column[rows.to(column.device)]
@@ -100,7 +104,7 @@ def spread_rows(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
 
 
 def filtered_rows(sampling: SamplingBatch, vocabulary: int) -> Tensor | None:
-    """Return a mask of the rows whose settings drop tokens; None if no row drops any."""
+    """Return a mask of the rows that use top-k, top-p or min-p; None if there is no such row."""
     masks = [
         *([sampling.top_k < vocabulary] if sampling.top_k is not None else []),
         *([sampling.top_p < 1] if sampling.top_p is not None else []),
@@ -110,7 +114,8 @@ def filtered_rows(sampling: SamplingBatch, vocabulary: int) -> Tensor | None:
 
 
 def raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Score each row's token at temperature 1 without filters; NaN if the row holds a NaN.
+    """Return the log-probability of each row's token at temperature 1 without filters; NaN if the
+    row's logits contain NaN.
 
     >>> raw_logprobs(torch.zeros(1, 4), torch.tensor([2])).exp().item()
     0.25
@@ -121,24 +126,25 @@ def raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def negative_entropies(logits: Tensor) -> Tensor:
-    """Return minus the entropy of each row's raw distribution, in nats; NaN if the row holds a NaN.
+    """Return the negative entropy of each row's raw distribution, in nats; NaN if the row's logits
+    contain NaN.
 
     >>> round(negative_entropies(torch.zeros(1, 4)).exp().item(), 6)
     0.25
     """
     logprobs = logits.double().log_softmax(-1)
-    # an impossible token adds nothing to the entropy, although its log-probability is infinite
+    # a token of probability 0 adds nothing to the entropy, although its log-probability is infinite
     masses = logprobs.exp()
     return torch.where(masses == 0, 0.0, masses * logprobs).sum(-1).float()
 
 
 def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """Return the distribution that tokens are drawn from, after temperature, top-k, top-p and
+    """Return the distribution from which tokens are drawn, after temperature, top-k, top-p and
     min-p.
 
-    The result is [batch, vocabulary] in float64, and its rows sum to 1. Tokens that tie with the
-    last token kept by top-k are kept too. A greedy row (temperature 0) has all its mass on the
-    first of its best tokens.
+    The result is [batch, vocabulary] in float64, and its rows sum to 1. Top-k also keeps tokens as
+    likely as the last of the k tokens. In a greedy row (temperature 0), the best token has
+    probability 1; of several best tokens, the first.
     """
     greedy = sampling.temperature <= 0
     scale = torch.where(greedy, 1.0, sampling.temperature)
@@ -162,21 +168,22 @@ def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
 
 
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw the token at which each row's cumulative distribution exceeds its uniform number.
+    """Draw from each row the first token at which the cumulative probability exceeds the row's
+    uniform number.
 
     >>> inverse_cdf(torch.tensor([[0.5, 0.0, 0.5]]), torch.tensor([0.5])).item()
     2
     """
     total = probs.cumsum(-1, dtype=torch.float64)
     wanted = uniforms.to(total).unsqueeze(-1) * total[..., -1:]
-    # side "right" skips tokens without mass; the clamp handles a uniform just below 1 that exceeds
-    # the rounded sum
+    # side "right" skips tokens of probability 0; the clamp is needed if rounding makes the sum
+    # smaller than a uniform number just below 1
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(total, wanted, right=True), last).squeeze(-1)
 
 
 def sample(logits: Tensor, sampling: SamplingBatch, uniforms: Tensor) -> SampledTokens:
-    """Draw one token per row with the given uniform numbers; greedy rows ignore theirs."""
+    """Draw one token per row with the given uniform numbers; greedy rows ignore their numbers."""
     tokens = (
         logits.argmax(-1)
         if sampling.is_greedy
@@ -186,8 +193,8 @@ def sample(logits: Tensor, sampling: SamplingBatch, uniforms: Tensor) -> Sampled
 
 
 def _beyond_top_k(scaled: Tensor, top_k: Tensor, most: int) -> Tensor:
-    """Mark the tokens that are less likely than the last of a row's `top_k` best; `most` is the
-    largest limit.
+    """Mark the tokens of each row that are less likely than the row's `top_k` best tokens. `most`
+    is the largest top-k of all rows.
 
     Only the `most` best tokens of a row are sorted, not the whole vocabulary.
     """
@@ -199,11 +206,12 @@ def _beyond_top_k(scaled: Tensor, top_k: Tensor, most: int) -> Tensor:
 
 
 def _nucleus(scaled: Tensor, logits: Tensor, top_p: Tensor) -> Tensor:
-    """Drop the tokens outside the smallest set of best tokens whose mass reaches `top_p`.
+    """Drop the tokens outside the smallest set of best tokens whose probabilities sum to at least
+    `top_p`.
 
-    Temperature does not change the order within a row, so the logits themselves are sorted. In
-    float32 that moves half as many bytes as sorting the scaled values, and gives the same order,
-    including ties.
+    Temperature does not change the order within a row, so the logits themselves are sorted. Sorting
+    logits in float32 moves half as many bytes as sorting the scaled values in float64. It gives the
+    same order, including ties.
     """
     order = logits.sort(stable=True, dim=-1, descending=True).indices
     values = scaled.gather(-1, order)

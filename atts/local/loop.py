@@ -58,27 +58,30 @@ _NOT_NUMBERS = (
     "Check the weights; in half precision try float32",
 )
 _batch_sampling = lru_cache(256)(batch_sampling)
-# the logits of these rows take 39 MB in double precision at a vocabulary of 152,000
+# largest number of rows for which entropies are computed at once; their logits take 39 MB in
+# float64 at a vocabulary of 152,000
 _ENTROPY_ROWS = 32
 _REPORT_SECONDS = 0.2
-"""The largest age of the counters, in seconds, while no request is finished."""
+"""If no request is finished, a running loop reports its counters after this number of seconds."""
 
 
 ScoredChunk = tuple[PrefillChunk, list[float], Tensor | None]
 
 
 class StepResults(NamedTuple):
-    """Results of one step, before any sequence receives them."""
+    """The results of one step, which are then added to the sequences."""
 
     sampled: list[Draws]
-    started: dict[Sequence, Tensor]  # logits after the prompts that ended in this step
+    # for each prompt that was fed to its end in this step, the logits after it
+    started: dict[Sequence, Tensor]
     scored: list[ScoredChunk]
-    firsts: list[tuple[Sequence, float]]  # first tokens of a text, scored with cached logits
-    drawn: list[DrawnTokens]  # the model's own tokens at scored positions
+    # scores of the first tokens of texts, which cached logits gave without a forward pass
+    firsts: list[tuple[Sequence, float]]
+    drawn: list[DrawnTokens]  # tokens that the model drew at positions to score
 
 
 class StepLoop:
-    """The owner of the scheduler and the model, which runs in one thread until it is closed."""
+    """A loop that takes steps with a scheduler and a model, in one thread, until it is closed."""
 
     def __init__(
         self,
@@ -103,11 +106,13 @@ class StepLoop:
         self._sampling: tuple[list[Sequence], SamplingBatch] = ([], batch_sampling([], 1))
         self._batches = StepBatches()
         self._is_closing = False
-        # set by the builder of the loop
+        # a function that the builder of the loop sets; it changes the number of threads
         self.share_cores: Callable[[ShareCores], None] = lambda shared: None
 
     def run(self, inbox: Inbox) -> None:
-        """Take steps while there is work, or else sleep; return after a message to close."""
+        """Take steps while there are requests, and sleep while there are none; return after the
+        command to close.
+        """
         while True:
             if not self._scheduler.num_unfinished:
                 self._report()
@@ -120,7 +125,7 @@ class StepLoop:
                 self._report()
 
     def step(self) -> None:
-        """Take one step of the model, for the sequences that the scheduler chooses."""
+        """Take one step with the sequences that the scheduler chooses."""
         began = perf_counter()
         plan = self._scheduler.schedule()
         self._count(plan, began)
@@ -130,7 +135,7 @@ class StepLoop:
         self._proposals.observed(plan)
 
     def fail_all(self, failure: FailureReply) -> None:
-        """Send every caller a failure: no further request will be served."""
+        """Send all callers a failure; the loop will not serve any more requests."""
         self._replies.append(failure)
         self._report()
 
@@ -168,14 +173,14 @@ class StepLoop:
         return sequence
 
     def _attempt(self, plan: StepPlan) -> None:
-        """Run and commit a plan. If that fails, the plan is tried without proposals and then
-        halved, until only the request that causes the failure fails.
+        """Run and commit a plan. If the plan fails, try it without proposals. If it fails again,
+        try its halves, until only the request that causes the failure fails.
         """
         if not plan.size:
             return
         try:
             results = self._run(plan)
-        except EngineUnavailable:  # part of the model is gone
+        except EngineUnavailable:  # another process with a part of the model has ended
             raise
         except Exception as error:  # noqa: BLE001  reported to the callers whose requests it concerns
             if plan.proposals:
@@ -192,7 +197,7 @@ class StepLoop:
             self._commit(plan, results)
 
     def _run(self, plan: StepPlan) -> StepResults:
-        """Feed the plan's tokens, then sample and score. Sequences do not change yet."""
+        """Feed the plan's tokens, then sample and score. The sequences are not changed yet."""
         steps = 1 if self._bursts is None else self._bursts.turns(plan)
         if steps > 1:
             return self._run_several(plan, steps)
@@ -200,7 +205,8 @@ class StepLoop:
         started = plan.started()
         chunks = plan.scored()
         sequences = plan.ready + plan.decoding + started
-        count = plan.num_rows + len(started)  # number of rows in `hidden` that are sampled after
+        # number of rows in `hidden` whose next token is sampled
+        count = plan.num_rows + len(started)
         logits = self._sampling_logits(plan.ready, hidden, count)
         sampled = self._sample(sequences, plan.widths(), logits) if sequences else []
         first_logits = dict(zip(started, logits[len(logits) - len(started) :], strict=True))
@@ -212,7 +218,9 @@ class StepLoop:
         return StepResults(sampled, first_logits, scored, firsts, drawn)
 
     def _run_several(self, plan: StepPlan, steps: int) -> StepResults:
-        """Run several merged steps; the returned logits are those after the first step."""
+        """Run several steps merged into a burst; the returned logits are those after the first
+        step.
+        """
         assert self._bursts is not None, "otherwise it is one step"
         batch = self._batches.of(plan, self._scheduler.table)
         drawn, logits = self._bursts.draw(plan, batch, steps)
@@ -223,12 +231,14 @@ class StepLoop:
         return StepResults(drawn, started, [], [], [])
 
     def _forward(self, plan: StepPlan) -> Tensor:
-        """Return the hidden states that a forward pass of the plan gives."""
+        """Compute a forward pass of the plan, and return its hidden states."""
         table = self._scheduler.table
         return self._model.forward(self._batches.of(plan, table), table)
 
     def _commit(self, plan: StepPlan, results: StepResults) -> None:
-        """Give each sequence its results; if that raises an error, only this sequence fails."""
+        """Add the results to the sequences; if this raises an error for a sequence, only this
+        sequence fails.
+        """
         for sequence in plan.decoding:
             sequence.num_computed += 1
         for chunk in plan.prefills:
@@ -254,7 +264,7 @@ class StepLoop:
         try:
             commit(sequence, *results)
         except Exception as error:
-            # the release of the cache failed, so the cache may be in any state
+            # the error occurred while the cache was released, so the cache may be inconsistent
             if sequence.is_finished:
                 raise
             self._break(sequence, error)
@@ -269,8 +279,8 @@ class StepLoop:
         )
 
     def _sampling_logits(self, ready: list[Sequence], hidden: Tensor | None, count: int) -> Tensor:
-        """Return the logits to sample from: the cached ones first, then those of the first `count`
-        rows of the forward pass.
+        """Return the logits from which to sample: cached logits first, then the logits of the first
+        `count` rows of the forward pass.
         """
         cached = [
             sequence.cached_logits for sequence in ready if sequence.cached_logits is not None
@@ -284,8 +294,8 @@ class StepLoop:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _sample(self, sequences: list[Sequence], widths: list[int], logits: Tensor) -> list[Draws]:
-        """Draw one token per row with the uniform number of its position. A proposal has a row per
-        position.
+        """Draw one token per row with the uniform number of the row's position. A sequence with a
+        proposal has several rows.
         """
         sampling = self._sampling_batch(sequences, logits)
         if logits.shape[0] == len(sequences):
@@ -309,8 +319,8 @@ class StepLoop:
         ]
 
     def _sampling_batch(self, sequences: list[Sequence], logits: Tensor) -> SamplingBatch:
-        """Return the sampling settings as tensors, which are made again only if the batch has
-        changed.
+        """Return the sampling settings as tensors. The tensors are reused as long as the sequences
+        stay the same.
         """
         if sequences != self._sampling[0]:
             settings = tuple(
@@ -320,8 +330,8 @@ class StepLoop:
         return self._sampling[1]
 
     def _score(self, chunks: list[PrefillChunk], hidden: Tensor) -> list[ScoredChunk]:
-        """Score the tokens that follow each chunk's positions. Return also the logits after a
-        suffix that ends in the chunk.
+        """Score the tokens after each chunk's positions. For each suffix that ends in its chunk,
+        return also the logits after its last token.
         """
         targets: list[int] = []
         ends: list[int] = []
@@ -331,7 +341,8 @@ class StepLoop:
             targets += ids[chunk.logits_from + 1 : chunk.stop + 1]
             if chunk.stop == len(ids):
                 ends.append(len(targets))
-                targets.append(0)  # nothing follows the end of the text, so any token will do
+                # no token follows the end of the text, so the score of this token is not used
+                targets.append(0)
             firsts.append(len(targets))
         values, kept = self._model.score(hidden, targets, ends)
         for chunk, first, stop in zip(chunks, firsts[:-1], firsts[1:], strict=True):
@@ -344,8 +355,8 @@ class StepLoop:
         ]
 
     def _entropies(self, hidden: Tensor) -> list[float]:
-        """Return minus the entropy of each row's distribution; the logits of a few rows are
-        computed at a time.
+        """Return the negative entropy of each row's distribution. Logits are computed for a few
+        rows at a time, to save memory.
         """
         values: list[float] = []
         for first in range(0, len(hidden), _ENTROPY_ROWS):
@@ -356,14 +367,14 @@ class StepLoop:
     def _commit_sampled(
         self, sequence: Sequence, tokens: list[int], logprobs: list[float], started: Tensor | None
     ) -> None:
-        """Append the drawn tokens. If a prompt has just been fed to its end, cache it with these
-        logits for its siblings.
+        """Append the drawn tokens. If the prompt was fed to its end in this step, cache it with the
+        logits after it, so that sibling rollouts can use them.
         """
         if started is not None and not math.isnan(logprobs[0]):
             self._cache(sequence, started)
         accepted = self._proposals.verify(sequence, tokens) if len(tokens) > 1 else 0
         for place in range(accepted + 1):
-            # a token after the first one is an accepted proposal, which was fed
+            # the token before this one has been fed already, as an accepted proposal or in a burst
             sequence.num_computed += place > 0
             if not self._append(sequence, tokens[place], logprobs[place]):
                 break
@@ -388,7 +399,7 @@ class StepLoop:
         return ended is None
 
     def _score_first_tokens(self, chunks: list[PrefillChunk]) -> list[tuple[Sequence, float]]:
-        """Score the first token of each suffix whose preceding logits are cached."""
+        """Score the first token of each suffix if the logits before it are cached."""
         known = [
             (chunk.sequence, chunk.sequence.cached_logits)
             for chunk in chunks
@@ -408,8 +419,8 @@ class StepLoop:
     def _commit_scores(
         self, sequence: Sequence, logprobs: list[float], last: Tensor | None
     ) -> None:
-        """Add a chunk's scores to its sequence. If `last` is given, the suffix is complete, and
-        these are the logits after its end.
+        """Add a chunk's scores to its sequence. If the suffix is complete, `last` contains the
+        logits after its end.
         """
         sequence.logprobs += logprobs if last is None else logprobs[:-1]
         if math.isnan(sum(sequence.logprobs)):
@@ -425,8 +436,8 @@ class StepLoop:
             self._scheduler.finish(sequence)
 
     def _cache(self, sequence: Sequence, logits: Tensor) -> None:
-        """Let other requests start from the computed part of a sequence. Its last logits are
-        cached too, so that they need no forward pass of its last token.
+        """Cache the computed part of a sequence, so that other requests can start from it. The last
+        logits are cached too, so these requests need no forward pass over the last token.
         """
         node = self._scheduler.cache_prefix(sequence)
         self._scheduler.tree.keep_logits(node, logits.clone())
@@ -439,7 +450,7 @@ class StepLoop:
         self._stats.failed += 1
 
     def _shrink(self) -> None:
-        """Take smaller steps from now on. If that is impossible, fail the requests in flight."""
+        """Take smaller steps from now on; if steps cannot get smaller, fail running requests."""
         self._stats.shrunk += 1
         if self._scheduler.shrink():
             return
@@ -486,19 +497,19 @@ class StepLoop:
 
 
 class DrawnTokens(NamedTuple):
-    """Tokens drawn at some positions of a scored text, one per position. Each is drawn from the
-    distribution after the text before it.
+    """Tokens that the model drew at consecutive positions of a text to score. Each token is drawn
+    from the distribution after the preceding part of the text.
     """
 
-    sequence: Sequence  # the sequence that is scored
+    sequence: Sequence  # the sequence with the text to score
     first: int  # index of the first position; 0 is the first token of the text
     tokens: list[int]
     logprobs: list[float]
 
 
 def draw_scored(model: Model, chunks: list[PrefillChunk], hidden: Tensor) -> Iterator[DrawnTokens]:
-    """Draw at every position of these chunks whose request asks for it. The uniform numbers are
-    those of the completion at the same positions.
+    """Draw a token at every position of those chunks whose request wants a completion. The uniform
+    numbers are those that the completion would use at these positions.
     """
     row = 0
     for chunk in chunks:
@@ -531,8 +542,8 @@ def draw_scored(model: Model, chunks: list[PrefillChunk], hidden: Tensor) -> Ite
 def extend_drawn(
     sequence: Sequence, draws: DrawnTokens, pieces: tuple[bytes, ...], end_ids: frozenset[int]
 ) -> None:
-    """Add the drawn tokens to the completion, up to and including the first token that differs from
-    the text or ends the completion.
+    """Add the drawn tokens to the completion that a scoring request wants. Stop after the first
+    token that differs from the scored text or ends the completion.
     """
     _, first, tokens, logprobs = draws
     drawn = sequence.drawn
@@ -549,7 +560,9 @@ def extend_drawn(
 
 
 def beginning(sequence: Sequence) -> Beginning | None:
-    """Return the part of a scoring request's reply about the completion that it asked for."""
+    """Return the beginning of the completion that a scoring request wants; None if nothing was
+    drawn.
+    """
     drawn = sequence.drawn
     if drawn is None or not drawn.logprobs:
         return None

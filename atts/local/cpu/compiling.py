@@ -122,7 +122,7 @@ def _cache_folder() -> tuple[Path | None, str]:
 
 
 def _distrust(path: Path) -> str:
-    """Describe why other users could change a file or folder; return an empty text if they cannot."""
+    """Describe why other users could change a path's content; return an empty text if not."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         return "is not a plain file"

@@ -103,7 +103,7 @@ def _server_words(config: WorkerConfig, cards: int) -> str:
     split = f" --tensor-parallel-size {cards}" if cards > 1 else ""
     command = f"vllm serve {model}{split} --port 8000"
     return (
-        f"Run `{command}` and use its address vllm:http://127.0.0.1:8000/{model} (docs/servers.md); "
+        f"Run `{command}`, then use vllm:http://127.0.0.1:8000/{model} (docs/servers.md); "
         "`atts pairs PAIR --card CARD` prints the commands for a known pair"
     )
 

@@ -705,7 +705,8 @@ class _TensorReader:
         if key not in self._where:
             raise ModelLoadError(
                 self._name,
-                f"{self._folder} lacks the weight {key!r}: its files are incomplete or of another model",
+                f"{self._folder} lacks the weight {key!r}: its files are incomplete or of another "
+                "model",
             )
         handle, full = self._where[key]
         # This call reads only the header; the weight is read below if it is needed.

@@ -18,8 +18,8 @@ from atts.local.options import LocalOptions, Room
 from atts.local.seams import SpeculationStats
 
 SMALL_MODEL = 10_000_000
-"""Number of weights below which a second thread costs more time by waiting than it saves by
-computing.
+"""Number of weights below which a model computes with one thread, because threads would spend more
+time waiting than they save.
 """
 FailureKind = Literal["broken", "load", "memory", "closed"]
 _ERRORS: dict[FailureKind, type[EngineError]] = {
@@ -30,16 +30,16 @@ _ERRORS: dict[FailureKind, type[EngineError]] = {
 
 
 class LoopBuilder(Protocol):
-    """A builder of the loop of an engine that adds something to plain decoding.
+    """A builder of the loop of an engine that does more than plain decoding.
 
-    The builder is sent to the process that runs the loop. Packages that build on this one implement
-    it, so that this module need not import them.
+    The builder is sent to the process that runs the loop. Other packages, such as `atts.accel`,
+    implement builders, so this module does not import these packages.
     """
 
     def build(
         self, config: WorkerConfig, send: Callable[[LoopReport], None]
     ) -> tuple[Loop, WorkerReady]:
-        """Load the model and build its loop, in the thread or process that will run it.
+        """Load the model and build its loop, in the thread or process that will run the loop.
 
         :raises EngineError: the model cannot be loaded.
         """
@@ -48,7 +48,9 @@ class LoopBuilder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """The first message: all that is needed to build one engine's step loop."""
+    """The first message to a worker, which contains all facts that are needed to build an engine's
+    step loop.
+    """
 
     name: str
     folder: Path
@@ -56,31 +58,34 @@ class WorkerConfig:
     pieces: tuple[bytes, ...]  # the bytes of each token
     options: LocalOptions
     builder: LoopBuilder | None = None  # None: plain decoding
-    more_kv_floats: int = 0  # numbers that caches besides the model's own keep per token
+    # how many floats per token additional caches store, such as the cache of a draft
+    more_kv_floats: int = 0
     sharers: int = 1  # number of loops in the same process that share the cores, including this one
-    parts: int = 1  # number of processes of this loop that compute at the same time
-    room: Room | None = None  # the needs of the run on a GPU; None if they are not known
-    source: str = ""  # the folder or hub id that was named
+    parts: int = 1  # number of processes that compute this loop's model at the same time
+    room: Room | None = None  # what the run needs on a GPU; None if it is not known
+    source: str = ""  # the folder or hub id of the model, as the user gave it
 
     @property
     def is_parallel(self) -> bool:
-        """Return whether the loop uses as many threads as it has cores."""
+        """Return True if the loop uses a thread for each of its cores."""
         return self.options.threads is None and self.model.matrix_weights >= SMALL_MODEL
 
     def threads(self, cores: int) -> int:
-        """Return how many threads a step uses if the process may use this number of cores."""
+        """Return the number of threads that a step uses if the process may use this number of
+        cores.
+        """
         if self.options.threads is not None:
             return self.options.threads
         return max(1, cores // (self.sharers * self.parts)) if self.is_parallel else 1
 
     @property
     def kv_floats_per_token(self) -> int:
-        """Return how many numbers all caches together keep per token."""
+        """Return the number of floats that all caches together store per token."""
         return self.model.kv_floats_per_token + self.more_kv_floats
 
 
 class Command:
-    """A message to a loop."""
+    """The base class of all messages to a loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class Submit(Command):
 
 @dataclass(frozen=True, slots=True)
 class Cancel(Command):
-    """A message that the caller no longer waits for a request."""
+    """A message that cancels a request, because its caller no longer waits."""
 
     request_id: int
 
@@ -135,7 +140,7 @@ class ScoreReply:
 
 @dataclass(frozen=True, slots=True)
 class FailureReply:
-    """An error of a request; with request id 0, no request can be served from now on."""
+    """A message that a request failed; request id 0 means that all requests fail from now on."""
 
     request_id: int
     kind: FailureKind
@@ -144,7 +149,9 @@ class FailureReply:
 
     @classmethod
     def of(cls, error: EngineError) -> FailureReply:
-        """Turn an error during loading into a message; the caller's side raises the error again."""
+        """Return a message about an error during loading; the process of the caller raises the
+        error again.
+        """
         problem = str(error).removeprefix(f"engine {error.engine}: ")
         for kind, known in _ERRORS.items():
             if isinstance(error, known):
@@ -152,36 +159,38 @@ class FailureReply:
         return cls(0, "broken", problem)
 
     def error(self, engine: str) -> EngineError:
-        """Return the error to raise in the callers of an engine with this name."""
+        """Return the error that the callers of this engine must raise."""
         return _ERRORS.get(self.kind, EngineError)(engine, self.problem, self.advice)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A message that the model is loaded. It reports the cache's size in tokens, the kernel, and
-    notes on the kernel for the user.
+    """A message that the model is loaded. It reports the cache's size in tokens, the kernel that
+    computes, and a note to the user about the kernel.
     """
 
     kv_tokens: int
     kernel: str
     trouble: str = ""
-    takes_models: bool = False  # whether the loop can run further models
+    takes_models: bool = False  # whether the loop can also run models of other engines
     dtype: str = "float32"  # the number type that the model computes in
 
 
 @dataclass(slots=True)
 class LoopStats(EngineCounters):
-    """The counters of the step loop since it began. The loop adds to its own object and hands out
-    copies.
+    """The counters of a step loop since its start. The loop changes its own object and reports
+    copies of it.
     """
 
-    # tokens drawn or scored without a forward pass, because their logits or scores were cached
+    # number of tokens drawn or scored without a forward pass, because their logits or scores were
+    # cached
     free_tokens: int = 0
-    step_sequences: int = 0  # sequences summed over steps; divided by steps, it is the mean batch
+    # number of sequences, summed over steps; divided by `steps`, it is the mean batch size
+    step_sequences: int = 0
     largest_batch: int = 0
     longest_queue_seconds: float = 0.0
-    kv_used: int = 0  # slots in use now, including those of cached sequences
-    kv_locked: int = 0  # number of these slots that a running sequence reads or writes
+    kv_used: int = 0  # number of cache slots in use now, including slots of cached sequences
+    kv_locked: int = 0  # number of cache slots that running sequences read or write now
     kv_peak: int = 0
     preempted: int = 0
     evicted_tokens: int = 0
@@ -194,42 +203,43 @@ Reply = SampleReply | ScoreReply | FailureReply
 
 
 class Inbox(Protocol):
-    """The source of a loop's commands."""
+    """A queue from which a loop takes its commands."""
 
     def take(self, *, wait: bool) -> list[Command]:
-        """Return all commands received so far; with `wait`, wait for at least one."""
+        """Return all commands that have arrived; with `wait`, wait for at least one command."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoopReport:
-    """A loop's report after a step."""
+    """A loop's report to its engine: replies to requests, and counters."""
 
     replies: tuple[Reply, ...]
     stats: LoopStats | None  # None if the loop has ended
 
 
 class Loop(Protocol):
-    """A loop that a worker runs."""
+    """A loop that serves requests; a worker runs it."""
 
     def run(self, inbox: Inbox) -> None:
         """Serve commands until a command asks the loop to close."""
         ...
 
     def fail_all(self, failure: FailureReply) -> None:
-        """Send every caller a failure: no further request will be served."""
+        """Send all callers a failure; the loop will not serve any more requests."""
         ...
 
 
 GONE = (EOFError, OSError, pickle.UnpicklingError)
-"""The errors that reading from a process or writing to it raises if the process has ended."""
+"""The errors that mean that a process has ended, when reading from it or writing to it fails."""
 
 
 def first_answer(process: subprocess.Popen[bytes], config: object, name: str) -> Any:
-    """Return the first answer of a process, which it sends when it has loaded its model.
+    """Send a process its configuration, and return its first answer, which it sends after loading
+    the model.
 
     :raises EngineError: the process could not load the model.
-    :raises EOFError: the process has ended; other errors of `GONE` mean the same.
+    :raises EOFError: the process has ended; the other errors in `GONE` also mean this.
     """
     assert process.stdin is not None, "the process must have pipes"
     assert process.stdout is not None, "the process must have pipes"
@@ -244,12 +254,12 @@ def close_pipes(process: subprocess.Popen[bytes]) -> None:
     """Close the pipes of a process that has ended or will end soon."""
     for stream in (process.stdin, process.stdout):
         if stream is not None:
-            # closing a pipe writes its buffer, which fails if the process has ended
+            # closing a pipe writes the rest of its buffer, which fails if the process has ended
             with suppress(OSError):
                 stream.close()
 
 
 def write(stream: IO[bytes], value: object) -> None:
-    """Write one pickled value, and flush."""
+    """Write one pickled value to a stream, and flush the stream."""
     stream.write(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
     stream.flush()

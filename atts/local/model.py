@@ -37,28 +37,28 @@ from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.seams import LayerHook
 
 # A step is sent to the device as one array. Steps that only decode can be captured as graphs
-# (`StepGraphs`). The function for attention over the cache is passed in (`MakeAttend`): it gathers
-# slots on any device, or uses a kernel where one is available.
+# (`StepGraphs`). The caller passes the function that computes attention (`MakeAttend`): one that
+# gathers slots works on any device, and a kernel is used where one is available.
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function that computes attention, [rows, heads * head_dim]. Its arguments are the queries,
 [rows, heads, head_dim], and the keys and values, [slots, kv_heads, head_dim].
 """
 MakeAttend = Callable[[DeviceStep, ModelConfig, int], Attend]
-"""A function that prepares the attention of one step for the layers of one window; window 0 is the
-whole context.
+"""A function that prepares the attention of one step for all layers with the same window; window 0
+means the whole context.
 """
 
 
 class _Class(NamedTuple):
-    rows: Tensor  # [blocks, width] indices of the queries
+    rows: Tensor  # [blocks, width] indices of the rows whose queries attend
     slots: Tensor  # [blocks * length]
     mask: Tensor | None  # True where a query may read a slot
 
 
 class GatheredAttention:
-    """Attention over gathered slots. The slots that each query may read are computed once for all
-    layers of a window.
+    """Attention that first gathers the slots to read. The slots that each query may read are
+    computed once for all layers with the same window.
 
     Positions beyond a sequence's end read slot 0, which holds zeros. Padding rows read the first
     position.
@@ -72,13 +72,13 @@ class GatheredAttention:
         self._is_plain = only is not None and only.width == 1 and only.blocks == len(step.tokens)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Compute attention: [rows, heads * head_dim]."""
+        """Return the attention of these queries: [rows, heads * head_dim]."""
         outs = [self._attend(each, query, keys, values) for each in self._classes]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out if self._is_plain else out.index_select(0, self._places)
 
     def _attend(self, own: _Class, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend for one class: [blocks * width, heads * head_dim]."""
+        """Return the attention of one class of blocks: [blocks * width, heads * head_dim]."""
         size = (own.rows.shape[0], -1, *keys.shape[1:])
         k = keys.index_select(0, own.slots).view(size).transpose(1, 2)
         v = values.index_select(0, own.slots).view(size).transpose(1, 2)
@@ -107,7 +107,9 @@ def _seen(blocks: Blocks, num_rows: int, window: int) -> _Class:
 def _attention(
     config: ModelConfig, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Compute attention, [batch, heads, rows, head_dim]; keys and values have fewer heads."""
+    """Return the attention, [batch, heads, rows, head_dim]; keys and values may have fewer heads
+    than queries.
+    """
     group = query.shape[1] // keys.shape[1]
     scale = config.query_scale
     cap = config.attention_cap
@@ -124,13 +126,13 @@ def _attention(
 
 
 _SCORED_LOGITS = 1 << 25
-"""The most logits computed at once for scoring, which limits the memory for large vocabularies."""
+"""The largest number of logits computed at once for scoring, which limits the memory."""
 
 
 class TorchModel:
     """A model that runs its steps with torch; `cache` is [layers, 2, slots, kv_heads, head_dim].
 
-    Slot 0 is never written. The last slot is written by padding rows, and is never read.
+    Slot 0 is never written. Padding rows write to the last slot, which is never read.
     """
 
     def __init__(
@@ -144,17 +146,19 @@ class TorchModel:
         capture: Capture | None = None,
         group: int = 1,
     ) -> None:
-        """Create the model. `most_rows` limits the rows of a block for `attention`, and `capture`
-        makes graphs of steps.
+        """Create the model. `most_rows` is the largest number of rows in a block that `attention`
+        supports. `capture` makes graphs of steps.
 
-        For `group`, see `is_grouped`; the weights may contain the joined attentions already.
+        `group` is the largest number of layers whose attentions may be computed together; see
+        `is_grouped`. The weights may contain these joined attentions already.
         """
         self._config = config
         self._cache = cache
         self._device = cache.device
         self._attention = attention
         self._most_rows = most_rows
-        # whether the attentions of a group read the same input, which is not exact
+        # whether all layers of a group compute attention from the same input, which is faster but
+        # not exact
         self.is_grouped = False
         if not weights.is_paired:
             layers = tuple(_interleaved(layer, config) for layer in weights.layers)
@@ -176,7 +180,7 @@ class TorchModel:
 
     @property
     def device_name(self) -> str:
-        """Describe the device and what accelerates it."""
+        """Describe the device, and the methods that make steps faster on it."""
         parts = [
             str(self._device),
             "paged attention" * (self._most_rows is not None),
@@ -189,7 +193,7 @@ class TorchModel:
         """Return the final, normed hidden states of the batch's `logit_rows`: [logits,
         hidden_size].
         """
-        # -1, the device number of a CPU, has no effect
+        # on a CPU the device number is -1, with which this call has no effect
         with torch.cuda.device(self._cache.get_device()):
             return self._forward(batch, table, tap)
 
@@ -208,8 +212,8 @@ class TorchModel:
     def through(
         self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats], units: tuple[int, int]
     ) -> None:
-        """Take rows through all layers. The embedding comes before and the last norm after them, if
-        `units` contain these.
+        """Compute all layers for some rows. If `units` contains the embedding or the last norm,
+        compute these units too.
         """
         blocks = RowBlocks.of(batch, self._most_rows)
         slots = self._slots.update(table, blocks.table_rows, int(blocks.lengths.max(initial=0)))
@@ -224,14 +228,16 @@ class TorchModel:
         rows[1][:] = (self._norm(x, self._weights.norm) if ends else x).float().numpy(force=True)
 
     def _sent(self, batch: StepBatch, slots: Tensor, blocks: RowBlocks) -> DeviceStep:
-        """Send a step to the device, which has the slot table already."""
+        """Send a step's arrays to the device; the slot table is there already."""
         classes = blocks.classes() if self._most_rows is None else [blocks]
         layout = layout_of(batch, classes)
         array = torch.from_numpy(packed(batch, classes, layout, self._cache.shape[2] - 1))
         return unpacked(array.to(self._device, non_blocking=True), layout, slots)
 
     def _compute(self, step: DeviceStep, is_grouped: bool, tap: LayerHook | None = None) -> Tensor:
-        """Compute a step on the device. All operations depend only on its arrays and sizes."""
+        """Compute a step on the device. The operations depend only on the step's arrays and sizes,
+        so a graph can repeat them.
+        """
         x = self._behind_layers(self._embedded(step), step, is_grouped, tap)
         return self._norm(x, self._weights.norm)
 
@@ -254,7 +260,8 @@ class TorchModel:
             for index, attended in zip(
                 group.layers, mixed.chunk(len(group.layers), 1), strict=True
             ):
-                # only the rows that need logits continue after the last layer's attention
+                # after the attention of the last layer, only rows that need logits are computed
+                # further
                 if index == config.num_layers - 1 and step.logit_rows is not None:
                     x = x[step.logit_rows]
                     attended = attended[step.logit_rows]
@@ -271,7 +278,7 @@ class TorchModel:
         attends: Mapping[int, Attend],
         turns: Mapping[str, Tensor],
     ) -> Tensor:
-        """Store the keys and values of a layer or a group, and compute its attention."""
+        """Store the keys and values of a layer or a group of layers, and compute the attention."""
         config = self._config
         ((layers, keys, values), layer) = own
         qkv = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias)
@@ -281,7 +288,9 @@ class TorchModel:
         return attends[config.windows[layers.start]](query, keys, values)
 
     def _fed_forward(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
-        """Compute the rest of a layer after attention, and add it to the layer's input."""
+        """Compute a layer's output from its input and its attention: the output matrix and the
+        feed-forward block.
+        """
         x = x + self._norm(F.linear(attended, layer.out, layer.out_bias), layer.out_norm)
         gate_up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
         gate, up = gate_up.chunk(2, -1)
@@ -291,8 +300,8 @@ class TorchModel:
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Apply the root-mean-square norm; without weights, return the rows unchanged.
 
-        The weights may be those of several layers, one after another; each layer's weights then
-        apply to its share of the heads.
+        If `weight` has two dimensions, each of its rows belongs to one of several joined layers.
+        Each row then applies to the heads of its layer.
         """
         if weight is None or weight.dim() == 1:
             return (
@@ -312,10 +321,10 @@ class TorchModel:
         return False
 
     def use_threads(self, threads: int) -> None:
-        """Do nothing, because torch has a thread count for each calling thread."""
+        """Do nothing, because torch keeps a number of threads for each calling thread."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of these hidden states: [logits, vocabulary] float32."""
+        """Return the logits for these hidden states: [rows, vocabulary] float32."""
         logits = F.linear(hidden, self._weights.head).float()
         cap = self._config.logit_cap
         return cap * torch.tanh(logits / cap) if cap else logits
@@ -330,7 +339,7 @@ class TorchModel:
 
     @torch.inference_mode()
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Score each row's token under the raw distribution."""
+        """Return the log-probability of each row's token under the raw distribution."""
         values: list[float] = self._logprobs(logits, tokens).tolist()
         return values
 
@@ -338,7 +347,7 @@ class TorchModel:
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """Score one token per row; return also the logits of some rows."""
+        """Score one token per row; return also the logits of `kept_rows`."""
         kept = torch.empty(len(kept_rows), self._config.vocabulary, device=self._device)
         size = max(1, _SCORED_LOGITS // self._config.vocabulary)
         parts = list[Tensor]()
@@ -357,7 +366,9 @@ class TorchModel:
     def _split(
         self, qkv: Tensor, layer: LayerWeights, rotations: Tensor, layers: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split query, key and value, [tokens, heads, head_dim]; rotate query and key."""
+        """Split joined rows into query, key and value, each [tokens, heads, head_dim]; rotate query
+        and key.
+        """
         config = self._config
         dim = self._config.head_dim
         sizes = [
@@ -379,22 +390,20 @@ _Attention = tuple[AttentionGroup, LayerWeights]
 
 
 def _rotations(rope: Rope, rows: int) -> Tensor:
-    """Return the rotary embedding as complex numbers, [rows, head_dim / 2]."""
+    """Return the rotations at the first positions as complex numbers, [rows, head_dim / 2]."""
     angles = rope.angles(rows)
     return torch.polar(rope.scales.expand_as(angles).contiguous(), angles)
 
 
 def apply_rope(rows: Tensor, rotations: Tensor) -> Tensor:
-    """Rotate pairs of neighbouring features as complex numbers, which takes one operation for all
-    pairs.
-    """
+    """Rotate all pairs of adjacent features, as a single product of complex numbers."""
     pairs = torch.view_as_complex(rows.float().reshape(*rows.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotations).flatten(-2).to(rows.dtype)
 
 
 def _interleaved(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
-    """Reorder the features of query and key so that the two that are rotated together become
-    neighbours. In transformers' order they lie half a head apart.
+    """Reorder the features of query and key so that the two features that are rotated together
+    become adjacent. In the order of transformers, these features lie half a head apart.
     """
     half = config.head_dim // 2
     rows, order = (part.to(layer.qkv.device) for part in paired_order(config))

@@ -1,4 +1,4 @@
-"""The configuration of a supported model, each value of config.json checked by its name."""
+"""The configuration of a supported model, with a check of each value in config.json."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from atts.models.tokenizers import ModelTokenizer
 
 NO_ROPE = "none"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""Errors that libraries raise when they meet an unforeseen configuration."""
-# types of rotary embedding whose frequencies are known when a request arrives
+"""Errors that libraries raise if a configuration has values that they do not expect."""
+# the supported types of rotary embedding: their frequencies are known when a request arrives
 _ROPES = (
     "default",
     "linear",
@@ -33,19 +33,20 @@ _LONGEST = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The differences between a model type and Llama."""
+    """The properties in which a model type differs from Llama."""
 
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     """The names of four norms: before and after attention, and before and after the feed-forward
-    block. A norm that the family lacks is "".
+    block. The name is "" if the family has no such norm.
     """
-    # the part of queries and keys over which they are normalised
+    # whether queries and keys are not normalised, normalised in each head, or normalised over all
+    # heads together
     head_norms: Literal["none", "each head", "all heads"] = "none"
-    # whether query, key and value are stored as one matrix, and gate and up as another
+    # whether query, key and value are stored as one matrix, and gate and up as another one
     is_fused: bool = False
     # whether norms add one to their weights, embeddings are scaled, and gates are GELU
     is_gemma: bool = False
-    may_turn_parts: bool = False  # whether the rotary embedding may rotate a part of each head only
+    may_turn_parts: bool = False  # whether the rotary embedding may rotate only a part of each head
     has_windows: bool = True  # whether layers have windows if the configuration names a window
     may_skip_ropes: bool = False  # whether some layers may lack a rotary embedding
 
@@ -87,32 +88,35 @@ class ModelConfig:
     vocabulary: int
     context_length: int
     norm_eps: float
-    rotary_dim: int  # number of features of each head that rotary embeddings rotate
+    rotary_dim: int  # number of features of each head that the rotary embedding rotates
     # name of each layer's rotary embedding, or NO_ROPE
     ropes: tuple[str, ...]
-    windows: tuple[int, ...]  # number of preceding tokens that each layer sees; 0 for all
-    query_scale: float  # factor of attention scores
-    attention_cap: float  # soft limit of attention scores; 0 for no limit
+    # for each layer, the number of tokens that a position sees; 0 for all tokens
+    windows: tuple[int, ...]
+    query_scale: float  # factor by which attention scores are multiplied
+    attention_cap: float  # soft limit (tanh) of attention scores; 0 for no limit
     logit_cap: float
-    long_after: int | None  # number of tokens beyond which a request uses other rotary frequencies
+    # a request with more tokens than this uses the frequencies for long requests; None: there are
+    # none
+    long_after: int | None
     ties_embeddings: bool
     end_ids: TokenIds
 
     @property
     def matrix_weights(self) -> int:
-        """Count the weights that one token is multiplied with, the output head included."""
+        """Count the weights in all matrices that multiply one token, including the output head."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * (attention + mlp) + self.vocabulary * self.hidden_size
 
     @property
     def kv_floats_per_token(self) -> int:
-        """Return how many numbers the cache stores per token."""
+        """Return the number of floats that the cache stores per token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def part(self, layers: range) -> ModelConfig:
-        """Return some of the layers as a model of their own, which has no embedding unless they are
-        the first.
+        """Return the configuration of a model with only these layers. The model has an embedding
+        only if the first layer is among them.
         """
         cut = slice(layers.start, layers.stop)
         vocabulary = 0 if layers.start else self.vocabulary
@@ -124,12 +128,12 @@ class ModelConfig:
 
     @property
     def rules(self) -> Family:
-        """Return the rules of the model's family."""
+        """Return the properties of the model's family."""
         return FAMILIES[self.family]
 
     @property
     def embedding_scale(self) -> float:
-        """Return the factor that embeddings are multiplied with."""
+        """Return the factor by which embeddings are multiplied."""
         return math.sqrt(self.hidden_size) if self.rules.is_gemma else 1.0
 
 
@@ -141,13 +145,13 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """The values that a key of config.json may have; null is one of them if `optional`."""
+    """The values that a key of config.json may have; with `optional`, null is allowed too."""
 
     kind: Literal["whole number", "number", "true or false", "text", "list", "object"]
     low: float = -math.inf
     high: float = math.inf
     optional: bool = False
-    parts: _Value | None = None  # values that the items of a list may have
+    parts: _Value | None = None  # the values that the items of a list may have
     choices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -160,7 +164,7 @@ class _Value:
         )
 
     def accepts(self, value: object) -> bool:
-        """Return whether the key may have this value."""
+        """Return True if the key may have this value."""
         if value is None:
             return self.optional
         if type(value) not in _KINDS[self.kind]:
@@ -233,19 +237,19 @@ _KEYS: Mapping[str, _Value] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), _FLAG),
     **dict.fromkeys(("use_sliding_window", "use_bidirectional_attention"), _FLAG),
 }
-"""Every key that is read, with its possible values; other keys of a configuration are ignored."""
+"""Every key of config.json that atts reads, with its possible values. Other keys are ignored."""
 _WHOLE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "eos_token_id",
 )  # fmt: skip
-"""Keys of a Llama's configuration. If one is missing, transformers completes the configuration and
-its rotary embedding.
+"""The keys that a complete configuration of a Llama model has. If a key is missing, atts lets
+transformers complete the configuration.
 """
 
 
 def rope_rows(config: ModelConfig, slots: int) -> int:
-    """Return the number of positions in a table of angles: the context length, or the cache's size
-    if that is smaller.
+    """Return the number of positions in a table of rotary angles: the context length or the size of
+    the cache, whichever is smaller.
     """
     return min(config.context_length, slots)
 
@@ -268,7 +272,8 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
         None,
     )
     head = _head_dim(config)
-    # layers of one kind share a rotary embedding; if all layers share one, it has no name
+    # layers of the same kind share a rotary embedding; if all layers share one rotary embedding,
+    # its name is empty
     ropes = kinds if _has_many_ropes(config) else [""] * len(layers)
     attention_cap = 0.0
     if config.model_type == "gemma2":
@@ -302,11 +307,11 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
 
 
 def read_hf_config(folder: Path, name: str) -> Any:
-    """Read and check the configuration of the model in `folder`. The result has the attributes that
-    transformers would give it; keys that are not known are left out.
+    """Read and check the configuration of the model in `folder`. The result has the same attributes
+    as a configuration of transformers, but lacks keys that atts does not read.
 
-    :raises ModelLoadError: there is no configuration, a value is invalid, the folder brings code,
-        or the model is not supported.
+    :raises ModelLoadError: there is no configuration, a value is invalid, the model needs code from
+        its folder, or the model is not supported.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -343,10 +348,10 @@ def read_hf_config(folder: Path, name: str) -> Any:
 
 
 def _whole_config(family: str, known: Mapping[str, Any]) -> Any:
-    """Return a Llama configuration without the help of transformers; None if values are missing.
+    """Return a Llama configuration without importing transformers; None if values are missing.
 
-    Importing the configurations of transformers loads torch and its compiler. That would take
-    seconds in every process, although a complete file does not need it.
+    Importing the configurations of transformers also imports torch and its compiler. This would
+    take seconds in every process, although a complete configuration does not need it.
     """
     rope = known.get("rope_parameters") or {}
     if (
@@ -374,7 +379,7 @@ def _family(values: Mapping[str, Any], name: str) -> str:
     if not isinstance(family, str) or family not in FAMILIES:
         advice = f"The local engine computes {', '.join(FAMILIES)}; serve other families with vLLM or SGLang"
         problem = f"models of type {shown(family)} are not supported"
-        raise ModelLoadError(name, problem, f"{advice} and use the remote engine")
+        raise ModelLoadError(name, problem, f"{advice} and use that server")
     if values.get("quantization_config"):
         raise ModelLoadError(
             name,
@@ -393,8 +398,8 @@ def _check(key: str, value: object, keys: Mapping[str, _Value], name: str) -> No
 
 
 def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
-    """Check the values of a rotary embedding that are read. If there are several embeddings, each
-    belongs to a kind of layer.
+    """Check the values of a rotary embedding, and return those that atts reads. If a model has
+    several rotary embeddings, each belongs to one kind of layer.
     """
     known = dict[str, Any]()
     for key, value in rope.items():
@@ -407,7 +412,9 @@ def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
 
 
 def _problems(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield each property that the local engine does not support, and advice on it."""
+    """Yield each property of a model that the local engine does not support, with advice to the
+    user.
+    """
     check = "Check config.json"
     serve = "Serve this model with vLLM"
     rules = FAMILIES[config.model_type]
@@ -424,7 +431,7 @@ def _problems(config: Any) -> Iterator[tuple[str, str]]:
     for key in ("layer_types", "no_rope_layers"):
         named = getattr(config, key, None)
         if named is not None and len(named) != layers:
-            yield f"{key} names {len(named)} layers of {layers}", check
+            yield f"{key} lists {len(named)} layers, but the model has {layers}", check
     strange = sorted(
         set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     )
@@ -438,7 +445,7 @@ def _problems(config: Any) -> Iterator[tuple[str, str]]:
     if heads % shared:
         yield f"{shared} key-value heads cannot serve {heads} query heads", check
     if _head_dim(config) % 2 or _head_dim(config) < 2:
-        yield f"the head dimension {_head_dim(config)} is an odd number", serve
+        yield f"the head dimension {_head_dim(config)} is not a positive even number", serve
     for rope in _ropes(config):
         yield from _rope_problems(config, rope)
 
@@ -467,7 +474,7 @@ def _rope_problems(config: Any, rope: Mapping[str, Any]) -> Iterator[tuple[str, 
             if len(rope.get(key) or ()) != turned // 2:
                 count = len(rope.get(key) or ())
                 yield (
-                    f"{key} has {count} factors, its rotary embedding needs {turned // 2}",
+                    f"{key} has {count} factors, but its rotary embedding needs {turned // 2}",
                     "Check config.json",
                 )
 
@@ -492,8 +499,8 @@ def _has_many_ropes(config: Any) -> bool:
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """Return the rotary embeddings of the model: one for each kind of layer, or a single one for
-    all layers.
+    """Return the parameters of the model's rotary embeddings: one for each kind of layer, or a
+    single one for all layers.
     """
     parameters = config.rope_parameters or {}
     return (
@@ -506,8 +513,7 @@ def _is_long(rope: Mapping[str, Any]) -> bool:
 
 
 def check_model(folder: Path, name: str) -> tuple[ModelConfig, ModelTokenizer]:
-    """Return the configuration and the tokenizer of a model folder, after checking that its weight
-    files exist.
+    """Check that a model folder is complete, and return its configuration and its tokenizer.
 
     :raises ModelLoadError: something is missing or cannot be read, or the tokenizer belongs to
         another model.

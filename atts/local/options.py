@@ -1,6 +1,6 @@
-"""The options of a local engine, and the share of a GPU's memory that each engine of a pair gets.
+"""The options of a local engine, and the memory of a GPU that each engine of a pair gets.
 
-Both are checked and computed before any model is loaded.
+Options are checked, and memory is divided, before any model is loaded.
 """
 
 from __future__ import annotations
@@ -24,24 +24,28 @@ WorkerKind = Literal["thread", "process"]
 class LocalOptions:
     """Options of a local engine; the defaults suit small models on a CPU."""
 
-    # auto: a GPU if there is one; if there are two, each model of a pair has its own
+    # auto: use a GPU if there is one; with two or more GPUs, each model of a pair has its own GPU
     device: str = "auto"  # auto, cpu, cuda or cuda:N
-    # auto: bfloat16 on a GPU if the checkpoint is bfloat16, else float32
+    # auto: bfloat16 on a GPU if the checkpoint is in bfloat16, or else float32
     dtype: Dtype = "auto"
-    # a process computes in parallel with other engines and a busy caller; a thread starts at once
+    # process: computes in parallel with other engines and with a busy caller; thread: starts faster
     worker: WorkerKind = "process"
-    # format to which scored rows are rounded before products; the processor must support it
+    # number format to which rows for scoring are rounded before matrix products; the processor must
+    # support bfloat16 products
     scores: Scores = "float32"
-    kernel: Kernel = "auto"  # native if it can be built and fits the model, else torch
-    # decoding steps on a GPU are captured and replayed, instead of launching their operations one
-    # by one
+    # auto: the native kernels if they can be built and support the model, or else torch
+    kernel: Kernel = "auto"
+    # auto: decoding steps on a GPU are captured and replayed as graphs, instead of launching their
+    # operations one by one
     graphs: Graphs = "auto"
-    # size of the cache in tokens; None: what 2 GiB hold on a CPU, or what the run's rollouts can
-    # fill on a GPU
+    # size of the cache in tokens; None: on a CPU, the tokens that fit into 2 GiB; on a GPU, the
+    # tokens that the run's rollouts can fill
     kv_tokens: int | None = None
-    max_batch: int = 256  # sequences in one step
-    chunk_tokens: int = 512  # most given tokens fed in one step; decoding tokens do not count
-    # number of threads of a step; None: the cores that other engines leave
+    max_batch: int = 256  # largest number of sequences in a step
+    # largest number of prompt or scored tokens fed in a step; tokens of decoding sequences do not
+    # count
+    chunk_tokens: int = 512
+    # number of threads that compute a step; None: one for each core that other engines do not use
     threads: int | None = None
 
     def check(self) -> None:
@@ -81,7 +85,7 @@ def check_choices(options: object, **kinds: object) -> None:
 
 
 def check_positive(options: object, *names: str) -> None:
-    """Check that these options are positive if they are given.
+    """Check that each of these options is None or at least 1.
 
     :raises OptionError: an option is not positive.
     """
@@ -92,20 +96,23 @@ def check_positive(options: object, *names: str) -> None:
 
 
 WORKSPACE = 1_500_000_000
-"""Bytes that an engine needs besides weights and cache, for CUDA's context, captured graphs and
-activations.
+"""Bytes of memory that an engine needs in addition to weights and cache: for CUDA's context,
+captured graphs and activations.
 """
 ITEM_SIZES = {"float32": 4, "bfloat16": 2}
-"""Bytes of a number, by the name of its type."""
+"""The size of a number in bytes, by the name of its type."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """The memory that an engine needs, in bytes, and the tokens that its cache must hold."""
+    """The bytes of memory that an engine needs, and the number of tokens for which its cache must
+    have room.
+    """
 
     weights: int
     token: int  # bytes of cache per token
-    # number of tokens of one whole rollout with its problem, the least that the cache must hold
+    # number of tokens of one complete rollout with its prompt; the cache must have room for at
+    # least this number
     least: int
 
     @classmethod
@@ -120,45 +127,47 @@ class EngineSize:
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """The card on which an engine is placed, and the bytes of memory that it takes there."""
+    """The GPU on which an engine is placed, and the bytes of memory that the engine takes there."""
 
     card: int
     weights: int
     cache: int
-    tokens: int  # number of tokens that the cache holds
+    tokens: int  # number of tokens for which the cache has room
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The needs of a run from an engine's cache, and the memory to leave for the other engine of
-    the pair.
+    """The requirements of a run on an engine's cache, and the memory to leave for the other engine
+    of the pair.
     """
 
     rollouts: int  # number of rollouts in flight at once
-    tokens: int  # tokens of one rollout with its problem
-    card: int = 0  # device index, if there are several and the options leave it open
+    tokens: int  # number of tokens of one rollout, including its prompt
+    card: int = 0  # index of the GPU to use, if there are several GPUs and the options name none
     other_card: int = 0
-    other: EngineSize | None = None  # the engine that is loaded later, if it may share the device
+    # size of the pair's other engine, if it is loaded later and may use the same device
+    other: EngineSize | None = None
 
     @property
     def most_tokens(self) -> int:
-        """Return the number of tokens that all rollouts in flight can fill."""
+        """Return the largest number of tokens of all rollouts in flight."""
         return self.rollouts * self.tokens
 
     @property
     def alone(self) -> Room:
-        """Return the same needs without another engine."""
+        """Return what the run needs if there is no other engine."""
         return replace(self, other=None)
 
 
 def share_cards(
     sizes: Sequence[EngineSize], cards: Sequence[float], most_tokens: int
 ) -> tuple[EngineShare, ...] | None:
-    """Place one engine, or a draft and its target, on cards with these numbers of free bytes.
+    """Divide GPUs between engines: one engine, or a draft and its target. `cards` lists the free
+    bytes of each GPU.
 
-    With two cards the target gets the first and the draft the second. On one card both caches hold
-    the same number of tokens, because both models read the same texts. None means that not even
-    one rollout fits.
+    With two GPUs, the target gets the first one and the draft the second one. On a single GPU, both
+    caches have room for the same number of tokens, because both models read the same texts. The
+    result is None if there is no room for a single rollout.
 
     >>> draft, target = EngineSize(3_600_000_000, 28_672, 18_432), EngineSize(15_200_000_000, 57_344, 18_432)
     >>> [share.tokens for share in share_cards([draft, target], [73.6e9], 64 * 18_432) or ()]
@@ -183,7 +192,9 @@ def _on_card(
 
 
 def cards_for(weights: int, card: float) -> int:
-    """Return the least power of two of cards that have room for these weights in 90 % of their memory."""
+    """Return the smallest number of GPUs, a power of two, whose memory has room for these weights.
+    Only 90 % of the memory counts.
+    """
     count = 1
     while weights / count > 0.9 * card:
         count *= 2

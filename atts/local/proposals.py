@@ -1,4 +1,6 @@
-"""Proposals in a step: request them from the proposer, check them, and report their outcomes."""
+"""Proposals in speculative decoding: request them from the proposer, check them, and report how
+many tokens were accepted.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,16 @@ from atts.local.seams import (
     TokenProposal,
 )
 
-_NONE = NOTHING, 0  # the proposal for a sequence that requested none
+_NONE = NOTHING, 0  # an empty proposal, for a sequence for which none was requested
 _BETWEEN = 8  # number of steps over which the time between steps is averaged
 
 
 def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
-    """Return how many tokens of a proposal are accepted. The target drew `drawn[i]` after the first
-    `i` of these tokens.
+    """Return the number of proposed tokens that are accepted. The target drew `drawn[i]` after the
+    first `i` proposed tokens.
 
-    The tokens to write are `drawn[: accepted_length + 1]`. They are one more than the accepted
-    tokens, because the target has also drawn the token after those.
+    The tokens to write are `drawn[: accepted_length + 1]`. These are the accepted tokens and one
+    more, because the target has also drawn the token after the accepted ones.
 
     >>> accepted_length((5, 6, 7), (5, 6, 9, 1)), accepted_length((5, 6), (5, 6, 7)), accepted_length((), (3,))
     (2, 2, 0)
@@ -43,7 +45,7 @@ def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
 
 
 class Proposals:
-    """The proposals of the current step, which are added to its plan, and counts over all steps."""
+    """The proposals of the current step, and counts of proposals over all steps."""
 
     def __init__(
         self,
@@ -55,11 +57,11 @@ class Proposals:
         table: TokenTable | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """Create the proposals of a loop; without a proposer nothing is proposed, which is plain
-        decoding.
+        """Create the proposals of a loop. Without a proposer or without lengths, nothing is
+        proposed, which is plain decoding.
 
-        `clock` measures the steps. If it can, it leaves out processor time that other processes
-        took.
+        `clock` measures the duration of steps. It may be a clock that leaves out time in which
+        other processes used the processor.
         """
         self._scheduler = scheduler
         self._proposer = proposer or NoProposer()
@@ -68,27 +70,27 @@ class Proposals:
         self._vocabulary = vocabulary
         self._table = table or TokenTable((), frozenset())
         self._clock = clock
-        self._most = 1 << 30  # most tokens in a proposal; lowered when memory runs out
-        # proposals by request id, each with its number of tokens before the check
+        self._most = 1 << 30  # largest number of tokens in a proposal; lowered when memory runs out
+        # for each request id, the proposal and its number of tokens before the check
         self._asked = dict[int, tuple[TokenProposal, int]]()
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
-        # end of the last step; negative if that step was not timed, as is the first step after a
-        # wait
+        # time at which the last step ended; negative if the last step was not timed
         self._ended = -1.0
         # average time in seconds from the end of one step to the start of the next
         self._between = 0.0
         self._is_timed = False  # whether this step is timed
-        self._known = set[int]()  # request ids that proposers were asked about
-        # number of proposals with at least one token wanted, summed over steps
+        self._known = set[int]()  # ids of requests for which the proposer has been asked
+        # number of times that at least one token was wanted for a sequence
         self._num_wanted = 0
-        self._num_asked = 0  # number of these proposals for which there were slots
-        self._num_refused = 0  # number of proposals of which no token could be verified
+        # number of times that the proposer was asked for a sequence, because there were slots
+        self._num_asked = 0
+        self._num_refused = 0  # number of proposals of which every token was dropped by the check
         self._stats = SpeculationStats()
 
     def propose(self, plan: StepPlan) -> None:
-        """Ask the proposer for tokens after each decoding sequence's newest one, and add them to
-        the plan. Their number is limited by the free slots.
+        """Ask the proposer for the next tokens of each decoding sequence, and add these proposals
+        to the plan. The number of free slots limits the number of tokens.
         """
         if self.is_plain:
             return
@@ -104,14 +106,15 @@ class Proposals:
         if self._ended >= 0:
             between = self._clock() - self._ended
             usual = self._between or between
-            # some gaps are longer because a report is sent, so a gap counts at most twice the
-            # average gap
+            # some gaps between steps are longer because a report is sent, so a gap counts as at
+            # most twice the average gap
             self._between = usual + (min(between, 2 * usual) - usual) / _BETWEEN
         self._forget_finished()
         self._is_timed = True
         self._proposing = 0.0
         lengths = self._lengths.choose(plan)
-        # the choice of lengths sometimes takes long, and does not count as time spent on proposing
+        # timing begins here, because choosing the lengths sometimes takes long and does not count
+        # as proposing
         self._began = self._clock()
         if not any(lengths):
             return
@@ -133,11 +136,13 @@ class Proposals:
         self._stats.seconds += self._proposing
 
     def verify(self, sequence: Sequence, drawn: list[int]) -> int:
-        """Return how many tokens of a sequence's proposal are accepted, given the tokens drawn at
-        its positions.
+        """Return the number of accepted tokens of a sequence's proposal; `drawn` are the target's
+        tokens at the same positions.
         """
         if sequence.request_id not in self._asked:
-            return len(drawn) - 1  # several plain steps were merged into one, which has no proposal
+            # without a proposal, there are several tokens because several plain steps were merged,
+            # and all of them count
+            return len(drawn) - 1
         proposal, guessed = self._asked[sequence.request_id]
         accepted = accepted_length(proposal.tokens, drawn)
         self._proposer.verified(sequence.request_id, proposal, accepted)
@@ -147,7 +152,7 @@ class Proposals:
         return accepted
 
     def observed(self, plan: StepPlan) -> None:
-        """Report the results of the step and its time to the chooser of lengths."""
+        """Report the step's proposals and its duration to the rule that chooses the lengths."""
         if self.is_plain:
             return
         for each in self._rounds:
@@ -178,8 +183,8 @@ class Proposals:
         )
 
     def _silence(self) -> str:
-        """Return why nothing was proposed so far; return an empty text if something was, or if no
-        text was written.
+        """Return the reason why no token was proposed so far. Return an empty text if a token was
+        proposed, or if no step could have had a proposal.
         """
         stats = self._stats
         if stats.proposed or not stats.choices:
@@ -195,8 +200,8 @@ class Proposals:
         return self._proposer.silence()
 
     def give_way(self, plan: StepPlan, *, shorten: bool) -> None:
-        """Remove the proposals from a step that failed. With `shorten`, because memory ran out,
-        later proposals are shorter.
+        """Remove the proposals from a step that failed. With `shorten`, which means that memory ran
+        out, also make later proposals shorter.
         """
         self._is_timed = False
         if shorten:
@@ -213,7 +218,7 @@ class Proposals:
                 asked[ask.key] = self._checked(ask, proposal), min(len(proposal.tokens), ask.room)
             self._asked = asked
             for key, (sound, guessed) in asked.items():
-                # an unused proposal took time as well, so it counts as a round
+                # a proposal without usable tokens took time too, so it counts as a round
                 if guessed and not sound.tokens:
                     self._num_refused += 1
                     self._rounds.append(SpeculationRound(key, 0, 0, guessed))
@@ -224,8 +229,8 @@ class Proposals:
             )
 
     def _checked(self, ask: Ask, proposal: TokenProposal) -> TokenProposal:
-        """Shorten the proposal to the available room, and end it before the first token that is
-        unknown or ends the text.
+        """Cut a proposal to the number of tokens that was requested, and before the first token
+        that is unknown or ends the text.
         """
         tokens = proposal.tokens[: ask.room]
         known = next(

@@ -1,4 +1,6 @@
-"""The scheduler: who runs, which tokens a step feeds, and who is preempted when slots run short."""
+"""The scheduler, which chooses the requests that run, the tokens of each step, and the sequences to
+preempt when slots are scarce.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from atts.local.batch import PrefillChunk, Sequence, StepPlan
 from atts.local.cache import PrefixMatch, PrefixNode, PrefixTree, SlotAllocator, SlotIds
 from atts.local.seams import SlotStore
 
-# number of slots taken at a time while decoding; neighbours in memory are read faster, and fewer
+# number of slots that a decoding sequence takes at once; adjacent slots are read faster, and fewer
 # calls are needed
 _SLOT_RUN = 32
-_HEADROOM = 16  # number of slots kept free per running sequence when another sequence is admitted
-# least number of saved tokens for which a request waits until another sequence has computed them
+# number of slots per running sequence that must be free before another sequence is admitted
+_HEADROOM = 16
+# a request waits for another sequence if that sequence will compute at least this number of the
+# request's tokens
 WORTH_WAITING = 8
 CacheAction = Literal["keep", "drop"]
 
@@ -28,18 +32,20 @@ class SchedulerConfig:
     max_batch: int
     chunk_tokens: int
     context_length: int
-    # number of tokens beyond which a request uses other rotary frequencies
+    # a request with more tokens than this uses the rotary frequencies for long requests; None:
+    # there are none
     long_after: int | None = None
-    rope_rows: int = 0  # first row of these frequencies in the tables of angles
+    # first row of the frequencies for long requests in the tables of rotary angles
+    rope_rows: int = 0
 
 
 class Scheduler:
-    """A scheduler that serves the oldest requests first, of whichever kind. Decoding never waits
-    for prefills, because these are cut into chunks.
+    """A scheduler that serves the oldest requests first, for sampling and for scoring alike.
+    Decoding never waits for long prompts, because prompts are fed in chunks.
 
-    Every request that fits the context is finished eventually, because younger requests give up
-    their slots for it. The schedulers of `atts.accel.zoo` override `_candidates`, `_prefill_stop`,
-    `_reachable`, `_try_admit`, `_useful_kinds` and `_may_give_way`.
+    Every request that fits into the context is finished eventually, because younger requests give
+    up their slots for older ones. The schedulers of `atts.accel.zoo` override `_candidates`,
+    `_prefill_stop`, `_reachable`, `_try_admit`, `_useful_kinds` and `_may_give_way`.
     """
 
     def __init__(
@@ -50,15 +56,15 @@ class Scheduler:
         self.store: SlotStore = store or SlotAllocator(config.kv_tokens)
         self._chunk_tokens = config.chunk_tokens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
-        self._running: list[Sequence] = []  # sorted by their order
+        self._running: list[Sequence] = []  # sorted by `Sequence.order`, oldest first
         self._unfinished: dict[int, Sequence] = {}
         self._free_rows = list(range(config.max_batch - 1, -1, -1))
         width = min(config.context_length, config.kv_tokens) + 1
         self.table: SlotIds = self.store.new_table(config.max_batch, width)  # [rows, tokens]
         self.num_preempted = 0
         self.num_evicted = 0
-        # sequences that got a row for the first time since the reader last cleared this list; a
-        # sequence that returns after a preemption is not among them
+        # sequences that got their first row after the step loop last cleared this list; sequences
+        # that return after a preemption are not added
         self.newly_admitted: list[Sequence] = []
 
     @property
@@ -68,8 +74,8 @@ class Scheduler:
 
     @property
     def num_locked(self) -> int:
-        """Count the slots that running sequences read or write; all other slots are free or can be
-        freed.
+        """Count the slots that running sequences read or write. All other slots are free, or can be
+        freed by eviction.
         """
         return max(0, self.store.num_used - self.tree.num_evictable)
 
@@ -82,19 +88,19 @@ class Scheduler:
         return request_id in self._unfinished
 
     def running(self) -> list[Sequence]:
-        """Return the requests that have a row, oldest first."""
+        """Return the running sequences, oldest first."""
         return list(self._running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request."""
+        """Add a request to the queue."""
         self._unfinished[sequence.request_id] = sequence
         if self._config.long_after is not None and sequence.max_slots > self._config.long_after:
             sequence.rope_row = self._config.rope_rows
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def cancel(self, request_id: int) -> bool:
-        """Remove a request immediately, and cache its computed tokens. Return whether the request was
-        unfinished.
+        """End a request immediately, and keep its computed tokens in the cache. Return False if the
+        request had ended before.
         """
         sequence = self._unfinished.get(request_id)
         if sequence is None:
@@ -103,7 +109,9 @@ class Scheduler:
         return True
 
     def finish(self, sequence: Sequence, *, cache: CacheAction = "keep") -> None:
-        """End a request. Its slots become cache, or are freed immediately if `cache` is "drop"."""
+        """End a request. With `cache` "keep", its computed tokens stay in the cache; with "drop",
+        its slots are freed.
+        """
         del self._unfinished[sequence.request_id]
         sequence.is_finished = True
         if sequence.row >= 0:
@@ -111,7 +119,7 @@ class Scheduler:
 
     def shrink(self) -> bool:
         """Feed half as many tokens and sequences per step from now on. If steps cannot get smaller,
-        restore their full size and return False.
+        restore the full size of steps and return False.
         """
         if self._chunk_tokens <= 1:
             # smaller steps failed as well, so the size was not the reason
@@ -138,7 +146,7 @@ class Scheduler:
                 if computed < sequence.capacity or self._reserve(sequence, computed + 1):
                     plan.decoding.append(sequence)
             elif sequence.row < 0:
-                continue  # an older sequence took its slots earlier in this loop
+                continue  # this sequence was preempted earlier in this loop, for an older one
             elif computed == len(sequence.ids):
                 plan.ready.append(sequence)
             else:
@@ -154,18 +162,20 @@ class Scheduler:
         return plan
 
     def _candidates(self) -> list[Sequence]:
-        """Return the sequences that may be in the next step."""
+        """Return the sequences that may take part in the next step, oldest first."""
         return self._running.copy()
 
     def _prefill_stop(self, sequence: Sequence, stop: int) -> int:
-        """Return the position up to which given tokens are fed in one chunk, at most `stop`."""
+        """Return the position, at most `stop`, up to which a request's ids may be fed in this
+        step.
+        """
         return stop
 
     def widen(self, sequence: Sequence, count: int) -> int:
-        """Make room for up to `count` tokens after a decoding sequence's newest one. Return the
-        number of tokens for which there is room.
+        """Reserve slots for up to `count` tokens after a decoding sequence's newest token. Return
+        the number of tokens for which there are slots.
 
-        Slots are taken only while there are plenty, and no sequence is preempted for them.
+        New slots are reserved only while many are free, and no sequence is preempted for them.
         """
         most = min(sequence.num_computed + 1 + min(count, _SLOT_RUN), sequence.max_slots)
         if most > sequence.capacity and self._has_plenty():
@@ -173,7 +183,7 @@ class Scheduler:
         return min(most, sequence.capacity) - sequence.num_computed - 1
 
     def cache_prefix(self, sequence: Sequence) -> PrefixNode:
-        """Add the computed part of a sequence to the prefix tree. If the tree has some of it
+        """Add the computed tokens of a sequence to the prefix tree. For tokens that the tree had
         already, the sequence reads the tree's slots from now on.
         """
         row = self.table[sequence.row]
@@ -195,8 +205,8 @@ class Scheduler:
         return match.node
 
     def _admit(self) -> None:
-        """Give rows to waiting sequences, oldest first, while they fit. Preempted sequences wait as
-        well.
+        """Give rows to waiting sequences, oldest first, as long as there is room. Preempted
+        sequences are among the waiting ones.
         """
         deferred: list[Sequence] = []
         most = self._config.max_batch
@@ -220,10 +230,9 @@ class Scheduler:
             heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def _match_prefix(self, sequence: Sequence) -> PrefixMatch:
-        """Find the longest part of a waiting request's ids that the tree has, up to the first token
-        to score.
+        """Find the longest cached prefix of a waiting request, up to the first token to score.
 
-        Known scores are not used for a request that also draws tokens along its text, or that wants
+        Cached scores are not used if the request also draws tokens while scoring, or wants
         entropies. Such a request needs the distribution at every position.
         """
         ids = tuple(sequence.ids)
@@ -237,19 +246,19 @@ class Scheduler:
         return self.tree.match(ids, min(len(ids), sequence.first_scored), root)
 
     def _reachable(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Return how many ids of a waiting request need not be computed."""
+        """Return the number of a waiting request's ids that will not have to be computed."""
         return match.length
 
     def _num_reusable(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Return how many tokens of a request need not be computed. If the logits of the last
-        position are not cached, that position must be computed.
+        """Return the number of a request's tokens that do not have to be computed. If the whole
+        prompt is cached, but its last logits are not, the last token must be computed again.
         """
         is_whole = match.length == min(len(sequence.ids), sequence.first_scored)
         return match.length - (is_whole and self.tree.logits(match.node) is None)
 
     def _try_admit(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Give a waiting request a row, and the slots that the cache has for its ids. Return False
-        if there is no room yet.
+        """Give a waiting request a row with the cached slots of its prefix. Return False if there
+        is not enough room yet.
         """
         self.tree.lock(match.node)
         known = self._num_reusable(sequence, match)
@@ -283,7 +292,8 @@ class Scheduler:
             return True
         count += _HEADROOM
         most = len(self._running) * (self._config.context_length + _HEADROOM)
-        # this rough bound mostly suffices, and then the exact sum is not needed
+        # if there is even room for this upper bound, which is the usual case, the exact sum is not
+        # needed
         if self._can_free(count + most):
             return True
         return self._can_free(
@@ -295,8 +305,8 @@ class Scheduler:
         return self.store.num_free + self.tree.num_evictable >= count
 
     def _should_wait(self, sequence: Sequence, known: int) -> bool:
-        """Return whether a running prefill will soon compute enough of this request's ids to be
-        worth the wait.
+        """Return True if the request should wait, because a running sequence will soon compute
+        enough of the same tokens.
         """
         wanted = known + WORTH_WAITING
         if wanted > min(len(sequence.ids), sequence.first_scored):
@@ -310,12 +320,14 @@ class Scheduler:
         )
 
     def _useful_kinds(self, sequence: Sequence) -> set[int]:
-        """Return the kinds of sequences whose keys and values this sequence can read."""
+        """Return the values of `Sequence.kind` for which this sequence can read the keys and
+        values.
+        """
         return {sequence.kind}
 
     def _reserve(self, sequence: Sequence, stop: int) -> bool:
-        """Take slots for a row up to position `stop`. If there are not enough, the sequence itself
-        is preempted.
+        """Reserve slots for a sequence up to position `stop`. If there are not enough slots,
+        preempt the sequence and return False.
         """
         need = stop - sequence.capacity
         if need <= 0:
@@ -333,12 +345,12 @@ class Scheduler:
         return True
 
     def _has_plenty(self) -> bool:
-        """Return whether there are enough slots to give every running sequence a run of them."""
+        """Return True if `_SLOT_RUN` slots can be freed for every running sequence."""
         return self._can_free(_SLOT_RUN * len(self._running))
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
-        """Evict cached sequences and then preempt younger sequences, youngest first, until `count`
-        slots are free. Return whether this succeeded.
+        """Free slots until `count` slots are free: first evict cached sequences, then preempt
+        younger sequences, youngest first. Return False if this does not suffice.
         """
         if count <= self.store.num_free:
             return True
@@ -354,7 +366,9 @@ class Scheduler:
         return True
 
     def _may_give_way(self, sequence: Sequence) -> bool:
-        """Return whether a running sequence may be preempted now; here it always may."""
+        """Return True if a running sequence may be preempted now; here the result is always
+        True.
+        """
         return True
 
     def _evict_until_free(self, count: int) -> bool:
@@ -366,8 +380,8 @@ class Scheduler:
         return self.store.num_free >= count
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Put a sequence back into the queue. Its generated tokens are kept, and its computed keys
-        and values become cache.
+        """Put a running sequence back into the queue. Its generated tokens are kept, and its keys
+        and values stay in the cache.
         """
         self.num_preempted += 1
         sequence.is_decoding = False
@@ -377,8 +391,8 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def _release(self, sequence: Sequence, *, cache: CacheAction) -> None:
-        """Give back a sequence's slots and its row; with "keep", its computed keys and values
-        become cache.
+        """Release a sequence's slots and its row. With `cache` "keep", its keys and values stay in
+        the cache.
         """
         if cache == "keep" and sequence.num_computed > sequence.num_shared:
             self.cache_prefix(sequence)
@@ -396,7 +410,7 @@ class Scheduler:
 
 
 def _logits_from(sequence: Sequence, stop: int) -> int:
-    """Return the first position before `stop` whose logits are needed, or else `stop`."""
+    """Return the first position before `stop` whose logits are needed; `stop` if none is needed."""
     if sequence.is_scoring:
         return min(stop, max(sequence.num_computed, sequence.first_scored - 1))
     return stop - (stop == len(sequence.ids))

@@ -1,4 +1,6 @@
-"""The four interfaces between the engine and its accelerators, each with the class of plain decoding."""
+"""The four interfaces between the local engine and its accelerators, with the classes that plain
+decoding uses.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from numpy.typing import NDArray
 
 from atts.core import Sampling, TokenIds
 
-# There are four seams. A proposer guesses tokens after the newest one, and `Lengths` decide how
-# many. A model takes rows through its layers, and a slot store assigns slots for keys and values.
-# The code behind a seam changes the time, but never the text. The loop draws the model's own token
-# at every position, and accepts a proposed token only if it equals that draw.
+# There are four seams, which are interfaces that accelerators implement. `Proposer` guesses the
+# next tokens, and `Lengths` decides how many to guess. `Model` computes rows of tokens, and
+# `SlotStore` assigns slots for keys and values. An implementation changes the time, but never the
+# text. The loop draws the model's own token at every position, and accepts a proposed token only if
+# it equals the drawn token.
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,21 +29,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The view of one sequence that a proposer receives when it is asked for the next tokens."""
+    """The state of one sequence, for which a proposer is asked to guess the next tokens."""
 
-    key: int  # request id, which identifies the sequence while it runs
-    ids: Sequence[int]  # the prompt and the tokens written so far; must not be changed
+    key: int  # the request id, which identifies the sequence
+    # the prompt and the tokens written so far; a proposer must not change this list
+    ids: Sequence[int]
     written: int  # number of ids after the prompt
-    room: int  # most tokens to propose now; at least 1
-    # uniform numbers with which the next tokens will be drawn: [room] or more
+    room: int  # largest number of tokens to propose now; at least 1
+    # the uniform numbers with which the target will draw the next tokens
     uniforms: NDArray[np.float64]
     sampling: Sampling
     rollout: str = ""  # "PROBLEM/SAMPLE" if the request names its rollout
-    hint: TokenIds = ()  # text that came with the request
+    hint: TokenIds = ()  # text that the caller added to the request, as a guess of the answer
 
     @property
     def group(self) -> str:
-        """Return the problem, which sibling rollouts share."""
+        """Return the problem's name, which is the same for sibling rollouts."""
         return self.rollout.rpartition("/")[0]
 
 
@@ -57,22 +61,24 @@ NOTHING = TokenProposal()
 
 @dataclass(slots=True)
 class OverlapStats:
-    """Counts of a drafter that works while the target computes. It guesses the outcome of the step,
-    and drafts the tokens that follow.
+    """Counts of a drafter that works while the target computes a step. The drafter guesses the
+    step's outcome, and drafts the tokens that follow this outcome.
     """
 
-    hits: int = 0  # number of outcomes that had been guessed
+    hits: int = 0  # number of step outcomes that the drafter had guessed correctly
     misses: int = 0
     # number of sequences that stepped without a proposal because the drafter was not done
     late: int = 0
-    wasted: int = 0  # number of guesses that were drafted for but did not come true
-    # number of passes of the draft model over the guesses that it drafted for
+    wasted: int = 0  # number of wrong guesses for which tokens were drafted
+    # number of passes of the draft model to draft tokens after guesses
     passes: int = 0
     drafted: int = 0  # number of tokens drafted in these passes
 
     @property
     def silence(self) -> str:
-        """Describe why no guess came true; return an empty text if one did, or if none was made."""
+        """Describe why no guess was correct; return an empty text if a guess was correct, or if
+        there was nothing to guess.
+        """
         if self.hits:
             return ""
         if self.misses:
@@ -81,19 +87,19 @@ class OverlapStats:
 
 
 class Proposer(Protocol):
-    """A source of guesses of the next tokens; by default it guesses none.
+    """A proposer, which guesses the next tokens of sequences. The methods here guess none.
 
     A wrong guess costs time but never changes the text, because the target draws every token
     itself.
     """
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[TokenProposal]:
-        """Return one proposal per ask, with at most `room` tokens each; a proposal may be empty."""
+        """Return a proposal for each ask, with at most `room` tokens; proposals may be empty."""
         return [NOTHING] * len(asks)
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Receive how many tokens of a sequence's last proposal were accepted; the others were
-        dropped.
+        """Receive the number of accepted tokens of a sequence's last proposal; the other tokens of
+        it were dropped.
         """
         return
 
@@ -108,7 +114,7 @@ class Proposer(Protocol):
         return None
 
     def silence(self) -> str:
-        """Return why all proposals so far were empty."""
+        """Return the reason why all proposals so far were empty."""
         return "the drafter knew no next token of any text"
 
 
@@ -117,59 +123,63 @@ class NoProposer(Proposer):
 
 
 class Forecast(NamedTuple):
-    """The expected results of a step."""
+    """The tokens and seconds that were expected of a step."""
 
     tokens: float
     seconds: float
-    # whether the lengths were tried in order to learn, instead of chosen as the best
+    # whether the lengths of the step were chosen to learn about them, and not because they seemed
+    # best
     is_trial: bool = False
-    # seconds of the step without proposals; 0 if the step also feeds other tokens
+    # expected seconds of the step without its proposals; 0 if the step also feeds prompts
     plain: float = 0.0
-    # number of steps that the forecast stands for: all steps since the last forecast
+    # number of steps for which this forecast counts: all steps since the last forecast
     steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRound:
-    """One proposal and its result."""
+    """The numbers of proposed and accepted tokens of one proposal."""
 
     request_id: int
     proposed: int
     accepted: int
-    # number of proposed tokens before the check, which drops the tokens after an end
+    # number of proposed tokens before the check, which drops unusable tokens
     guessed: int
 
 
 class Lengths(Protocol):
-    """A rule for the number of tokens to propose per sequence and step; by default none.
+    """A rule that chooses the number of tokens to propose per sequence and step. The methods here
+    choose 0.
 
-    The rule may use everything except the tokens, so that it cannot change the text.
+    The rule may use all facts about a step except the tokens, so that it cannot change the text.
     """
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return whether to skip proposals and measurements in this step."""
+        """Return True to skip proposals and measurements in this step."""
         return False
 
     def choose(self, plan: StepPlan) -> Sequence[int]:
-        """Return the most tokens to propose for each sequence of `plan.decoding`; 0 means none."""
+        """Return for each sequence of `plan.decoding` the largest number of tokens to propose; 0
+        means none.
+        """
         return [0] * len(plan.decoding)
 
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn from the result of a step: from each round, and from the seconds of proposing and
-        computing.
+        """Learn from a step: from each proposal's result, and from the seconds spent on proposing
+        and on computing.
 
-        Return the forecast for the step, or None if there was none.
+        Return the forecast that was made for the step; None if there was none.
         """
         return None
 
 
 class NoLengths(Lengths):
-    """The rule of plain decoding: no step has proposals."""
+    """The rule of plain decoding, in which no step has proposals."""
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return True, because every step is plain."""
+        """Return True, because plain decoding never proposes tokens."""
         return True
 
 
@@ -188,32 +198,35 @@ class FixedLength(Lengths):
 class SpeculationStats:
     """Counts of proposed and accepted tokens, in total and by position in the proposal."""
 
-    rounds: int = 0  # number of proposals verified, counted per sequence and step
+    rounds: int = 0  # number of proposals that were verified; one per sequence and step
     proposed: int = 0
     accepted: int = 0
-    # number of rounds in which all tokens before this position were accepted
+    # for each position, the number of proposals with a token there of which all earlier tokens were
+    # accepted
     tested_at: list[int] = field(default_factory=list[int])
-    # number of these rounds in which the token at this position was accepted as well
+    # for each position, the number of proposals whose token at this position was accepted
     accepted_at: list[int] = field(default_factory=list[int])
     seconds: float = 0.0  # time spent on proposing
     trouble: str = ""  # the reason why proposals stopped
     silence: str = ""  # the reason why no token was ever proposed; empty after the first proposal
-    # number of times that a length was chosen: decoding sequences summed over steps
+    # number of times that a length was chosen: the number of decoding sequences, summed over steps
     choices: int = 0
-    chosen: int = 0  # sum of the chosen lengths; divided by choices, it is the mean k
-    # expected tokens of the steps with a forecast; `came_tokens` are the real ones
+    chosen: int = 0  # sum of the chosen lengths; divided by `choices`, it is the mean length
+    # tokens expected in steps with a forecast; `came_tokens` counts the tokens that these steps
+    # really wrote
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    # time saved compared with plain steps, estimated for all steps that the forecasts stand for
+    # estimated seconds saved compared with steps without proposals, over all steps for which
+    # forecasts count
     saved_seconds: float = 0.0
     # counts of a drafter that works while the target computes; None without one
     overlap: OverlapStats | None = None
 
     def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:
-        """Add the forecast of a step, and the tokens and seconds that it really took, for this
-        number of sequences.
+        """Add a step to the comparison: its forecast, the real numbers of tokens and seconds, and
+        the number of sequences.
         """
         self.expected_tokens += forecast.tokens
         self.expected_seconds += forecast.seconds
@@ -236,8 +249,8 @@ class SpeculationStats:
 
 
 class LayerHook(NamedTuple):
-    """A listener inside a forward pass. It receives the states of `logit_rows` after some number of
-    layers, before the last norm.
+    """A listener inside a forward pass. After the first `layers` layers, it receives the hidden
+    states of `logit_rows`.
     """
 
     layers: int
@@ -245,11 +258,11 @@ class LayerHook(NamedTuple):
 
 
 class Model(Protocol):
-    """A decoder whose key-value cache is accessed through a table of slots."""
+    """A decoder model that finds keys and values in the cache through a table of slots."""
 
     @property
     def device_name(self) -> str:
-        """Describe where the model computes."""
+        """Describe the device and the kernels that compute the model."""
         ...
 
     @property
@@ -258,7 +271,7 @@ class Model(Protocol):
         ...
 
     def use_threads(self, threads: int) -> None:
-        """Compute with `threads` threads from now on."""
+        """Compute with this number of threads from now on."""
         ...
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
@@ -268,7 +281,7 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of these hidden states: [logits, vocabulary] float32."""
+        """Return the logits for these hidden states: [rows, vocabulary] float32."""
         ...
 
     def sample(
@@ -278,7 +291,7 @@ class Model(Protocol):
         ...
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Score each row's token under the raw distribution, as
+        """Return the log-probability of each row's token, as
         `atts.local.logit_sampling.raw_logprobs` does.
         """
         ...
@@ -286,22 +299,24 @@ class Model(Protocol):
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """Score tokens from hidden states without making all logits at once. Return also the logits
-        of `kept_rows`, in rising order.
+        """Score one token per row, without computing the logits of all rows at once. Return also
+        the logits of `kept_rows`, which must be in rising order.
         """
         ...
 
 
 class HookedModel(Model, Protocol):
-    """A model whose hidden states a listener can receive during the forward pass."""
+    """A model that can pass hidden states to a listener during the forward pass."""
 
     def forward(self, batch: StepBatch, table: SlotIds, tap: LayerHook | None = None) -> Tensor:
-        """Return the same states as without `tap`; a listener does not change the results."""
+        """Return the final hidden states as `Model.forward` does; the listener `tap` does not
+        change them.
+        """
         ...
 
 
 class SlotStore(Protocol):
-    """A store of the key-value cache's slots, which it hands out and takes back."""
+    """A store that hands out the slots of the key-value cache, and takes them back."""
 
     num_slots: int
     num_free: int
@@ -313,7 +328,7 @@ class SlotStore(Protocol):
 
     @property
     def peak_used(self) -> int:
-        """Return the largest number of slots that were in use at once."""
+        """Return the largest number of slots that were in use at the same time."""
         ...
 
     def new_table(self, rows: int, width: int) -> SlotIds:
@@ -321,7 +336,7 @@ class SlotStore(Protocol):
         ...
 
     def allocate(self, count: int) -> SlotIds:
-        """Hand out `count` slots; the caller must have checked that this many are free."""
+        """Hand out `count` slots; the caller must have checked that enough slots are free."""
         ...
 
     def free(self, runs: Sequence[SlotIds]) -> None:

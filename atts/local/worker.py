@@ -44,9 +44,9 @@ _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME"
 def worker_environment() -> dict[str, str]:
     """Return the environment of a worker process, in which waiting threads sleep.
 
-    OpenMP's threads spin by default while they wait. If two engines compute at once, the waiting
-    one would take cores from the other, and both would be several times slower. Settings of the
-    user are kept.
+    By default, OpenMP's threads use a core even while they wait. If two engines compute at once,
+    waiting threads of one engine would slow down the other engine several times. Environment
+    variables that the user has set are kept.
     """
     return {**_PASSIVE, **os.environ}
 
@@ -114,10 +114,11 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.put: Callable[[Command], None] = self._queue.put  # adds a command; never blocks
+        # a function that adds a command and never blocks
+        self.put: Callable[[Command], None] = self._queue.put
 
     def take(self, *, wait: bool) -> list[Command]:
-        """Return all commands so far; with `wait`, at least one."""
+        """Return all commands that have arrived; with `wait`, wait for at least one command."""
         commands = [self._queue.get()] if wait else []
         try:
             while True:
@@ -138,14 +139,16 @@ class ThreadWorker:
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
         """Start the thread, which loads the model and later delivers the reports.
 
-        OpenMP keeps helper threads for each thread that ever computed in parallel. If there are
-        more helpers than cores, they sleep between the parts of a step, and two threads are slower
-        than one. So nothing is loaded in the caller's thread.
+        OpenMP keeps helper threads for each thread that ever computed in parallel. With more
+        helpers than cores, the helpers sleep between the parts of a step, which makes two threads
+        slower than one. So the caller's thread must never compute, and the model is loaded in the
+        new thread.
 
         :raises EngineError: the model could not be loaded.
         """
         with import_lock:
-            from atts.local.builder import build_loop, set_threads  # imports torch
+            # this import is late because it imports torch
+            from atts.local.builder import build_loop, set_threads
 
         ready = Future[WorkerReady]()
         config = join_loops(config, self._share)
@@ -170,7 +173,7 @@ class ThreadWorker:
         return ready.result()
 
     def send(self, command: Command) -> None:
-        """Pass a command on without waiting."""
+        """Send a command to the loop without waiting."""
         _count_request(command, self._share)
         self._mailbox.put(command)
 
@@ -178,7 +181,7 @@ class ThreadWorker:
         self._mailbox.put(command)
 
     def close(self) -> None:
-        """End the loop and wait for its end. A second call has no effect."""
+        """End the loop, and wait until it has ended. A second call has no effect."""
         OPEN_LOOPS.leave(self._share)
         if self._thread is not None:
             self._mailbox.put(Close())
@@ -187,25 +190,25 @@ class ThreadWorker:
 
 
 class ProcessWorker:
-    """A worker that runs the loop in a process of its own. It shares no lock with the caller, so
-    two engines compute truly in parallel.
+    """A worker that runs the loop in a process of its own. It shares no interpreter lock with the
+    caller, so two engines really compute in parallel.
 
-    The process is a plain child with pipes. With `multiprocessing`, a user's script would need a
-    `__main__` guard.
+    The process is an ordinary child process with pipes, because with `multiprocessing` a user's
+    script would need a `__main__` guard.
     """
 
     in_loop = None
 
     def __init__(self) -> None:
-        """Start the child, which imports torch while the caller reads the tokenizer and the
+        """Start the child process, which imports torch while the caller reads the tokenizer and the
         configuration.
         """
         self._outbox = Mailbox()
         self._threads: list[threading.Thread] = []
         command = python_command("atts.local.child", str(os.getpid()))
         pipe = subprocess.PIPE
-        # The child has its own process group, so that Ctrl-C reaches only the caller, which may
-        # want to finish the calls in flight.
+        # The child has its own process group, so that Ctrl-C reaches only the caller. The caller
+        # may want to finish the calls in flight.
         process = subprocess.Popen(
             command,
             stdin=pipe,
@@ -247,12 +250,12 @@ class ProcessWorker:
         return answer
 
     def send(self, command: Command) -> None:
-        """Pass a command on without waiting."""
+        """Send a command to the loop without waiting."""
         _count_request(command, self._share)
         self._outbox.put(command)
 
     def close(self) -> None:
-        """End the loop and wait for its end. A second call has no effect."""
+        """End the loop, and wait until it has ended. A second call has no effect."""
         OPEN_LOOPS.leave(self._share)
         process = self._process
         self._process = None
@@ -260,7 +263,7 @@ class ProcessWorker:
             return
         if self._threads:
             self._outbox.put(Close())
-        else:  # the process has loaded no model, so it can be killed
+        else:  # the process has not loaded a model, so it can be killed
             _kill(process)
         self._end(process)
         for thread in self._threads:
@@ -289,29 +292,29 @@ class LoopWorker(Protocol):
 
     @property
     def in_loop(self) -> int | None:
-        """Count the requests in the loop, including those of other engines; None if the loop
-        belongs to one engine.
+        """Count the requests in the loop, including those of other engines; None if the loop serves
+        only one engine.
         """
         ...
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Load the model; reports are then delivered by another thread.
+        """Load the model. Later, another thread calls `deliver` with each report of the loop.
 
         :raises EngineError: the model could not be loaded.
         """
         ...
 
     def send(self, command: Command) -> None:
-        """Pass a command on without waiting."""
+        """Send a command to the loop without waiting."""
         ...
 
     def close(self) -> None:
-        """End the loop and wait for its end. A second call has no effect."""
+        """End the loop, and wait until it has ended. A second call has no effect."""
         ...
 
 
 def new_worker(kind: WorkerKind) -> LoopWorker:
-    """Return a worker of this kind, for one loop.
+    """Return a new worker of this kind, which can run one loop.
 
     :raises OSError: the system starts no process.
     """
@@ -349,7 +352,7 @@ def _hand_on(deliver: Deliver, send: Callable[[Command], None], report: LoopRepo
 
 
 def broken(error: BaseException) -> FailureReply:
-    """Return the failure that a step loop reports before it ends because of an unexpected error."""
+    """Return the failure to report when an unexpected error ends a step loop."""
     if isinstance(error, EngineError):
         return FailureReply.of(error)
     return FailureReply(
@@ -361,7 +364,9 @@ def broken(error: BaseException) -> FailureReply:
 
 
 def _write_commands(outbox: Mailbox, stream: IO[bytes]) -> None:
-    """Pass commands on until the last one; all that are queued are sent in one write."""
+    """Write commands to a stream, up to the command that closes the loop. All queued commands are
+    sent in one write.
+    """
     is_open = True
     while is_open:
         commands = outbox.take(wait=True)
@@ -370,12 +375,12 @@ def _write_commands(outbox: Mailbox, stream: IO[bytes]) -> None:
             write(stream, commands)
         except OSError:
             break  # the child has ended, and the thread that reads its reports will report this
-    with suppress(OSError):  # closing flushes, and the other end may be gone
+    with suppress(OSError):  # closing the stream flushes it, which fails if the child has ended
         stream.close()
 
 
 class _LastWords:
-    """A reader of the end of a process's standard error."""
+    """A reader that keeps the last bytes of a process's standard error."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._kept = b""
@@ -383,7 +388,7 @@ class _LastWords:
         self._thread.start()
 
     def wait(self) -> str:
-        """Return the last line of the output, once the process has ended."""
+        """Wait until the process has ended, and return the last line of its standard error."""
         self._thread.join(_CLOSE_SECONDS)
         lines = self._kept.decode("utf-8", "replace").strip().splitlines()
         return lines[-1].strip()[-_LAST_CHARACTERS:] if lines else ""
@@ -402,7 +407,7 @@ def _farewell(code: int, last_words: _LastWords) -> str:
 def _read_reports(
     process: subprocess.Popen[bytes], deliver: Deliver, last_words: _LastWords
 ) -> None:
-    assert process.stdout is not None, "the process must have a pipe for errors"
+    assert process.stdout is not None, "the process must have a pipe for its output"
     with process.stdout as stream:
         try:
             while True:
@@ -410,7 +415,9 @@ def _read_reports(
         except (EOFError, pickle.UnpicklingError):
             code = process.wait()
     advice = (
-        "A negative code is a signal; -9 is often the system running out of memory" if code else ""
+        "A negative exit code is the number of a signal; -9 often means that memory ran out"
+        if code
+        else ""
     )
     problem = (
         "it is closed"
@@ -421,6 +428,8 @@ def _read_reports(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a child that has not been waited for, and the compiler that it may have started."""
+    """Kill a child process, and the compiler that it may have started. The child must not have been
+    waited for.
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

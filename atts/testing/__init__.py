@@ -1,4 +1,4 @@
-"""Test tools that need no model: a scripted engine, virtual time, faults, fake servers, and the
+"""Test tools that need no real model: a scripted engine, virtual time, faults, fake servers, and a
 conformance suite for engines.
 """
 

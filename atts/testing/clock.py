@@ -1,4 +1,6 @@
-"""Virtual time: code that sleeps for hours runs in milliseconds, with its tasks in the same order."""
+"""Virtual time, in which code that sleeps for hours runs in milliseconds, with its tasks in the
+same order.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ def run_virtual(
 ) -> _Result:
     """Run an async function under virtual time and return what it returns.
 
-    `anyio.sleep`, `anyio.current_time`, deadlines and time-outs are virtual, from 0 on.
-    `time.monotonic` and the wall clock stay real. `patience_seconds` are the real seconds that
-    sockets have to answer before virtual time jumps.
+    `anyio.sleep`, `anyio.current_time`, deadlines and time-outs use virtual time, which begins at
+    0. `time.monotonic` and the wall clock stay real. `patience_seconds` is the real time for which
+    the loop waits for sockets before virtual time jumps.
 
     >>> async def nap() -> float:
     ...     await anyio.sleep(3600)
@@ -36,7 +38,7 @@ def run_virtual(
     >>> run_virtual(nap)
     3600.0
 
-    :raises BaseException: whatever the function raises.
+    :raises BaseException: any error that the function raises.
     """
     return anyio.run(
         function, *args, backend=backend, backend_options=virtual_options(backend, patience_seconds)
@@ -44,21 +46,24 @@ def run_virtual(
 
 
 def virtual_options(backend: Backend, patience_seconds: float = 0.0) -> dict[str, Any]:
-    """Return the `backend_options` that give one `anyio.run` or test runner virtual time."""
+    """Return `backend_options` with which one `anyio.run`, or one test runner, uses virtual
+    time.
+    """
     if backend == "asyncio":
         return {"use_uvloop": False, "loop_factory": lambda: VirtualLoop(patience_seconds)}
     clock = TrioClock(patience_seconds)
     return {"clock": clock, "instruments": [clock]}
 
 
-# Virtual time stops while any task can run. When every task waits, virtual time jumps to the next
-# timer. But while worker threads compute, the loop waits in real time, so that a timer comes before
-# a thread's result only if it would also do so in real time. Sockets and subprocesses are only
-# polled before each jump, so tests that use them must set `patience_seconds`.
+# Virtual time does not advance while any task can run. When every task waits, virtual time jumps to
+# the next timer. But while worker threads compute, the loop waits in real time. So a timer ends
+# before a thread's result arrives only if this would also happen in real time. By default, the loop
+# does not wait for sockets and subprocesses before it jumps, so tests that use them must set
+# `patience_seconds`.
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop that reads the time from its selector."""
+    """An asyncio loop with virtual time, which its selector keeps."""
 
     def __init__(self, patience_seconds: float = 0.0) -> None:
         self._executing: set[asyncio.Future[Any]] = set()
@@ -79,14 +84,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def has_threads(self) -> bool:
-        """Return whether the result of a worker thread is outstanding."""
+        """Return True if a worker thread has not delivered its result yet."""
         return bool(self._executing) or any(_owes(thread, self) for thread in threading.enumerate())
 
 
 def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
-    # anyio keeps all its worker threads in a set, and the idle ones in a queue too. A worker is idle
-    # once its last result has arrived. Both collections change in the loop's thread only, so a
-    # delivered result never counts as missing.
+    # anyio keeps all its worker threads in a set, and its idle worker threads also in a queue. A
+    # worker becomes idle when its result arrives in the loop. Both collections change only in the
+    # loop's thread, so a delivered result never counts as missing.
     workers = getattr(thread, "workers", ())
     idle = getattr(thread, "idle_workers", ())
     return getattr(thread, "loop", None) is loop and thread in workers and thread not in idle
@@ -103,8 +108,10 @@ class _JumpingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout <= 0:
-            return super().select(timeout)  # no timer to jump to: only real events can arrive
-        # Threads are counted before polling, because a thread that ends in between wakes the loop.
+            # there is no timer to which to jump, so only real events can arrive
+            return super().select(timeout)
+        # Threads are counted before the poll. A thread that ends after the count wakes the loop, so
+        # its result is not missed.
         wait = timeout if self._has_threads() else min(timeout, self._patience_seconds)
         ready = super().select(wait)
         if not ready:
@@ -113,15 +120,15 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class TrioClock:
-    """A trio clock and instrument that jumps to the next deadline when polling finds no event.
+    """A trio clock and instrument that jumps to the next deadline if there are no events.
 
-    trio's own `MockClock` does the same, but it does not wait for worker threads before it jumps.
+    The `MockClock` of trio does the same, but does not wait for worker threads before it jumps.
     """
 
     def __init__(self, patience_seconds: float = 0.0) -> None:
         self._now = 0.0
         self._patience_seconds = patience_seconds
-        # real time at which the current wait ends; None: there is no current wait
+        # real time at which the current wait ends; None if the loop is not waiting
         self._jump_at: float | None = None
 
     def start_clock(self) -> None:
@@ -132,7 +139,7 @@ class TrioClock:
         return self._now
 
     def before_task_step(self, task: object) -> None:
-        """End the current wait, because a task runs."""
+        """End the current wait, because a task is about to run."""
         self._jump_at = None
 
     def deadline_to_sleep_time(self, deadline: float) -> float:

@@ -1,4 +1,4 @@
-"""The conformance suite: checks of an engine's answers and of its behaviour under load."""
+"""The conformance suite, with checks of an engine's answers and of its behaviour under load."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ from atts.sampling import Seed
 _Result = TypeVar("_Result")
 PLAIN = Sampling()
 GREEDY = Sampling(temperature=0.0)
-LOOSE = Sampling(temperature=1.5)  # high, so that even a confident model draws several tokens
+# a high temperature, at which even a confident model draws different tokens
+LOOSE = Sampling(temperature=1.5)
 
 
 class Broken(Exception):
-    """A promise was not kept; the message is a line of the report."""
+    """An engine did not keep a promise; the message becomes a line of the report."""
 
 
 class NotApplicable(Exception):
@@ -43,21 +44,23 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """The sizes and time limits of a conformance check.
+    """The sizes and time limits of the conformance suite.
 
-    The defaults suit engines with some thousand tokens per second.
+    The defaults suit engines that write some thousand tokens per second.
 
     - `tolerance`: largest difference in nats between the log-probs of a token when it is sampled and
       when it is scored.
-    - `tie`: if the log-probs of the two best tokens differ by at most this, both count as greedy.
+    - `tie`: if the log-probs of the two best tokens differ by at most this number of nats, either
+      token counts as the greedy one.
     - `tokens`: token limit of ordinary requests.
-    - `long_tokens`: token limit of requests that are cancelled, or that reach the model's end.
-    - `draws`: number of single tokens that test the sampling distribution.
+    - `long_tokens`: token limit of requests that will be cancelled, or that should reach the
+      model's end token.
+    - `draws`: number of single tokens to draw for a test of the sampling distribution.
     - `timeout_seconds`: time limit of each check.
-    - `settle_seconds`: time limit for the engine to drop cancelled work.
-    - `boundary`: longest context that a check fills completely.
-    - `seeding`: "none" if the engine does not promise to reproduce seeds. Then greedy texts are
-      compared, up to ties.
+    - `settle_seconds`: time within which the engine must drop cancelled work.
+    - `boundary`: largest context length that a check fills completely.
+    - `seeding`: "none" if the engine does not promise to reproduce seeds. In this case the checks
+      compare only greedy texts, up to the first tie.
     - `skip`: names of checks to skip.
     """
 
@@ -83,7 +86,7 @@ Check = Callable[["Probe"], Awaitable[None]]
 _registered: dict[str, Check] = {}
 CHECKS: Mapping[str, Check] = MappingProxyType(_registered)
 """All checks by name, in the order in which they run. The first line of a check's docstring is the
-promise that it checks.
+promise that is checked.
 """
 
 
@@ -92,7 +95,7 @@ OPENING = "opening"
 
 
 def check(*needs: Need) -> Callable[[Check], Check]:
-    """Register a function as a check under its name.
+    """Register a function as a check, under the function's name.
 
     The check is skipped if the engine lacks one of the `needs`.
     """
@@ -110,7 +113,7 @@ def check(*needs: Need) -> Callable[[Check], Check]:
 
 
 class Probe:
-    """An open engine, and the requests that the checks send to it."""
+    """An open engine with helpers for the checks, which send requests to the engine."""
 
     def __init__(
         self, engine: Engine, options: CheckOptions, factory: Callable[[], Engine] | None = None
@@ -121,14 +124,14 @@ class Probe:
 
     @cached_property
     def prompts(self) -> tuple[TokenIds, ...]:
-        """Return the questions as the engine's tokenizer renders them."""
+        """Return the ids of the test questions, as the engine's tokenizer renders them."""
         return tuple(
             self.engine.tokenizer.render([Message("user", text)]) for text in self.options.questions
         )
 
     @property
     def prompt(self) -> TokenIds:
-        """Return the first of the prompts."""
+        """Return the ids of the first test question."""
         return self.prompts[0]
 
     def request(self, prompt: int = 0, seed: int = 0, sampling: Sampling = PLAIN) -> SampleRequest:
@@ -141,7 +144,7 @@ class Probe:
         return SampleRequest(self.prompts[prompt], self.options.tokens, sampling, name)
 
     def requests(self, seeds: int, sampling: Sampling = PLAIN) -> list[SampleRequest]:
-        """Return requests with several seeds for every prompt."""
+        """Return requests for every prompt, with this number of seeds for each."""
         return [
             self.request(p, seed, sampling)
             for p in range(len(self.prompts))
@@ -149,7 +152,9 @@ class Probe:
         ]
 
     def long(self, request: SampleRequest) -> SampleRequest:
-        """Return the same request with the largest token limit that options and context allow."""
+        """Return the request with a higher token limit: `long_tokens`, or less if the context is
+        too short.
+        """
         room = self.engine.spec.context_length - len(request.ids)
         return replace(request, max_tokens=min(self.options.long_tokens, room))
 
@@ -160,13 +165,15 @@ class Probe:
     async def score(
         self, prefix: TokenIds, suffix: TokenIds, rollout: str = ""
     ) -> tuple[float, ...]:
-        """Return log-probabilities; check that each token has one, and that none is NaN or positive."""
+        """Score a suffix; check that each token has a log-probability, and that none is NaN or
+        positive.
+        """
         logprobs = (await self.engine.score(ScoreRequest(prefix, suffix, rollout))).logprobs
         require(
             len(logprobs) == len(suffix),
             f"scoring {len(suffix)} tokens gave {len(logprobs)} log-probs",
         )
-        # The comparison is negated because it is false for NaN.
+        # The condition uses "not", because every comparison with NaN is false.
         wrong = [value for value in logprobs if not value <= 1e-6]
         require(not wrong, f"scored log-probs must be numbers and at most 0, got {wrong[:3]}")
         return logprobs
@@ -177,7 +184,7 @@ class Probe:
         return self.factory()
 
     def can(self, capability: Capability) -> bool:
-        """Return whether the engine's spec lists this capability."""
+        """Return True if the engine's spec lists this capability."""
         return capability in self.engine.spec.capabilities
 
     def need(self, *needs: Need) -> None:
@@ -189,11 +196,11 @@ class Probe:
             raise NotApplicable("the engine does not promise to reproduce seeds")
         if "factory" in needs and self.factory is None:
             raise NotApplicable(
-                "the check opens and closes an engine of its own: give a function that makes one"
+                "the check needs a second engine: pass a function that makes a new engine"
             )
 
     def require_close(self, what: str, ours: Iterable[float], theirs: Iterable[float]) -> None:
-        """Fail the check unless two series of log-probabilities agree position by position."""
+        """Fail the check unless two lists of log-probabilities agree at every position."""
         for position, (left, right) in enumerate(zip(ours, theirs, strict=True)):
             close = abs(left - right) <= self.options.tolerance
             require(
@@ -223,7 +230,7 @@ class Probe:
 
 
 def require(kept: bool, message: str) -> None:
-    """Fail the check unless a promise was kept."""
+    """Fail the check unless `kept` is true; the message says how the promise was broken."""
     if not kept:
         raise Broken(message)
 
@@ -249,13 +256,13 @@ async def refused(
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of equal leading ids of two sequences."""
+    """Return the number of ids at the start of two sequences that are equal."""
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def tail(ids: TokenIds, start: int) -> str:
-    """Return a few ids from a position on, for messages."""
+    """Return the ids from a position on as text for a message, which shows at most four ids."""
     more = ", ..." if len(ids) > start + 4 else ""
     return f"[{', '.join(str(index) for index in ids[start : start + 4])}{more}]"
 
@@ -275,7 +282,7 @@ _ASKED = {
 
 @check()
 async def check_opening(probe: Probe) -> None:
-    """The engine opens and closes; engine and tokenizer have all required members."""
+    """The engine opens and closes, and the engine and its tokenizer have all required members."""
     for whose, part in (("engine", probe.engine), ("tokenizer", probe.engine.tokenizer)):
         missing = [name for name in _ASKED[whose] if not hasattr(part, name)]
         require(
@@ -303,7 +310,9 @@ async def check_spec(probe: Probe) -> None:
 
 @check()
 async def check_tokenizer(probe: Probe) -> None:
-    """Encoding and decoding return the same text, and a rendered conversation has known ids only."""
+    """A text is the same after encoding and decoding, and a rendered conversation has known ids
+    only.
+    """
     tokenizer = probe.engine.tokenizer
     vocabulary = probe.engine.spec.vocabulary
     for text in _TEXTS:
@@ -327,7 +336,7 @@ async def check_tokenizer(probe: Probe) -> None:
 
 @check("sample")
 async def check_ids(probe: Probe) -> None:
-    """A completion has known ids, exactly their text, and a log-prob for each id or none at all."""
+    """A completion has known ids, the text of these ids, and a log-prob for each id or for none."""
     for request in probe.requests(1):
         written = await probe.engine.sample(request)
         _require_sound(probe, written)
@@ -376,7 +385,9 @@ async def check_length(probe: Probe) -> None:
 
 @check("sample")
 async def check_stop(probe: Probe) -> None:
-    """A text ends with the token that completes a stop string, even if the string spans tokens."""
+    """A text ends with the token that completes a stop string, even if the string spans two
+    tokens.
+    """
     stops = 0
     for request in (probe.request(0, 0, GREEDY), *probe.requests(1), *probe.requests(1, LOOSE)):
         free = await probe.engine.sample(request)
@@ -396,9 +407,10 @@ async def check_stop(probe: Probe) -> None:
 
 
 def _stops(probe: Probe, ids: TokenIds) -> list[tuple[str, str, int]]:
-    """Return stop strings, each with the number of tokens before the text must end.
+    """Return stop strings, each with its position in tokens and the number of tokens that the text
+    must then have.
 
-    One string spans two tokens, and one is the beginning of a longer token.
+    One stop string spans two tokens, and another one is the beginning of a longer token.
     """
     stops: dict[str, tuple[str, int]] = {}
     before = ""
@@ -418,7 +430,7 @@ def _stops(probe: Probe, ids: TokenIds) -> list[tuple[str, str, int]]:
 
 @check("sample")
 async def check_stop_ids(probe: Probe) -> None:
-    """A text ends with the stop id, which is part of its ids."""
+    """A text ends with the stop id, which is the last of the completion's ids."""
     for request in probe.requests(1):
         free = await probe.engine.sample(request)
         stop = free.ids[len(free.ids) // 2]
@@ -458,7 +470,9 @@ async def check_end(probe: Probe) -> None:
 
 @check("sample", "score")
 async def check_alignment(probe: Probe) -> None:
-    """Scoring a sampled text, whole or in parts, returns the log-probs of the sampling."""
+    """Scoring a sampled text, as a whole or in parts, returns the log-probs that sampling
+    returned.
+    """
     settings = (Sampling(), Sampling(temperature=0.7, top_p=0.9), GREEDY)
     for request in [
         replace(r, sampling=sampling) for sampling in settings for r in probe.requests(1)
@@ -476,7 +490,9 @@ async def check_alignment(probe: Probe) -> None:
 
 @check("sample", "score")
 async def check_improbable(probe: Probe) -> None:
-    """An improbable token scores lower than the greedy one, and changes no score before it."""
+    """An improbable token scores lower than the greedy token, and does not change earlier
+    scores.
+    """
     written = await probe.engine.sample(probe.request(0, 0, GREEDY))
     position = len(written.ids) // 2
     plain = await probe.score(probe.prompt, written.ids)
@@ -499,7 +515,8 @@ async def check_improbable(probe: Probe) -> None:
         lower += gain < -probe.options.tie
     require(
         lower > 0,
-        "eight arbitrary tokens do not score lower than the greedy one: is the correct position scored?",
+        "eight arbitrary tokens do not score lower than the greedy token: does the engine score the "
+        "correct position?",
     )
 
 
@@ -559,7 +576,7 @@ async def check_seeds(probe: Probe) -> None:
 
 @check("sample", "seeds")
 async def check_seed_fields(probe: Probe) -> None:
-    """Seeds that differ in any one field give different texts."""
+    """Seeds that differ in a single field give different texts."""
     base = probe.request(0, 0, LOOSE)
     changes: dict[str, list[Any]] = {
         "run": [1, 2, 3, 4], "problem": ["a", "b", "c", "d"], "sample": [1, 2, 3, 4], "turn": [1, 2, 3, 4],
@@ -571,7 +588,7 @@ async def check_seed_fields(probe: Probe) -> None:
         texts = {completion.ids for completion in await probe.sample_all(others)}
         require(
             texts != {first.ids},
-            f"four seeds that differ in {field!r} alone all give the same text",
+            f"four seeds that differ only in {field!r} all give the same text",
         )
 
 
@@ -579,7 +596,8 @@ async def check_seed_fields(probe: Probe) -> None:
 async def check_distribution(probe: Probe) -> None:
     """The frequency of a sampled token agrees with its log-prob, also at a low temperature."""
     written = await probe.engine.sample(probe.request(0, 1, GREEDY))
-    # A token with a log-prob near -0.5 tests the sampling best, because it is neither rare nor certain.
+    # A token with a log-prob near -0.5 is the best test of sampling, because it is neither rare nor
+    # certain.
     position = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5))
     ids = probe.prompt + written.ids[:position]
     token = written.ids[position]
@@ -592,7 +610,7 @@ async def check_distribution(probe: Probe) -> None:
             [((await probe.score(ids, (index,)))[0], index) for index in set(drawn)], reverse=True
         )
         if len(scores) < 2:
-            continue  # the second best token is so rare that no draw has it
+            continue  # the second best token is so rare that it was never drawn
         tied = scores[-1][0] >= scores[1][0] - probe.options.tie
         require(tied, f"top_k 2 drew {len(scores)} different tokens")
         lead = (scores[0][0] - scores[1][0]) / temperature
@@ -611,18 +629,22 @@ async def _draws(probe: Probe, ids: TokenIds, sampling: Sampling) -> list[int]:
 
 
 def _require_share(what: str, seen: int, draws: int, share: float) -> None:
-    slack = 4.5 * math.sqrt(share * (1 - share) / draws) + 1 / draws  # a false alarm in 10^5
+    # allows one false alarm in 10^5 checks
+    slack = 4.5 * math.sqrt(share * (1 - share) / draws) + 1 / draws
     require(
         abs(seen / draws - share) <= slack,
-        f"{what}: sampled in {seen} of {draws} draws, expected a share of {share:.3f}",
+        f"{what}: drawn {seen} times in {draws} draws, but its probability is {share:.3f}",
     )
 
 
 @check("sample")
 async def check_hints(probe: Probe) -> None:
-    """`rollout` and `priority` are hints: a wrong or missing one changes no answer."""
+    """`rollout` and `priority` are hints: a wrong hint or a missing hint does not change an
+    answer.
+    """
     honest = [await probe.engine.sample(request) for request in probe.requests(1)]
-    for number, request in enumerate(probe.requests(1)):  # unrelated texts under one rollout name
+    # requests for unrelated texts have the same rollout name
+    for number, request in enumerate(probe.requests(1)):
         hinted = await probe.engine.sample(replace(request, rollout="same", priority=3 - number))
         what = "a rollout hint of another text changed the answer"
         await probe.require_same(what, request, hinted.ids, honest[number].ids)
@@ -637,7 +659,9 @@ async def check_hints(probe: Probe) -> None:
 
 @check("sample", "score", "draw", "seeds")
 async def check_drawing(probe: Probe) -> None:
-    """Tokens drawn while a text is scored are the beginning of the answer, which can be continued."""
+    """Tokens drawn while scoring equal the beginning of the sampled answer, and can be
+    continued.
+    """
     for request in probe.requests(1, LOOSE):
         whole = await probe.engine.sample(request)
         other = await probe.engine.sample(replace(request, seed=replace(request.seed, attempt=1)))
@@ -650,7 +674,9 @@ async def check_drawing(probe: Probe) -> None:
         what = "tokens drawn while scoring differ from sampled ones"
         await probe.require_same(what, request, begun.ids, whole.ids[:same])
         plain = await probe.score(request.ids, mixed)
-        probe.require_close("scores change if tokens are drawn", scores.logprobs, plain)
+        probe.require_close(
+            "scores change if the request also draws tokens", scores.logprobs, plain
+        )
         if len(begun.ids) == len(whole.ids):
             require(
                 begun.ended == whole.ended,
@@ -676,7 +702,7 @@ async def check_drawing(probe: Probe) -> None:
 
 @check("score")
 async def check_score_company(probe: Probe) -> None:
-    """Scores do not depend on the requests that are scored at the same time."""
+    """Scores do not depend on other requests that are scored at the same time."""
     pairs = [(prompt, other[-8:]) for prompt in probe.prompts for other in probe.prompts]
     alone = [await probe.score(prefix, suffix) for prefix, suffix in pairs]
     together = await collect([partial(probe.score, prefix, suffix) for prefix, suffix in pairs])
@@ -686,7 +712,9 @@ async def check_score_company(probe: Probe) -> None:
 
 @check()
 async def check_context(probe: Probe) -> None:
-    """A request longer than the context raises ContextOverflow; one that just fits is served."""
+    """A request longer than the context raises ContextOverflow; a request of exactly this length
+    works.
+    """
     limit = probe.engine.spec.context_length
     full = (probe.prompt * (1 + limit // len(probe.prompt)))[:limit]
     if probe.can("sample"):
@@ -709,7 +737,7 @@ async def check_context(probe: Probe) -> None:
 
 @check()
 async def check_refusals(probe: Probe) -> None:
-    """Invalid requests raise UsageError, and none of them stays in flight."""
+    """Invalid requests raise UsageError, and none of them counts as in flight afterwards."""
     engine = probe.engine
     prompt = probe.prompt
     unknown = probe.engine.spec.vocabulary
@@ -739,12 +767,12 @@ async def check_refusals(probe: Probe) -> None:
                 f"scoring {what}", UsageError, partial(engine.score, ScoreRequest(prefix, suffix))
             )
     if engine.stats().in_flight:
-        fail(f"refused requests left {engine.stats().in_flight} in flight")
+        fail(f"after refused requests, {engine.stats().in_flight} requests are in flight")
 
 
 @check()
 async def check_capabilities(probe: Probe) -> None:
-    """A call that the spec does not list raises UnsupportedByEngine."""
+    """A call of a capability that the spec does not list raises UnsupportedByEngine."""
     engine = probe.engine
     missing = {"sample", "score"} - engine.spec.capabilities
     if not missing:
@@ -761,7 +789,7 @@ async def check_capabilities(probe: Probe) -> None:
 
 @check("sample")
 async def check_order(probe: Probe) -> None:
-    """More requests than the engine serves at once are all answered, each with its own answer."""
+    """If many requests are sent at once, each of them gets its own answer."""
     requests = [replace(r, max_tokens=4) for r in probe.requests(24, LOOSE)]
     answers = await probe.sample_all(requests)
     for number in range(0, len(requests), 11):
@@ -772,7 +800,9 @@ async def check_order(probe: Probe) -> None:
 
 @check()
 async def check_stats(probe: Probe) -> None:
-    """Counters never decrease, count answered requests and tokens, and end with none in flight."""
+    """Counters of requests and tokens are exact and never decrease, and none is in flight at the
+    end.
+    """
     engine = probe.engine
     before = engine.stats()
     require(before.in_flight == 0, f"{before.in_flight} requests in flight before the first one")
@@ -809,7 +839,7 @@ def _require_growth(before: EngineStats, after: EngineStats) -> None:
 
 @check("factory")
 async def check_closing(probe: Probe) -> None:
-    """An engine may be closed twice, and calls of a closed engine raise EngineUnavailable."""
+    """An engine may be closed twice, and calls to a closed engine raise EngineUnavailable."""
     engine = probe.new_engine()
     async with engine:
         await _use(engine, probe)
@@ -832,7 +862,9 @@ async def _use(engine: Engine, probe: Probe) -> None:
 
 @check("sample", "factory")
 async def check_isolation(probe: Probe) -> None:
-    """A second engine, its settings and its closing do not change the answers of the first."""
+    """Neither the calls nor the closing of a second engine change the answers of the first
+    engine.
+    """
     settings = (LOOSE, GREEDY, Sampling(temperature=0.3, top_k=2))
     requests = [request for sampling in settings for request in probe.requests(2, sampling)]
     requests = [replace(r, stop=("e",) * (number % 2)) for number, r in enumerate(requests)]
@@ -857,17 +889,17 @@ async def check_isolation(probe: Probe) -> None:
 
 @dataclass(slots=True)
 class _Cancelled:
-    """Counts of calls in the rounds of cancellation, summed."""
+    """Counts of calls, summed over all rounds of cancellation."""
 
-    calls: int = 0  # begun
-    returned: int = 0  # number of these that were answered
-    running: int = 0  # in flight, by the engine's own count, when they were cancelled
-    late: int = 0  # answered after they were cancelled
+    calls: int = 0  # number of calls that began
+    returned: int = 0  # number of calls that were answered
+    running: int = 0  # number of calls in flight at the cancellation, as the engine counts them
+    late: int = 0  # number of calls that were answered after the cancellation
 
 
 @check("sample")
 async def check_cancellation(probe: Probe) -> None:
-    """Cancelled calls end at once in every state, and free their place for the next request."""
+    """Cancelled calls end at once, whether queued or running, and later requests are served."""
     expected = await probe.engine.sample(probe.request())
     seen = _Cancelled()
     before = probe.engine.stats().cancelled
@@ -877,7 +909,8 @@ async def check_cancellation(probe: Probe) -> None:
         again = await probe.engine.sample(probe.request())
         what = f"the answer changed after {number + 1} rounds of cancellation"
         await probe.require_same(what, probe.request(), again.ids, expected.ids)
-    # Some answers may have been sent before the cancellation, but not all answers in every round.
+    # Some answers may have been on their way before the cancellation, but not all answers of all
+    # rounds.
     ignored = seen.running and seen.late >= seen.running
     require(
         not ignored,
@@ -892,7 +925,9 @@ async def check_cancellation(probe: Probe) -> None:
 
 
 async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
-    """Cancel many long requests after a delay: some are queued, some at work, some done."""
+    """Cancel many long requests after a delay, when some are queued, some are running, and some are
+    finished.
+    """
     requests = [
         replace(probe.long(request), rollout=str(request.seed)) for request in probe.requests(8)
     ]
@@ -913,7 +948,8 @@ async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
             for request in requests:
                 group.start_soon(one, request)
             await anyio.sleep(delay)
-            # Answers that arrive in the same pass of the event loop do not count as late.
+            # This checkpoint lets answers arrive that are already on their way, so that they do not
+            # count as late.
             await anyio.lowlevel.checkpoint()
             cancelled_at = anyio.current_time()
             seen.running += probe.engine.stats().in_flight
@@ -926,7 +962,7 @@ async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
 
 
 async def _settle(probe: Probe) -> None:
-    """Fail the check if anything stays in flight."""
+    """Fail the check if requests are still in flight after `settle_seconds`."""
     with anyio.move_on_after(probe.options.settle_seconds):
         while probe.engine.stats().in_flight:  # noqa: ASYNC110  # an engine has no event to wait for
             await anyio.sleep(0.005)
@@ -956,7 +992,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """The results of all checks, in order; prints as a list."""
+    """The results of all checks, in the order of the checks; `str` returns them as a list."""
 
     engine: str
     results: tuple[CheckResult, ...]
@@ -967,7 +1003,7 @@ class ConformanceReport:
         return tuple(result for result in self.results if result.status == "broken")
 
     def listed(self, results: Iterable[CheckResult]) -> str:
-        """Return some of the results as text, under a headline."""
+        """Return these results as text, under a headline."""
         headline = (
             f"engine {self.engine}: {len(self.broken)} of {len(self.results)} promises broken"
         )
@@ -987,16 +1023,17 @@ async def check_engine(
 
     An engine that cannot be opened is reported too.
 
-    Pass a function that makes a new, unopened engine at each call, if you can: then closing and
-    isolation are checked too, and an engine that broke a promise is replaced. An engine that is
-    already open stays open.
+    If you can, pass a function that makes a new, unopened engine at each call. In this case closing
+    and isolation are checked too, and an engine that broke a promise is replaced. If you pass an
+    open engine, it stays open.
 
     >>> from atts.testing import ScriptedEngine, run_virtual
     >>> report = run_virtual(check_engine, ScriptedEngine)
     >>> len(report.broken)
     0
 
-    :raises CheckFailed: promises were broken, which the message lists; not with `broken="report"`.
+    :raises CheckFailed: promises were broken, and `broken` is "raise"; the message lists these
+        promises.
     :raises OptionError: `options.skip` names a check that does not exist.
     """
     for name in options.skip:
@@ -1022,7 +1059,9 @@ async def _check_all(
                 while remaining:
                     results.append(await _run(remaining.pop(0), probe))
                     if factory and results[-1].status == "broken":
-                        break  # the broken state of this engine must not fail later checks too
+                        # a new engine is opened, because the state of this engine could make later
+                        # checks fail
+                        break
                 name = opened.spec.name
         except Exception as error:  # noqa: BLE001  # as in `_run`
             results.append(
@@ -1030,7 +1069,11 @@ async def _check_all(
             )
         if any(result.check == OPENING and result.status == "broken" for result in results):
             results += [
-                CheckResult(each, "skipped", "the engine does not open, or lacks required members")
+                CheckResult(
+                    each,
+                    "skipped",
+                    "not checked, because the engine does not open or lacks required members",
+                )
                 for each in remaining
             ]
             break

@@ -310,9 +310,7 @@ async def check_spec(probe: Probe) -> None:
 
 @check()
 async def check_tokenizer(probe: Probe) -> None:
-    """A text is the same after encoding and decoding, and a rendered conversation has known ids
-    only.
-    """
+    """Decoding returns the encoded text, and a rendered conversation has only known ids."""
     tokenizer = probe.engine.tokenizer
     vocabulary = probe.engine.spec.vocabulary
     for text in _TEXTS:
@@ -385,9 +383,7 @@ async def check_length(probe: Probe) -> None:
 
 @check("sample")
 async def check_stop(probe: Probe) -> None:
-    """A text ends with the token that completes a stop string, even if the string spans two
-    tokens.
-    """
+    """A text ends with the token that completes a stop string; the string may span two tokens."""
     stops = 0
     for request in (probe.request(0, 0, GREEDY), *probe.requests(1), *probe.requests(1, LOOSE)):
         free = await probe.engine.sample(request)
@@ -470,9 +466,7 @@ async def check_end(probe: Probe) -> None:
 
 @check("sample", "score")
 async def check_alignment(probe: Probe) -> None:
-    """Scoring a sampled text, as a whole or in parts, returns the log-probs that sampling
-    returned.
-    """
+    """Scoring a sampled text, whole or in parts, returns the same log-probs as sampling."""
     settings = (Sampling(), Sampling(temperature=0.7, top_p=0.9), GREEDY)
     for request in [
         replace(r, sampling=sampling) for sampling in settings for r in probe.requests(1)
@@ -490,9 +484,7 @@ async def check_alignment(probe: Probe) -> None:
 
 @check("sample", "score")
 async def check_improbable(probe: Probe) -> None:
-    """An improbable token scores lower than the greedy token, and does not change earlier
-    scores.
-    """
+    """An improbable token scores lower than the greedy token, and earlier scores stay the same."""
     written = await probe.engine.sample(probe.request(0, 0, GREEDY))
     position = len(written.ids) // 2
     plain = await probe.score(probe.prompt, written.ids)
@@ -515,8 +507,8 @@ async def check_improbable(probe: Probe) -> None:
         lower += gain < -probe.options.tie
     require(
         lower > 0,
-        "eight arbitrary tokens do not score lower than the greedy token: does the engine score the "
-        "correct position?",
+        "eight arbitrary tokens do not score lower than the greedy token: does the engine score "
+        "the correct position?",
     )
 
 
@@ -639,9 +631,7 @@ def _require_share(what: str, seen: int, draws: int, share: float) -> None:
 
 @check("sample")
 async def check_hints(probe: Probe) -> None:
-    """`rollout` and `priority` are hints: a wrong hint or a missing hint does not change an
-    answer.
-    """
+    """`rollout` and `priority` are only hints: wrong or missing hints change no answer."""
     honest = [await probe.engine.sample(request) for request in probe.requests(1)]
     # requests for unrelated texts have the same rollout name
     for number, request in enumerate(probe.requests(1)):
@@ -659,9 +649,7 @@ async def check_hints(probe: Probe) -> None:
 
 @check("sample", "score", "draw", "seeds")
 async def check_drawing(probe: Probe) -> None:
-    """Tokens drawn while scoring equal the beginning of the sampled answer, and can be
-    continued.
-    """
+    """Tokens drawn while scoring are the beginning of the sampled answer, and can be continued."""
     for request in probe.requests(1, LOOSE):
         whole = await probe.engine.sample(request)
         other = await probe.engine.sample(replace(request, seed=replace(request.seed, attempt=1)))
@@ -712,9 +700,7 @@ async def check_score_company(probe: Probe) -> None:
 
 @check()
 async def check_context(probe: Probe) -> None:
-    """A request longer than the context raises ContextOverflow; a request of exactly this length
-    works.
-    """
+    """A request that exceeds the context raises ContextOverflow; a request that fits works."""
     limit = probe.engine.spec.context_length
     full = (probe.prompt * (1 + limit // len(probe.prompt)))[:limit]
     if probe.can("sample"):
@@ -800,9 +786,7 @@ async def check_order(probe: Probe) -> None:
 
 @check()
 async def check_stats(probe: Probe) -> None:
-    """Counters of requests and tokens are exact and never decrease, and none is in flight at the
-    end.
-    """
+    """Counters are exact and never decrease, and at the end no request is in flight."""
     engine = probe.engine
     before = engine.stats()
     require(before.in_flight == 0, f"{before.in_flight} requests in flight before the first one")
@@ -862,9 +846,7 @@ async def _use(engine: Engine, probe: Probe) -> None:
 
 @check("sample", "factory")
 async def check_isolation(probe: Probe) -> None:
-    """Neither the calls nor the closing of a second engine change the answers of the first
-    engine.
-    """
+    """Calls and the closing of a second engine do not change the answers of the first."""
     settings = (LOOSE, GREEDY, Sampling(temperature=0.3, top_k=2))
     requests = [request for sampling in settings for request in probe.requests(2, sampling)]
     requests = [replace(r, stop=("e",) * (number % 2)) for number, r in enumerate(requests)]

@@ -1,7 +1,8 @@
-"""A scripted engine: the toy language model with queues, latencies, faults and cancellations.
+"""A scripted engine, which runs the toy language model with queues, latencies, faults and
+cancellations.
 
-The first part defines the faults: calls that fail, hang or return impossible answers. A seed decides
-which calls have a fault.
+The first part of the file defines faults: calls that fail, hang or return impossible answers. A
+seed decides which calls have a fault.
 """
 
 from __future__ import annotations
@@ -33,23 +34,26 @@ from atts.testing.toy_model import (
 FaultKind = Literal[
     "refused", "slow", "dropped", "timeout", "wrong_length", "nan", "empty", "hang", "wrong_ids"
 ]
-"""Kinds of faults.
+"""Kinds of faults of an engine.
 
-refused: the call fails at once. slow: the answer is late. dropped: the connection breaks while the
-answer arrives. timeout: the call fails after a wait. hang: the answer never arrives.
+refused: the call fails at once. slow: the answer comes after a delay. dropped: the connection
+breaks while the answer arrives. timeout: the call fails after a delay. hang: the answer never
+arrives.
 
-The other kinds are impossible answers. wrong_length: one log-prob is missing. nan: a log-prob is
-NaN. empty: the answer has no tokens. wrong_ids: an id is outside the vocabulary; a score has no ids,
-so a log-prob is positive instead.
+The other kinds return impossible answers. wrong_length: one log-prob is missing. nan: a log-prob is
+NaN. empty: the answer has no tokens. wrong_ids: an id is outside the vocabulary; the answer to a
+scoring call has no ids, so a log-prob is positive instead.
 """
-_REMEMBERED = 4096  # most scores whose attempts are counted; few suffice because retries come soon
+# largest number of scoring calls whose attempts are counted; older ones are not retried any more
+_REMEMBERED = 4096
 _Kind = TypeVar("_Kind", bound=str)
 
 
 def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> None:
-    """Refuse unknown kinds of faults, and shares that are not probabilities.
+    """Check that all kinds of faults are known, and that their shares are probabilities.
 
-    :raises OptionError: an unknown kind, or shares that are not probabilities or sum to more than 1.
+    :raises OptionError: a kind is unknown, or the shares are not probabilities or sum to more than
+        1.
     """
     for kind in shares:
         if kind not in kinds:
@@ -64,7 +68,9 @@ def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> Non
 
 
 def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
-    """Return the kind of fault that a uniform random number selects, or None for no fault."""
+    """Return the kind of fault that a uniform random number selects; None if the call has no
+    fault.
+    """
     for kind, share in shares.items():
         uniform -= share
         if uniform < 0:
@@ -74,14 +80,17 @@ def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The faults of an engine: the share of calls with each kind, and calls with a fixed fault.
+    """The faults of an engine: the share of calls with each kind of fault, and single calls with a
+    given fault.
 
-    `calls` maps call numbers, from 0 in order of arrival, to their faults, and overrides `shares`.
-    With `shares`, the request (seed, ids, rollout) decides its fault, so the same requests fail in
-    any order. A retry gets another draw: a sample by the attempt in its seed, a score by the number
-    of earlier calls. `delay_seconds` is the delay of the kinds slow, dropped and timeout.
+    `calls` maps the numbers of calls (from 0, in order of arrival) to their faults, and overrides
+    `shares`. With `shares`, a request's seed, ids and rollout decide its fault, so the same
+    requests fail in any order of calls. A retry gets a new draw, from the attempt in a sample's
+    seed, or from the number of earlier calls for a score. `delay_seconds` is the delay of the kinds
+    slow, dropped and timeout.
 
-    :raises OptionError: an unknown kind, or shares that are not probabilities or sum to more than 1.
+    :raises OptionError: a kind is unknown, or the shares are not probabilities or sum to more than
+        1.
     """
 
     shares: Mapping[FaultKind, float] = field(default_factory=dict[FaultKind, float])
@@ -100,7 +109,9 @@ NO_FAULTS = Faults()
 
 
 class FaultSchedule:
-    """The faults of one engine while it is open: counts the calls, and decides the fault of each."""
+    """The schedule of an open engine's faults, which counts the calls and decides the fault of
+    each.
+    """
 
     def __init__(self, faults: Faults, engine: str) -> None:
         self._faults = faults
@@ -109,7 +120,7 @@ class FaultSchedule:
         self._asked: Recent[tuple[str, int, int], int] = Recent(_REMEMBERED)
 
     def pick(self, request: SampleRequest | ScoreRequest) -> FaultKind | None:
-        """Return the fault of this call, if it has one."""
+        """Return the kind of fault of this call; None if it has no fault."""
         faults = self._faults
         number = self._calls
         self._calls += 1
@@ -128,7 +139,8 @@ class FaultSchedule:
             return replace(
                 seed, purpose=f"fault {self._faults.seed} {seed.purpose} {hash(request.ids)}"
             )
-        # Python hashes tuples of ints equally in every process, so the draw is reproducible.
+        # Python hashes tuples of ints equally in every process, so a request's fault is
+        # reproducible.
         key = (
             request.rollout,
             hash(request.prefix),
@@ -138,10 +150,10 @@ class FaultSchedule:
         return Seed(run=self._faults.seed, problem=repr(key), attempt=attempt, purpose="fault")
 
     async def before(self, kind: FaultKind | None) -> None:
-        """Fail, wait or hang before the answer is computed, if the fault says so.
+        """Fail, wait or hang before the answer is computed, if this is the fault of the call.
 
-        :raises EngineUnavailable: refused or dropped.
-        :raises EngineTimeout: timed out.
+        :raises EngineUnavailable: the kind is refused or dropped.
+        :raises EngineTimeout: the kind is timeout.
         """
         if kind == "refused":
             raise EngineUnavailable(self._engine, "the call was refused", "Try again later")
@@ -160,7 +172,7 @@ class FaultSchedule:
 
 
 def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
-    """Return the answer with a fault of this kind built in."""
+    """Return an answer with this kind of fault; other kinds leave the answer unchanged."""
     logprobs: tuple[float, ...] = answer.logprobs
     if kind == "wrong_length":
         return replace(answer, logprobs=logprobs[:-1])
@@ -190,7 +202,7 @@ class FaultyEngine(EngineAround):
     async def around(
         self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Return the inner engine's answer, with the fault of this call."""
+        """Return the inner engine's answer with the fault that this call has, if any."""
         if self._schedule is None:
             raise UsageError("a faulty engine must be opened with `async with` before it is called")
         kind = self._schedule.pick(request)
@@ -209,10 +221,11 @@ _Answer = TypeVar("_Answer", Completion, Scores)
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The seconds that a request occupies its slot. The seconds are virtual under `run_virtual`.
+    """The number of seconds for which a request occupies its slot; these are virtual seconds under
+    `run_virtual`.
 
-    Each request's time is multiplied by a log-normal factor. `jitter` is the standard deviation of
-    the factor's logarithm; the request and `seed` decide the factor.
+    Each request's seconds are multiplied by a log-normal factor. `jitter` is the standard deviation
+    of the factor's logarithm. The request and `seed` decide the factor, so it is reproducible.
     """
 
     per_sample: float = 0.0
@@ -224,7 +237,7 @@ class Latency:
     seed: int = 0
 
     def spread(self, key: Seed) -> float:
-        """Return the random factor of one request's time."""
+        """Return the random factor by which a request's seconds are multiplied."""
         if not self.jitter:
             return 1.0
         first = (key.key() % 2**64 + 0.5) / 2**64
@@ -238,10 +251,11 @@ NO_LATENCY = Latency()
 
 @dataclass(frozen=True, slots=True)
 class ScoreDrift:
-    """A change of scores: log-probabilities are multiplied by `factor`; above 1, perplexity rises.
+    """A drift of the scores: log-probabilities are multiplied by `factor`; a factor above 1 raises
+    the perplexity.
 
-    With `when` "calls", the change begins after `after` score calls. With "steps", it concerns the
-    rollouts with at least `after` steps before the scored suffix.
+    With `when` "calls", the change begins after `after` score calls. With "steps", only rollouts
+    with at least `after` steps before the scored suffix change.
     """
 
     after: int = 0
@@ -257,10 +271,10 @@ NO_DRIFT = ScoreDrift()
 
 
 class ScriptedEngine(BaseEngine):
-    """A toy model as an engine: reproducible by seeds, with exact log-probabilities.
+    """An engine that runs a toy model, with reproducible seeds and exact log-probabilities.
 
-    The arguments add latency, a queue, faults and drift. Without latency, a call only yields to
-    other tasks once. With `concurrency` None there is no queue.
+    The arguments add latency, a queue, faults and drift. Without latency, a call takes no time, but
+    lets other tasks run once. If `concurrency` is None, there is no queue.
 
     >>> from atts.core import Message
     >>> from atts.testing.clock import run_virtual
@@ -271,7 +285,7 @@ class ScriptedEngine(BaseEngine):
     >>> run_virtual(main).split()[-1]
     '\\\\boxed{5}'
 
-    :raises OptionError: an unknown role or an impossible number of slots.
+    :raises OptionError: the role is unknown, or `concurrency` is below 1.
     """
 
     def __init__(
@@ -291,7 +305,8 @@ class ScriptedEngine(BaseEngine):
             raise OptionError("role", f"{role!r} is unknown", ("draft", "target"))
         if concurrency is not None and concurrency < 1:
             raise OptionError(
-                "concurrency", f"{concurrency} slots serve no request; expected at least 1, or None"
+                "concurrency",
+                f"{concurrency} slots cannot serve a request; expected at least 1, or None",
             )
         super().__init__(role)
         self._model = model or ToyModel(DRAFT if role == "draft" else TARGET, ToyTokenizer())
@@ -319,7 +334,9 @@ class ScriptedEngine(BaseEngine):
     async def _serve(
         self, request: _Request, work: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Queue for a slot, do the work, and return the answer with the fault of this call."""
+        """Wait for a slot, compute the answer, and return it with the fault that this call has, if
+        any.
+        """
         fault = self._faults.pick(request)
         asked = self._clock()
         if not self._slots.take_nowait():
@@ -359,7 +376,8 @@ class ScriptedEngine(BaseEngine):
         scored = len(request.suffix)
         times = self._latency
         seconds = times.per_score + times.scored_token * scored + times.prefilled_token * prefilled
-        # Python hashes tuples of ints equally in every process, so the time is reproducible.
+        # Python hashes tuples of ints equally in every process, so a request's latency is
+        # reproducible.
         name = f"{hash(request.prefix)} {hash(request.suffix)}"
         await self._wait(seconds, Seed(run=times.seed, problem=name, purpose="latency"))
         self._cache.keep(request.rollout, request.prefix + request.suffix)
@@ -389,7 +407,9 @@ class ScriptedEngine(BaseEngine):
 def _spec_of(
     role: Role, model: ToyModel, context_length: int, capabilities: frozenset[Capability]
 ) -> EngineSpec:
-    """Return the spec of an engine on a toy model. The model's name depends on its skill."""
+    """Return the spec of an engine that runs this toy model. The name of the model depends on its
+    skill.
+    """
     return EngineSpec(
         name=role,
         model=f"toy {blake2b(repr(model.skill).encode(), digest_size=6).hexdigest()}",

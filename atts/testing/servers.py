@@ -1,9 +1,9 @@
-"""HTTP servers for tests: each serves any engine in the dialect of a known server, and fails on
-demand.
+"""HTTP servers for tests, which serve any engine in the dialect of a known server, and can simulate
+faults.
 
-The server and its parts come first. Then each dialect has a section with its routes: the chat API,
-llama.cpp, Ollama, SGLang (after the sources of 0.5.23) and vLLM (after the sources of 0.33). The
-last section is a server of reward models.
+The first part of the file is the server. Then each dialect has a section with its routes: the chat
+API, llama.cpp, Ollama, SGLang and vLLM. The routes of SGLang and vLLM follow the sources of SGLang
+0.5.23 and vLLM 0.33. The last section is a server of reward models.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ ServerFault = Literal[
 ]
 """Kinds of faults of a server.
 
-429 and 500: the reply has this status. wrong_ids, nan and hang are as in `FaultKind`. refused: the
-server breaks the connection before it reads the request. reset: the connection breaks during the
-reply. truncated: the reply is half of its JSON. slow_loris: the reply has one byte per second.
+429 and 500: the reply has this HTTP status. wrong_ids, nan and hang: as in `FaultKind`. refused:
+the server breaks the connection before it reads the request. reset: the connection breaks during
+the reply. truncated: the reply is only the first half of its JSON. slow_loris: the server sends one
+byte of the reply per second.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFaults:
-    """The share of failing calls by kind of fault. A seeded generator draws the fault of each call
-    for tokens or scores.
+    """The faults of a server: the share of calls with each kind of fault. For each call that
+    requests tokens or scores, a seeded generator draws the fault.
 
-    :raises OptionError: an unknown kind, or shares that are not probabilities or sum to more than 1.
+    :raises OptionError: a kind is unknown, or the shares are not probabilities or sum to more than
+        1.
     """
 
     shares: Mapping[ServerFault, float] = field(default_factory=dict[ServerFault, float])
     seed: int = 0
-    retry_after: str = "0"  # the header Retry-After of a reply with status 429
+    retry_after: str = "0"  # the value of the header Retry-After in replies with status 429
 
     def __post_init__(self) -> None:
         check_shares(self.shares, get_args(ServerFault))
@@ -68,32 +70,36 @@ class ServerFaults:
 
 @dataclass(frozen=True, slots=True)
 class ServerQuirks:
-    """Settings of a server that change what a client sees.
+    """Settings of a test server that change its behaviour.
 
-    - `cached_scores`: "on" opens vLLM's route that scores from the cache (--enable-scale-out).
-      "refused" opens the route too, but refuses the fields that scoring needs, as vLLM does on CPUs.
-    - `logprobs`: "processed" gives sampled log-probs after temperature. This is SGLang's default,
-      and an option of vLLM (--logprobs-mode).
+    - `cached_scores`: "on" opens vLLM's route that scores tokens after a cached prefix
+      (--enable-scale-out). "refused" opens the route too, but refuses requests with the fields that
+      scoring needs, as vLLM does on CPUs. "off" closes the route.
+    - `logprobs`: "processed" returns log-probs after temperature for sampled tokens. This is
+      SGLang's default, and an option of vLLM (--logprobs-mode).
     - `disconnect`: "ignore" continues a request after its client has disconnected, as some releases
-      did.
+      did; "abort" ends it.
     - `scoring`: "ignored" accepts a scoring request but answers without scores, as llama.cpp and
       `transformers serve` do.
-    - `version`: the version that the server reports; "" is a version that fits the dialect.
-    - `speculation`: the server reports speculation unless this is "off". "hot" writes garbage at
-      temperatures above 0, as a vLLM for CPUs did. "greedy" writes garbage at temperature 0.
-      "lossless" changes no text. A request for one token is never speculated.
-    - `acceptance`: for each position, the probability that its token is accepted if all before it
-      were; the counters of a vLLM server follow these probabilities.
-    - `prefill`: when a chat API continues a last assistant message. "continue": if vLLM's two flags
-      are set; "prefix": if the message has a mark; "trailing": always; "closed": never, and the
-      message becomes a user's. "closed" and "prefix" also refuse fields unknown to hosted models.
-    - `ratings`: "off" refuses to report likely tokens.
-    - `reasoning`: unless "off", the text before the answer is removed from the content. It is sent
-      in the field of this name (Ollama always calls it "thinking"). "hidden" sends it nowhere, as
-      OpenAI does, and accepts temperature 1 only.
-    - `thinking`: vLLM's treatment of a thinking budget. "closed" ends the think block, "ignored"
-      ignores the budget as with some kinds of speculation, and "refused" refuses the request, as
-      without --reasoning-parser.
+    - `version`: the version that the server reports; with "", the server reports a suitable
+      version.
+    - `speculation`: unless this is "off", the server reports that it speculates. "hot" writes
+      garbage at temperatures above 0, as a vLLM for CPUs did. "greedy" writes garbage at
+      temperature 0. "lossless" does not change texts. Requests for a single token are served
+      without speculation.
+    - `acceptance`: for each position in a proposal, the probability that its token is accepted if
+      all earlier tokens were accepted. The counters of a vLLM server follow these probabilities.
+    - `prefill`: when a chat API continues a last message of the assistant. "continue": if the
+      request has vLLM's two flags. "prefix": if the message has the field "prefix". "trailing":
+      always. "closed": never. If the message is not continued, it becomes a message of the user.
+      "closed" and "prefix" also refuse fields that hosted servers do not know.
+    - `ratings`: "off" refuses requests for the likeliest tokens.
+    - `reasoning`: unless this is "off", the text before the answer is not in the reply's content,
+      but in the field with this name (in Ollama, the field is always "thinking"). With "hidden",
+      the reply does not contain this text, as with OpenAI, and only temperature 1 is accepted.
+    - `thinking`: how vLLM treats a thinking budget. "closed" ends the think block when the budget
+      is used up. "ignored" ignores the budget, as vLLM does with some kinds of speculation.
+      "refused" refuses the request, as vLLM does without --reasoning-parser.
     """
 
     cached_scores: Literal["on", "refused", "off"] = "on"
@@ -109,9 +115,11 @@ class ServerQuirks:
     thinking: Literal["closed", "ignored", "refused"] = "closed"
 
     def written(self, request: SampleRequest) -> SampleRequest:
-        """Return the request to execute; broken speculation samples at temperature 8."""
+        """Return the request to execute; to write garbage, broken speculation samples at
+        temperature 8.
+        """
         broken = "hot" if request.sampling.temperature else "greedy"
-        # A request for one token is never speculated.
+        # A request for a single token is served without speculation.
         if self.speculation == broken and request.max_tokens > 1:
             return replace(request, sampling=Sampling(8.0))
         return request
@@ -122,7 +130,7 @@ PLAIN_SERVER = ServerQuirks()
 
 
 class BlockCache:
-    """The prefixes that a server has computed, in blocks of tokens.
+    """A cache of the prefixes that a server has computed, in blocks of tokens.
 
     The last block of a prompt is always computed again, even if it is cached.
     """
@@ -131,7 +139,7 @@ class BlockCache:
         self._known: set[int] = set()
 
     def hit(self, ids: TokenIds) -> int:
-        """Return the number of leading ids that are cached."""
+        """Return the number of ids at the start that are cached."""
         count = 0
         while count + _BLOCK < len(ids) and hash(ids[: count + _BLOCK]) in self._known:
             count += _BLOCK
@@ -143,7 +151,7 @@ class BlockCache:
 
 
 class Refusal(Exception):
-    """Refusal of a request, with a status and a message."""
+    """A server refuses a request; the error has the HTTP status and the message."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -151,7 +159,7 @@ class Refusal(Exception):
 
 
 class Aborted(Refusal):
-    """Abort of a request while the engine works on it."""
+    """A request was aborted while the engine worked on it."""
 
     def __init__(self) -> None:
         super().__init__(499, "aborted")
@@ -159,14 +167,18 @@ class Aborted(Refusal):
 
 @dataclass(slots=True)
 class DraftCounter:
-    """Counts the tokens that a speculating server proposed, and the accepted ones by position."""
+    """Counts of proposed tokens, and of accepted tokens by position, on a server that
+    speculates.
+    """
 
     rounds: int = 0
     proposed: int = 0
     accepted: list[int] = field(default_factory=list[int])
 
     def write(self, done: Completion, acceptance: tuple[float, ...]) -> None:
-        """Simulate and count the rounds that wrote a text, with the acceptance of each position."""
+        """Simulate the rounds of speculation that wrote a text, and count their tokens.
+        `acceptance` has the probability of each position.
+        """
         random_draw = random.Random(hash(done.ids))
         self.accepted = self.accepted or [0] * len(acceptance)
         left = len(done.ids)
@@ -183,7 +195,7 @@ class DraftCounter:
 
 @dataclass(slots=True)
 class ServerState:
-    """The engine of a server, with its running requests, its cache and its quirks."""
+    """The state of a server: its engine, running requests, cache and quirks."""
 
     engine: Engine
     model: str
@@ -199,7 +211,9 @@ class ServerState:
         return self.engine.spec.context_length
 
     def abort(self, rid: str, match: Literal["exact", "prefix"] = "exact") -> None:
-        """Cancel the request with this id, or with `match` "prefix" all whose id begins with it."""
+        """Cancel the request with this id; with `match` "prefix", cancel all requests whose id
+        begins with it.
+        """
         for name in list(self.jobs):
             if name == rid or (match == "prefix" and name.startswith(rid)):
                 self.jobs[name].cancel()
@@ -207,7 +221,9 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class ServerCall:
-    """One call of a route: the server's state, the body and headers sent, and the fault to simulate."""
+    """A call of a route: the server's state, the request's body and headers, and the fault to
+    simulate.
+    """
 
     state: ServerState
     body: Mapping[str, Any]
@@ -217,9 +233,10 @@ class ServerCall:
     async def sample(
         self, request: SampleRequest, rid: str = "", *, spoil: bool = True
     ) -> Completion:
-        """Return a completion with the fault of this call and the number of cached tokens.
+        """Compute a completion, and return it with the number of cached tokens and, unless `spoil`
+        is false, the fault of this call.
 
-        :raises Aborted: the request was aborted before it was done.
+        :raises Aborted: the request was aborted before it was finished.
         """
         state = self.state
         done = await self._job(
@@ -233,9 +250,10 @@ class ServerCall:
         return replace(done, cached_tokens=cached)
 
     async def score(self, ids: TokenIds, start: int, rid: str = "") -> tuple[TokenIds, Scores]:
-        """Return the ids from `start` on and their scores, with the fault of this call.
+        """Score the ids from `start` on, and return these ids and their scores with the fault of
+        this call.
 
-        :raises Aborted: the request was aborted before it was done.
+        :raises Aborted: the request was aborted before it was finished.
         """
         request = ScoreRequest(ids[:start], ids[start:])
         scores = await self._job(
@@ -260,9 +278,9 @@ class ServerCall:
         return done[0]
 
     def check_model(self) -> None:
-        """Check that the call names this server's model.
+        """Check that the call requests this server's model.
 
-        :raises Refusal: the call names another model.
+        :raises Refusal: the call requests another model.
         """
         if self.body.get("model") != self.state.model:
             raise Refusal(
@@ -274,7 +292,7 @@ class ServerCall:
     def check_room(self, ids: TokenIds, limit: int) -> None:
         """Check that the prompt and the requested tokens fit into the context.
 
-        :raises Refusal: prompt and tokens do not fit.
+        :raises Refusal: they do not fit into the context.
         """
         most = self.state.context_length
         wanted = len(ids) + limit
@@ -283,13 +301,17 @@ class ServerCall:
             raise Refusal(400, words)
 
     def model_row(self, owner: str) -> dict[str, Any]:
-        """Return the entry of /v1/models for the model, with its context length."""
+        """Return the entry for the server's model in the reply of /v1/models, with the model's
+        context length.
+        """
         model = self.state.model
         row = {"id": model, "object": "model", "owned_by": owner, "root": model, "parent": None}
         return row | {"max_model_len": self.state.context_length}
 
     def tokens(self, name: str) -> dict[str, Any]:
-        """Return the reply of /tokenize: the ids of the text in this field of the request."""
+        """Return the reply of /tokenize; `name` is the field of the request that contains the
+        text.
+        """
         tokens = self.state.engine.tokenizer.encode(self.body[name])
         return {"tokens": tokens, "count": len(tokens)}
 
@@ -301,8 +323,8 @@ class ServerCall:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The paths of a dialect. Faults affect `work`, the requests for tokens or scores, but not
-    `questions` about the server.
+    """The routes of a dialect, by path. Routes in `work` return tokens or scores, and can have
+    faults. Routes in `questions` return facts about the server, and have no faults.
     """
 
     questions: Mapping[str, Callable[[ServerCall], Any]]
@@ -312,9 +334,10 @@ class Routes:
 def request_of(
     ids: TokenIds, limit: int, fields: Mapping[str, Any], default: Sampling, *, seed: str = "seed"
 ) -> SampleRequest:
-    """Return the request for the engine.
+    """Return the engine's form of a client's request.
 
-    A field that the client did not send gets the server's default, which may change the sampling.
+    If the client did not send a field, the request gets the server's default, which may change the
+    sampling.
     """
     sampling = Sampling(
         float(fields.get("temperature", default.temperature)),
@@ -331,12 +354,12 @@ def request_of(
 
 
 def finish_word(done: Completion) -> Literal["stop", "length"]:
-    """Return the finish reason: "stop" for a stop string and for the model's own end."""
+    """Return the finish reason: "length" at the token limit, or else "stop"."""
     return "length" if done.ended == "length" else "stop"
 
 
 def shown(done: Completion, stop: tuple[str, ...]) -> str:
-    """Return the text before the first stop string."""
+    """Return the text of a completion before the first stop string."""
     places = [done.text.find(word) for word in stop if word in done.text]
     return done.text[: min(places)] if places else done.text
 
@@ -344,9 +367,9 @@ def shown(done: Completion, stop: tuple[str, ...]) -> str:
 class DialectServer:
     """A context manager that runs a server in a thread, on a loopback port.
 
-    `make` returns the engine to serve; it is called at every start. `kill` breaks all connections,
-    and `restart` starts the server again on the same port. `faults` may be changed while the server
-    runs. Requires aiohttp: `pip install 'atts[servers]'`.
+    At every start, the server calls `make` to get the engine that it serves. `kill` breaks all
+    connections, and `restart` starts the server again on the same port. `faults` may be changed
+    while the server runs. Requires aiohttp: `pip install 'atts[servers]'`.
 
     >>> from atts.testing import ScriptedEngine
     >>> import urllib.request
@@ -372,10 +395,11 @@ class DialectServer:
         self.dialect: ServerDialect = dialect
         self.quirks = quirks
         self.faults = faults
-        self.calls: list[str] = []  # the path of every request for tokens or scores
+        self.calls: list[str] = []  # the paths of all requests for tokens or scores so far
         self._make = make
         self._model = model
-        self.key = key  # API key that the server requires; may be changed while it runs
+        # API key that the server requires; tests may change it while the server runs
+        self.key = key
         self._loading_seconds = loading_seconds
         self._port = port
         self._random = random.Random(faults.seed)
@@ -385,7 +409,7 @@ class DialectServer:
 
     @property
     def url(self) -> str:
-        """Return the address where the server listens."""
+        """Return the URL of the server."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
@@ -395,7 +419,7 @@ class DialectServer:
 
     @property
     def served(self) -> int:
-        """Return the number of completions and scores since the last start."""
+        """Return the number of completions and scores that were computed since the last start."""
         return self._state.served if self._state else 0
 
     def __enter__(self) -> Self:
@@ -423,9 +447,9 @@ class DialectServer:
             self._open = stack.pop_all()
 
     def kill(self) -> None:
-        """Break all connections and stop listening, as a killed process does.
+        """Break all connections and stop listening, as if the server's process was killed.
 
-        Further calls do nothing.
+        A second call has no effect.
         """
         stack = self._open
         self._open = None
@@ -433,7 +457,9 @@ class DialectServer:
             stack.close()
 
     def restart(self, *, quirks: ServerQuirks | None = None) -> None:
-        """Kill the server and start it again on the same port, with other quirks if given."""
+        """Kill the server and start it again on the same port; if `quirks` is given, with these
+        quirks.
+        """
         self.kill()
         self.quirks = quirks or self.quirks
         self.start()
@@ -483,9 +509,9 @@ class DialectServer:
         return await self._respond(request, routes, fault)
 
     def _is_loading(self) -> bool:
-        """Return whether the server still loads.
+        """Return True if the server still pretends to load its model.
 
-        Loading begins with the first request, so a client sees it even on a busy machine.
+        The loading time begins at the first request, so a client sees it even on a busy machine.
         """
         now = asyncio.get_running_loop().time()
         if self._ready_at is None:
@@ -588,13 +614,15 @@ _ANSWER = "The answer"
 
 
 def without_marks(text: str) -> str:
-    """Return an assistant's text without the marks around reasoning, as the toy model wrote it."""
+    """Return the text of an assistant as the toy model wrote it, without the marks around
+    reasoning.
+    """
     return text.replace(THINK, "").replace(THINK_END, "")
 
 
 def split_reasoning(so_far: str, text: str) -> tuple[str, str]:
-    """Divide the continuation of a text into reasoning and content, which begins with the answer's
-    sentence.
+    """Divide the continuation of a text into reasoning and content. The content begins with "The
+    answer".
 
     >>> split_reasoning("", "So 4.\\n\\nThe answer is 4.")
     ('So 4.\\n\\n', 'The answer is 4.')
@@ -609,7 +637,7 @@ def split_reasoning(so_far: str, text: str) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-# fields that hosted servers refuse
+# fields of a request that hosted servers refuse
 _STRICT = (
     "top_k",
     "min_p",
@@ -678,7 +706,7 @@ async def chat_completions(call: ServerCall) -> Any:
 def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
     """Return the ids of the messages.
 
-    The answer continues a last assistant message only if the quirk `prefill` says so.
+    The quirk `prefill` decides whether the answer continues a last message of the assistant.
     """
     messages = [Message(row["role"], without_marks(row["content"])) for row in rows]
     if messages and messages[-1].role == "assistant":
@@ -690,18 +718,22 @@ def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
             "closed": False,
         }
         if not wanted[call.state.quirks.prefill]:
-            # SGLang too changes the role without an error.
+            # The message becomes a message of the user, without an error, as in SGLang.
             messages[-1] = Message("user", messages[-1].content)
     return call.state.engine.tokenizer.render(messages)
 
 
 def _so_far(rows: list[dict[str, Any]]) -> str:
-    """Return the beginning of the answer if the last message is the assistant's, or else ""."""
+    """Return the last message's text if it is a message of the assistant, which the answer
+    continues; or else "".
+    """
     return rows[-1]["content"] if rows and rows[-1]["role"] == "assistant" else ""
 
 
 async def _digits(call: ServerCall, ids: TokenIds) -> list[dict[str, Any]]:
-    """Return the ten digits with their log-probs, instead of the likeliest tokens."""
+    """Return the ten digits with their log-probs; a real server would return the likeliest
+    tokens.
+    """
     rows: list[dict[str, Any]] = []
     for digit in range(10):
         (token, *_) = call.state.engine.tokenizer.encode(str(digit))
@@ -730,7 +762,7 @@ def props(call: ServerCall) -> dict[str, Any]:
 async def completion(call: ServerCall) -> Any:
     """Answer POST /completion, with llama.cpp's sampling defaults.
 
-    A request with a `logit_bias` returns the biased token and its log-probability.
+    If the request has a `logit_bias`, return the biased token and its log-probability.
     """
     body = call.body
     most = call.state.context_length
@@ -752,7 +784,7 @@ async def completion(call: ServerCall) -> Any:
 
 
 async def ignoring(call: ServerCall) -> Any:
-    """Answer POST /v1/completions, which ignores a request for the prompt's log-probs."""
+    """Answer POST /v1/completions; log-probs of the prompt are not returned, even if requested."""
     prompt = call.body["prompt"]
     ids = call.state.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
     done = await call.sample(
@@ -776,8 +808,8 @@ async def ignoring(call: ServerCall) -> Any:
 
 def _reply(state: ServerState, done: Completion, word: str) -> Any:
     pairs = list(zip(done.ids, done.logprobs, strict=True))
-    # llama.cpp removes as many entries as the stop word alone has tokens, although the text may
-    # spell the stop word with fewer or more tokens.
+    # Like llama.cpp, remove as many log-probs as the stop word has tokens by itself. In the text,
+    # the stop word may consist of fewer or more tokens.
     if word:
         pairs = pairs[: max(0, len(pairs) - len(state.engine.tokenizer.encode(word)))]
     kinds = {"length": "limit", "end": "eos", "delimiter": "word"}
@@ -814,12 +846,12 @@ LLAMACPP_ROUTES = Routes(
 )
 
 
-_SMALL = 64  # context length in tokens if a request gives none
+_SMALL = 64  # context length in tokens, if a request does not set it
 _DEFAULT_OLLAMA = Sampling(0.8, 40, 0.9)
 
 
 def tags(call: ServerCall) -> dict[str, Any]:
-    """Answer GET /api/tags; a name without a tag gets "latest"."""
+    """Answer GET /api/tags; a model name without a tag gets the tag "latest"."""
     return {
         "models": [
             {"name": f"{call.state.model}:latest", "model": f"{call.state.model}:latest", "size": 1}
@@ -839,7 +871,7 @@ def show(call: ServerCall) -> dict[str, Any]:
 async def chat(call: ServerCall) -> Any:
     """Answer POST /api/chat without streaming, with Ollama's sampling defaults.
 
-    The answer continues a last assistant message.
+    If the last message is from the assistant, the answer continues it.
     """
     body = call.body
     _check_model(call)
@@ -900,13 +932,17 @@ def server_info(call: ServerCall) -> dict[str, str | None]:
 
 
 def abort_sglang(call: ServerCall) -> dict[str, str]:
-    """Answer POST /abort_request: abort every request whose id begins with `rid`; "" aborts all."""
+    """Answer POST /abort_request: abort all requests whose id begins with `rid`; "" aborts all
+    requests.
+    """
     call.state.abort(call.body["rid"], "prefix")
     return {}
 
 
 async def generate_sglang(call: ServerCall) -> Any:
-    """Answer POST /generate; if no new tokens are requested, score from `logprob_start_len` on."""
+    """Answer POST /generate: sample new tokens, or score the input from `logprob_start_len` on if
+    no new tokens are requested.
+    """
     body = call.body
     most = call.state.context_length
     ids = tuple(body["input_ids"])
@@ -921,7 +957,8 @@ async def generate_sglang(call: ServerCall) -> Any:
     limit = int(settings.get("max_new_tokens", 128))
     if limit == 0:
         return await _scored(call, rid)
-    limit = min(limit, most - len(ids) - 2)  # SGLang shortens the answer without an error
+    # as in SGLang, a token limit that exceeds the context is lowered without an error
+    limit = min(limit, most - len(ids) - 2)
     request = request_of(ids, limit, settings, Sampling(), seed="sampling_seed")
     try:
         return _completion(call.state, await call.sample(request, rid), request, rid)
@@ -955,7 +992,7 @@ async def _scored(call: ServerCall, rid: str) -> Any:
 
 def _completion(state: ServerState, done: Completion, request: SampleRequest, rid: str) -> Any:
     heat = request.sampling.temperature
-    # The division approximates log-probs after temperature.
+    # The division is a rough approximation of log-probs after temperature.
     divide = heat if state.quirks.logprobs != "raw" and heat > 0 else 1.0
     rows = [
         [value / divide, token, None] for value, token in zip(done.logprobs, done.ids, strict=True)
@@ -987,14 +1024,17 @@ SGLANG_ROUTES = Routes(
 )
 
 
-_DEFAULT_VLLM = Sampling(0.6, 20, 0.95)  # defaults of a model's generation_config.json
+# the sampling defaults, as from a model's generation_config.json
+_DEFAULT_VLLM = Sampling(0.6, 20, 0.95)
 _CLAMP = -9999.0
 _THINK = "<think>"
 _THINK_END = "</think>"
 
 
 async def completions_vllm(call: ServerCall) -> Any:
-    """Answer POST /v1/completions: continue one prompt of ids, and score the prompt if requested."""
+    """Answer POST /v1/completions: continue a prompt given as ids, and score the prompt if
+    requested.
+    """
     body = call.body
     state = call.state
     call.check_model()
@@ -1044,7 +1084,9 @@ async def completions_vllm(call: ServerCall) -> Any:
 async def _thought(
     call: ServerCall, request: SampleRequest, rid: str, *, spoil: bool
 ) -> Completion:
-    """Continue a text. End a think block that is open in the prompt when its budget is used up."""
+    """Continue a text. If the prompt opens a think block, end the block when its budget is used
+    up.
+    """
     budget = call.body.get("thinking_token_budget")
     quirks = call.state.quirks
     if budget is not None and quirks.thinking == "refused":
@@ -1072,9 +1114,9 @@ async def _thought(
 
 
 async def generate_vllm(call: ServerCall) -> Any:
-    """Answer POST /inference/v1/generate: score given tokens after a cached prefix.
+    """Answer POST /inference/v1/generate: score tokens after a cached prefix.
 
-    The scores are null if the cache also covers some of the tokens to score.
+    If the cache also contains some of the tokens to score, the scores are null.
     """
     body = call.body
     state = call.state
@@ -1101,7 +1143,7 @@ async def generate_vllm(call: ServerCall) -> Any:
     packed = None
     if hit <= start and state.quirks.scoring == "honest":
         ids_scored, scores = await call.score(ids, start + 1, rid)
-        # The reply contains no ids, so the fault "wrong_ids" removes a score instead.
+        # This reply contains no ids, so the fault "wrong_ids" removes a score instead.
         ids_lost = call.fault == "wrong_ids"
         packed = (
             _packed(scores.logprobs[:-1] if ids_lost else scores.logprobs) if ids_scored else None
@@ -1117,7 +1159,9 @@ async def generate_vllm(call: ServerCall) -> Any:
 
 
 def abort_vllm(call: ServerCall) -> str:
-    """Answer POST /inference/v1/abort_requests: abort requests by exact id; ignore unknown ids."""
+    """Answer POST /inference/v1/abort_requests: abort the requests with these ids; ignore unknown
+    ids.
+    """
     _check_open(call)
     for rid in call.body["request_ids"]:
         call.state.abort(rid)
@@ -1130,10 +1174,10 @@ def _check_open(call: ServerCall) -> None:
 
 
 def sent_logprobs(state: ServerState, done: Completion, request: SampleRequest) -> list[float]:
-    """Return the sampled log-probs that the server sends.
+    """Return the log-probs of sampled tokens that the server sends.
 
-    If they are "processed", they are divided by the temperature, and by 2 if tokens are filtered.
-    Both divisions are rough models of the real processing.
+    With the quirk `logprobs` "processed", log-probs are divided by the temperature, and by 2 if
+    tokens are filtered. Both divisions are rough approximations of what a real server does.
     """
     heat = request.sampling.temperature
     is_cut = request.sampling != Sampling(request.sampling.temperature)
@@ -1155,7 +1199,9 @@ async def _prompt_rows(
 
 
 async def _likeliest(call: ServerCall, ids: TokenIds, top: int) -> dict[str, dict[str, Any]]:
-    """Return the likeliest tokens after these ids; the engine scores every token of the vocabulary."""
+    """Return the `top` likeliest tokens after these ids; the engine scores every token of the
+    vocabulary.
+    """
     found: list[tuple[float, int]] = []
     for token in range(call.state.engine.spec.vocabulary):
         scores = await call.state.engine.score(ScoreRequest(ids, (token,)))
@@ -1193,7 +1239,8 @@ def metrics(call: ServerCall) -> str:
     if call.state.quirks.speculation == "off":
         return text
     drafts = call.state.drafts
-    # The counters begin high, as on a server that has run for long, so a client must use differences.
+    # The counters begin at high values, as on a server that has run for a long time, so a client
+    # must use differences.
     counts = {
         "drafts": 400_000 + drafts.rounds,
         "draft_tokens": 1_200_000 + drafts.proposed,
@@ -1234,22 +1281,25 @@ _ROUTES: dict[ServerDialect, Routes] = {
 
 
 def routes_of(dialect: ServerDialect) -> Routes:
-    """Return the paths of a dialect, each with the function that answers it."""
+    """Return the routes of a dialect: for each path, the function that answers requests."""
     return _ROUTES[dialect]
 
 
 RewardRoute = Literal["/pooling", "/classify", ""]
 Rewards = Callable[[str, Sequence[str]], float]
-"""A function from a problem and its steps to the probability that the last step is correct."""
+"""A function that returns the probability that the last step is correct, given a problem and its
+steps.
+"""
 
 
 class RewardServer:
-    """A context manager that runs a server of a reward model, whose rewards come from a function.
+    """A context manager that runs a server of a reward model; a function computes the rewards.
 
-    vLLM's `/pooling` returns a row for each separator; with `pools` "all", it returns a row for each
-    word, as models without step pooling do. The route `/classify` returns one row for the whole
-    text. SGLang receives ids, which `decode` converts to text, and takes the text as one step. With
-    the route "", the server has no route for rewards, as if its model wrote text.
+    vLLM's route `/pooling` returns a row for each separator. With `pools` "all", it returns a row
+    for each word, as models without step pooling do. The route `/classify` returns one row for the
+    whole text. In the dialect of SGLang, the server receives ids. It converts them to text with
+    `decode`, and treats the text as one step. With the route "", the server has no route for
+    rewards, like a server of a model that writes text.
 
     >>> with RewardServer(lambda problem, steps: 0.9) as server:
     ...     server.url.startswith("http://127.0.0.1:")
@@ -1274,20 +1324,20 @@ class RewardServer:
         self.separator = separator
         self.route = "/classify" if dialect == "sglang" and route else route
         self.pools = pools
-        self.numbers = numbers  # numbers in a row
+        self.numbers = numbers  # number of values in each row
         self.decode = decode
-        self.bodies: list[dict[str, Any]] = []  # body of every call for rewards
+        self.bodies: list[dict[str, Any]] = []  # bodies of all calls for rewards
         self._http: ThreadingHTTPServer | None = None
 
     @property
     def url(self) -> str:
-        """Return the address where the server listens."""
+        """Return the URL of the server."""
         assert self._http is not None, "the server must be open to listen"
         return f"http://127.0.0.1:{self._http.server_port}"
 
     @property
     def address(self) -> str:
-        """Return the server's address for the setting `score.reward`."""
+        """Return the address of the server, in the form for the setting `score.reward`."""
         return f"{self.dialect}:{self.url}/{self.model}"
 
     def __enter__(self) -> Self:
@@ -1311,7 +1361,7 @@ class RewardServer:
                 self._reply(200, server.answer(body))
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Print nothing."""
+                """Do nothing, so that the server prints no log lines."""
 
             def _reply(self, status: int, value: Any) -> None:
                 data = json.dumps(value).encode()
@@ -1339,7 +1389,7 @@ class RewardServer:
             self._http = None
 
     def answer(self, body: dict[str, Any]) -> Any:
-        """Return the reply to a call."""
+        """Return the reply to a call for rewards."""
         if self.dialect == "sglang":
             text = self.decode(body["input_ids"])
             return [{"embedding": self.row(self.rewards("", [text])), "meta_info": {}}]
@@ -1353,5 +1403,5 @@ class RewardServer:
         return {"object": "list", "data": [{"index": 0, "object": "pooling", "data": rows}]}
 
     def row(self, chance: float) -> list[float]:
-        """Return a reward as the row of numbers that the model would send."""
+        """Return a reward as a row of numbers, in the form in which the model would send it."""
         return [1 - chance, chance] if self.numbers == 2 else [chance] * self.numbers

@@ -1,6 +1,7 @@
-"""The toy language model: next-token distributions that depend only on the previous ids.
+"""A toy language model, whose next-token distributions depend only on the previous ids.
 
-The first part defines the model's language: the words, the tokenizer, the questions and the grammar.
+The first part of the file defines the model's language: the words, the tokenizer, the questions and
+the grammar.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ class Language(msgspec.Struct, frozen=True):
 
     specials: tuple[str, ...]
     fillers: tuple[str, ...]
-    openers: dict[str, float]  # phrases, with the weight of each as the beginning of a step
+    openers: dict[str, float]  # phrases that can begin a step, with the weight of each
     full_stops: dict[str, float]
     rare_slips: tuple[int, ...]
-    words: dict[str, str]  # words, with their meaning in the grammar
-    phases: dict[str, dict[str, str]]  # next phase, by phase and kind of word
-    phrases: dict[str, dict[str, float]]  # weights of words in phases that need no computation
+    words: dict[str, str]  # words, with the kind of each in the grammar
+    phases: dict[str, dict[str, str]]  # for each phase and kind of word, the next phase
+    # for phases that need no computation, the weights of the possible words
+    phrases: dict[str, dict[str, float]]
 
 
 LANGUAGE = msgspec.toml.decode(
@@ -58,7 +60,8 @@ LANGUAGE = msgspec.toml.decode(
 SPECIALS = LANGUAGE.specials
 FILLERS = LANGUAGE.fillers
 OPENERS = tuple(LANGUAGE.openers)
-# Tokens that begin or end a blank line, because blank lines of real texts begin inside tokens too.
+# Tokens that contain a part of a blank line, because in real tokenizers too, blank lines may begin
+# inside a token.
 MERGES = (
     ".\n",
     ".\n\n",
@@ -68,11 +71,12 @@ TEMPLATE = "{role}{content} ... <|assistant|>"
 
 
 class ToyTokenizer:
-    """A tokenizer by greedy longest match over a small vocabulary, with single bytes for the rest.
+    """A tokenizer that matches the longest words of a small vocabulary; other text becomes single
+    bytes.
 
     As in real tokenizers, several id sequences decode to the same text. So the ids that a model
-    wrote may differ from `encode` of their text. The "other" dialect has other ids and no merges; it
-    serves for pairs of models with different tokenizers.
+    wrote may differ from the ids that `encode` returns for their text. The dialect "other" has
+    different ids and no merged tokens. It is for pairs of models with different tokenizers.
 
     >>> tokenizer = ToyTokenizer()
     >>> tokenizer.decode(tokenizer.encode("So 4 plus 4 is 8.\\n\\nça va"))
@@ -97,7 +101,7 @@ class ToyTokenizer:
         self.dialect = dialect
         self.pieces: tuple[bytes, ...] = (*(b"" for _ in SPECIALS), *pieces)
         self.vocabulary = len(self.pieces)
-        self.end_id = 0  # the first special token, with which a model ends its text
+        self.end_id = 0  # id of the first special token, which ends a model's text
         text = repr((self.pieces, SPECIALS, TEMPLATE))
         self.digest = blake2b(text.encode(), digest_size=16).hexdigest()
         self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece}
@@ -110,7 +114,9 @@ class ToyTokenizer:
         return self._ids.get(text.encode())
 
     def encode(self, text: str) -> TokenIds:
-        """Return the ids of `text`; names of special tokens in the text are encoded as plain text."""
+        """Return the ids of `text`; names of special tokens in it are encoded like ordinary
+        text.
+        """
         ids: list[int] = []
         position = 0
         for match in self._pattern.finditer(text):
@@ -126,20 +132,21 @@ class ToyTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens.
 
-        An incomplete character becomes U+FFFD.
+        An incomplete character becomes U+FFFD, the replacement character.
 
         :raises UsageError: an id is outside the vocabulary.
         """
         if ids and not (0 <= min(ids) and max(ids) < len(self.pieces)):
             raise UsageError(
-                f"cannot decode an id outside 0..{len(self.pieces) - 1}: ids of another tokenizer?"
+                f"cannot decode an id outside 0..{len(self.pieces) - 1}; the ids may be of another "
+                "tokenizer"
             )
         return b"".join([self.pieces[index] for index in ids]).decode(errors="replace")
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """Return the ids of a conversation, in which each message begins with its role's token.
+        """Return the ids of a conversation; each message begins with the special token of its role.
 
-        The model can continue a last assistant message.
+        If the last message is the assistant's, the model can continue it.
         """
         ids: list[int] = []
         for message in messages:
@@ -153,15 +160,16 @@ class ToyTokenizer:
 _STATEMENT = re.compile(r"Start at (\d{1,2})\.((?: [+-]\d{1,2},?)+)")
 _OPERATION = re.compile(r"[+-]\d{1,2}")
 _BOX = re.compile(r"\\boxed\{(\d+)\}")
-MOODS = 8  # number of levels of each trait of a question
+MOODS = 8  # number of levels of `Question.mood` and of `Question.hardness`
 
 
 @dataclass(frozen=True)
 class Question:
-    """A chain of sums, with traits that make some questions harder.
+    """A question, which is a chain of sums; two traits make some questions harder than others.
 
-    `mood` sets the variety of phrases in solutions, and `hardness` the share of wrong steps. Both
-    are levels below `MOODS`. They depend only on the text, so they are equal for all models.
+    `mood` sets the variety of phrases in solutions, and `hardness` sets the share of wrong steps.
+    Both are levels from 0 to `MOODS` - 1. They depend only on the text, so they are equal for all
+    models.
     """
 
     text: str
@@ -170,7 +178,7 @@ class Question:
 
     @cached_property
     def truth(self) -> tuple[int, ...]:
-        """Return the correct value before the first step and after each step."""
+        """Return the correct values: the start value, and the value after each step."""
         values = [self.start]
         for operation in self.operations:
             values.append((values[-1] + operation) % 100)
@@ -182,23 +190,27 @@ class Question:
 
     @cached_property
     def hardness(self) -> int:
-        """Return the level of hardness, which grows with the chain and has a random part."""
+        """Return the level of hardness, which grows with the chain's length and has a random
+        part.
+        """
         return min(MOODS - 1, (len(self.operations) + self._noise[0] % 4) // 2)
 
     @cached_property
     def mood(self) -> int:
-        """Return the level of variety in the phrases of solutions, which partly follows hardness."""
+        """Return the level of variety in the phrases of solutions, which partly depends on
+        hardness.
+        """
         return (self.hardness + self._noise[1] % MOODS * 3) // 4
 
     def misconception(self, step: int) -> int:
-        """Return the difference from the correct value in the most common error of this step."""
+        """Return the most common error of a step, as the difference from the correct value."""
         return (1, -1, 10, -10, 2, -2)[self._noise[step % 16] % 6]
 
 
 def read_question(text: str) -> Question:
-    """Return the last toy problem that `text` states.
+    """Return the question of the last toy problem in a text.
 
-    A text without a toy problem gives a question too, with a chain made from the text's hash.
+    If the text contains no toy problem, return a question whose chain is made from the text's hash.
 
     >>> read_question("Please solve: Start at 4. +3, -2. What is the result?").truth
     (4, 7, 5)
@@ -216,7 +228,8 @@ def read_question(text: str) -> Question:
 
 
 def toy_problems(count: int, seed: int = 0) -> tuple[Problem, ...]:
-    """Return different random chain-of-sums problems with their correct answers.
+    """Return this number of different random problems, each a chain of sums, with their correct
+    answers.
 
     The level of a problem, 1 to 5, grows with the length of its chain.
 
@@ -246,7 +259,7 @@ def toy_answer(text: str) -> str | None:
 
 
 def toy_groups(answers: Sequence[str]) -> list[int]:
-    """Return a group number for each toy answer; answers with equal texts have equal numbers.
+    """Return a group number for each toy answer; answers with the same text get the same number.
 
     >>> toy_groups(["5", "7", "5"])
     [0, 1, 0]
@@ -271,7 +284,9 @@ _NEXT = LANGUAGE.phases
 
 
 class ReadingState:
-    """The state of the grammar after some ids. It reads one word at a time, and copies are cheap."""
+    """The state of the grammar after some ids have been read. The state reads one word at a time,
+    and can be copied quickly.
+    """
 
     __slots__ = (
         "answered",
@@ -289,7 +304,8 @@ class ReadingState:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        # ids of the current message so far if its role is not the assistant's; else None
+        # ids read so far of a message that is not the assistant's; None in a message of the
+        # assistant
         self.prompt: list[int] | None = None
         self.restart(question)
 
@@ -299,15 +315,15 @@ class ReadingState:
         self.prompt = None
         self.phase = "open"
         self.word = -1
-        self.step = self.steps = 0  # number of sums done, and of blank lines read
-        # last value that the text claims, and the value that the current step quotes
+        self.step = self.steps = 0  # number of sums done, and number of blank lines read
+        # the last value that the text claims, and the first number of the current sum
         self.value = self.left = question.start
         self.sign = 1
         self.operand = 0
         self.answered = False
 
     def copy(self) -> ReadingState:
-        """Return an independent copy."""
+        """Return an independent copy of the state."""
         other = ReadingState.__new__(ReadingState)
         for name in ReadingState.__slots__:
             setattr(other, name, getattr(self, name))
@@ -357,7 +373,7 @@ class ReadingState:
 
     @property
     def is_last(self) -> bool:
-        """Return whether all sums are done."""
+        """Return True if the text has done all sums of the question."""
         return self.step >= len(self.question.operations)
 
     @property
@@ -367,12 +383,14 @@ class ReadingState:
 
     @property
     def operation(self) -> int:
-        """Return the next operation: the number to add."""
+        """Return the next operation as the number to add, which may be negative."""
         return self.question.operations[self.step % len(self.question.operations)]
 
 
 def atoms(piece: bytes) -> tuple[tuple[str, int], ...]:
-    """Return the meaning of a token's text, with its newlines as separate atoms."""
+    """Return the atoms of a token's text, which the grammar reads one by one; each newline is an
+    atom.
+    """
     head = piece.lstrip(b"\n")
     core = head.rstrip(b"\n")
     newline = (("newline", 0),)
@@ -392,7 +410,7 @@ _FILTERED_KEPT = 8192
 
 
 class Distribution:
-    """A few likely tokens with their probabilities, and one small probability for each other token."""
+    """A distribution with a few likely tokens, and one small probability for each other token."""
 
     __slots__ = (
         "_bounds",
@@ -413,8 +431,8 @@ class Distribution:
         floors: int,
         vocabulary: int,
     ) -> None:
-        """Create a distribution of `ids` in order of falling probability. Each of the first `floors`
-        other ids has the probability `floor`.
+        """Create a distribution from likely ids in order of falling probability. Each of the first
+        `floors` other ids has the probability `floor`, and the remaining ids have probability 0.
         """
         self.ids = ids
         self.probabilities = probabilities
@@ -429,7 +447,7 @@ class Distribution:
     def of(cls, weights: Mapping[int, float], vocabulary: int, leak: float) -> Distribution:
         """Return probabilities in proportion to `weights`.
 
-        The whole vocabulary shares the probability `leak` evenly.
+        In addition, the probability `leak` is spread evenly over the whole vocabulary.
         """
         total = math.fsum(weights.values())
         floor = leak / vocabulary
@@ -444,7 +462,7 @@ class Distribution:
         return cls(ids, probabilities, floor, vocabulary - len(ids), vocabulary)
 
     def logprob(self, index: int) -> float:
-        """Return the log-probability of a token; -inf if the token was filtered out."""
+        """Return the log-probability of a token; -inf if the token has probability 0."""
         logprob = self._logprobs.get(index)
         if logprob is not None:
             return logprob
@@ -452,22 +470,23 @@ class Distribution:
 
     @property
     def entropy(self) -> float:
-        """Return the entropy in nats."""
+        """Return the entropy of the distribution in nats."""
         of_likely = -math.fsum(p * math.log(p) for p in self.probabilities)
         if self.floor == 0.0:
             return of_likely
         return of_likely - self._floor_ids * self.floor * math.log(self.floor)
 
     def draw(self, uniform: float) -> int:
-        """Return the token of a uniform random number in [0, 1): inverse transform sampling, with the
-        likeliest tokens first.
+        """Draw a token with a uniform random number in [0, 1), by inverse transform sampling with
+        the likeliest tokens first.
         """
         target = uniform * self._mass
         rank = bisect_right(self._bounds, target)
         if rank < len(self.ids):
             return self.ids[rank]
         if not self._floor_ids:
-            return self.ids[-1]  # rounding may leave the last bound just below the mass
+            # because of rounding, the last bound may be slightly below the mass
+            return self.ids[-1]
         return self._floor_id(
             min(self._floor_ids - 1, int((target - self._bounds[-1]) / self.floor))
         )
@@ -477,11 +496,13 @@ class Distribution:
         return self if sampling == Sampling() else _filtered(self, sampling)
 
     def filtered(self, sampling: Sampling) -> Distribution:
-        """Compute the distribution that `under` returns and caches."""
+        """Compute the result of `under`, which caches it."""
         if sampling.temperature == 0:
             return Distribution(self.ids[:1], (1.0,), 0.0, 0, self.vocabulary)
         power = 1 / sampling.temperature
-        top = self.probabilities[0]  # a divisor, because powers at low temperatures underflow
+        # all probabilities are divided by this one, because their powers at low temperatures would
+        # underflow
+        top = self.probabilities[0]
         weights = [(p / top) ** power for p in self.probabilities]
         floor = (self.floor / top) ** power
         floors = self._floor_ids
@@ -514,13 +535,16 @@ class Distribution:
         return rank
 
 
-_filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)  # cached: every token needs it
+# cached, because this is needed for every token
+_filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)
 
 
 def _nucleus(
     weights: list[float], floor: float, floors: int, top_p: float
 ) -> tuple[list[float], int]:
-    """Return the smallest set of likeliest tokens whose probabilities sum to at least `top_p`."""
+    """Return the weights of the fewest likeliest tokens whose share of all weights is at least
+    `top_p`, and the number of other tokens that are needed too.
+    """
     wanted = top_p * (math.fsum(weights) + floors * floor)
     for count, reached in enumerate(accumulate(weights), start=1):
         if reached >= wanted:
@@ -530,21 +554,23 @@ def _nucleus(
 
 
 _ASSISTANT = SPECIALS.index("<|assistant|>")
-_LEAK = 1e-4  # probability that the whole vocabulary shares, so that every token is possible
+# probability that is spread over the whole vocabulary, so that every token is possible
+_LEAK = 1e-4
 _QUESTIONS_KEPT = 4096
-_DISTRIBUTIONS_KEPT = 4096  # 100 problems with 8 rollouts need a third of this number
+_DISTRIBUTIONS_KEPT = 4096  # 100 problems with 8 rollouts each need a third of this number
 
 
 @dataclass(frozen=True, slots=True)
 class Skill:
-    """The skills of a toy model; every field but `fluency` and `verbosity` is a probability.
+    """The skills of a toy model. Every field except `fluency` and `verbosity` is the probability of
+    an event.
 
-    - `right`: a step of medium hardness is correct.
-    - `typical`: a wrong step makes the question's most common error. So errors repeat across samples,
-      and surprise a scorer less.
-    - `repair`: the next step corrects a wrong value.
+    - `right`: a step in a question of medium hardness is correct.
+    - `typical`: a wrong step makes the most common error of this step. With a high value, samples
+      often have the same errors, which surprise a scorer less.
+    - `repair`: after a wrong value, the next step corrects it.
     - `wander`: a step contains no sum.
-    - `fluency`: a high value makes the likeliest phrases likelier.
+    - `fluency`: at a high value, the likeliest phrases are even likelier.
     - `verbosity`: the mean number of filler words per phrase.
 
     Errors of the draft surprise the target more if the target's `right` is high and its `typical` is
@@ -564,13 +590,13 @@ TARGET = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
 
 
 class ToyModel:
-    """A toy model, which maps ids to a distribution of the next token.
+    """A toy model, which returns a distribution of the next token for given ids.
 
-    Models with equal skill and tokenizer give equal distributions. A solution is a chain of steps
-    such as `So we take: 17 plus 5 is 22.`, each with a blank line after it. The last step is `The
-    answer is \\boxed{31}.` After a wrong step the model continues from the wrong value. So the answer
-    is wrong unless a later step (`Wait that was 22.`) corrects the value. `Skill` sets the
-    probabilities of errors, corrections and steps without a sum.
+    Models with the same skill and tokenizer return the same distributions. A solution is a chain of
+    steps such as `So we take: 17 plus 5 is 22.`, each with a blank line after it. The last step is
+    `The answer is \\boxed{31}.` After a wrong step, the model continues from the wrong value. So
+    the answer is wrong, unless a later step such as `Wait that was 22.` corrects the value. `Skill`
+    sets the probabilities of errors, corrections and steps without a sum.
     """
 
     def __init__(self, skill: Skill, tokenizer: ToyTokenizer) -> None:
@@ -580,9 +606,9 @@ class ToyModel:
         self._known: Recent[tuple[object, ...], Distribution] = Recent(_DISTRIBUTIONS_KEPT)
 
     def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
-        """Return the state after `ids`, beginning with a copy of `state` if it is given."""
-        # Ids without an assistant's turn are a text to continue. Its question depends on the first id
-        # alone.
+        """Return the state after `ids`; if `state` is given, begin with a copy of it."""
+        # Ids without a message of the assistant are a text to continue. The question of such a text
+        # depends only on its first id.
         state = (
             ReadingState(_question(self.tokenizer, (ids[0],))) if state is None else state.copy()
         )
@@ -591,7 +617,7 @@ class ToyModel:
         return state
 
     def advance(self, state: ReadingState, index: int) -> None:
-        """Read one id, and change `state` in place."""
+        """Read one id, and update `state` in place."""
         if state.prompt is None:
             for kind, payload in self._atoms[index]:
                 state.take(kind, payload)
@@ -603,7 +629,7 @@ class ToyModel:
     def _turn(self, state: ReadingState, index: int) -> None:
         if index == _ASSISTANT:
             state.restart(_question(self.tokenizer, tuple(state.prompt or ())))
-        else:  # the texts of the system and the user are joined
+        else:  # the messages of the system and of the user are read as one text
             state.prompt = state.prompt or []
 
     def distribution(self, state: ReadingState) -> Distribution:
@@ -612,7 +638,7 @@ class ToyModel:
         return self._known.get(key) or self._store(key, self._words(state))
 
     def _words(self, state: ReadingState) -> list[tuple[str, float]]:
-        """Return the possible next words, with weights."""
+        """Return the words that may come next, with their weights."""
         match state.phase:
             case "open":
                 return self._openings(state)
@@ -683,11 +709,13 @@ class ToyModel:
         return [(f" {value}", weight) for value, weight in values]
 
     def _firmness(self, question: Question) -> float:
-        """Return a number from 0 to `fluency`; at 0, the choice of phrases varies most."""
+        """Return how firmly the model prefers the likeliest phrases: from 0, where phrases vary
+        most, to `fluency`.
+        """
         return self.skill.fluency * (1 - question.mood / (MOODS - 1))
 
     def _idle(self, state: ReadingState) -> list[tuple[str, float]]:
-        """Return the filler words, each with its probability after the last word."""
+        """Return the filler words, with the probability of each after the last word."""
         firmness = self._firmness(state.question)
         likings = _LIKINGS[state.word]
         weights = [
@@ -713,7 +741,7 @@ class ToyModel:
         weights: dict[int, float] = {}
         for word, weight in words:
             index = self.tokenizer.end_id if word == "<|end|>" else self.tokenizer.piece_id(word)
-            if index is not None:  # the tokenizer of the other dialect lacks some tokens
+            if index is not None:  # the tokenizer with the dialect "other" lacks some tokens
                 weights[index] = weights.get(index, 0.0) + weight
         distribution = self._known[key] = Distribution.of(weights, self.tokenizer.vocabulary, _LEAK)
         return distribution
@@ -725,9 +753,9 @@ def _question(tokenizer: ToyTokenizer, prompt: TokenIds) -> Question:
 
 
 def _likings() -> dict[int, tuple[float, ...]]:
-    """Return for each filler word the affinity of each next filler word, from 0 to 1.
+    """Return for each filler word how readily each other filler word follows it, from 0 to 1.
 
-    The last number of a row is the affinity of any further filler word. The row -1 is for the start
+    The last number of a row says how readily any filler word follows. The row -1 is for the start
     of a phrase.
     """
     size = len(FILLERS) + 1
@@ -742,12 +770,14 @@ _LIKINGS = _likings()
 
 
 def _hard(question: Question) -> float:
-    """Return the factor by which a question's hardness changes the share of errors; 1 is medium."""
+    """Return the factor by which a question's hardness multiplies the share of errors; 1 at medium
+    hardness.
+    """
     return (question.hardness + 0.5) / (MOODS / 2)
 
 
 def _key(state: ReadingState) -> tuple[object, ...]:
-    """Return the parts of the state that decide the next words, given the model's skill."""
+    """Return the parts of a state on which the distribution of the next words depends."""
     phase = state.phase
     question = state.question
     if phase == "open":
@@ -774,13 +804,14 @@ def _key(state: ReadingState) -> tuple[object, ...]:
 class Selector:
     """The skill with which a toy model answers questions about steps and solutions.
 
-    `judge` is the probability of a correct reply to a question of `atts.pipelines` about the last
-    step: a verdict or a rating. The other fields concern prompts with numbered solutions.
+    `judge` is the probability of a correct reply if `atts.pipelines` asks for a verdict or a rating
+    of the last step. The other fields are for prompts with numbered solutions.
 
-    For a comparison, the model names the first solution with probability `first`. Otherwise, it
-    names the correct solution with probability `skill`, or else the wrong solution. If both
-    solutions are correct or both are wrong, the choice is random. A synthesis ends with the correct
-    result with probability `skill`, or else with the result of the first solution.
+    If the prompt asks to compare solutions, the model chooses the first solution with probability
+    `first`. In all other cases, it chooses the correct solution with probability `skill`, or else
+    the wrong one. If both solutions are correct, or both are wrong, it chooses at random. A
+    synthesis ends with the correct result with probability `skill`, or else with the result of the
+    first solution.
     """
 
     skill: float = 0.8
@@ -799,7 +830,7 @@ class Selector:
         return "Yes" if says_right else "No"
 
     def reply(self, text: str, seed: Seed) -> str | None:
-        """Return the reply to a prompt with solutions; None for a prompt without two solutions."""
+        """Return the reply to a prompt with two or more solutions; None for any other prompt."""
         begin = text.find(_SOLUTION.format(1))
         if begin < 0 or _SOLUTION.format(2) not in text:
             return None
@@ -825,12 +856,16 @@ _COMPARES = "Correct: 1"
 _JUDGES = "Is the last step correct?"
 _ANSWERS = "Answer:"
 _RATES = "I think the quality score is:"
-_QUESTION_IDS = 160  # last ids of a prompt that may be a question, which has one token per letter
-_QUESTION_REPLY = 8  # most tokens of a reply to a question about a step
+# number of ids at the end of a prompt in which to look for a question; a question has one token per
+# letter
+_QUESTION_IDS = 160
+_QUESTION_REPLY = 8  # largest token limit of a request that may be a question about a step
 
 
 class Writer:
-    """A toy model that caches the states after recent requests, only to save time."""
+    """A writer and scorer of texts with a toy model. It caches the states after recent requests, to
+    save time.
+    """
 
     def __init__(
         self, model: ToyModel, memory: int = 1024, selector: Selector | None = None
@@ -840,9 +875,11 @@ class Writer:
         self._states: Recent[TokenIds, ReadingState] = Recent(memory)
 
     def write(self, request: SampleRequest) -> Completion:
-        """Continue a text, with one random number of the request's stream for each position."""
+        """Continue a text; each position uses one random number of the stream that the request's
+        seed defines.
+        """
         model = self.model
-        # A prompt whose answer has not begun may ask about solutions.
+        # If the answer has not begun, the prompt may ask the model to compare or combine solutions.
         if request.ids and request.ids[-1] == _ASSISTANT:
             reply = self._selector.reply(model.tokenizer.decode(request.ids), request.seed)
             if reply is not None:
@@ -882,7 +919,7 @@ class Writer:
         return Completion(kept, model.tokenizer.decode(kept), ended, tuple(logprobs))
 
     def _spelt(self, text: str, request: SampleRequest) -> Completion:
-        """Return a fixed reply, cut at the request's token limit."""
+        """Return a fixed reply as a completion, cut at the request's token limit."""
         tokenizer = self.model.tokenizer
         ids = (*tokenizer.encode(text), tokenizer.end_id)
         kept = ids[: request.max_tokens]
@@ -890,7 +927,9 @@ class Writer:
         return Completion(kept, tokenizer.decode(kept), ended, (0.0,) * len(kept))
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Return the raw log-probability of every token of the suffix, or the negative entropies."""
+        """Return the raw log-probability of every token of the suffix; if the request wants
+        entropies, return the negative entropies instead.
+        """
         state = self._read(request.prefix).copy()
         logprobs: list[float] = []
         for index in request.suffix:
@@ -904,8 +943,8 @@ class Writer:
         return tuple(logprobs)
 
     def begin(self, request: SampleRequest, suffix: TokenIds) -> Beginning:
-        """Return the request's answer up to and including the first token that differs from the
-        suffix.
+        """Return the beginning of the request's answer, up to and including the first token that
+        differs from the suffix.
         """
         whole = self.write(replace(request, max_tokens=min(request.max_tokens, len(suffix) + 1)))
         stood = next(
@@ -930,7 +969,7 @@ class Writer:
 
 
 class PrefixMemory:
-    """A model of a prefix cache: the latest ids of each rollout.
+    """A simulated prefix cache, which stores the latest ids of each rollout.
 
     The least recently used rollout is evicted first.
     """
@@ -939,7 +978,7 @@ class PrefixMemory:
         self._seen: Recent[str, TokenIds] = Recent(rollouts)
 
     def cached(self, rollout: str, ids: TokenIds) -> int:
-        """Return the number of cached leading ids.
+        """Return the number of ids at the start that are cached.
 
         The last id never counts as cached, because its computation gives the next distribution.
         """
@@ -950,6 +989,6 @@ class PrefixMemory:
         return next(i for i in range(limit) if seen[i] != ids[i])
 
     def keep(self, rollout: str, ids: TokenIds) -> None:
-        """Store a rollout's latest ids, unless the request names no rollout."""
+        """Store a rollout's latest ids; do nothing if the rollout has no name."""
         if rollout:
             self._seen[rollout] = ids

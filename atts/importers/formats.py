@@ -42,7 +42,7 @@ class ForeignSample:
     kind: AnswerKind | None = None
     choices: tuple[str, ...] = ()
     number: int | None = None  # number of this rollout among the rollouts of its problem
-    answer: str | None = None  # None: atts extracts the answer from the text
+    answer: str | None = None  # the recorded answer; None: atts extracts the answer from the text
     is_correct: bool | None = None
     ended: Ended = "end"
     error: str = ""
@@ -153,8 +153,8 @@ def list_of(row: Row, *names: str) -> Sequence[Any]:
 
 
 def truth_of(value: object) -> bool | None:
-    """Return the verdict of a grade: True or False for true, false, 0 and 1, None for anything
-    else.
+    """Return the verdict that a grade means: True for true and 1, False for false and 0, and None
+    for anything else.
 
     >>> [truth_of(value) for value in (True, 0.0, 1, 0.5, "yes", None)]
     [True, False, True, None, None, None]
@@ -296,7 +296,9 @@ _ATTACHMENT = "attachment://"
 
 
 def _resolved(text: str, row: Row) -> str:
-    """Return a text; look up a long text, which the log stores separately from its message."""
+    """Return the text; if it is only a reference to an attachment of the log, return the
+    attachment.
+    """
     if not text.startswith(_ATTACHMENT):
         return text
     return text_of(table_of(row, "attachments"), text.removeprefix(_ATTACHMENT).strip())
@@ -354,7 +356,7 @@ def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreign
 
 
 def _only(row: Row, name: str) -> Any:
-    """Return the harness's record of the document's request.
+    """Return the entry that a field has for the document's only request.
 
     :raises RecordError: if there are several requests, as in tasks that compare likelihoods.
     """
@@ -391,7 +393,7 @@ def _numbers(row: Row) -> dict[str, float]:
 
 
 def _prompt(row: Row) -> str:
-    """Return the prompt that was sent, which contains the question."""
+    """Return the prompt that the harness sent to the model; the prompt contains the question."""
     sent: Any = row.get("arguments")
     if isinstance(sent, list) and sent and isinstance(sent[0], list) and sent[0]:
         return str(sent[0][0])
@@ -625,8 +627,8 @@ def _confidences(trace: Row) -> Sequence[float]:
 
 
 def confidences(values: Sequence[float], window: int = _WINDOW) -> dict[str, float]:
-    """Return the four confidences that the DeepConf paper defines for a trace: the means over all
-    tokens, over the tail, over the lowest tenth of the windows, and over the lowest window.
+    """Return the four confidences of a trace in the DeepConf paper. They are the means over all
+    tokens, the tail, the lowest tenth of the windows, and the lowest window.
 
     >>> confidences([1.0, 2.0, 6.0], window=2)
     {'mean confidence': 3.0, 'tail confidence': 4.0, 'bottom confidence': 1.5, 'least confidence': 1.5}
@@ -674,9 +676,9 @@ _SCORE = "score."
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Check that every field for which a column is given exists.
+    """Check that the plain format has every field for which the user named a column.
 
-    :raises OptionError: if a named field does not exist; the message names the field.
+    :raises OptionError: if there is no such field; the message names it.
     """
     for name in columns:
         if name not in FIELDS and not name.startswith(_SCORE):
@@ -741,7 +743,7 @@ def _sample(values: Row, scores: Mapping[str, float], number: int | None) -> For
 
 
 def _column(row: Row, field: str, columns: Mapping[str, str]) -> str:
-    """Return the name of the column that has a field; "" if the row has no such column.
+    """Return the name of the column that contains a field; "" if the row has no such column.
 
     :raises RecordError: the user named a column that the row lacks.
     """

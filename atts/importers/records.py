@@ -37,7 +37,7 @@ class Place:
 
 
 class RecordFile(Protocol):
-    """A file of records."""
+    """A file from which records can be read in order, or again by their positions."""
 
     word: str  # the word for a record in messages: "line", "item" or "entry"
 
@@ -208,7 +208,7 @@ class _Items:
                 word = token[0]
                 if word[0] == _QUOTE:
                     if token[1] is None and block:
-                        break  # the rest of the string is in the next block
+                        break  # the string continues in the next block
                     if depth == 1:
                         key = word
                 elif word in b"{[":
@@ -272,20 +272,26 @@ class _EvalArchive:
             return self._archive.read(entry)
         except NotImplementedError:
             if entry.compress_type != _ZSTANDARD:
-                raise self._unreadable(entry, "in a way that this Python cannot read") from None
+                raise self._unreadable(
+                    entry, "is compressed in a way that this Python cannot read"
+                ) from None
         packed = self._packed(entry)
         try:
             data = _unpacked(packed)
         except ImportError:
             raise self._unreadable(
                 entry,
-                "with Zstandard, which Python reads from 3.14 on",
-                "Install a reader: pip install pyarrow. Or write",
+                "is compressed with Zstandard, which Python can read only from version 3.14 on",
+                "Install a reader (pip install pyarrow), or write it again",
             ) from None
         except (OSError, ValueError) as error:
-            raise self._unreadable(entry, f"with Zstandard, and is damaged ({error})") from None
+            raise self._unreadable(
+                entry, f"is compressed with Zstandard, and is damaged ({error})"
+            ) from None
         if len(data) != entry.file_size or zlib.crc32(data) != entry.CRC:
-            raise self._unreadable(entry, "with Zstandard, and its checksum does not match")
+            raise self._unreadable(
+                entry, "is compressed with Zstandard, and its checksum does not match"
+            )
         return data
 
     def _packed(self, entry: zipfile.ZipInfo) -> bytes:
@@ -298,11 +304,11 @@ class _EvalArchive:
         file.seek(name + extra, 1)
         return file.read(entry.compress_size)
 
-    def _unreadable(self, entry: zipfile.ZipInfo, why: str, fix: str = "Write") -> DatasetError:
+    def _unreadable(
+        self, entry: zipfile.ZipInfo, why: str, fix: str = "Write it again"
+    ) -> DatasetError:
         command = "inspect log convert --to json FILE --output-dir DIRECTORY"
-        return DatasetError(
-            str(self._path), f"{entry.filename} is compressed {why}", f"{fix} it again: {command}"
-        )
+        return DatasetError(str(self._path), f"{entry.filename} {why}", f"{fix}: {command}")
 
 
 def _unpacked(data: bytes) -> bytes:

@@ -66,8 +66,8 @@ IMPORTED = "imported"
 """The name of the setting, and the code of the warning, that mark an imported run."""
 
 Grades = Literal["recorded", "again"]
-"""The verdicts to use: "recorded" for the other tool's if it recorded any, "again" for new verdicts
-by atts.
+"""The verdicts to use: "recorded": the other tool's verdicts, where it recorded any; "again": new
+verdicts by atts.
 """
 
 _WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
@@ -103,7 +103,7 @@ class ImportOptions:
 
 @dataclass(slots=True)
 class Imported:
-    """The numbers of an imported run; `problems` and `rollouts` include those of earlier sessions."""
+    """Counts that describe an imported run; `problems` and `rollouts` include earlier sessions."""
 
     directory: Path
     format: str
@@ -113,19 +113,19 @@ class Imported:
     problems: int = 0
     rollouts: int = 0
     most_rollouts: int = 0  # largest number of rollouts of one problem
-    graded: int = 0  # rollouts with a verdict of the other tool
-    referenced: int = 0  # problems with a reference
-    with_answer: int = 0  # rollouts with an answer that the other tool extracted
+    graded: int = 0  # number of rollouts with a verdict of the other tool
+    referenced: int = 0  # number of problems with a reference
+    with_answer: int = 0  # number of rollouts with an answer that the other tool extracted
     with_tokens: int = 0
     with_seconds: int = 0
     with_dollars: int = 0
     dollars: float = 0.0
     scores: tuple[str, ...] = ()
-    unknown: int = 0  # problems that the named dataset does not have
-    already: int = 0  # problems that an earlier session imported
+    unknown: int = 0  # number of problems that the named dataset does not have
+    already: int = 0  # number of problems that an earlier session imported
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the counts as plain data for JSON."""
         names = [name for name in self.__slots__ if name != "directory"]
         return {"run": str(self.directory), **{name: getattr(self, name) for name in names}}
 
@@ -139,9 +139,9 @@ async def import_rollouts(
     interrupted import continues with the first incomplete problem if the files did not change.
 
     :raises DatasetError: a file or a record cannot be read; the message names file and line.
-    :raises OptionError: several models or filters, and none was chosen.
-    :raises FingerprintError: `out` holds another run.
-    :raises JournalError: `out` cannot be used, or the disk refuses.
+    :raises OptionError: the files contain several models or filters, and none was chosen.
+    :raises FingerprintError: `out` contains another run.
+    :raises JournalError: `out` cannot be used, or writing to the disk fails.
     """
     options = options or ImportOptions()
     check_directory(out)
@@ -234,8 +234,8 @@ class _Reading:
     def find(self) -> Iterator[Problem]:
         """Read all files once, and yield each problem when its first rollout is found.
 
-        :raises DatasetError: a record cannot be read, or there is none.
-        :raises OptionError: several models or filters, and none was chosen.
+        :raises DatasetError: a record cannot be read, or the files contain no rollout.
+        :raises OptionError: the files contain several models or filters, and none was chosen.
         """
         counts = Counter[str]()
         for index, path in enumerate(self.files):
@@ -337,9 +337,9 @@ class _Reading:
         return self._names.setdefault(key, f"problem-{len(self._names) + 1}")
 
     def _samples(self, index: int, data: bytes, where: str) -> list[ForeignSample]:
-        """Return the chosen rollouts of a record.
+        """Return the rollouts of a record that have the chosen model and filter.
 
-        :raises DatasetError: naming the file and the record.
+        :raises DatasetError: the record cannot be read; the message names the file and the record.
         """
         path = self.files[index]
         try:
@@ -394,12 +394,12 @@ class _Reading:
         return file
 
     def _digest(self, path: Path) -> str:
-        self._file(len(self.digests))  # raises a clear error about the file
+        self._file(len(self.digests))  # this call raises a clear error if the file cannot be read
         return digest_of(path)
 
 
 def _plain(text: str) -> str:
-    """Return a question in the form for comparison, with normalised white space."""
+    """Return a question with normalised white space, so that it can be compared with others."""
     return " ".join(text.split())
 
 

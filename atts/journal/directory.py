@@ -66,8 +66,8 @@ def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None
 def is_held(path: Path) -> bool:
     """Return True if a running process of this machine has locked the lock file.
 
-    If the process named in the file runs no more, this function locks the file for a moment. A file
-    whose process runs is never locked, so that no starting writer fails.
+    This function locks the file for a moment, but only if the process named in it no longer runs.
+    So a writer that starts at the same time does not fail.
     """
     with suppress(OSError, ValueError):
         handle = os.open(path, os.O_RDWR | _NO_LINKS)
@@ -122,7 +122,7 @@ _lock_handles = set[int]()
 def _drop_inherited_locks() -> None:
     """Close the handles of locked files that a forked child inherited.
 
-    The kernel keeps a lock until the last copy of its handle is closed, so a child that outlives
+    The system keeps a lock until the last copy of its handle is closed. So a child that outlives
     its parent would keep the run locked. Closing the child's copy does not release the parent's
     lock.
     """
@@ -254,20 +254,18 @@ def _take_up(
 class RecordedRun:
     """A run in a directory; each method reads the journal again, so its result is current.
 
-        run = open_run(directory)
-        run.manifest, run.setting("method")  # what was run
-        run.state().finished                 # {id: FinishedProblem}: status, answer, verdict, votes, usage
-        run.outcomes()                       # the same problems whole, turn by turn, one after the other
-        run.decisions()                      # every decision of the gate, in order
-        run.nodes()                          # every call that did work, all sessions on one clock
-        run.entries(kinds)                   # every event, or every event of some kinds
+        run = open_run(directory) run.manifest, run.setting("method") # what was run
+        run.state().finished # {id: FinishedProblem}: status, answer, verdict, votes, usage
+        run.outcomes() # the same problems with all their turns, one after the other run.decisions()
+        # every decision of the gate, in order run.nodes() # every call that did work, all sessions
+        on one clock run.entries(kinds) # every event, or every event of some kinds
 
-    A reader that wants several of these in one pass applies the entries to a `RunState` itself; its
-    `apply` returns the Outcome of the problem that an entry completes.
+    A reader that wants several of these in one pass applies the entries to a `RunState` itself.
+    `RunState.apply` returns the Outcome of the problem that an entry completes.
 
-    :raises JournalCorrupt: by every method that reads: a line before the last is damaged.
-    :raises JournalVersion: by every method that reads: another version of atts wrote the journal.
-    :raises StorageError: by every method that reads: the file cannot be read.
+    :raises JournalCorrupt: a method reads the journal, and a line before the last is damaged.
+    :raises JournalVersion: a method reads the journal, and another version of atts wrote it.
+    :raises StorageError: a method reads the journal, and the file cannot be read.
     """
 
     directory: Path
@@ -305,7 +303,9 @@ class RecordedRun:
         return read_entries(self.directory / JOURNAL, kinds=kinds)
 
     def state(self, kinds: Collection[type[Event]] | None = None) -> RunState:
-        """Return the state after all entries: summaries of finished problems, sessions, seconds."""
+        """Return the state of the run: summaries of finished problems, number of sessions, and
+        seconds.
+        """
         state = RunState()
         for entry in self.entries(kinds):
             state.apply(entry)
@@ -389,7 +389,7 @@ class JournalCheck:
     damage: str = ""  # description of the first damaged line; a torn last line is not damage
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the fields as plain data for JSON."""
         return asdict(self)
 
 
@@ -514,7 +514,7 @@ class SharedReplies:
     def add(self, key: bytes, run: int, seconds: float, reply: bytes) -> None:
         """Store a reply, unless a reply with this key is already stored.
 
-        :raises StorageError: the disk refuses.
+        :raises StorageError: writing to the disk fails.
         """
         if key in self._index:
             return

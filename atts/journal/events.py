@@ -40,7 +40,7 @@ VerdictStatus = Literal["correct", "wrong", "unscored"]
 
 PackedFloats = tuple[Literal["f4", "f8"], bytes]
 """Floats as bytes, which JSON contains in base64. All floats have 32 bits, little-endian, if that
-represents each of them exactly; or else all have 64 bits. A log-probability of most engines then
+represents each of them exactly; or else all have 64 bits. With most engines, a log-probability then
 takes 5 characters instead of 20.
 """
 
@@ -171,7 +171,7 @@ class Graded(_Event, frozen=True, tag="graded"):
 
 
 class Sampled(_Event, frozen=True, tag="sampled"):
-    """An engine call that finished.
+    """A sampling call of an engine finished.
 
     `key` is a hash of the request, so a repeated request finds this event. `rollout` is the
     request's rollout hint; calls with the same hint continue the same text. `seconds` is the
@@ -194,7 +194,9 @@ class Sampled(_Event, frozen=True, tag="sampled"):
 
 
 class Scored(_Event, frozen=True, tag="scored"):
-    """A scoring call finished; the fields that it shares with `Sampled` have the same meaning."""
+    """A scoring call of an engine finished; fields with names as in `Sampled` have the same
+    meaning.
+    """
 
     problem: str
     key: str
@@ -322,11 +324,11 @@ Event = (
 )
 """All events of a run. The order of the lines is the order in which the events happened.
 
-Steps, from which an interrupted run resumes, are `Sampled`, `Scored` and `CallFailed` (results of
-engine calls, found again by `key`), `Decided` and `Observed` (calls of the gate, repeated in order to
-rebuild its state), and `Combining`. Facts, from which results and reports are made, are problems, rollouts,
-turns, outcomes and verdicts. The rest are remarks: sessions, the task graph's spans, warnings, drift,
-measurements of other tools.
+An interrupted run resumes from the recorded steps. Steps are results of engine calls (`Sampled`,
+`Scored` and `CallFailed`, found by `key`), calls of the gate (`Decided` and `Observed`), and
+`Combining`. The gate's calls are repeated in order, to rebuild the gate's state. Results and
+reports are made from facts: problems, rollouts, turns, outcomes and verdicts. All other events are
+remarks: sessions, spans of the task graph, warnings, drift, and measurements of other tools.
 """
 
 

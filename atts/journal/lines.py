@@ -86,7 +86,8 @@ def _plain(value: Any) -> Any:
 
 
 _encode = msgspec.json.Encoder(enc_hook=_plain).encode
-# Lax decoding reads the texts "inf", "-inf" and "nan" as the floats that they represent.
+# With strict=False, msgspec reads the texts "inf", "-inf" and "nan" as the floats that they
+# represent.
 _decode = msgspec.json.Decoder(_Line, strict=False).decode
 
 
@@ -112,7 +113,7 @@ class OpenRecords:
 
     def __init__(self) -> None:
         self.prompts: dict[str, Prompt] = {}  # the prompt of each problem's latest rollout
-        self.turns: dict[str, dict[int, _OpenTurn]] = {}  # keyed by problem and sample
+        self.turns: dict[str, dict[int, _OpenTurn]] = {}  # open turns, keyed by problem and sample
 
     def note(self, event: Event) -> None:
         """Store the data to which later lines may refer, and drop data to which no line can refer
@@ -425,7 +426,7 @@ def open_append(path: Path) -> FileIO:
 def write_all(file: FileIO, data: bytes) -> None:
     """Append all bytes, even if each call of `file.write` takes only a few of them.
 
-    :raises OSError: the disk refuses; a part of `data` may have been written.
+    :raises OSError: writing to the disk fails; a part of `data` may have been written.
     """
     view = memoryview(data)
     while view:
@@ -544,7 +545,7 @@ class Journal:
         """Yield to other tasks; with the durability "always", wait until all recorded events are on
         the disk.
 
-        :raises StorageError: the disk refuses.
+        :raises StorageError: writing to the disk fails.
         """
         until = self._recorded
         await anyio.lowlevel.checkpoint()
@@ -650,7 +651,7 @@ class LineReader:
 
     def __init__(self, path: Path, kinds: Collection[type[Event]] | None = None) -> None:
         self.path = path
-        self.number = 0  # number of the next line
+        self.number = 0  # number of the line to read next
         self.session = 0
         self.length = 0  # length of the complete lines so far, in bytes
         self.crc = 0  # checksum of the last complete line

@@ -146,7 +146,7 @@ def dataset_digest(problems: Iterable[Problem]) -> str:
 def save_manifest(path: Path, manifest: Manifest) -> None:
     """Write a manifest atomically, with a checksum of its content.
 
-    :raises StorageError: the disk refuses.
+    :raises StorageError: writing to the disk fails.
     """
     data = json.loads(manifest.text())
     write_atomic(

@@ -76,9 +76,9 @@ class FinishedSample:
     sample: int
     finish: Finish
     answer: str | None = None
-    verdict: SampleVerdict | None = None  # None: the sample was not graded
+    verdict: SampleVerdict | None = None  # verdict on the rollout; None: it was not graded
     rule: str = ""
-    error: str = ""  # the reason why the sample failed
+    error: str = ""  # the reason why the rollout failed
     # the answer comes from a finished text that does not mark its answer
     is_fallback_answer: bool = False
 
@@ -137,8 +137,9 @@ class FinishedProblem:
     escalated: int = 0  # number of the problem's chunks that were escalated
     # warning that the problem is unlike the questions with which the gate was calibrated
     doubt: str = ""
-    combination: Combination | None = None  # None if the vote alone decided the answer
-    # seconds in the task graph; None while the problem runs
+    # how the target combined the answers; None if the vote alone decided the answer
+    combination: Combination | None = None
+    # seconds from the start to the end of the problem; None while it runs
     seconds: float | None = field(default=None, compare=False)
 
     @classmethod
@@ -207,7 +208,9 @@ class FinishedProblem:
 
     @property
     def complete_samples(self) -> tuple[FinishedSample, ...]:
-        """Return the rollouts that ran to their end; rates of single rollouts count only these."""
+        """Return the rollouts that were not stopped early; rates of single rollouts count only
+        these.
+        """
         return tuple(one for one in self.samples if not one.is_censored)
 
     @property
@@ -286,7 +289,9 @@ class Truncation:
 
 
 def truncation(problems: Iterable[FinishedProblem], manifest: Manifest) -> Truncation:
-    """Count the rollouts of these problems that were cut under the limits of the manifest."""
+    """Count the rollouts of these problems that were cut at the token or turn limit in the
+    manifest.
+    """
     samples = [sample for problem in problems for sample in problem.complete_samples]
     ends = Counter(sample.finish for sample in samples if sample.is_cut)
     setting = manifest.configuration.get("policy")

@@ -1,7 +1,7 @@
-"""The work of one step: the scheduler's plan, and the flat arrays a model is fed.
+"""The work of one step: the scheduler's plan, and the flat arrays that are fed to a model.
 
-First comes the state of one request in the step loop: its ids, its slots in the cache, and its
-results so far.
+The first part of the file is the state of a request in the step loop: its ids, its slots in the
+cache, and its results so far.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atts.models.tokenizers import StopMatcher
 from atts.sampling import uniforms
 
 _PRIORITY_STEP = 256
-"""The number of earlier requests before which a request is served if its priority is better by 1.
+"""A request whose priority is better by 1 is served before at most this number of earlier requests.
 The number is finite, so that no request waits forever.
 """
 
@@ -46,7 +46,8 @@ class Sequence:
     arrived: float
     ids: list[int]  # the ids of the request, then the generated ids
     max_slots: int  # largest number of tokens that will need a slot
-    # index of the first token without a known score; for sampling, an index past the end
+    # index of the first token to score whose score is not known; in a sampling request, an index
+    # past the end
     first_scored: int
     uniforms: NDArray[np.float64] | None = None
     stop: StopMatcher | None = None
@@ -60,7 +61,7 @@ class Sequence:
     # number of slots at the front of the row that belong to the prefix tree; the other slots belong
     # to this sequence
     num_shared: int = 0
-    capacity: int = 0  # number of slots in the row
+    capacity: int = 0  # number of slots that this sequence has in its row
     cached_tokens: int = 0
     # logits after the last cached token, if the prefix tree has these logits
     cached_logits: Tensor | None = None
@@ -179,7 +180,9 @@ def _uniforms(request: SampleRequest) -> NDArray[np.float64]:
 
 
 def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatcher:
-    """Return a matcher for the stop strings that has read the part of the answer in the request."""
+    """Return a matcher for the stop strings. It has already read the part of the answer that the
+    request contains.
+    """
     matcher = StopMatcher(request.stop)
     for token in request.ids[len(request.ids) - request.num_begun :]:
         matcher.feed(pieces[token] if token < len(pieces) else b"")
@@ -287,12 +290,12 @@ class StepBatch:
     is computed. So a sequence may read slots that another sequence fills in the same step.
     """
 
-    tokens: Ints  # [tokens]
-    positions: Ints  # [tokens] rows of the table of rotary angles
+    tokens: Ints  # [tokens] the ids to feed
+    positions: Ints  # [tokens] row of each token in the table of rotary angles
     slots: Ints  # [tokens] the slot for each token's keys and values
-    table_rows: Ints  # [sequences] row of the slot table
+    table_rows: Ints  # [sequences] row of each sequence in the slot table
     query_starts: Ints  # [sequences + 1] index of each sequence's first token
-    context_lens: Ints  # [sequences] number of positions known after this step
+    context_lens: Ints  # [sequences] number of cached positions after this step
     # [sequences] number of tokens that need logits; these are the last tokens that the sequence
     # feeds
     num_logits: Ints
@@ -408,7 +411,7 @@ _Fed = tuple[Sequence, int, int]
 
 
 def _newest(sequences: list[Sequence]) -> list[_Fed]:
-    """Return a row for each sequence that feeds the sequence's last token."""
+    """Return one row per sequence; each row feeds the last token of its sequence."""
     return [(sequence, sequence.num_computed, sequence.ids[-1]) for sequence in sequences]
 
 

@@ -111,7 +111,7 @@ def prefix_tree(config: WorkerConfig) -> PrefixTree:
 
 
 def token_table(config: WorkerConfig) -> TokenTable:
-    """Return a loop's table of token ids."""
+    """Return a loop's table with the bytes of each token, and with the end tokens."""
     return TokenTable(config.pieces, frozenset(config.model.end_ids))
 
 
@@ -127,7 +127,7 @@ def choose_model(
     if is_needed and not is_fit:
         raise UnsupportedByEngine(
             config.name,
-            "the native kernels compute float32 on a CPU",
+            "the native kernels compute only float32 on a CPU",
             "Write ?kernel=torch behind the engine's name",
         )
     trouble = ""

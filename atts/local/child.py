@@ -1,4 +1,6 @@
-"""The main program of a worker process, commanded through its standard input and output."""
+"""The main program of a worker process, which reads commands from its standard input and writes
+replies to its standard output.
+"""
 
 from __future__ import annotations
 

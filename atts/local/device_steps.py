@@ -135,7 +135,7 @@ def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
     size = blocks.size()
     length = max(_LEAST_LENGTH, _power(size.length))
     width = _power(size.width)
-    if width.bit_length() % 2 == 0:  # 2, 8, 32, ...
+    if width.bit_length() % 2 == 0:  # the width is 2, 8, 32, ..., which is not a power of four
         width *= 2
     rounded = BlockClass(_power(size.blocks), width, length)
     return StepLayout(_power(len(batch.tokens)), ALL_ROWS, (rounded,))
@@ -237,18 +237,19 @@ class Blocks(NamedTuple):
     """The arrays on the device for one class of blocks."""
 
     size: BlockClass
-    starts: Tensor  # [blocks] int32, like the arrays below
+    # shape [blocks], in int32, like `counts` and `firsts`
+    starts: Tensor
     counts: Tensor
     firsts: Tensor
-    slots: Tensor  # [blocks, length]
+    slots: Tensor  # shape [blocks, length]
 
 
 class DeviceStep(NamedTuple):
     """A step's arrays on the device."""
 
-    tokens: Tensor  # [rows] int32, like all arrays here except `slots`
+    tokens: Tensor  # shape [rows], in int32, like all arrays of this class except `slots`
     positions: Tensor
-    slots: Tensor  # int64
+    slots: Tensor  # in int64
     places: Tensor  # index of each row in the padded blocks of all classes
     logit_rows: Tensor | None  # None if all rows are returned
     classes: tuple[Blocks, ...]
@@ -293,8 +294,9 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    array: Tensor  # input array, which is filled with the result of `packed`
-    hidden: Tensor  # output array
+    # the array that the graph reads; before a replay, the result of `packed` is copied into it
+    array: Tensor
+    hidden: Tensor  # the array with the hidden states that the graph computes
     replay: Callable[[], None]
 
 

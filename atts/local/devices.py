@@ -1,4 +1,6 @@
-"""Devices that models are computed on, and the key-value caches that fit into their memory."""
+"""The devices that compute models, and the sizes of the key-value caches that fit into their
+memory.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def on_device(config: WorkerConfig) -> WorkerConfig:
 
 
 def dtype_of(config: WorkerConfig) -> torch.dtype:
-    """Return the number type that a model is computed in; see `on_device`."""
+    """Return the number type in which a model is computed; see `on_device`."""
     found: torch.dtype = getattr(torch, on_device(config).options.dtype)
     return found
 
@@ -172,8 +174,8 @@ def allocate_cache(
 def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Return the default size of a cache in tokens. The weights must be loaded already.
 
-    On a GPU, the cache has room for all tokens of the rollouts in flight, or for fewer if the other
-    engine of the pair needs the memory.
+    On a GPU, the cache has room for all tokens of the rollouts in flight. It has room for fewer
+    tokens if the other engine of the pair needs the memory.
 
     :raises OutOfMemory: there is no room for a single rollout.
     """

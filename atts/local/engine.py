@@ -1,4 +1,6 @@
-"""`LocalEngine`: sampling and scoring on models of this machine, behind the engine protocol."""
+"""`LocalEngine`, an implementation of the engine protocol that samples and scores with models on
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +155,7 @@ class LocalEngine:
         With `chat`, a model without a chat template is refused: immediately if its files are on
         disk, or else after the download. An `accelerator` changes how fast texts are written, but
         never changes the texts. A `demand` limits the cache on a GPU to the size that the run can
-        fill, and leaves memory for the other engine of the pair.
+        fill. It also leaves memory for the other engine of the pair.
 
         :raises OptionError: an option is unknown or impossible.
         :raises UnsupportedByEngine: the model's folder has no chat template.
@@ -179,7 +181,7 @@ class LocalEngine:
         return self._require().tokenizer
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Continue the ids; see `atts.engine.Engine.sample`."""
+        """Sample a continuation of the request's ids; see `atts.engine.Engine.sample`."""
         opened = self._opened or self._require()
         reply = await opened.ask(request)
         assert isinstance(reply, SampleReply), "a sampling request is answered by a sample"
@@ -188,7 +190,7 @@ class LocalEngine:
         return Completion(reply.ids, text, reply.ended, reply.logprobs, reply.cached_tokens)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Score the suffix; see `atts.engine.Engine.score`."""
+        """Score the request's suffix; see `atts.engine.Engine.score`."""
         reply = await (self._opened or self._require()).ask(request)
         assert isinstance(reply, ScoreReply), "a scoring request is answered by scores"
         return Scores(reply.logprobs, reply.cached_tokens, reply.beginning)
@@ -209,12 +211,12 @@ class LocalEngine:
         return None if stats is None else counters_of(stats)
 
     def loop_stats(self) -> LoopStats:
-        """Return the step loop's own counters, at most a fifth of a second old."""
+        """Return the counters of the step loop's last report, which is at most about 0.2 s old."""
         return self._require().loop_stats
 
     @property
     def kv_tokens(self) -> int:
-        """Return the number of tokens that the cache has room for."""
+        """Return the number of tokens for which the cache has room."""
         return self._require().kv_tokens
 
     @property
@@ -223,7 +225,7 @@ class LocalEngine:
         return self._require().in_loop
 
     async def recheck(self) -> None:
-        """Open the engine if it is not open, or if its step loop has ended. See
+        """Open the engine again if it is not open, or if its step loop has ended. See
         `atts.servers.pool.Replica`.
 
         :raises EngineError: the engine cannot be opened.
@@ -382,7 +384,7 @@ class _OpenEngine:
         return len(self._waiters) if of_all is None else of_all
 
     async def close(self) -> None:
-        """End the worker; calls that still wait raise an error."""
+        """End the worker; calls that still wait for a reply raise an error."""
         await anyio.to_thread.run_sync(self._worker.close)
         self._deliver(LoopReport((FailureReply(0, "closed", "it was closed"),), None))
 

@@ -1,7 +1,8 @@
-"""The loader of weights and adapters from safetensors files, checked for presence, shape and type.
+"""The loader of weights and adapters, which reads them from safetensors files and checks their
+shapes and types.
 
-The first part of the file groups layers: the attentions of several adjacent layers can be computed
-as one attention with the heads of all these layers.
+The first part of the file groups layers. The attentions of adjacent layers can be computed as one
+attention with the heads of all these layers.
 """
 
 from __future__ import annotations
@@ -151,8 +152,8 @@ class LowRank:
     in `up`.
     """
 
-    down: Tensor  # [rank, in]
-    up: Tensor  # [out, rank]
+    down: Tensor  # shape [rank, columns of the matrix]
+    up: Tensor  # shape [rows of the matrix, rank]
 
     def added_to(self, weight: Tensor) -> Tensor:
         """Return the sum of a matrix and this addition, computed in float32."""
@@ -170,8 +171,8 @@ def read_adapter(
 ) -> dict[str, LowRank]:
     """Read a LoRA adapter from a safetensors file, with its settings from a folder.
 
-    :raises ModelLoadError: the adapter is damaged, has another shape than the model, or is not a
-        LoRA adapter of its layers' matrices.
+    :raises ModelLoadError: the adapter is damaged, does not fit the model's shape, or changes more
+        than the matrices of layers.
     """
     said = read_object(settings / ADAPTER_CONFIG, name)
     if problem := next(_problems(said), ""):
@@ -339,7 +340,9 @@ class Rope:
     scales: Tensor  # [head_dim / 2] factors by which cosines and sines are multiplied
 
     def angles(self, rows: int) -> Tensor:
-        """Return the angles at the first `rows` positions: [variants * rows, head_dim / 2]."""
+        """Return the angles at the first `rows` positions, [variants * rows, head_dim / 2]; a
+        variant is a row of `frequencies`.
+        """
         positions = torch.arange(rows, dtype=torch.float32)
         return torch.cat([torch.outer(positions, frequencies) for frequencies in self.frequencies])
 
@@ -376,7 +379,7 @@ class Weights:
     embedding: Tensor  # [vocabulary, hidden_size]
     layers: Sequence[LayerWeights]
     norm: Tensor
-    head: Tensor  # [vocabulary, hidden_size]; the embedding itself if the two are tied
+    head: Tensor  # [vocabulary, hidden_size]; the same tensor as `embedding` if the model ties both
     ropes: Mapping[str, Rope]  # keyed by the names in `ModelConfig.ropes`
     # whether the two features of each rotated pair are adjacent, which is the order that the torch
     # model needs
@@ -405,7 +408,7 @@ def load_weights(
     With `layers`, only these layers are read. The embedding and the head are read only if the first
     layer is among them and `words` is true. With `pairs`, which is the default on a GPU, each layer
     gets the feature order of the torch model while it is read. So nothing has to be copied after
-    the cache has taken the memory. With `on_demand`, a layer is read each time it is accessed, so a
+    the cache has taken the memory. With `on_demand`, a layer is read each time it is accessed. So a
     caller that packs layers one by one never has all of them in memory.
 
     :raises ModelLoadError: there is no safetensors file, a file is damaged, or a weight is missing

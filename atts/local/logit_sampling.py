@@ -13,15 +13,15 @@ from atts.core import Sampling
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling settings of a batch, one entry per row. A filter that no row uses is None and
-    costs no time.
+    """The sampling settings of a batch, one entry per row. A filter (top-k, top-p or min-p) that no
+    row uses is None, and costs no time.
     """
 
-    temperature: Tensor  # [batch] float64; 0 is greedy
-    # [batch] int64; equal to the vocabulary's size for a row without top-k
+    temperature: Tensor  # shape [batch], in float64; 0 means greedy
+    # shape [batch], in int64; equal to the vocabulary's size for a row without top-k
     top_k: Tensor | None = None
-    top_p: Tensor | None = None  # [batch] float64
-    min_p: Tensor | None = None  # [batch] float64
+    top_p: Tensor | None = None  # shape [batch], in float64
+    min_p: Tensor | None = None  # shape [batch], in float64
     is_greedy: bool = False  # whether every row is greedy
     has_greedy: bool = (
         # whether any row is greedy; stored here, so that no value has to be read from the device
@@ -36,8 +36,8 @@ class SampledTokens:
     is NaN if the row's logits contain NaN.
     """
 
-    tokens: Tensor  # [batch] int64
-    logprobs: Tensor  # [batch] float32
+    tokens: Tensor  # shape [batch], in int64
+    logprobs: Tensor  # shape [batch], in float32
 
     def lists(self) -> tuple[list[int], list[float]]:
         """Return the tokens and the log-probabilities as lists; one copy moves both from the

@@ -1,4 +1,4 @@
-"""The step loop: take commands, then schedule, run and commit one step after the other."""
+"""The step loop, which takes commands, and schedules, runs and commits one step after the other."""
 
 from __future__ import annotations
 
@@ -476,7 +476,7 @@ class StepLoop:
         self._scheduler.newly_admitted.clear()
 
     def stats(self) -> LoopStats:
-        """Return the current counters."""
+        """Return a copy of the current counters."""
         store = self._scheduler.store
         return replace(
             self._stats,

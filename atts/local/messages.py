@@ -57,7 +57,7 @@ class WorkerConfig:
     model: ModelConfig
     pieces: tuple[bytes, ...]  # the bytes of each token
     options: LocalOptions
-    builder: LoopBuilder | None = None  # None: plain decoding
+    builder: LoopBuilder | None = None  # builder of the loop; None for plain decoding
     # how many floats per token additional caches store, such as the cache of a draft
     more_kv_floats: int = 0
     sharers: int = 1  # number of loops in the same process that share the cores, including this one
@@ -196,7 +196,7 @@ class LoopStats(EngineCounters):
     evicted_tokens: int = 0
     # number of steps that did not fit into memory, after which steps became smaller
     shrunk: int = 0
-    speculation: SpeculationStats | None = None  # None without speculation
+    speculation: SpeculationStats | None = None  # counts of proposals; None without speculation
 
 
 Reply = SampleReply | ScoreReply | FailureReply
@@ -215,7 +215,7 @@ class LoopReport:
     """A loop's report to its engine: replies to requests, and counters."""
 
     replies: tuple[Reply, ...]
-    stats: LoopStats | None  # None if the loop has ended
+    stats: LoopStats | None  # counters of the loop; None if the loop has ended
 
 
 class Loop(Protocol):

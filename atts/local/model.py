@@ -1,4 +1,6 @@
-"""The forward pass in torch on any device and dtype: the reference for every kernel."""
+"""The forward pass in torch, on any device and in any number type, with which every kernel is
+compared.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.seams import LayerHook
 
 # A step is sent to the device as one array. Steps that only decode can be captured as graphs
-# (`StepGraphs`). The caller passes the function that computes attention (`MakeAttend`): one that
-# gathers slots works on any device, and a kernel is used where one is available.
+# (`StepGraphs`). The caller passes the function that computes attention (`MakeAttend`). It is a
+# kernel where one is available, and gathers slots on all other devices.
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function that computes attention, [rows, heads * head_dim]. Its arguments are the queries,
@@ -52,7 +54,7 @@ means the whole context.
 
 class _Class(NamedTuple):
     rows: Tensor  # [blocks, width] indices of the rows whose queries attend
-    slots: Tensor  # [blocks * length]
+    slots: Tensor  # [blocks * length] the slots to gather
     mask: Tensor | None  # True where a query may read a slot
 
 

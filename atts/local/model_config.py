@@ -348,7 +348,8 @@ def read_hf_config(folder: Path, name: str) -> Any:
 
 
 def _whole_config(family: str, known: Mapping[str, Any]) -> Any:
-    """Return a Llama configuration without importing transformers; None if values are missing.
+    """Return a complete Llama configuration without importing transformers; None if it is
+    incomplete.
 
     Importing the configurations of transformers also imports torch and its compiler. This would
     take seconds in every process, although a complete configuration does not need it.
@@ -522,6 +523,9 @@ def check_model(folder: Path, name: str) -> tuple[ModelConfig, ModelTokenizer]:
     tensor_files(folder, name)
     tokenizer = ModelTokenizer(folder, name)
     if tokenizer.vocabulary > config.vocabulary:
-        problem = f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, the model knows {config.vocabulary}"
+        problem = (
+            f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, but the model has "
+            f"only {config.vocabulary} ids"
+        )
         raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
     return config, tokenizer

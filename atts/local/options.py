@@ -25,7 +25,7 @@ class LocalOptions:
     """Options of a local engine; the defaults suit small models on a CPU."""
 
     # auto: use a GPU if there is one; with two or more GPUs, each model of a pair has its own GPU
-    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    device: str = "auto"  # values: auto, cpu, cuda or cuda:N
     # auto: bfloat16 on a GPU if the checkpoint is in bfloat16, or else float32
     dtype: Dtype = "auto"
     # process: computes in parallel with other engines and with a busy caller; thread: starts faster

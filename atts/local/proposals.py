@@ -25,7 +25,7 @@ from atts.local.seams import (
 )
 
 _NONE = NOTHING, 0  # an empty proposal, for a sequence for which none was requested
-_BETWEEN = 8  # number of steps over which the time between steps is averaged
+_BETWEEN = 8  # number of steps over which the average time between steps is taken
 
 
 def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
@@ -140,8 +140,8 @@ class Proposals:
         tokens at the same positions.
         """
         if sequence.request_id not in self._asked:
-            # without a proposal, there are several tokens because several plain steps were merged,
-            # and all of them count
+            # without a proposal, several tokens come from merged plain steps, and all of them are
+            # kept
             return len(drawn) - 1
         proposal, guessed = self._asked[sequence.request_id]
         accepted = accepted_length(proposal.tokens, drawn)
@@ -196,7 +196,7 @@ class Proposals:
         if not self._num_asked:
             return "the cache had no room for proposed tokens"
         if self._num_refused:
-            return "every proposal began with a token that ends the text or is not the target's"
+            return "every proposal began with a token that ends the text or that the target lacks"
         return self._proposer.silence()
 
     def give_way(self, plan: StepPlan, *, shorten: bool) -> None:
@@ -250,7 +250,7 @@ class Proposals:
 
 
 def ask_of(sequence: Sequence, room: int) -> Ask:
-    """Return the part of a decoding sequence's state that a proposer may see."""
+    """Return the state of a decoding sequence in the form that a proposer receives."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampling requests decode"
     assert sequence.uniforms is not None, "only sampling requests decode"

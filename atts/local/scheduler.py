@@ -60,7 +60,7 @@ class Scheduler:
         self._unfinished: dict[int, Sequence] = {}
         self._free_rows = list(range(config.max_batch - 1, -1, -1))
         width = min(config.context_length, config.kv_tokens) + 1
-        self.table: SlotIds = self.store.new_table(config.max_batch, width)  # [rows, tokens]
+        self.table: SlotIds = self.store.new_table(config.max_batch, width)  # shape [rows, tokens]
         self.num_preempted = 0
         self.num_evicted = 0
         # sequences that got their first row after the step loop last cleared this list; sequences
@@ -122,7 +122,7 @@ class Scheduler:
         restore the full size of steps and return False.
         """
         if self._chunk_tokens <= 1:
-            # smaller steps failed as well, so the size was not the reason
+            # even the smallest steps failed, so the size of steps was not the reason
             self._chunk_tokens = self._config.chunk_tokens
             return False
         self._chunk_tokens //= 2
@@ -301,7 +301,7 @@ class Scheduler:
         )
 
     def _can_free(self, count: int) -> bool:
-        """Return whether `count` slots are free or can be freed by eviction."""
+        """Return True if `count` slots are free or can be freed by eviction."""
         return self.store.num_free + self.tree.num_evictable >= count
 
     def _should_wait(self, sequence: Sequence, known: int) -> bool:

@@ -72,7 +72,7 @@ class OverlapStats:
     wasted: int = 0  # number of wrong guesses for which tokens were drafted
     # number of passes of the draft model to draft tokens after guesses
     passes: int = 0
-    drafted: int = 0  # number of tokens drafted in these passes
+    drafted: int = 0  # number of tokens that the draft model drafted after guesses
 
     @property
     def silence(self) -> str:
@@ -82,8 +82,8 @@ class OverlapStats:
         if self.hits:
             return ""
         if self.misses:
-            return f"the draft guessed none of {self.misses:,} outcomes"
-        return "no draft was done when the target's step ended" if self.late else ""
+            return f"the draft guessed none of {self.misses:,} step outcomes"
+        return "no draft was finished before the target's step ended" if self.late else ""
 
 
 class Proposer(Protocol):
@@ -206,8 +206,8 @@ class SpeculationStats:
     tested_at: list[int] = field(default_factory=list[int])
     # for each position, the number of proposals whose token at this position was accepted
     accepted_at: list[int] = field(default_factory=list[int])
-    seconds: float = 0.0  # time spent on proposing
-    trouble: str = ""  # the reason why proposals stopped
+    seconds: float = 0.0  # seconds spent on proposing tokens
+    trouble: str = ""  # the reason why speculation was switched off; empty while it is on
     silence: str = ""  # the reason why no token was ever proposed; empty after the first proposal
     # number of times that a length was chosen: the number of decoding sequences, summed over steps
     choices: int = 0
@@ -221,7 +221,7 @@ class SpeculationStats:
     # estimated seconds saved compared with steps without proposals, over all steps for which
     # forecasts count
     saved_seconds: float = 0.0
-    # counts of a drafter that works while the target computes; None without one
+    # counts of the drafter if it works while the target computes; None for other drafters
     overlap: OverlapStats | None = None
 
     def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:

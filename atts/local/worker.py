@@ -45,7 +45,7 @@ def worker_environment() -> dict[str, str]:
     """Return the environment of a worker process, in which waiting threads sleep.
 
     By default, OpenMP's threads use a core even while they wait. If two engines compute at once,
-    waiting threads of one engine would slow down the other engine several times. Environment
+    the waiting threads of each engine would make the other engine several times slower. Environment
     variables that the user has set are kept.
     """
     return {**_PASSIVE, **os.environ}
@@ -221,13 +221,13 @@ class ProcessWorker:
         self._last_words = _LastWords(process)
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Send the child its configuration and wait until the model is loaded. Reports are
-        delivered by another thread.
+        """Send the child its configuration, and wait until the model is loaded. Later, another
+        thread calls `deliver` with each report of the loop.
 
         :raises EngineError: the model could not be loaded.
         """
         process = self._process
-        assert process is not None, "a worker may be opened only once, before its end"
+        assert process is not None, "a worker may be opened only once, and not after it was closed"
         config = join_loops(config, self._share)
         deliver = partial(_hand_on, deliver, self._share)
         try:
@@ -316,7 +316,7 @@ class LoopWorker(Protocol):
 def new_worker(kind: WorkerKind) -> LoopWorker:
     """Return a new worker of this kind, which can run one loop.
 
-    :raises OSError: the system starts no process.
+    :raises OSError: the system cannot start a process.
     """
     return ThreadWorker() if kind == "thread" else ProcessWorker()
 

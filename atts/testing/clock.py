@@ -98,7 +98,9 @@ def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """A selector that moves `now` to the next timer instead of sleeping until it."""
+    """A selector that moves `now` to the time of the next timer, instead of sleeping until that
+    time.
+    """
 
     def __init__(self, patience_seconds: float, has_threads: Callable[[], bool]) -> None:
         super().__init__()
@@ -160,6 +162,7 @@ class TrioClock:
 
 
 def _trio_threads() -> int:
-    from trio.testing import active_thread_count  # trio is an optional dependency
+    # this import is late because trio is an optional dependency
+    from trio.testing import active_thread_count
 
     return active_thread_count()

@@ -256,7 +256,7 @@ async def refused(
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of ids at the start of two sequences that are equal."""
+    """Return how many ids at the beginning of two sequences are equal."""
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
@@ -497,7 +497,7 @@ async def check_improbable(probe: Probe) -> None:
             probe.prompt, (*written.ids[:position], planted, *written.ids[position + 1 :])
         )
         probe.require_close(
-            "a token changed the scores before it", spoilt[:position], plain[:position]
+            "an improbable token changed earlier scores", spoilt[:position], plain[:position]
         )
         gain = spoilt[position] - plain[position]
         require(
@@ -695,7 +695,9 @@ async def check_score_company(probe: Probe) -> None:
     alone = [await probe.score(prefix, suffix) for prefix, suffix in pairs]
     together = await collect([partial(probe.score, prefix, suffix) for prefix, suffix in pairs])
     for left, right in zip(alone, together, strict=True):
-        probe.require_close("scores change among other requests", right, left)
+        probe.require_close(
+            "scores change if other requests are scored at the same time", right, left
+        )
 
 
 @check()
@@ -862,7 +864,7 @@ async def check_isolation(probe: Probe) -> None:
     after = [completion.ids for completion in await probe.sample_all(requests)]
     for number, request in enumerate(requests):
         for what, answers in (
-            ("the answer changed among requests with other settings", beside[::2]),
+            ("the answer changed while requests with other settings ran", beside[::2]),
             ("a second engine gave another answer", beside[1::2]),
             ("the answer changed after a second engine was closed", after),
         ):

@@ -94,9 +94,10 @@ class ServerQuirks:
       always. "closed": never. If the message is not continued, it becomes a message of the user.
       "closed" and "prefix" also refuse fields that hosted servers do not know.
     - `ratings`: "off" refuses requests for the likeliest tokens.
-    - `reasoning`: unless this is "off", the text before the answer is not in the reply's content,
-      but in the field with this name (in Ollama, the field is always "thinking"). With "hidden",
-      the reply does not contain this text, as with OpenAI, and only temperature 1 is accepted.
+    - `reasoning`: unless this is "off", the text before the answer is removed from the reply's
+      content. It is put into the field with this name; in Ollama, the field is always "thinking".
+      With "hidden", the reply does not contain this text, as with OpenAI, and only temperature 1 is
+      accepted.
     - `thinking`: how vLLM treats a thinking budget. "closed" ends the think block when the budget
       is used up. "ignored" ignores the budget, as vLLM does with some kinds of speculation.
       "refused" refuses the request, as vLLM does without --reasoning-parser.
@@ -292,7 +293,7 @@ class ServerCall:
     def check_room(self, ids: TokenIds, limit: int) -> None:
         """Check that the prompt and the requested tokens fit into the context.
 
-        :raises Refusal: they do not fit into the context.
+        :raises Refusal: the prompt and the requested tokens do not fit into the context.
         """
         most = self.state.context_length
         wanted = len(ids) + limit
@@ -655,7 +656,7 @@ def chat_models(call: ServerCall) -> dict[str, Any]:
 
 
 async def chat_completions(call: ServerCall) -> Any:
-    """Answer POST /v1/chat/completions."""
+    """Answer POST /v1/chat/completions, with the quirks of the simulated chat server."""
     body = call.body
     quirks = call.state.quirks
     call.check_model()
@@ -704,7 +705,7 @@ async def chat_completions(call: ServerCall) -> Any:
 
 
 def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
-    """Return the ids of the messages.
+    """Return the ids of a conversation with these messages.
 
     The quirk `prefill` decides whether the answer continues a last message of the assistant.
     """
@@ -749,7 +750,7 @@ _DEFAULT = Sampling(0.8, 40, 0.95, 0.05)
 
 
 def props(call: ServerCall) -> dict[str, Any]:
-    """Answer GET /props."""
+    """Answer GET /props, which returns facts about a server of llama.cpp."""
     state = call.state
     return {
         "default_generation_settings": {"n_ctx": state.context_length},
@@ -860,7 +861,7 @@ def tags(call: ServerCall) -> dict[str, Any]:
 
 
 def show(call: ServerCall) -> dict[str, Any]:
-    """Answer POST /api/show."""
+    """Answer POST /api/show, which returns facts about a model of Ollama."""
     _check_model(call)
     return {
         "model_info": {"toy.context_length": call.state.context_length},
@@ -923,7 +924,7 @@ OLLAMA_ROUTES = Routes(
 
 
 def server_info(call: ServerCall) -> dict[str, str | None]:
-    """Answer GET /server_info."""
+    """Answer GET /server_info, which returns facts about a server of SGLang."""
     model = call.state.model
     quirks = call.state.quirks
     algorithm = None if quirks.speculation == "off" else "STANDALONE"

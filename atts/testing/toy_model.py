@@ -542,8 +542,8 @@ _filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)
 def _nucleus(
     weights: list[float], floor: float, floors: int, top_p: float
 ) -> tuple[list[float], int]:
-    """Return the weights of the fewest likeliest tokens whose share of all weights is at least
-    `top_p`, and the number of other tokens that are needed too.
+    """Return the smallest set of likeliest tokens whose share of all weights is at least `top_p`:
+    the weights of likely tokens, and the number of other tokens.
     """
     wanted = top_p * (math.fsum(weights) + floors * floor)
     for count, reached in enumerate(accumulate(weights), start=1):

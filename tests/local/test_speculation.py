@@ -461,7 +461,7 @@ def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path
             folder, orders, Silent(), AnyLength(0)
         ),
         "the drafter knew no next token of any text": run(folder, orders, Silent(), 3),
-        "every proposal began with a token that ends the text or is not the target's": run(
+        "every proposal began with a token that ends the text or that the target lacks": run(
             folder, orders, Unknown(), 3
         ),
         "no text fits into the draft's context of 14 tokens": run(folder, orders, None, 3, short),
@@ -481,6 +481,6 @@ def test_overlapped_drafts_that_never_came_in_time_say_so() -> None:
     """The counters give different reasons for late and for wrong guesses, and no reason after a
     hit.
     """
-    assert OverlapStats(late=3).silence == "no draft was done when the target's step ended"
-    assert OverlapStats(misses=2, late=3).silence == "the draft guessed none of 2 outcomes"
+    assert OverlapStats(late=3).silence == "no draft was finished before the target's step ended"
+    assert OverlapStats(misses=2, late=3).silence == "the draft guessed none of 2 step outcomes"
     assert OverlapStats(hits=1, misses=2).silence == ""

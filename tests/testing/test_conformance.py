@@ -590,7 +590,7 @@ async def test_an_open_engine_is_checked_and_stays_open() -> None:
             result.check: result.why for result in report.results if result.status == "skipped"
         }
         assert skipped.keys() == {"capabilities", "closing", "isolation"}
-        assert "give a function that makes one" in skipped["closing"]
+        assert "pass a function" in skipped["closing"]
         assert (await engine.sample(SampleRequest((3,), 2))).ids
 
 

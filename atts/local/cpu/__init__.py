@@ -1,1 +1,3 @@
-"""Kernels for processors: compiled C, packed weights, and models that run on them."""
+"""Kernels of the local engine for CPUs: compiled C code, packed weights, and models that use
+them.
+"""

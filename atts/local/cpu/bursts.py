@@ -1,4 +1,4 @@
-"""Bursts: several steps of a small model in one call of the kernels."""
+"""Bursts, which compute several steps of a small model in one call of the kernels."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MultiStep:
             self._kept = sequences, *self._settings(sequences)
         most = _MOST_TURNS if self._kept[1] is not None else 1
         for sequence in sequences:
-            assert sequence.uniforms is not None, "more than the last token is scored"
+            assert sequence.uniforms is not None, "only sampling requests can be part of a burst"
             most = min(most, len(sequence.uniforms) - len(sequence.logprobs))
             if most < 2:
                 return 1

@@ -29,7 +29,7 @@ Build = Callable[[Path], None]
 """A function that builds a library at a path; the folder contains nothing else.
 
 :raises UnsupportedByEngine: the library cannot be built.
-:raises OSError: the disk refuses.
+:raises OSError: writing to the disk fails.
 """
 _BUILDING = "atts-build-"
 _STALE_SECONDS = 600.0

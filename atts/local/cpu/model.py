@@ -52,7 +52,9 @@ class _Delta(ctypes.Structure):
 
 
 class PackedAdapter(NamedTuple):
-    """The terms that an adapter adds to each layer's four matrices, as the kernels read them."""
+    """The terms that an adapter adds to each layer's four matrices, in the form that the kernels
+    read.
+    """
 
     address: int
     rank: int  # largest rank of the adapter's matrices
@@ -414,8 +416,8 @@ class AheadBatch(NamedTuple):
     # each turn
     following: StepBatch
     counts: NDArray[np.int64]  # [turns] number of sequences that draw in each turn
-    temperatures: Tensor  # [sequences] float64
-    uniforms: NDArray[np.float64]  # [turns, sequences]
+    temperatures: Tensor  # shape [sequences], in float64
+    uniforms: NDArray[np.float64]  # shape [turns, sequences]
     # [vocabulary] mask of the tokens that end the drawing: if a sequence draws one, no further turn
     # follows
     ends: NDArray[np.uint8] | None = None
@@ -575,7 +577,7 @@ class NativeModel:
 
     def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: LayerHook) -> Tensor:
         x = _floats(len(batch.tokens), hidden.shape[1])
-        middle = 1 + 2 * tap.layers  # the embedding is unit 0, and each layer has two
+        middle = 1 + 2 * tap.layers  # the embedding is unit 0, and each layer has two units
         last = self._step.last_unit
         self.through(batch, table, (x, hidden), (0, middle))
         tap.receive(torch.from_numpy(x[batch.logit_rows]))

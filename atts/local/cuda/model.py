@@ -89,8 +89,8 @@ def disagreement(
     """Return the largest difference between an attention kernel and gathered float32 attention; NaN
     if any difference is NaN.
 
-    :param form: two numbers: of layers that attend together, and of layers whose keys and values
-        lie next to each other in the cache.
+    :param form: the number of layers that attend together, and the number of layers whose keys and
+        values lie next to each other in the cache.
     """
     random = torch.Generator().manual_seed(0)
     attending, side_by_side = form

@@ -25,7 +25,7 @@ _MOST_PARTS = 16
 
 
 # Triton must not specialise these arguments. The arrays of a step are slices of one array, so their
-# alignment varies, and Triton would compile a kernel for each alignment during a run.
+# alignment varies. Triton would compile a kernel for each alignment during a run.
 @triton.jit(
     do_not_specialize=[
         "starts",

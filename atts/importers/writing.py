@@ -505,7 +505,8 @@ class _ProblemWriter:
         """Write one rollout, and return its answer; None if it has none."""
         answer = None if sample.answer is None else sample.answer.strip() or None
         if sample.ended != "failed" and (sample.answer is None or _is_whole_text(sample)):
-            # if the text has no marked answer, a short recorded answer counts
+            # if the text has no marked answer, the answer that the tool recorded counts if it is
+            # short
             answer = extract(sample.text, problem.kind) or (
                 answer if answer and len(answer) <= _FEW_WORDS else None
             )

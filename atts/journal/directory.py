@@ -138,7 +138,7 @@ _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def _holder(handle: int, path: Path) -> str:
-    """Describe the process that has the lock, by its id if the lock file contains one."""
+    """Describe the process that has the lock, by the process id if the lock file contains an id."""
     if sys.platform == "win32":
         return "on this machine"
     text = os.pread(handle, 32, 0).decode(errors="replace").strip()

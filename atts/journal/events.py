@@ -368,7 +368,9 @@ _RARE = ("has_answer", "answered", "agreement", "agrees")
 
 
 def feature_numbers(features: Features) -> dict[str, float]:
-    """Return all features except the text, the turn, and rare features that are 0."""
+    """Return the features of a chunk as numbers, without the text, the turn, and rare features that
+    are 0.
+    """
     numbers = {"tokens": float(features.tokens)}
     # both features are NaN by default, which JSON cannot write as a number
     if not math.isnan(features.draft_logprob):

@@ -112,8 +112,8 @@ class Manifest:
 def versions(
     packages: Sequence[str] = ("anyio", "numpy", "torch", "transformers"),
 ) -> dict[str, str]:
-    """Return the versions of Python, the platform, atts, and those of the packages that are
-    installed.
+    """Return the versions of Python, of atts and of the installed packages, and the name of the
+    platform.
     """
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name, distribution in {"atts": DISTRIBUTION, **{name: name for name in packages}}.items():

@@ -339,7 +339,8 @@ class OpenProblem:
     )
     turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
     graded: list[Graded] = field(default_factory=list[Graded])
-    combine_plan: CombinePlan | None = None  # the plan that was made after the vote
+    # the plan, made after the vote, to keep the vote's answer or to ask the target
+    combine_plan: CombinePlan | None = None
     judged: int = 0  # number of chunks that a gate decided on
     escalated: int = 0  # number of the problem's chunks that were escalated
     # failed calls whose rollout has not continued yet, keyed by the rollout hint

@@ -295,7 +295,7 @@ class StepBatch:
     slots: Ints  # [tokens] the slot for each token's keys and values
     table_rows: Ints  # [sequences] row of each sequence in the slot table
     query_starts: Ints  # [sequences + 1] index of each sequence's first token
-    context_lens: Ints  # [sequences] number of cached positions after this step
+    context_lens: Ints  # [sequences] number of cached positions of each sequence after this step
     # [sequences] number of tokens that need logits; these are the last tokens that the sequence
     # feeds
     num_logits: Ints

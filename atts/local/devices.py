@@ -164,9 +164,9 @@ def allocate_cache(
             return _zeros(size, dtype, device)
         except (torch.OutOfMemoryError, MemoryError):
             if tokens <= least:
-                advice = "Lower kv_tokens, use bfloat16, or a smaller model"
+                advice = "Lower kv_tokens, or use bfloat16 or a smaller model"
                 raise OutOfMemory(
-                    config.name, f"a cache of {tokens} tokens does not fit", advice
+                    config.name, f"a cache of {tokens} tokens does not fit into memory", advice
                 ) from None
             tokens = max(least, tokens // 2)
 

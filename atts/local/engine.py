@@ -247,7 +247,7 @@ class LocalEngine:
         :raises OutOfMemory: the model does not fit into memory.
         :raises EngineUnavailable: the system cannot start the model's process.
         """
-        assert self._opened is None, "an engine is entered once at a time"
+        assert self._opened is None, "an engine cannot be opened again before it is closed"
         try:
             worker = self._accelerator.worker(self.model, self._options)
         except OSError as error:
@@ -401,7 +401,9 @@ class _OpenEngine:
                 warn_once(report.stats.speculation.trouble)
         for reply in report.replies:
             if reply.request_id == 0:
-                assert isinstance(reply, FailureReply), "only an end concerns all requests"
+                assert isinstance(reply, FailureReply), (
+                    "only the end of the loop concerns all requests"
+                )
                 self.end = self.end or reply
                 waiters = list(self._waiters.values())
             else:

@@ -163,7 +163,9 @@ class LowRank:
 
 
 Adapter = Mapping[str, LowRank]
-"""An adapter: for each changed matrix, such as layers.0.self_attn.q_proj, the addition to it."""
+"""A mapping from names of matrices, such as layers.0.self_attn.q_proj, to the additions that an
+adapter makes to them.
+"""
 
 
 def read_adapter(
@@ -486,7 +488,7 @@ def _fuse(
         read("embed_tokens.weight", config.vocabulary, config.hidden_size) if words else None
     )
     norm = read.norm(config, "norm", config.hidden_size)
-    assert norm is not None, "every model norms its last states"
+    assert norm is not None, "every model has a norm after its last layer"
     if embedding is None:
         nothing = norm.new_empty(0, config.hidden_size)
         return Weights(nothing, layers, norm, nothing, ropes, read.pairs)

@@ -285,7 +285,9 @@ class StepLoop:
         cached = [
             sequence.cached_logits for sequence in ready if sequence.cached_logits is not None
         ]
-        assert len(cached) == len(ready), "a ready sequence must have logits"
+        assert len(cached) == len(ready), (
+            "a sequence that is sampled without a forward pass must have cached logits"
+        )
         parts = [torch.stack(cached)] if cached else []
         if hidden is not None and count:
             parts.append(self._model.compute_logits(hidden[:count]))
@@ -548,7 +550,7 @@ def extend_drawn(
     _, first, tokens, logprobs = draws
     drawn = sequence.drawn
     text = sequence.ids[sequence.first_scored :]
-    assert drawn is not None, "only requested tokens may be drawn"
+    assert drawn is not None, "tokens are drawn only if the request wants a completion"
     for place in range(len(drawn.logprobs), first + len(tokens)):
         token = tokens[place - first]
         drawn.ids.append(token)

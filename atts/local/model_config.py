@@ -467,7 +467,8 @@ def _rope_problems(config: Any, rope: Mapping[str, Any]) -> Iterator[tuple[str, 
         )
     if turned % 2 or turned < 2:
         yield (
-            f"the rotary embedding rotates {turned} features of each head (partial_rotary_factor)",
+            f"the rotary embedding rotates {turned} features of each head (partial_rotary_factor); "
+            "the number must be even and positive",
             "Check config.json",
         )
     if kind == "longrope":

@@ -189,7 +189,7 @@ class Scheduler:
         row = self.table[sequence.row]
         node = sequence.node
         shared = sequence.num_shared
-        assert node is not None, "a running sequence holds a lock"
+        assert node is not None, "a running sequence must have locked a node of the prefix tree"
         computed = sequence.num_computed
         match = self.tree.insert(
             tuple(sequence.ids[node.depth : computed]), row[node.depth : computed], node
@@ -396,7 +396,9 @@ class Scheduler:
         """
         if cache == "keep" and sequence.num_computed > sequence.num_shared:
             self.cache_prefix(sequence)
-        assert sequence.node is not None, "a running sequence holds a lock"
+        assert sequence.node is not None, (
+            "a running sequence must have locked a node of the prefix tree"
+        )
         self.tree.unlock(sequence.node)
         self.store.free([self.table[sequence.row, sequence.num_shared : sequence.capacity]])
         self._free_rows.append(sequence.row)

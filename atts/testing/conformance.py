@@ -236,7 +236,7 @@ def require(kept: bool, message: str) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Fail the check."""
+    """Fail the check with this message."""
     raise Broken(message)
 
 
@@ -403,8 +403,8 @@ async def check_stop(probe: Probe) -> None:
 
 
 def _stops(probe: Probe, ids: TokenIds) -> list[tuple[str, str, int]]:
-    """Return stop strings, each with its position in tokens and the number of tokens that the text
-    must then have.
+    """Return stop strings that occur in a text. Each has a description, and the number of tokens
+    after which the text must end.
 
     One stop string spans two tokens, and another one is the beginning of a longer token.
     """

@@ -178,7 +178,7 @@ class DraftCounter:
 
     def write(self, done: Completion, acceptance: tuple[float, ...]) -> None:
         """Simulate the rounds of speculation that wrote a text, and count their tokens.
-        `acceptance` has the probability of each position.
+        `acceptance` lists, for each position, the probability that the proposed token is accepted.
         """
         random_draw = random.Random(hash(done.ids))
         self.accepted = self.accepted or [0] * len(acceptance)

@@ -363,7 +363,7 @@ class OpenProblem:
         )
 
     def apply(self, event: Event) -> None:
-        """Update this problem by one of its events."""
+        """Apply an event of this problem, which changes the problem's state."""
         match event:
             case RolloutStarted(_, sample, prompt):
                 self.rollouts[sample] = Rollout(self.problem.id, sample, prompt)
@@ -488,8 +488,8 @@ class RunState:
     clock: RunClock = field(default_factory=RunClock)
 
     def apply(self, entry: Entry) -> Outcome | None:
-        """Update the state by an entry, and return the outcome of the problem that the entry ends,
-        if any.
+        """Apply an entry to the state. Return the outcome of the problem that the entry ends, or
+        None.
 
         :raises JournalCorrupt: the entry contradicts earlier entries.
         """

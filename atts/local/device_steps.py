@@ -157,8 +157,8 @@ class SlotTableCopy:
         self.num_sent = 0  # number of entries sent to the device since the start
 
     def update(self, table: SlotIds, rows: Ints, length: int) -> Tensor:
-        """Update the first `length` entries of these rows on the device, and return the device's
-        table.
+        """Send what has changed in the first `length` entries of these rows to the device, and
+        return the device's table.
 
         If the table has grown, return a new tensor.
         """

@@ -438,8 +438,9 @@ class StepLoop:
             self._scheduler.finish(sequence)
 
     def _cache(self, sequence: Sequence, logits: Tensor) -> None:
-        """Cache the computed part of a sequence, so that other requests can start from it. The last
-        logits are cached too, so these requests need no forward pass over the last token.
+        """Store the computed part of a sequence in the cache, so that other requests can start from
+        it. The last logits are cached too, so these requests need no forward pass over the last
+        token.
         """
         node = self._scheduler.cache_prefix(sequence)
         self._scheduler.tree.keep_logits(node, logits.clone())

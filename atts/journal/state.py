@@ -71,7 +71,7 @@ def is_censored(answer: object, finish: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FinishedSample:
-    """The summary of one rollout."""
+    """The summary of one rollout of a finished problem."""
 
     sample: int
     finish: Finish

@@ -249,9 +249,9 @@ class DeviceStep(NamedTuple):
 
     tokens: Tensor  # shape [rows], in int32, like all arrays of this class except `slots`
     positions: Tensor
-    slots: Tensor  # in int64
+    slots: Tensor  # shape [rows], in int64
     places: Tensor  # index of each row in the padded blocks of all classes
-    logit_rows: Tensor | None  # None if all rows are returned
+    logit_rows: Tensor | None  # index of each row to return; None if all rows are returned
     classes: tuple[Blocks, ...]
 
 

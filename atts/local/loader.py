@@ -378,11 +378,11 @@ class LayersOnDemand(Sequence[LayerWeights]):
 class Weights:
     """All of a model's weights, and the frequencies of its rotary embedding."""
 
-    embedding: Tensor  # [vocabulary, hidden_size]
+    embedding: Tensor  # shape [vocabulary, hidden_size]
     layers: Sequence[LayerWeights]
     norm: Tensor
     head: Tensor  # [vocabulary, hidden_size]; the same tensor as `embedding` if the model ties both
-    ropes: Mapping[str, Rope]  # keyed by the names in `ModelConfig.ropes`
+    ropes: Mapping[str, Rope]  # rotary embeddings, keyed by the names in `ModelConfig.ropes`
     # whether the two features of each rotated pair are adjacent, which is the order that the torch
     # model needs
     is_paired: bool = False

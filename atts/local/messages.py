@@ -55,7 +55,7 @@ class WorkerConfig:
     name: str
     folder: Path
     model: ModelConfig
-    pieces: tuple[bytes, ...]  # the bytes of each token
+    pieces: tuple[bytes, ...]  # for each token id, the bytes of the token
     options: LocalOptions
     builder: LoopBuilder | None = None  # builder of the loop; None for plain decoding
     # how many floats per token additional caches store, such as the cache of a draft

@@ -310,7 +310,7 @@ class ReadingState:
         self.restart(question)
 
     def restart(self, question: Question) -> None:
-        """Begin a new answer."""
+        """Begin a new answer to a question."""
         self.question = question
         self.prompt = None
         self.phase = "open"

@@ -21,12 +21,12 @@ from atts.errors import DISTRIBUTION, ATTSError
 EXIT_CODES: dict[int, str] = {
     0: "done",
     1: "a bug in atts; please report it",
-    2: "usage, dataset or calibration input",
-    3: "an engine is missing or was lost; the same command continues with the open work",
-    4: "run directory or disk",
+    2: "the command line, the dataset or the calibration input is wrong",
+    3: "an engine is missing or was lost; the same command continues with the unfinished work",
+    4: "the run directory or the disk cannot be used",
     5: "a requested check failed",
-    130: "interrupted; finished work is kept, and the same command continues",
-    141: "the reader of the output closed the pipe (`| head`)",
+    130: "interrupted; finished work is kept, and the same command continues the run",
+    141: "the reader of the output closed the pipe, as `| head` does",
 }
 """Every exit code of the command line with its meaning."""
 INTERRUPTED = 130
@@ -35,7 +35,7 @@ DISK = 4
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line; errors become one message on stderr and their documented exit code."""
+    """Run one command line; print an error as one message on stderr, and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     _never_fail_to_encode()
     try:
@@ -52,7 +52,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _failed("interrupted", INTERRUPTED)
     except MemoryError:
         return _failed(
-            "there is not enough memory; what was recorded is kept, and the same command continues",
+            "there is not enough memory; finished work is kept, and the same command "
+            "continues the run",
             1,
         )
     except Exception:  # noqa: BLE001 - the last resort: its text must be sanitized as any other
@@ -61,20 +62,23 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(words: Sequence[str]) -> typer.Typer:
-    """Build the command tree, with the code of the named command and a help line for every other."""
+    """Build the command tree. Only the command named in `words` is imported; every command has a
+    help line.
+    """
     codes = "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
     app = typer.Typer(
         name="atts",
-        help="Asynchronous test-time scaling: a draft model writes, and a target model rewrites the chunks that it "
-        "finds least plausible.\n\n"
-        "Example: atts eval arithmetic --rate 0.2 --samples 8",
+        help="Asynchronous test-time scaling: a draft model writes solutions in chunks, and a "
+        "target model rewrites the chunks with the worst scores.\n\nExample: atts eval "
+        "arithmetic --rate 0.2 --samples 8",
         epilog=f"Exit codes: {codes}.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    # Importing every command would take longer than most commands run.
+    # Only the named command is imported, because importing all commands takes longer than most
+    # commands run.
     asked = next((word for word in words if not word.startswith("-")), None)
     # for completion, the shell needs the options of every command
     completing = "_ATTS_COMPLETE" in os.environ
@@ -92,7 +96,7 @@ def _run(words: Sequence[str]) -> int:
     try:
         code = build(words)(args=list(words), prog_name="atts", standalone_mode=False)
     except SystemExit as stop:  # typer's exception for a closed pipe
-        # rich has caught it, and disabled our output
+        # the library rich has caught the broken pipe and disabled our output
         if isinstance(stop.__context__, BrokenPipeError):
             return CLOSED_PIPE
         if isinstance(stop.__context__, OSError):
@@ -102,7 +106,7 @@ def _run(words: Sequence[str]) -> int:
         # typer's exception for Ctrl-C would end with code 1
         if isinstance(error.__cause__, KeyboardInterrupt):
             raise error.__cause__ from None
-        # typer's exceptions contain a message and the command
+        # only typer's exceptions have a message for the user
         if not hasattr(error, "format_message"):
             raise
         return _misunderstood(error)
@@ -110,7 +114,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _misunderstood(error: Any) -> int:
-    """Print one line that names the usage error, and one that names the help."""
+    """Print one line with the usage error, and one line with the command that prints the help."""
     text = " ".join(str(error.format_message()).split())
     if not text:  # no command was given, so the help is printed
         return int(error.exit_code)
@@ -128,16 +132,18 @@ def _failed(text: str, code: int) -> int:
 
 
 def _reader_left() -> bool:
-    """Return whether the reader of our standard output is gone; other broken pipes are failures."""
+    """Return whether the reader of our standard output has closed it; any other broken pipe is a
+    failure.
+    """
     watch = select.poll()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # not a file, or closed
+        with suppress(OSError, ValueError):  # the stream is not a file, or is closed
             watch.register(stream.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0))
 
 
 def _closed_pipe() -> int:
-    """Prevent an error message of the interpreter at exit about a closed pipe."""
+    """Prevent the interpreter from printing an error about the closed pipe when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return CLOSED_PIPE
 
@@ -190,7 +196,9 @@ def _root(
 
 
 class Command(NamedTuple):
-    """A command or group; when it is called, `attribute` of `module` is imported."""
+    """A command or a group of commands; its code is `attribute` of `module`, imported only when
+    needed.
+    """
 
     module: str
     attribute: str
@@ -201,21 +209,30 @@ COMMANDS: dict[str, Command] = {
     "calibration": Command(
         "atts.cli.calibration", "app", "Fit, check, import and replay calibrations."
     ),
-    "certify": Command("atts.cli.comparisons", "certify", "Certify runs against the target alone."),
+    "certify": Command(
+        "atts.cli.comparisons",
+        "certify",
+        "Certify that a run is correct nearly as often as the target alone.",
+    ),
     "combine": Command(
         "atts.cli.evaluations",
         "combine",
-        "Let a target select or synthesize answers if a run's votes split.",
+        "Let a target select or synthesize answers for problems on which a run's rollouts "
+        "disagree.",
     ),
     "compare": Command(
-        "atts.cli.comparisons", "compare", "Compare two runs problem by problem, costs as ratios."
+        "atts.cli.comparisons",
+        "compare",
+        "Compare the accuracies and costs of two runs problem by problem.",
     ),
     "config": Command("atts.cli.preparation", "config_app", "Show every setting with its origin."),
     "datasets": Command(
         "atts.cli.datasets", "datasets_app", "List datasets, or show the problems of one."
     ),
     "doctor": Command(
-        "atts.cli.preparation", "doctor", "Check everything that a long run depends on."
+        "atts.cli.preparation",
+        "doctor",
+        "Check engines, tokenizers, memory and disk before a long run.",
     ),
     "eval": Command(
         "atts.cli.evaluations", "evaluate", "Evaluate a method on a dataset (the main command)."
@@ -238,15 +255,19 @@ COMMANDS: dict[str, Command] = {
         "atts.cli.recorded_runs", "merge", "Merge the shards of an evaluation into one run."
     ),
     "pairs": Command(
-        "atts.cli.preparation", "pairs", "List pairs of models, and the GPUs that hold them."
+        "atts.cli.preparation",
+        "pairs",
+        "List pairs of draft and target models, and the GPUs on which they fit.",
     ),
     "pilot": Command(
         "atts.cli.evaluations",
         "pilot",
-        "Measure whether a gate helps a pair of models, on some problems.",
+        "Measure on some problems whether a gate helps a pair of models.",
     ),
     "plan": Command(
-        "atts.cli.comparisons", "plan", "Advise on rate, samples and turns, from recorded runs."
+        "atts.cli.comparisons",
+        "plan",
+        "Advise on rate, samples and turns; the advice is computed from recorded runs.",
     ),
     "probe": Command("atts.cli.preparation", "probe", "Print what a server can do for a run."),
     "replay": Command(
@@ -255,20 +276,25 @@ COMMANDS: dict[str, Command] = {
     "report": Command("atts.cli.recorded_runs", "report", "Write the report of a run."),
     "runs": Command("atts.cli.recorded_runs", "runs", "List runs with their status and accuracy."),
     "serve": Command(
-        "atts.cli.serving", "serve", "Serve a pair behind an OpenAI-compatible endpoint, with caps."
+        "atts.cli.serving",
+        "serve",
+        "Serve a pair of models behind an OpenAI-compatible endpoint, with caps on cost and "
+        "tokens.",
     ),
     "solve": Command("atts.cli.solving", "solve", "Solve one problem and show the reasoning."),
     "sweep": Command(
         "atts.cli.evaluations",
         "sweep",
-        "Evaluate under many settings, and draw accuracy against cost.",
+        "Evaluate a method under many settings, and draw accuracy against cost.",
     ),
     "trace": Command(
-        "atts.cli.recorded_runs", "trace", "Write a run's task graph as a trace for Perfetto."
+        "atts.cli.recorded_runs", "trace", "Write a run's engine calls as a trace for Perfetto."
     ),
     "tune": Command(
-        "atts.cli.preparation", "tune", "Time a server, and advise how much it should speculate."
+        "atts.cli.preparation",
+        "tune",
+        "Time a server, and advise how many tokens it should propose per step.",
     ),
     "view": Command("atts.cli.serving", "view", "Show a run or a server as a live page."),
-    "zoo": Command("atts.cli.zoo", "app", "Store many models by the blocks that they share."),
+    "zoo": Command("atts.cli.zoo", "app", "Store many models, and store equal blocks only once."),
 }

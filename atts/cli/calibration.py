@@ -1,4 +1,4 @@
-"""The command group `atts calibration`: scores and calibrators."""
+"""The command group `atts calibration`, for calibration scores and calibrators."""
 
 from __future__ import annotations
 
@@ -27,14 +27,35 @@ OwnRate = Annotated[
         "for a file."
     ),
 ]
-Mode = Annotated[str, typer.Option(help="split, marginal, aci, question or question-turn.")]
-Scale = Annotated[str, typer.Option(help="Kind of the scores: perplexity, logprob or real.")]
+Mode = Annotated[
+    str,
+    typer.Option(
+        help="Chunks over which the rate is met. question: the chunks of each question. "
+        "question-turn: the chunks of each turn of a question. aci, marginal, split: "
+        "all chunks. aci adapts its threshold, marginal ranks among all earlier scores, "
+        "split ranks among stored scores only."
+    ),
+]
+Scale = Annotated[
+    str,
+    typer.Option(
+        help="Kind of the scores: perplexity (at least 1; higher is worse), logprob (mean "
+        "log-probability; lower is worse), real (any number; higher is worse)."
+    ),
+]
 PerQuestion = Annotated[
     int | None,
-    typer.Option(help="Number of consecutive scores of an array that belong to one question."),
+    typer.Option(
+        help="For an array of scores without names of questions: number of consecutive scores that "
+        "belong to the same question."
+    ),
 ]
 ByLength = Annotated[
-    bool, typer.Option("--by-length", help="Rank each score among chunks of about the same length.")
+    bool,
+    typer.Option(
+        "--by-length",
+        help="Rank each score only among the scores of chunks with about the same length.",
+    ),
 ]
 Condition = Annotated[
     list[str] | None,
@@ -46,13 +67,14 @@ Condition = Annotated[
 Source = Annotated[
     str,
     typer.Argument(
-        help="Run directory, JSON Lines of {score, question, turn} (- for stdin), .json or .npy."
+        help="Source of the scores: a run directory, JSON Lines with the fields score, question "
+        "and turn (- for stdin), a .json file or a .npy array."
     ),
 ]
 
 
 def rate_of(given: float | None, file: str) -> float:
-    """Return the given rate, or else the rate of the run, or else the default rate of files."""
+    """Return the given rate; without one, the rate of the run or, if `file` is not a run, 0.4."""
     from atts.api import RATE_OF_FILES
 
     if given is not None:
@@ -70,9 +92,9 @@ def rate_of(given: float | None, file: str) -> float:
 def scores_of(
     file: str, per_question: int | None, scale: str, conditions: list[str] | None
 ) -> StoredScores:
-    """Read scores of any kind of source with their conditions.
+    """Read scores, and the conditions under which they were made, from a run, a file or stdin.
 
-    :raises CalibrationInputError: the source has no scores, or a value that is not a score.
+    :raises CalibrationInputError: the source has no scores, or has a value that is not a score.
     """
     from atts.api import stored_scores
     from atts.calibration import StoredScores, scale_named
@@ -90,9 +112,9 @@ def scores_of(
 
 
 def records_of(file: str, per_question: int | None, scale: str) -> list[dict[str, Any]]:
-    """Read records in their order, with all fields that a file of lines gives them.
+    """Read one record per score in their order, with all fields that a JSON Lines file has.
 
-    :raises CalibrationInputError: the source has no records, or one that cannot be read.
+    :raises CalibrationInputError: the source has no records, or has a record that cannot be read.
     """
     from atts.calibration import is_state, parse_lines
     from atts.files import read_ordinary
@@ -130,28 +152,42 @@ def replay(
     file: Source,
     rate: Rate = 0.4,
     rate_scope: Mode = "question-turn",
-    seed: Annotated[int, typer.Option(help="Random seed for breaking ties.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed that breaks ties between equal scores.")
+    ] = 0,
     stored: Annotated[
-        Path | None, typer.Option(help="Start from the scores of this calibration run.")
+        Path | None,
+        typer.Option(
+            help="Calibration scores to start from: a run directory, JSON Lines, a .json file or a "
+            ".npy array."
+        ),
     ] = None,
     per_question: PerQuestion = None,
     drift: Annotated[
-        str, typer.Option(help="Action on a drift alarm: recalibrate, widen, escalate or report.")
+        str,
+        typer.Option(
+            help="Action on a drift alarm: recalibrate (drop the stored scores), widen "
+            "(escalate more of the next 500 chunks), escalate (escalate every later "
+            "chunk), report (only report the alarm)."
+        ),
     ] = "recalibrate",
     window: Annotated[
-        int | None, typer.Option(help="Use only this many of the latest scores.")
+        int | None, typer.Option(help="Rank each score only among this many of the latest scores.")
     ] = None,
     decay: Annotated[
         float | None,
-        typer.Option(help="Weight of each score relative to the next newer one, such as 0.99."),
+        typer.Option(
+            help="Weight of each score divided by the weight of the next newer score; with "
+            "0.99, older scores count less."
+        ),
     ] = None,
     scale: Scale = "perplexity",
     by_length: ByLength = False,
     as_json: Json = False,
 ) -> None:
-    """Decide on recorded scores in order of arrival, and report how well the rate was met.
+    """Replay the decisions of a gate on recorded scores, and report how well the rate was met.
 
-    Each decision uses only the scores before it.
+    Scores are read in order of arrival, and each decision uses only earlier scores.
 
     Example: atts calibration replay scores.jsonl --rate 0.4 --rate-scope question-turn --json
     """
@@ -182,7 +218,7 @@ def import_scores(
     condition: Condition = None,
     as_json: Json = False,
 ) -> None:
-    """Read scores of any supported kind, and write them with their conditions as one file.
+    """Read scores from any supported source, and write the scores and their conditions to one file.
 
     Example: atts calibration import ppls.npy --per-question 16 --condition target.model=QwQ-32B
     --out scores.json
@@ -204,15 +240,17 @@ def fit(
     rate: OwnRate = None,
     rate_scope: Mode = "question-turn",
     per_question: PerQuestion = None,
-    seed: Annotated[int, typer.Option(help="Random seed for breaking ties.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed that breaks ties between equal scores.")
+    ] = 0,
     scale: Scale = "perplexity",
     condition: Condition = None,
     by_length: ByLength = False,
     as_json: Json = False,
 ) -> None:
-    """Make a calibrator that starts from these scores.
+    """Make a calibrator that starts from the given scores.
 
-    Both it and the scores themselves can be given to `atts eval --scores`.
+    `atts eval --scores` accepts the calibrator's file, and also accepts the scores themselves.
 
     Example: atts calibration fit scores.jsonl --rate-scope question-turn --condition target.model=QwQ-32B --out
     calibrator.json
@@ -235,17 +273,21 @@ def fit(
 
 @app.command("judge")
 def judge(
-    run: Annotated[str, typer.Argument(help="Run directory of method trial, graded.")],
+    run: Annotated[str, typer.Argument(help="Directory of a graded run with method trial.")],
     out: Annotated[Path, typer.Option(help="File to write the judge to; - is stdout.")],
     rate: Annotated[
-        float, typer.Option(help="Share of chunks at which the judge is compared with a coin.")
+        float,
+        typer.Option(
+            help="Share of chunks that the judge and a coin escalate when they are compared."
+        ),
     ] = 0.2,
     seed: Annotated[int, typer.Option(help="Random seed of the cross-validation.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Fit a judge that predicts what a takeover gains, and compare it with a coin.
+    """Fit a judge that predicts the gain of a takeover, and compare the judge with a coin.
 
-    Its file can be given to `atts eval --set score.kind=learned --set score.judge=FILE`.
+    A takeover means that the target rewrites a chunk. A coin escalates chunks at random. A run uses
+    the judge with `atts eval --set score.kind=learned --set score.judge=FILE`.
 
     Example: atts calibration judge runs/trial --out judge.json
     """
@@ -281,15 +323,17 @@ def report(
     rate_scope: Annotated[
         str | None,
         typer.Option(
-            help="Scope in which the rate is met; by default that of the run or calibrator, or aci "
-            "for scores."
+            help="Chunks over which the rate is met: all chunks (aci, marginal, split), the "
+            "chunks of each question (question), or the chunks of each turn of a "
+            "question (question-turn). Default: as in the run or calibrator, or aci for "
+            "scores."
         ),
     ] = None,
     format: Annotated[
         str | None,
         typer.Option(
-            help="Format: html, markdown, json, or svg or png (a folder of figures); by default as --out "
-            "ends."
+            help="Format: html, markdown, json, svg (a folder of SVG figures) or png (a folder of "
+            "PNG figures); by default the ending of --out decides."
         ),
     ] = None,
     out: Annotated[
@@ -297,14 +341,16 @@ def report(
     ] = None,
     per_question: PerQuestion = None,
     scale: Scale = "perplexity",
-    seed: Annotated[int, typer.Option(help="Random seed for breaking ties.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed that breaks ties between equal scores.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Report on a run's calibration, or on the guarantee of scores or a calibrator.
+    """Report on the calibration of a run, or on the guarantee that scores or a calibrator give.
 
     The report is printed, or written with --out. A run is reported at its nominal rate; with
-    another rate its scores are decided again. If records have a field "correct" (true or false),
-    the report also says how scores and correct answers are related.
+    another --rate, the decisions on its scores are made again. If records have a field "correct"
+    (true or false), the report also says how scores and correct answers are related.
 
     Example: atts calibration report runs/first --out calibration.html
 
@@ -341,7 +387,8 @@ def check(
     live: Annotated[
         Path | None,
         typer.Option(
-            help="Scores of the run that will use the stored scores, in order of arrival."
+            help="Scores of the run that uses the stored scores, in order of arrival: a run "
+            "directory or a file."
         ),
     ] = None,
     rate: OwnRate = None,
@@ -353,9 +400,10 @@ def check(
     them.
 
     A run directory fails if its realised rate is outside its band or a drift alarm was raised. With
-    --live it also fails if the other run was made under other conditions: models, tokenizers,
-    sampling, chunk limits. The band allows for the differences between questions. A rate inside the
-    band, but outside the interval for independent coins, is called unclear and does not fail.
+    --live the check also fails if the two sets of scores differ in their conditions: models,
+    tokenizers, sampling or chunk limits. The band is the range of rates that differences between
+    questions can explain. A rate inside the band is called unclear, and does not fail, if
+    independent coins would be unlikely to give that rate.
 
     Example: atts calibration check runs/first
 
@@ -383,9 +431,9 @@ def check(
 
 
 def check_run(directory: Path, as_json: bool) -> None:
-    """Check whether a run kept the guarantee of its calibration.
+    """Check that a run kept the guarantee of its calibration.
 
-    :raises CheckFailed: if the rate is outside its band, or an alarm was raised.
+    :raises CheckFailed: if the realised rate is outside its band, or a drift alarm was raised.
     """
     from atts.analysis import build_report
 
@@ -462,7 +510,7 @@ def _report(
 
     per_question, scale, seed = how
     if file != "-":
-        # raises this command's own error if the file is faulty
+        # if the file is faulty, this call raises an error in the words of this command's options
         scores_of(file, per_question, scale, None)
         options = {"per_question": per_question, "scale": scale_named(scale), "seed": seed}
         return calibration_report(file, rate=rate, rate_scope=rate_scope, **options)  # type: ignore[arg-type]  # named by type
@@ -510,7 +558,8 @@ def _print_health(health: Health) -> None:
     say(f"  {scope:<28}{100 * health.repeats.within:.1f} %")
     say(f"  {'equal across questions':<28}{100 * health.repeats.across:.1f} %")
     say(
-        f"  escalate above              {shown_score(health, health.threshold)} (rate {health.rate:g})"
+        f"  escalate above              {shown_score(health, health.threshold)} (rate "
+        f"{health.rate:g})"
     )
     for words, (low, high) in (
         ("long-run rate, independent", health.long_run),

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 Run = Annotated[
-    Path, typer.Argument(help="Run directory, or results as `atts eval --json` prints them.")
+    Path, typer.Argument(help="Run directory, or a file with the output of `atts eval --json`.")
 ]
-_MANY = 100_000  # number of problems, larger than any benchmark
+_MANY = 100_000  # a larger number of problems is printed as "more than 100,000"
 
 
 def compare(
@@ -42,40 +42,44 @@ def compare(
     sequential: Annotated[
         bool,
         typer.Option(
-            "--sequential", help="Also report after how many problems the difference was decided."
+            "--sequential",
+            help="Also report after how many problems it was clear which run is better.",
         ),
     ] = False,
     points: Annotated[
         float,
         typer.Option(
-            help="With --sequential: treat differences of at most this many points as equal."
+            help="With --sequential: runs whose accuracies differ by at most this many "
+            "percentage points count as equal."
         ),
     ] = 0.0,
     seed: Annotated[
-        int, typer.Option(help="Random seed of the order in which --sequential takes problems.")
+        int,
+        typer.Option(help="Random seed for the order in which --sequential reads the problems."),
     ] = 0,
     as_json: Json = False,
 ) -> None:
     """Compare two runs problem by problem: accuracy with an interval, and costs as ratios.
 
-    Intervals and p-values are clustered by problem: a problem's rollouts stay together.
+    Intervals and p-values are clustered by problem: the rollouts of a problem do not count as
+    independent.
 
-    --sequential takes the problems in an order drawn by the seed; its interval is valid after each
-    of them, so looking early costs nothing. `atts eval --compare-to RUN --stop-when decided` ends a
-    run by it.
+    --sequential reads the problems one by one in a random order. Its interval is valid after every
+    problem, so a result may be read at any time. `atts eval --compare-to RUN --stop-when decided`
+    stops a run as soon as this interval decides which run is better.
 
     Example: atts compare runs/target-only runs/first
     """
     from atts.api import compare as compared
 
     if points and not sequential:
-        raise OptionError("points", "they need --sequential")
+        raise OptionError("points", "this option needs --sequential")
     comparison = compared(first, second, points=points if sequential else None, seed=seed)
     left_out = comparison.only_first + comparison.only_second
     if left_out:
         tell(
-            f"atts: {comparison.only_first} problems are only in {comparison.first}, {comparison.only_second} "
-            f"only in {comparison.second}: "
+            f"atts: {comparison.only_first} problems are only in {comparison.first}, "
+            f"{comparison.only_second} only in {comparison.second}: these problems are "
             "left out",
         )
     print_result(comparison, as_json, _comparison_lines)
@@ -90,7 +94,8 @@ def _comparison_lines(comparison: Compared) -> list[str]:
     ]
     common = "1 problem" if comparison.problems == 1 else f"{comparison.problems:,} problems"
     lines = [f"{names[0]} → {names[1]}", f"{common} in common", ""]
-    # the file has lines of single rollouts, or one answer per problem, so the vote is their mean
+    # if the file has single rollouts, or one answer per problem, the vote's accuracy is the mean
+    # accuracy of the rollouts
     is_one = comparison.single is not None and _is_same(comparison.vote, comparison.single)
     is_vote = comparison.mcnemar is not None
     lines += _accuracy_lines("vote" if is_vote or not is_one else "accuracy", comparison.vote)
@@ -98,14 +103,15 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         first, second = comparison.unscored
         between = comparison.if_right.difference.signed()
         lines.append(
-            f"{'':16}unscored answers count as wrong: {first} and {second}; if unscored answers "
-            f"are correct: difference {between}"
+            f"{'':16}unscored answers count as wrong: {first} in the first run, {second} "
+            f"in the second; if they counted as correct: difference {between}"
         )
     if comparison.mcnemar is not None:
         pairs = comparison.mcnemar
         lines.append(
-            f"{'':16}correct in both {pairs.both}, in the first only {pairs.first_only}, in the second only "
-            f"{pairs.second_only}, in neither {pairs.neither}"
+            f"{'':16}problems correct in both runs {pairs.both}, only in the first "
+            f"{pairs.first_only}, only in the second {pairs.second_only}, in neither "
+            f"{pairs.neither}"
         )
     if comparison.sequential is not None:
         lines.append(f"{'one by one':16}second {comparison.sequential}")
@@ -134,7 +140,7 @@ def _comparison_lines(comparison: Compared) -> list[str]:
 
 
 def _is_same(first: Comparison, second: Comparison) -> bool:
-    """Return whether two comparisons have the same values, so that one of them suffices."""
+    """Return whether two comparisons have the same values, so that only one needs to be printed."""
     return (first.first, first.second) == (
         second.first,
         second.second,
@@ -142,20 +148,22 @@ def _is_same(first: Comparison, second: Comparison) -> bool:
 
 
 def _coin_lines(methods: tuple[str, str]) -> list[str]:
-    """Return lines that interpret the difference as the gain over a coin, if one run is a coin."""
+    """Return lines that explain the difference as a gain over a coin, if one of the runs used a
+    coin.
+    """
     first, second = methods
     fair = "The comparison is fair if both runs spent the same number of target tokens."
     if first == "coin" and second not in ("coin", ""):
         return [
             "",
-            f"The first run is a coin: the difference is the gain of {second} over the coin. "
-            f"{fair}",
+            "The first run escalated at random (coin): the difference is the gain of "
+            f"{second} over the coin. {fair}",
         ]
     if second == "coin" and first not in ("coin", ""):
         return [
             "",
-            f"The second run is a coin: the gain of {first} over the coin is minus the "
-            f"difference. {fair}",
+            f"The second run escalated at random (coin): the gain of {first} over the "
+            f"coin is minus the difference. {fair}",
         ]
     return []
 
@@ -183,35 +191,41 @@ def _accuracy_lines(name: str, accuracy: Comparison) -> list[str]:
 
 def certify(
     target: Annotated[
-        Path, typer.Argument(help="Run directory of the target alone on labelled problems.")
+        Path,
+        typer.Argument(
+            help="Directory of a run of the target alone, on problems with reference answers."
+        ),
     ],
     runs: Annotated[
-        list[Path], typer.Argument(help="Run directories of policies on the same problems.")
+        list[Path], typer.Argument(help="Directories of the runs to certify, on the same problems.")
     ],
     epsilon: Annotated[
         float,
-        typer.Option(help="Largest loss of accuracy that a policy may have against the target."),
+        typer.Option(
+            help="Largest accepted loss of accuracy compared with the target alone: 0.02 is 2 "
+            "percentage points."
+        ),
     ] = 0.02,
     delta: Annotated[
-        float, typer.Option(help="Probability with which the certificate may be wrong.")
+        float, typer.Option(help="Accepted probability that the certificate is wrong.")
     ] = 0.1,
     lost: Annotated[
         bool,
         typer.Option(
             "--lost",
-            help="Bound the correct answers lost, including losses by sampling, instead of the "
-            "net loss of accuracy.",
+            help="Bound the share of the target's correct answers that a run loses, without "
+            "subtracting the answers that the run wins.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Certify the cheapest policy that is correct nearly as often as the target alone.
 
-    "Nearly" is at most --epsilon less often on new problems. Runs of the same method and rate scope
-    are tested from the highest rate down until one fails. The bound is on the net loss, the answers
-    that the policy loses minus those that it wins, so that two runs of the same models can be
-    certified against each other. If no policy is certified the exit code is 5, and the output says
-    how many problems are needed.
+    "Nearly" means that the accuracy on new problems is at most --epsilon lower. Runs of the same
+    method and rate scope are tested from the highest rate to the lowest, until a test fails. The
+    bound is on the net loss: the correct answers that the policy loses minus the correct answers
+    that it wins. If no policy is certified, the exit code is 5, and the output says how many
+    problems are needed.
 
     Example: atts certify runs/target-only runs/first --epsilon 0.02
     """
@@ -229,7 +243,8 @@ def _certificate_lines(certificate: Certificate) -> list[str]:
         p = "-" if row.p is None else f"{row.p:.2g}"
         verdict = "yes" if row.certified else "no"
         lines.append(
-            f"{row.gate:<28}{row.rate:>6g}{100 * row.loss:>+8.2f} %{p:>10}{row.cost:>16,.1f}   {verdict}"
+            f"{row.gate:<28}{row.rate:>6g}{100 * row.loss:>+8.2f} "
+            f"%{p:>10}{row.cost:>16,.1f}   {verdict}"
         )
     return [
         *lines,
@@ -243,7 +258,10 @@ def replay(
     directory: RunDirectory,
     method: Annotated[
         str | None,
-        typer.Option(help="Decide with the gate of another method.", show_default="as recorded"),
+        typer.Option(
+            help="Method whose gate makes the decisions, such as atts, coin or top-b.",
+            show_default="as recorded",
+        ),
     ] = None,
     rate: Annotated[
         float | None,
@@ -252,64 +270,75 @@ def replay(
     rate_scope: Annotated[
         str | None,
         typer.Option(
-            help="Decide with another scope of the rate: aci, question, ...",
+            help="Chunks over which the rate is met: all chunks (aci, marginal, split), the "
+            "chunks of each question (question), or the chunks of each turn of a "
+            "question (question-turn).",
             show_default="as recorded",
         ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Use only this many rollouts of each problem.")
+        int | None,
+        typer.Option(help="Number of rollouts to use of each problem, starting with the first."),
     ] = None,
     turns: Annotated[
         int | None,
-        typer.Option(help="Use only the first turns of each rollout, up to this number."),
+        typer.Option(help="Number of turns to use of each rollout, starting with the first."),
     ] = None,
     vote: Annotated[
-        str | None, typer.Option(help="Count votes by majority or by confidence.")
+        str | None,
+        typer.Option(
+            help="How votes count: majority (each vote counts the same), confidence (each vote "
+            "is weighted by the mean probability of its tokens)."
+        ),
     ] = None,
     budget: Annotated[
-        int | None, typer.Option(help="Most takeovers by the target per problem.")
+        int | None,
+        typer.Option(help="Largest number of chunks per problem that the target may rewrite."),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Random seed of the gate; with --rules, of the orders of arrival.",
+            help="Random seed of the gate's decisions; with --rules, random seed of the "
+            "orders in which rollouts arrive.",
             show_default="as recorded",
         ),
     ] = None,
     rules: Annotated[
         str | None,
         typer.Option(
-            help="Compare stopping and voting rules instead: all, or names such as "
-            "exact,beta,doubling."
+            help="Compare rules that stop or vote over whole rollouts, instead of decisions "
+            "on chunks: all, or names of rules such as exact,beta,doubling."
         ),
     ] = None,
     orders: Annotated[
         int | None,
         typer.Option(
-            help="With --rules: number of random orders of arrival.",
-            show_default="200, fewer for more than 100 problems",
+            help="With --rules: number of random orders in which the rollouts arrive.",
+            show_default="200; fewer if there are more than 100 problems",
         ),
     ] = None,
     match: Annotated[
         str | None,
         typer.Option(
-            help="With --rules: unit of equal budgets: samples, tokens, seconds or dollars.",
+            help="With --rules: unit in which the compared budgets are equal: samples, "
+            "tokens, seconds or dollars.",
             show_default="samples",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Decide again on the recorded scores under another gate, rate, budget or vote.
+    """Replay a run's decisions on its recorded scores under another gate, rate, budget or vote.
 
-    The numbers of rollouts and turns may be lowered as well, which alone changes no decision. After
-    a changed decision the text was never written, so the end of its rollout is unknown. If unknown
-    rollouts could change votes, bounds are printed instead of an accuracy; they contain the
-    accuracy of a live run 95 % of the time. Tokens are then unknown.
+    Fewer rollouts and turns are also possible; this change alone does not change any decision.
+    After a changed decision the text was never written, so the end of the rollout is unknown. If
+    unknown rollouts could change votes, bounds are printed instead of an accuracy, and the numbers
+    of tokens are unknown. The bounds contain the accuracy of a live run 95 % of the time.
 
-    --rules applies the stopping rules of other tools to the recorded rollouts, which arrive one at
-    a time in random orders. It prints what each rule spends, how often its vote differs from that
-    of all rollouts, and its accuracy compared with a fixed number of rollouts at the same budget. A
-    run made with --early-stop none has all rollouts.
+    --rules applies the stopping rules of atts and of other tools to the recorded rollouts, which
+    arrive one at a time in random orders. For each rule it prints the cost, how often the rule's
+    vote differs from the vote of all rollouts, and the accuracy compared with a fixed number of
+    rollouts at the same cost. Use a run made with --early-stop none, because only such a run has
+    all rollouts.
 
     Example: atts replay runs/first --rate 0.4 --samples 4
 
@@ -327,7 +356,7 @@ def replay(
                 raise OptionError(
                     option,
                     "this option changes decisions on chunks, but --rules compares rules "
-                    "for whole rollouts",
+                    "for whole rollouts; leave one of the two options out",
                 )
         _play_rules(directory, rules, samples, orders, seed, match, as_json=as_json)
         return
@@ -359,7 +388,7 @@ def _play_rules(
     *,
     as_json: bool,
 ) -> None:
-    """Print the costs and accuracies of stopping rules on a run's rollouts."""
+    """Print the cost and the accuracy of each stopping rule on a run's rollouts."""
     from atts.analysis import RefereeOptions, referee_run
     from atts.journal import open_run
 
@@ -420,12 +449,12 @@ def _rule_row(row: RuleRow, wide: int, costs: list[str]) -> str:
 
 
 def _cost(value: float) -> str:
-    """Return a mean cost with as many digits as it needs."""
+    """Return a mean cost as text: a whole number from 100 on, three significant digits below."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _difference(compared: Comparison | None) -> str:
-    """Return a difference of accuracies with its interval."""
+    """Return a difference of accuracies as text, with its interval if it has one."""
     if compared is None:
         return ""
     found = compared.difference
@@ -437,14 +466,17 @@ def _difference(compared: Comparison | None) -> str:
 def _rule_notes(found: Referee) -> Iterator[str]:
     """Yield the meaning of the columns, and notes on omitted rollouts and rules."""
     yield (
-        "changed: share of answers that differ from the vote of all rollouts. less all: accuracy "
-        "minus the accuracy of that vote."
+        "changed: share of answers that differ from the vote of all rollouts. less all: "
+        "accuracy minus the accuracy of the vote of all rollouts."
     )
     yield (
-        "less fixed: accuracy minus the accuracy of a fixed number of rollouts with as many "
-        f"{found.unit}. 1 point: number of problems that show a"
+        "less fixed: accuracy minus the accuracy of a fixed number of rollouts with as "
+        f"many {found.unit}. 1 point: number of problems needed to show a"
     )
-    yield "difference of 1 point from all rollouts' vote (80 % power). Brackets are 95 % intervals over problems."
+    yield (
+        "difference of 1 point from all rollouts' vote (80 % power). Brackets are 95 % "
+        "intervals over problems."
+    )
     about = [
         f"{row.rule}: {row.about}{f' ({row.whose})' if row.whose else ''}" for row in found.rows
     ]
@@ -452,8 +484,9 @@ def _rule_notes(found: Referee) -> Iterator[str]:
     if found.censored:
         yield ""
         yield (
-            f"{found.censored:,} rollouts were stopped before an answer and are left out, which "
-            "favours fast rollouts; --early-stop none records all rollouts"
+            f"{found.censored:,} rollouts were stopped before an answer and are left out. "
+            "This favours fast rollouts; a run with --early-stop none records all "
+            "rollouts"
         )
     if found.ungraded:
         yield f"{found.ungraded:,} problems have no verdict and are left out"
@@ -486,7 +519,9 @@ def _replay_objects(replayed: Replay) -> Iterator[str]:
 
 
 def _replay_lines(replayed: Replay) -> list[str]:
-    """Return notes on how reliable the numbers are, then both sides in a table."""
+    """Return notes on how reliable the numbers are, then a table with the recorded and the replayed
+    run.
+    """
     old = replayed.recorded
     new = replayed.replayed
     rows = [
@@ -515,14 +550,16 @@ def _replay_tokens(side: ReplaySide, count: int | None) -> str:
 
 
 def _replay_rate(side: ReplaySide) -> str:
-    """Return the text of the rate; off the recorded path it is a count without an interval."""
+    """Return the rate as text; if rollouts left the recorded path, only recorded chunks are
+    counted.
+    """
     if math.isnan(side.rate.low) and not math.isnan(side.rate.value):
         return f"{side.rate.value:.3f} of recorded chunks"
     return side.rate.counted()
 
 
 def _replay_accuracy(side: ReplaySide) -> str:
-    """Return the text of the accuracy, or of its bounds if the record does not determine it."""
+    """Return the accuracy as text, or its bounds if the record does not determine the accuracy."""
     accuracy = side.accuracy
     if accuracy.method == "bounds":
         return f"not known, but between {accuracy.low:.3f} and {accuracy.high:.3f}"
@@ -530,11 +567,11 @@ def _replay_accuracy(side: ReplaySide) -> str:
 
 
 def _off_policy_lines(replayed: Replay) -> Iterator[str]:
-    """Yield notes on numbers that the record alone does not determine."""
+    """Yield notes on the numbers that the recorded run does not determine."""
     if replayed.off_policy > 0:
         yield (
-            f"{100 * replayed.off_policy:.1f} % of the rollouts leave the recorded path, so the "
-            "later text of such rollouts is unknown."
+            f"{100 * replayed.off_policy:.1f} % of the rollouts leave the recorded path, "
+            "so their later text is unknown."
         )
     if replayed.undecided:
         yield (
@@ -557,24 +594,29 @@ def plan(
         typer.Argument(help="Run directories on the same problems, for example at several rates."),
     ],
     target_tokens: Annotated[
-        float | None, typer.Option(help="Cap on tokens that the target writes, per problem.")
+        float | None, typer.Option(help="Cap on the tokens that the target writes for a problem.")
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option(help="Cap on tokens that both models write, per problem.")
+        float | None,
+        typer.Option(help="Cap on the tokens that draft and target together write for a problem."),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Cap on seconds until a problem's last rollout ends.")
+        float | None,
+        typer.Option(
+            help="Cap on the seconds from the start of a problem to the end of its last rollout."
+        ),
     ] = None,
     dollars: Annotated[
         float | None,
-        typer.Option(help="Cap on dollars per problem, by the prices that the runs recorded."),
+        typer.Option(help="Cap on the dollars per problem, at the prices that the runs recorded."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Advise on the rate, samples, turns and chunk length under a cap per problem.
 
-    Only recorded rollouts, subsets of them and their beginnings are used. Rates without a run get
-    bounds. The output says how each number was estimated.
+    The estimates use recorded rollouts, subsets of these rollouts, and their first turns. The
+    accuracy at a rate without a run is estimated by bounds. The output says how each number was
+    estimated.
 
     Example: atts plan runs/first --target-tokens 300
 
@@ -591,7 +633,7 @@ def plan(
 def _advice_lines(advice: Advice) -> list[str]:
     lines = [
         f"From {', '.join(advice.runs)}: {_count(advice.problems, 'problem')}, "
-        f"{_count(advice.rollouts, 'whole rollout')}",
+        f"{_count(advice.rollouts, 'complete rollout')}",
         "",
     ]
     lines += _best_lines(advice)
@@ -610,7 +652,8 @@ def _advice_lines(advice: Advice) -> list[str]:
                 f"{100 * guess.off_policy:>14.1f} %"
             )
         lines.append(
-            "  For better numbers, run one of these rates (--limit 20) and plan from both runs."
+            "  For better numbers, make a run at one of these rates (--limit 20), and "
+            "plan from both runs."
         )
     if advice.chunks is not None:
         lines += ["", *_chunk_lines(advice.chunks)]
@@ -644,8 +687,9 @@ def _best_lines(advice: Advice) -> list[str]:
         ]
     best = advice.best
     return [
-        f"{under}: {best.method} at rate {best.rate:g}, {_count(best.samples, 'sample')}, {_count(best.turns, 'turn')} "
-        f"(from {best.run})",
+        f"{under}: {best.method} at rate {best.rate:g}, "
+        f"{_count(best.samples, 'sample')}, {_count(best.turns, 'turn')} (from "
+        f"{best.run})",
         f"  accuracy    {best.accuracy}",
         f"  per problem {best.draft_tokens:,.0f} draft, {best.scored_tokens:,.0f} scored, "
         f"{best.target_tokens:,.0f} target tokens; {best.seconds:,.2f} s"
@@ -673,7 +717,9 @@ def _option_lines(options: Sequence[Option]) -> Iterator[str]:
 
 
 def _option_columns(cells: Sequence[str]) -> str:
-    """Return a row with the first and last cells aligned to the left, and the others to the right."""
+    """Return a table row: the first and the last cell are left-aligned, the cells between are
+    right-aligned.
+    """
     widths = (6, 9, 7, 15, 12, 10, 12)
     between = "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:-1], widths, strict=False))
     return f"  {cells[0]:<14}{between}   {cells[-1]}"
@@ -681,9 +727,9 @@ def _option_columns(cells: Sequence[str]) -> str:
 
 def _chunk_lines(advice: ChunkAdvice) -> list[str]:
     lines = [
-        f"Chunks: the draft's limit of {advice.limit} tokens ended {100 * advice.cut:.1f} % of "
-        f"the chunks; {100 * advice.fixed:.0f} % of a rollout's time is a fixed time per turn "
-        f"(fit {advice.fit:.2f})."
+        f"Chunks: the draft's limit of {advice.limit} tokens ended "
+        f"{100 * advice.cut:.1f} % of the chunks; {100 * advice.fixed:.0f} % of a "
+        f"rollout's time is a fixed time per turn (R² of this fit: {advice.fit:.2f})."
     ]
     for choice in advice.choices:
         lines.append(
@@ -691,5 +737,6 @@ def _chunk_lines(advice: ChunkAdvice) -> list[str]:
         )
     return [
         *lines,
-        "  Only a run can show the effect on accuracy (--set chunking.draft_tokens=...).",
+        "  Only a run can show how another limit (--set chunking.draft_tokens=...) "
+        "changes the accuracy.",
     ]

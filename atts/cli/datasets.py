@@ -1,4 +1,4 @@
-"""The commands for problems and answers: datasets and grade."""
+"""The commands `atts datasets`, which shows problems, and `atts grade`, which grades answers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 datasets_app = typer.Typer(invoke_without_command=True)
 
 Cache = Annotated[
-    Path | None, typer.Option(help="Folder of the hub's cache, if it is not the default one.")
+    Path | None,
+    typer.Option(
+        help="Folder in which the Hugging Face hub caches files, if it is not the default folder."
+    ),
 ]
 
 
 @datasets_app.callback()
 def datasets(context: typer.Context, as_json: Json = False) -> None:
-    """List datasets, or show the problems of one.
+    """List datasets, or show the problems of a dataset.
 
     Example: atts datasets; atts datasets show "math500[:3]"; atts datasets show mine.csv --column
     text=Question
@@ -40,7 +43,8 @@ def datasets(context: typer.Context, as_json: Json = False) -> None:
 
 @datasets_app.command("list")
 def list_datasets(as_json: Json = False, cache: Cache = None) -> None:
-    """List the benchmarks known by name, and whether this machine has them, without the network.
+    """List the benchmarks that atts knows by name, and which of them this machine has; use no
+    network.
 
     Example: atts datasets list --json
     """
@@ -53,35 +57,56 @@ def list_datasets(as_json: Json = False, cache: Cache = None) -> None:
         else:
             say(f"{benchmark.name:<14}{benchmark.size:>6}  {facts['here']:<11}{benchmark.title}")
     if not as_json:
-        tell("A file (.jsonl .json .csv .tsv .parquet) or hub:owner/name is accepted as well.")
+        tell("A dataset can also be a file (.jsonl .json .csv .tsv .parquet) or hub:OWNER/NAME.")
 
 
 @datasets_app.command("show")
 def show(
     name: Annotated[
         str,
-        typer.Argument(help="Benchmark, file or hub:owner/name; a slice may follow: math500[:5]."),
+        typer.Argument(
+            help="Dataset: the name of a benchmark, a file, or hub:OWNER/NAME; [:5] after it "
+            "selects the first 5 problems."
+        ),
     ],
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Print the dataset's record, then one problem per line, as JSON."
+            "--json",
+            help="Print JSON: the dataset's source and digest on the first line, then one "
+            "problem per line.",
         ),
     ] = False,
     file: Annotated[
-        Path | None, typer.Option(help="Read the benchmark from this file instead of the hub.")
+        Path | None,
+        typer.Option(
+            help="Read the benchmark from this file instead of downloading it from the Hugging "
+            "Face hub."
+        ),
     ] = None,
     column: Annotated[
         list[str] | None,
-        typer.Option(help="Column of a file for a field, such as text=Question; repeatable."),
+        typer.Option(
+            help="Column of the file that has a field: text=Question reads each problem's text "
+            "from the column Question; repeatable."
+        ),
     ] = None,
     revision: Annotated[
         str, typer.Option(help="Branch, tag or commit of the dataset on the hub.")
     ] = "main",
     split: Annotated[
-        str, typer.Option(help="Split of generated problems or of an unknown hub dataset.")
+        str,
+        typer.Option(
+            help="Split to read of generated problems, or of a hub dataset that atts does not "
+            "know by name."
+        ),
     ] = "test",
-    config: Annotated[str, typer.Option(help="Configuration of an unknown hub dataset.")] = "",
+    config: Annotated[
+        str,
+        typer.Option(
+            help="Configuration to read of a hub dataset that atts does not know by name."
+        ),
+    ] = "",
     level: Annotated[
         list[int] | None, typer.Option(help="Show only problems of this level; repeatable.")
     ] = None,
@@ -92,22 +117,36 @@ def show(
         list[str] | None,
         typer.Option("--id", help="Show only the problem with this id; repeatable."),
     ] = None,
-    sample: Annotated[int | None, typer.Option(help="Draw this many problems at random.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="Show only this many problems, drawn at random.")
+    ] = None,
     seed: Annotated[
-        int, typer.Option(help="Random seed of --sample and of the order of choices.")
+        int,
+        typer.Option(
+            help="Random seed for --sample, and for the order of the choices of multiple-choice "
+            "problems."
+        ),
     ] = 0,
     answers: Annotated[
         Literal["required", "optional"],
-        typer.Option(help="Whether every problem must have a reference answer."),
+        typer.Option(
+            help="Reference answers: required (a problem without one is an error), optional "
+            "(problems may lack one)."
+        ),
     ] = "required",
     network: Annotated[
         Literal["auto", "never"],
-        typer.Option(help="Whether missing files may be fetched: auto or never."),
+        typer.Option(
+            help="Whether missing files are downloaded: auto (yes), never (a missing file is an "
+            "error)."
+        ),
     ] = "auto",
     cache: Cache = None,
-    limit: Annotated[int, typer.Option(help="Number of problems to print; --json prints all.")] = 3,
+    limit: Annotated[
+        int, typer.Option(help="Number of problems to print; with --json all problems are printed.")
+    ] = 3,
 ) -> None:
-    """Show where a dataset comes from, its digest, and its problems.
+    """Show the source of a dataset, its digest and its problems.
 
     Example: atts datasets show math500 --file math500.jsonl --level 5 --json
     """
@@ -190,59 +229,83 @@ def _heading(problem: Problem) -> str:
 def grade(
     file: Annotated[
         str,
-        typer.Argument(help="JSONL file of records with gold and answer or text; - is stdin."),
+        typer.Argument(
+            help="JSONL file of records, or - for stdin; a record has the field gold (the "
+            "reference), and answer or text."
+        ),
     ],
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one verdict per line, then a summary, as JSON.")
+        bool, typer.Option("--json", help="Print JSON: one verdict per line, then a summary.")
     ] = False,
     kind: Annotated[
         Literal["math", "choice", "text"],
         typer.Option(
-            help="Kind of answers, for records that do not name one: math, choice or text."
+            help="Kind of the answers, for records without the field kind: math (numbers and "
+            "formulas), choice (the letter of a choice), text (words)."
         ),
     ] = "math",
     fallback: Annotated[
         Literal["none", "statement", "number"],
         typer.Option(
-            help="Answer of a text without a box or mark: none, a value that the last sentence "
-            "states, or the last number."
+            help="How to find the answer in a text without a box or a mark (such as Answer: "
+            "5): none (no answer), statement (a value that the last sentence states), "
+            "number (the last number)."
         ),
     ] = "statement",
     relative: Annotated[
-        float, typer.Option(help="Share by which a number may differ from a decimal reference.")
+        float,
+        typer.Option(
+            help="Relative tolerance for a number whose reference is a decimal: 0.01 allows a "
+            "difference of 1 %."
+        ),
     ] = 0.0,
     absolute: Annotated[
-        float, typer.Option(help="Amount by which a number may differ from its reference.")
+        float,
+        typer.Option(
+            help="Absolute tolerance for a number: 0.5 allows a difference of 0.5 from the "
+            "reference."
+        ),
     ] = 0.0,
     units: Annotated[
         Literal["optional", "required"],
-        typer.Option(help="Whether the unit of an answer may be missing."),
+        typer.Option(
+            help="Unit of an answer: optional (it may be missing, or be added), required (it "
+            "must be given if the reference has a unit, and only then)."
+        ),
     ] = "optional",
     strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at the first record that cannot be graded.")
+        bool,
+        typer.Option(
+            "--strict", help="Stop with an error at the first record that cannot be graded."
+        ),
     ] = False,
     explain: Annotated[
         bool,
         typer.Option(
-            "--explain", help="Print the compared answers and the reason under each verdict."
+            "--explain",
+            help="Print under each verdict the answers that were compared, and the reason for "
+            "the verdict.",
         ),
     ] = False,
     judge: Annotated[
         str,
         typer.Option(
-            help="Model that judges unscored answers, such as vllm:URL; same formats as the "
-            "target of a run. Verdicts of the model are marked `judged`."
+            help="Model that judges answers which the rules cannot score, such as vllm:URL, "
+            "in the formats of `atts eval --target`. The model's verdicts are marked "
+            "`judged`."
         ),
     ] = "",
     judge_prompt: Annotated[
         Path | None,
-        typer.Option(help="File with the judge's prompt: text with {reference} and {answer}."),
+        typer.Option(
+            help="File with the prompt for --judge; the prompt contains {reference} and {answer}."
+        ),
     ] = None,
 ) -> None:
-    """Grade answers against references as equal, different or unscored, and name the rule that
-    decided.
+    """Grade answers against references as equal, different or unscored, and name the rule behind
+    each verdict.
 
-    A record that cannot be graded is reported on stderr, and the rest is graded.
+    A record that cannot be graded is reported on stderr, and the other records are graded.
 
     Example: atts grade answers.jsonl --json
 
@@ -252,7 +315,7 @@ def grade(
     from atts.evaluators import BadRecord, GradeTally, grade_all, read_records
 
     if judge_prompt is not None and not judge:
-        raise OptionError("--judge-prompt", "it needs --judge")
+        raise OptionError("--judge-prompt", "this option needs --judge")
     tally = GradeTally()
     with _opened(file) as lines:
         results = grade_all(
@@ -291,7 +354,9 @@ def grade(
 def _judged(
     results: Iterable[GradedRecord | BadRecord], model: str, prompt: Path | None, strict: bool
 ) -> list[GradedRecord | BadRecord]:
-    """Return all results in order, with a model's verdicts on those that are unscored."""
+    """Return all results in their order; a model gives the verdict on results that the rules leave
+    unscored.
+    """
     from functools import partial
 
     import anyio
@@ -303,7 +368,7 @@ def _judged(
     everything: list[GradedRecord | BadRecord] = []
     for each in results:
         if strict and isinstance(each, BadRecord):
-            raise each.error  # check before a model is opened
+            raise each.error  # check the prompt before a model is loaded
         everything.append(each)
     graded = [each for each in everything if not isinstance(each, BadRecord)]
     judged = iter(anyio.run(partial(judge_unscored, graded, model, instructions)))
@@ -311,7 +376,9 @@ def _judged(
 
 
 def _explained(graded: GradedRecord) -> Iterator[str]:
-    """Yield the compared answers, how the answer was extracted, and the meaning of the rule."""
+    """Yield lines with the compared answers, the way of extracting the answer, and the meaning of
+    the rule.
+    """
     from atts.evaluators import RULES
 
     for gold in graded.golds:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @options.with_keys(
-    f"dataset {options.SETUP} limit file column references grader seed concurrency out report log shard abstain "
-    f"labelled max_cost max_total_tokens max_seconds compare_to "
+    f"dataset {options.SETUP} limit file column references grader seed concurrency out "
+    "report log shard abstain labelled max_cost max_total_tokens max_seconds compare_to "
     "stop_when on_unscored give_up_after config pairs dry_run as_json"
 )
 def evaluate(
@@ -35,8 +35,8 @@ def evaluate(
     shard: Annotated[
         str | None,
         typer.Option(
-            help="Run one part of the problems: 2/3 runs every third problem, starting with the "
-            "second; see `atts merge`.",
+            help="Run one part of the problems: 2/3 runs every third problem, starting with "
+            "the second. `atts merge` joins the parts.",
             metavar="I/N",
         ),
     ] = None,
@@ -45,7 +45,8 @@ def evaluate(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Print the planned run and its expected tokens; run nothing."
+            "--dry-run",
+            help="Print the plan of the run and its expected tokens, without running anything.",
         ),
     ] = False,
     as_json: Annotated[
@@ -54,8 +55,8 @@ def evaluate(
 ) -> None:
     """Evaluate a method on a dataset (the main command).
 
-    Everything is kept in a run directory; the same command continues an interrupted run. Without
-    flags the embedded models solve generated arithmetic.
+    All results are kept in a run directory; the same command continues an interrupted run. Without
+    options, the embedded models solve generated arithmetic problems.
 
     Example: atts eval
 
@@ -88,7 +89,7 @@ def run_and_print(configuration: Configuration, shard: Shard | None, as_json: bo
 def _run_and_print(
     configuration: Configuration, run_it: Callable[[], RunResult], directory: Path, as_json: bool
 ) -> int:
-    """Call `start` to run something, write its report, print the results, and return the exit code."""
+    """Call `run_it`, write the report of its result, print the result, and return the exit code."""
     from atts.api import report
     from atts.journal import JOURNAL
 
@@ -98,11 +99,12 @@ def _run_and_print(
         page = None if kind == "none" else report(result, format=kind)
         lines = result_objects if as_json else result_table
         say("\n".join(lines(result, configuration, page)))
-    # the interrupt came before the run could handle it, or after the run had ended
+    # the interrupt came before the run handled interrupts, or after the run had ended
     except KeyboardInterrupt:
         return _unfinished("interrupted; finished work is kept", 130)
     except EngineError as error:
-        # Without a journal nothing was started, so the error alone is enough.
+        # Without a journal the run has not begun, so the message need not say how to continue the
+        # run.
         if not (directory / JOURNAL).exists():
             raise
         return _unfinished(str(error), error.exit_code)
@@ -118,7 +120,7 @@ def _unfinished(why: str, code: int) -> int:
 
 
 def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
-    """Run the evaluation or one shard of it, until it ends or is interrupted."""
+    """Run an evaluation, or one shard of an evaluation, until its end or an interrupt."""
     from atts.api import check_resumes
     from atts.api import evaluate as evaluation
     from atts.cli.progress import progress_display
@@ -153,7 +155,7 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
 
 
 def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
-    """Return the lines of a dry run for people."""
+    """Return the lines that a dry run prints for people."""
     output = "new"
     if estimate.done:
         output = (
@@ -186,7 +188,8 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     return [*lines, "Nothing was run."]
 
 
-# The text of each length in a dry run; if it belongs to one model, with that model.
+# Text that a dry run prints for each configured length, and the model that the length limits (None:
+# both models).
 _BUDGET: dict[str, tuple[Role | None, str]] = {
     "max_tokens": (None, "tokens a rollout"),
     "turns": (None, "turns a rollout"),
@@ -197,7 +200,7 @@ _BUDGET: dict[str, tuple[Role | None, str]] = {
 
 
 def _budget_line(configuration: Configuration, key: str, words: str) -> str:
-    """Return one length with its origin."""
+    """Return the line of a dry run for one length, with the origin of its value."""
     setting = configuration.settings[key]
     value = f"{setting.value:,}" if isinstance(setting.value, int) else json_line(setting.value)
     return (
@@ -206,7 +209,10 @@ def _budget_line(configuration: Configuration, key: str, words: str) -> str:
 
 
 def _tokens(sums: Tokens) -> str:
-    return f"{sums.draft:,.0f} tokens by the draft, {sums.scored:,.0f} scored, {sums.target:,.0f} by the target"
+    return (
+        f"{sums.draft:,.0f} tokens by the draft, {sums.scored:,.0f} scored, "
+        f"{sums.target:,.0f} by the target"
+    )
 
 
 def result_objects(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
@@ -225,11 +231,13 @@ def result_objects(result: RunResult, configuration: Configuration, page: Path |
     return [json_line(each) for each in (*problems, summary)]
 
 
-_MANY_ROLLOUTS = 16  # rollouts per problem from which on benchmarks report avg@N and cons@N
+_MANY_ROLLOUTS = (
+    16  # with at least this many rollouts per problem, the results include avg@N and cons@N
+)
 
 
 def result_table(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
-    """Return the summary as text lines, then the paths of the run and its report."""
+    """Return a run's summary as text lines, followed by the paths of the run and its report."""
     summary = result.summary
     usage = summary.usage
     of = ""
@@ -278,7 +286,9 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
 
 
 def _what(result: RunResult, configuration: Configuration) -> str:
-    """Return the method and the dataset; for a run that combines another one, those of that run."""
+    """Return the method and the dataset of a run; `atts combine` keeps those of the run that it
+    combined.
+    """
     settings = result.manifest.settings
     names = [
         settings[name].value if name in settings else configuration[name]
@@ -309,27 +319,30 @@ def _escalated(result: RunResult, configuration: Configuration) -> str:
 
 
 def _answered_by(result: RunResult) -> str:
-    """Return how the answers were made."""
+    """Return a text on how the answers were chosen from the rollouts."""
     if result.combined is None:
         return "majority vote of each problem's rollouts"
-    return "vote of each problem's rollouts; the target combined split votes"
+    return "vote of each problem's rollouts; the target decided if the vote was split"
 
 
 def _leaning(result: RunResult) -> str:
-    """Return a warning if settled votes cancelled rollouts, because pass@1 leaves these out."""
+    """Return a warning if rollouts were cancelled because the vote was settled; pass@1 leaves these
+    out.
+    """
     spared = sum(
         sample.verdict == "spared" for problem in result.problems for sample in problem.samples
     )
     if not spared:
         return ""
     return (
-        f"; without {spared:,} rollouts that settled votes cancelled, so pass@1 favours fast "
-        f"rollouts (--early-stop none runs all)"
+        f"; without {spared:,} rollouts, cancelled because the vote was settled, so "
+        "pass@1 favours fast rollouts (--early-stop none runs all rollouts)"
     )
 
 
 def _by_benchmark_names(result: RunResult) -> list[tuple[str, str]]:
-    """Return both accuracies under the names that benchmarks use for many rollouts per problem.
+    """Return the accuracies of the vote and of single rollouts as cons@N and avg@N, their usual
+    names.
 
     avg@32 is the mean over all 32 rollouts, so it is left out if the run cancelled some.
     """
@@ -362,7 +375,7 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _doubts(result: RunResult) -> str:
-    """Return the text about problems unlike those of the stored scores; empty if there are none."""
+    """Return a text on problems that are unlike the problems of the stored scores, or ""."""
     doubted = [one for one in result.problems if one.doubt]
     if not doubted:
         return ""
@@ -382,7 +395,11 @@ def combine(
     context: typer.Context,
     directory: options.RunDirectory,
     out: Annotated[
-        str, typer.Option(help="Run directory of the result; the same command continues it.")
+        str,
+        typer.Option(
+            help="Directory of the resulting run; if the run was interrupted, the same command "
+            "continues it."
+        ),
     ],
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
@@ -390,11 +407,13 @@ def combine(
         bool, typer.Option("--json", help="Print one JSON object per problem, then a summary.")
     ] = False,
 ) -> None:
-    """Let a target select or synthesize answers if a recorded run's votes split.
+    """Let a target select or synthesize answers for problems on which a recorded run's rollouts
+    disagree.
 
-    The result is a run like any other, with the recorded rollouts in it. A vote counts as split if
-    the share of its leading answer is at most a threshold, which is calibrated on the run. The
-    default --combine auto lets the votes decide until the target's choices are known to be better.
+    The result is a normal run directory with the recorded rollouts. A vote counts as split if the
+    leading answer's share of the votes is at most a threshold; the threshold is calibrated on the
+    run. With the default, --combine auto, the votes decide until the target's choices are known to
+    be better.
 
     Example: atts combine runs/first --target hf:Qwen/Qwen2.5-1.5B-Instruct --out runs/selected
 
@@ -426,8 +445,8 @@ def sweep(
     over: Annotated[
         list[str] | None,
         typer.Option(
-            help="Key to vary and its values, such as rate=0.1,0.2,0.4 or a JSON list; "
-            "repeatable: all combinations are run.",
+            help="Setting to vary and its values, such as rate=0.1,0.2,0.4, or values as a "
+            "JSON list. With several --over, every combination of values is run.",
             metavar="KEY=VALUE,VALUE",
             show_default="rate=0.1,0.2,0.4",
         ),
@@ -435,15 +454,16 @@ def sweep(
     out: Annotated[
         str | None,
         typer.Option(
-            help="Directory of the sweep; the same command continues it.",
-            show_default="one below runs/",
+            help="Directory of the sweep's runs; if the sweep was interrupted, the same "
+            "command continues it.",
+            show_default="a new directory below runs/",
             metavar="DIRECTORY",
         ),
     ] = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the planned runs; run nothing.")
+        bool, typer.Option("--dry-run", help="List the planned runs, without running anything.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per run, then a summary.")
@@ -451,10 +471,11 @@ def sweep(
 ) -> None:
     """Evaluate under every combination of some settings, and draw accuracy against cost.
 
-    Cost is tokens, seconds and samples. Each combination is a run. The sweep also runs the target
-    alone, the draft alone and a coin, which has the same policy and rate but escalates chunks at
-    random. Runs that send a model the same prompt with the same seed share the reply. The same
-    command continues a sweep that was interrupted; more values of the same keys add runs to it.
+    Cost is measured in tokens, seconds and samples. Each combination of settings is a run. For
+    comparison, the sweep also runs the target alone, the draft alone, and a coin (the same policy
+    and rate, but chunks are escalated at random). If two runs send a model the same prompt with the
+    same seed, the model replies only once. The same command continues an interrupted sweep; with
+    more values in --over, it adds runs to the sweep.
 
     Example: atts sweep --over rate=0.1,0.2,0.4 --over samples=2,4,8
 
@@ -477,7 +498,7 @@ def sweep(
 
 
 def _run(planned: Sweep) -> SweepEnd:
-    """Run the points one after the other, showing the progress of each."""
+    """Run the planned runs of a sweep one after the other, and show the progress of each run."""
     from atts.api import run_sweep
 
     @asynccontextmanager
@@ -503,7 +524,7 @@ def axes(given: Sequence[str]) -> dict[str, list[object]]:
     >>> axes(["rate=0.1,0.2", 'draft=["hf:a", "hf:b"]'])
     {'rate': ['0.1', '0.2'], 'draft': ['hf:a', 'hf:b']}
 
-    :raises OptionError: an item is not of the form KEY=VALUE,VALUE, or a key is given twice.
+    :raises OptionError: an item does not have the form KEY=VALUE,VALUE, or a key is given twice.
     """
     values_by_key = dict[str, list[object]]()
     for words in given:
@@ -513,7 +534,9 @@ def axes(given: Sequence[str]) -> dict[str, list[object]]:
                 "--over", f"{words!r} is not KEY=VALUE,VALUE, such as rate=0.1,0.2,0.4"
             )
         if name in values_by_key:
-            raise OptionError("--over", f"{name} comes twice; put all its values into one --over")
+            raise OptionError(
+                "--over", f"{name} is given twice; put all values of {name} into one --over"
+            )
         values_by_key[name] = _listed(values, words)
     return values_by_key
 
@@ -592,8 +615,9 @@ def pilot(
     out: Annotated[
         str | None,
         typer.Option(
-            help="Directory of the pilot's runs; the same command continues it.",
-            show_default="one below runs/",
+            help="Directory of the pilot's runs; if the pilot was interrupted, the same "
+            "command continues it.",
+            show_default="a new directory below runs/",
             metavar="DIRECTORY",
         ),
     ] = None,
@@ -601,13 +625,13 @@ def pilot(
     pairs: options.Pairs = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure on some problems whether a gate helps this pair, and recommend a method.
+    """Measure on some problems whether a gate helps a pair of models, and recommend a method.
 
-    By default 40 problems run with 4 rollouts each: with either model alone, with `exact`, with a
-    coin, and with the gate and every score that the models allow. If a score is better than the
-    coin, it is also run with other takeovers and rates. The recommendation is a method with its
-    score, takeover and rate, or `exact`, `target-only` or `draft-only`, with the reason. Problems
-    need reference answers.
+    By default the pilot runs 40 problems with 4 rollouts each under several methods: each model
+    alone, `exact`, a coin (chunks are escalated at random), and the gate with every score that the
+    models allow. A score that is better than the coin is also run with other takeovers and rates.
+    The pilot recommends a gate with its score, takeover and rate, or the method `exact`,
+    `target-only` or `draft-only`, and prints the reason. Problems need reference answers.
 
     Example: atts pilot math500 --pair r1-1.5b/r1-70b --limit 40
     """
@@ -650,7 +674,7 @@ def _pilot_lines(end: PilotEnd, report: PilotReport) -> list[str]:
 
 
 def _pilot_facts(report: PilotReport) -> dict[str, Any]:
-    """Return plain data of the report, without the single rollouts of each arm."""
+    """Return the pilot's report as data for JSON, without the single rollouts."""
     return {
         "take": report.take,
         "flags": dict(report.flags),

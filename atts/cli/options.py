@@ -36,17 +36,17 @@ SETUP = (
     "method rate samples turns max_tokens thinking_tokens temperature top_p early_stop combine "
     "rate_scope scores pair backend draft target"
 )
-"""The keys of a setup that have an option."""
+"""The keys of a setup that have a command-line option."""
 
 _KEYS: Mapping[str, str] = {"temperature": "sampling.temperature", "top_p": "sampling.top_p"}
-"""Keys whose option is named like the last part of the key."""
+"""Configuration keys with a short option: --temperature sets sampling.temperature."""
 
 
 def _key(
     help: str, default: str | bool = True, *names: str, kind: Any = str, metavar: str | None = None
 ) -> Parameter:
-    """Return the option of a configuration key; its value is None if not given, and help shows the
-    default.
+    """Return the command-line option of a configuration key. Without the option on the command line
+    the value is None; the help shows `default`.
     """
     option = typer.Option(None, *names, help=help, show_default=default, metavar=metavar)
     return Parameter("key", Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
@@ -54,105 +54,147 @@ def _key(
 
 _DATASET = typer.Argument(
     None,
-    help="Benchmark, file or hub:owner/name; a slice may follow: math500[:50].",
+    help="Dataset: the name of a benchmark, a file, or hub:OWNER/NAME; [:50] after it selects the "
+    "first 50 problems.",
     show_default="arithmetic[:40]",
 )
 OPTIONS: Mapping[str, Parameter] = {
-    "method": _key("Method: atts, or a baseline such as draft-only, target-only, top-b.", "atts"),
+    "method": _key(
+        "Method: atts (escalate the chunks with the worst scores), draft-only, target-only, exact "
+        "(the target's text; the draft proposes tokens), coin (escalate at random), or another "
+        "method: cascade, trial, top-b, spec-reason, speculative-thinking, deep-conf, "
+        "paper-marginal, paper-conditional.",
+        "atts",
+    ),
     "rate": _key("Share of chunks to escalate to the target.", "0.2", kind=float),
     "samples": _key("Rollouts per problem.", "8", "--samples", "--epochs", kind=int),
     "turns": _key(
-        "Most turns per rollout; a turn is a draft, a score and a decision.",
-        "as --max-tokens needs",
+        "Largest number of turns per rollout. In each turn, the draft writes a chunk, the "
+        "target scores it, and a gate accepts or escalates it.",
+        "enough for --max-tokens",
         kind=int,
     ),
-    "max_tokens": _key("Most tokens per rollout.", "by the models", kind=int),
+    "max_tokens": _key("Largest number of tokens per rollout.", "depends on the models", kind=int),
     "thinking_tokens": _key(
-        "Most tokens of a rollout before it must stop thinking and answer.",
+        "Number of tokens after which a rollout must stop thinking and write its answer.",
         "no limit",
         kind=int,
     ),
     "temperature": _key("Temperature of both models.", "0.7", kind=float),
     "top_p": _key(
-        "Sample only from the most likely tokens with this total probability.", "1", kind=float
+        "Sample only from the most likely tokens whose probabilities add up to this value.",
+        "1",
+        kind=float,
     ),
     "combine": _key(
-        "Way to answer a problem with a split vote: vote, select, synthesize, or auto.",
+        "How to answer a problem if its rollouts disagree: vote (take the most frequent "
+        "answer), select (the target chooses one of the answers), synthesize (the target "
+        "writes a new solution), auto (vote until selection is known to be better, then "
+        "select).",
         "vote",
     ),
     "early_stop": _key(
         "When to cancel the remaining rollouts: none (never), certain (the vote cannot "
-        "change), likely.",
+        "change), likely (the vote is unlikely to change).",
         "certain",
     ),
     "rate_scope": _key(
-        "Scope of the rate: aci (the whole run), question (each question), ...", "aci"
+        "Chunks over which the rate is met. question: the chunks of each question. "
+        "question-turn: the chunks of each turn of a question. aci, marginal, split: "
+        "all chunks of the run. aci adapts its threshold, marginal ranks among all "
+        "earlier scores, split ranks among stored scores only.",
+        "aci",
     ),
     "scores": _key("Calibration scores to start from: a file, or a run directory.", metavar="FILE"),
-    "pair": _key("Name of a pair of draft and target; see `atts pairs`.", "none"),
+    "pair": _key(
+        "Name of a pair of draft and target models; `atts pairs` lists the names.", "none"
+    ),
     "backend": _key(
-        "Place of the models of --pair: vllm or sglang (servers on this machine), or local (in "
-        "this process).",
+        "Where the models of --pair run: vllm or sglang (servers on this machine), or local "
+        "(in this process).",
         "vllm",
     ),
     "draft": _key(
-        "Draft model: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, ...", "embedded"
+        "Draft model: embedded (a small model that comes with atts), scripted (a toy model "
+        "without weights), hf:MODEL (loaded in this process), or a server such as vllm:URL or "
+        "sglang:URL.",
+        "embedded",
     ),
     "target": _key("Target model, in the same formats as --draft.", "embedded"),
     "dataset": Parameter(
         "dataset", Parameter.KEYWORD_ONLY, default=_DATASET, annotation=str | None
     ),
     "limit": _key("Number of problems to run, starting with the first.", "all", kind=int),
-    "file": _key("Read the benchmark from this file instead of the hub."),
+    "file": _key(
+        "Read the benchmark from this file instead of downloading it from the Hugging Face hub."
+    ),
     "column": _key(
-        "Column of a file for a field, such as text=Question; repeatable.", kind=list[str]
+        "Column of the dataset's file that has a field: text=Question reads each problem's "
+        "text from the column Question; repeatable.",
+        kind=list[str],
     ),
     "grader": _key(
-        "Function that grades answers: package.module:function, called with an answer and its problem.",
-        "by the kind of answer",
+        "Function that grades answers, as package.module:function; atts calls it with an "
+        "answer and its problem.",
+        "depends on the kind of answer",
         metavar="FUNCTION",
     ),
     "references": _key(
-        "optional: also run problems without a reference answer.",
+        "Whether problems need a reference answer: required (a problem without one is an "
+        "error), optional (problems without one also run).",
         "required",
         "--answers",
         "--references",
     ),
     "seed": _key("Random seed.", "0", kind=int),
-    "concurrency": _key("Rollouts in flight at once, over all problems.", "64", kind=int),
+    "concurrency": _key(
+        "Largest number of rollouts that run at the same time, over all problems.", "64", kind=int
+    ),
     "out": _key(
-        "Run directory; the same command continues the run in it.",
-        "one below runs/",
+        "Directory of the run; if the run was interrupted, the same command continues it.",
+        "a new directory below runs/",
         metavar="DIRECTORY",
     ),
-    "report": _key("Report written at the end: html, markdown, json or none.", "html"),
+    "report": _key(
+        "Format of the report that is written when the run ends: html, markdown, json, or none "
+        "(no report).",
+        "html",
+    ),
     "log": _key(
-        "Tracker for the run's numbers: wandb, mlflow, tensorboard, trackio, otel; repeatable.",
+        "Experiment tracker that also gets the run's numbers: wandb, mlflow, tensorboard, "
+        "trackio or otel (OpenTelemetry); repeatable.",
         "none",
         kind=list[str],
         metavar="NAME[:PROJECT]",
     ),
     "abstain": _key(
-        "Abstain from unsure problems, so that at most this share of answers is wrong; needs "
-        "--labelled.",
+        "Give no answer to unsure problems: with 0.1@0.9, at most 10 % of the given answers "
+        "are wrong, with probability 0.9; needs --labelled.",
         metavar="RISK@PROBABILITY",
     ),
-    "labelled": _key("Graded run of the same settings that certifies --abstain.", metavar="RUN"),
+    "labelled": _key(
+        "Directory of a graded run with the same settings, from which --abstain takes its "
+        "threshold.",
+        metavar="RUN",
+    ),
     "max_cost": _key(
-        "Dollars after which the run stops, by the prices in --set prices=FILE.", kind=float
+        "Stop the run after this many dollars, at the prices in --set prices=FILE.", kind=float
     ),
     "max_total_tokens": _key(
-        "Tokens after which the run stops: prompts and completions of all calls.",
+        "Stop the run after this many tokens: prompts, scored texts and completions of all calls.",
         True,
         kind=int,
     ),
     "max_seconds": _key(
-        "Seconds after which the run stops, over all sessions together.", kind=float
+        "Stop the run after this many seconds; the seconds before an interruption count too.",
+        kind=float,
     ),
-    "compare_to": _key("Earlier run to compare with, for --stop-when.", metavar="RUN"),
+    "compare_to": _key(
+        "Directory of an earlier run, with which --stop-when compares this run.", metavar="RUN"
+    ),
     "on_unscored": _key(
-        "Action if the target stops giving usable scores: stop the run, or escalate chunks "
-        "without a score.",
+        "Action if many chunks in a row have no usable score: stop (end the run and keep its "
+        "work), escalate (the target rewrites such chunks).",
         "stop",
     ),
     "give_up_after": _key(
@@ -162,22 +204,22 @@ OPTIONS: Mapping[str, Parameter] = {
         metavar="SECONDS",
     ),
     "stop_when": _key(
-        "Stop early when the run is shown to differ from --compare-to (decided); with decided=2, "
-        "also when the difference is shown to be at most 2 points.",
+        "When to stop early: decided (the run's accuracy is shown to differ from that of "
+        "--compare-to), decided=2 (also if the difference is shown to be at most 2 points).",
         metavar="decided[=POINTS]",
     ),
 }
 
 
 def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command options for configuration keys, which `configured` reads.
+    """Give a command options for configuration keys; `configured` reads their values.
 
-    `order` is the order of the help. It has the names of keys and of the command's parameters; a
-    parameter replaces the key of the same name.
+    `order` names the options in the order of the help. Each name is a configuration key or a
+    parameter of the command; if it is both, the parameter defines the option.
     """
 
-    # Typer reads the options from a function's signature. This builds a signature from the options
-    # of the keys and the parameters of the command.
+    # Typer reads a command's options from its signature, so this code builds a signature from the
+    # options of the keys and the parameters of the command.
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
         inner = signature(function, eval_str=True)
         context, *rest = inner.parameters.values()
@@ -197,7 +239,7 @@ def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def flags_of(context: typer.Context, without: str = "") -> dict[str, object]:
-    """Return the configuration keys that a command line sets by the parameters of the same name."""
+    """Return the configuration keys that the options of a command line set, with their values."""
     from atts.api import config_keys
 
     flags: dict[str, object] = {}
@@ -223,7 +265,7 @@ def configured(
 def named_values(pairs: Sequence[str], option: str, form: str) -> dict[str, str]:
     """Return the values of a repeatable option such as `--column FIELD=COLUMN`, by name.
 
-    :raises OptionError: a value is not of that form.
+    :raises OptionError: a value does not have the form NAME=VALUE.
     """
     values = dict[str, str]()
     for pair in pairs:

@@ -35,15 +35,16 @@ def config() -> None:
 @config_app.command("show")
 def show(
     key: str = typer.Argument(
-        "", help="Show only keys that contain this text.", show_default="all"
+        "", help="Show only the keys whose names contain this text.", show_default="all"
     ),
     config: ConfigFile = None,
     pairs: Pairs = None,
     as_json: Json = False,
 ) -> None:
-    """Show every key, its value, and its origin: default, file, variable or method.
+    """Show the value of every key and its origin: default, file, environment variable or method.
 
-    Precedence: flags of a command, then ATTS_* variables, then atts.toml, then defaults.
+    If a key is set in several places, the first of these counts: options on the command line,
+    ATTS_* environment variables, atts.toml, defaults.
 
     Example: ATTS_RATE=0.3 atts config show rate
     """
@@ -65,7 +66,7 @@ def show(
 
 
 def _word(value: Any) -> str:
-    """Return a value as in a settings file, shortened to a column."""
+    """Return a value as it is written in a settings file, shortened to the width of a column."""
     words = "none" if value is None else json.dumps(value, ensure_ascii=False)
     return words if len(words) <= 32 else words[:31] + "…"
 
@@ -73,20 +74,24 @@ def _word(value: Any) -> str:
 def pairs(
     name: Annotated[
         str,
-        typer.Argument(help="Name of a pair to show with all details.", show_default="all"),
+        typer.Argument(
+            help="Name of a pair of models, which is shown with all its details.",
+            show_default="all",
+        ),
     ] = "",
     card: Annotated[
         str | None,
         typer.Option(
-            help="GPU to fit the pair to: rtx4090, rtx5090, l40s, a100, h100, h200, b200.",
+            help="Model of the GPUs on which the pair must fit: rtx4090, rtx5090, l40s, a100, "
+            "h100, h200 or b200.",
             metavar="CARD",
         ),
     ] = None,
     server_version: Annotated[
         str,
         typer.Option(
-            help="Version of vLLM for the printed commands, such as 0.29; flags that this version "
-            "lacks are left out.",
+            help="Version of vLLM, such as 0.29; the printed commands leave out flags that "
+            "this version lacks.",
             show_default="the newest known version",
             metavar="VERSION",
         ),
@@ -95,19 +100,19 @@ def pairs(
         bool,
         typer.Option(
             "--local",
-            help="Show which GPUs the models fit on in this process: memory by part, rollouts at "
-            "once.",
+            help="Show on which GPUs the models fit if they run in this process: memory of "
+            "weights and cache, and number of rollouts at the same time.",
         ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per pair.")
     ] = False,
 ) -> None:
-    """List the pairs that `--pair` knows, with their models, lengths, prompts and GPUs.
+    """List the pairs of models that `--pair` accepts, with their models, lengths, prompts and GPUs.
 
-    With a name and --card, print the two commands that serve the pair on the fewest such cards.
-    With --local, show how the models fit on one or two cards without a server, by the rules that
-    open them.
+    With a name and --card, print the two commands that serve the pair on the smallest number of
+    these cards. With --local, show how the models fit on one or two cards without a server; a run
+    uses the same rules.
 
     Example: atts pairs; atts pairs r1-1.5b/r1-70b --card h100 --server-version 0.29
     """
@@ -148,7 +153,7 @@ def _local_objects(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
 
 
 def _local_table(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
-    """Yield a line per pair and card: whether the pair opens there, and what fills the memory."""
+    """Yield one line per pair and card, with the memory of each model if the pair fits."""
     head = f"{'draft GB':>12}{'target GB':>13}{'rollouts':>10}"
     yield f"{'pair':<26}{'card':<9}{'opens on':<10}{head}"
     for pair in chosen:
@@ -168,8 +173,9 @@ def _local_table(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
             rest = f"{parts[0]:>12}{parts[1]:>13}{placement.rollouts:>10}"
             yield f"{pair.name:<26}{kind:<9}{cards:<10}{rest}"
     yield (
-        "GB of weights + cache, bfloat16; rollouts: number of a run's 64 rollouts that fit at "
-        "once in full length. These sizes are computed, not yet measured on a GPU."
+        "draft GB and target GB: weights + cache in bfloat16. rollouts: number of the "
+        "64 rollouts of a run that fit at the same time in full length. These sizes are "
+        "computed, not yet measured on a GPU."
     )
 
 
@@ -213,14 +219,14 @@ def _table(chosen: list[Pair], placed: dict[str, dict[str, GpuPlacement | None]]
         cards = "".join(f"{_count(placement):<10}" for placement in placed[pair.name].values())
         yield f"{pair.name:<26}{sizes:>12}{tokens:>8}{chunk:>7}  {system:<8}{cards}".rstrip()
     yield (
-        "GB: size of the weights. Cards: smallest number that holds both models (* target in "
-        "fp8). Sizes are computed, not yet measured."
+        "GB: size of the weights. Cards: smallest number of cards on which both models "
+        "fit (* with the target in fp8). Sizes are computed, not yet measured."
     )
 
 
 def _without(pair: Pair, card: str) -> str:
     return (
-        f"the pair does not fit on eight {card}"
+        f"the pair does not fit on eight {card} GPUs"
         if pair.size("target").layers
         else "no GPU is needed"
     )
@@ -238,7 +244,10 @@ def _details(
     yield f"{pair.name}: {pair.note}"
     for role in ("draft", "target"):
         size = pair.size(role)
-        yield f"  {role:<9} {pair.model(role)}: {size.weights:g} GB, {size.context:,} tokens of context"
+        yield (
+            f"  {role:<9} {pair.model(role)}: {size.weights:g} GB, {size.context:,} tokens "
+            "of context"
+        )
     for key, value in pair.settings.items():
         yield f"  {key:<24} {json_line(value)}"
     for benchmark, row in pair.published.items():
@@ -266,24 +275,26 @@ def doctor(
     card: Annotated[
         str | None,
         typer.Option(
-            help="GPU to fit the pair to: rtx4090, l40s, a100, h100, h200, ...",
-            show_default="those here",
+            help="Model of the GPUs on which the pair must fit: rtx4090, rtx5090, l40s, a100, "
+            "h100, h200 or b200.",
+            show_default="the GPUs of this machine",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File to write the settings to, for `atts eval --config`.", metavar="FILE"
+            help="File to which the settings are written; `atts eval --config FILE` reads it.",
+            metavar="FILE",
         ),
     ] = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     as_json: options.ObjectJson = False,
 ) -> None:
-    """Check both engines, their tokenizers, templates and lengths, memory and disk, before a run.
+    """Before a run, check both engines (tokenizers, templates, lengths), the memory and the disk.
 
-    Each line is ok, warn or fail, with advice. One short chunk is drafted and scored. If a check
-    fails the exit code is 5.
+    Each check prints a line: ok, warn or fail, with advice. As a test, the draft writes one short
+    chunk and the target scores the chunk. If a check fails, the exit code is 5.
 
     Example: atts doctor --pair r1-1.5b/r1-70b --card h100 --out pair.toml
     """
@@ -309,45 +320,59 @@ def probe(
     url: Annotated[
         str,
         typer.Argument(
-            help="Server: a URL such as http://127.0.0.1:8000, or an engine's address, vllm:URL/MODEL."
+            help="Server to probe: a URL such as http://127.0.0.1:8000, or the address of an "
+            "engine, such as vllm:URL/MODEL."
         ),
     ],
-    model: Annotated[str, typer.Option(help="Model to probe, if several are served.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Name of the model to probe, if the server has several models.")
+    ] = "",
     tokenizer: Annotated[
         str,
         typer.Option(
-            help="Folder or hub id of the tokenizer; by default the tokenizer that the server "
-            "names."
+            help="Folder of the tokenizer, or its id on the Hugging Face hub; by default the "
+            "tokenizer that the server names."
         ),
     ] = "",
     dialect: Annotated[
         str,
         typer.Option(
-            help="API of the server, such as vllm; auto: detect the API; an unknown name lists "
-            "all APIs.",
+            help="API of the server, such as vllm or sglang; auto detects the API; an unknown "
+            "name prints all names.",
             metavar="DIALECT",
         ),
     ] = "auto",
     need: Annotated[
         Literal["nothing", "sample", "score", "rate"],
-        typer.Option(help="Ability that the server must have, or the exit code is 5."),
+        typer.Option(
+            help="Ability without which the exit code is 5: sample (write text), score (return "
+            "log-probabilities of a given text), rate (list the most likely next tokens, as "
+            "ratings need), nothing (no ability is needed)."
+        ),
     ] = "nothing",
     key_file: Annotated[
         Path | None,
-        typer.Option(help="File that holds the API key; without it ATTS_API_KEY is used."),
+        typer.Option(
+            help="File that contains the API key; without this option, the environment variable "
+            "ATTS_API_KEY is used."
+        ),
     ] = None,
     wait: Annotated[
-        float, typer.Option(help="Seconds to wait for a server that is loading.", min=0.0)
+        float,
+        typer.Option(help="Seconds to wait for a server that is still loading its model.", min=0.0),
     ] = 60.0,
     proxy: Annotated[
         Literal["never", "environment"] | None,
         typer.Option(
-            help="Whether to use the proxies of the environment (HTTP_PROXY).", show_default="never"
+            help="Proxies for requests: never (connect directly), environment (use HTTP_PROXY "
+            "and similar variables).",
+            show_default="never",
         ),
     ] = None,
     as_json: ObjectJson = False,
 ) -> None:
-    """Print what a server can do for a run: engine, tokenizer, scores, log-probs, cancelling.
+    """Print the abilities of a server that a run uses: engine, tokenizer, scores,
+    log-probabilities, cancelling.
 
     Example: atts probe http://127.0.0.1:8000 --need score
     """
@@ -380,21 +405,32 @@ def tune(
     ],
     load: Annotated[
         str,
-        typer.Option(help="Numbers of requests in flight to time, such as 1,4,16."),
+        typer.Option(
+            help="Numbers of simultaneous requests at which the server is timed, such as 1,4,16."
+        ),
     ] = "1,4,16,64",
-    tokens: Annotated[int, typer.Option(help="Tokens of each timed request.")] = 64,
-    most: Annotated[int, typer.Option(help="Most tokens to propose.")] = 8,
+    tokens: Annotated[
+        int, typer.Option(help="Number of tokens that each timed request generates.")
+    ] = 64,
+    most: Annotated[
+        int, typer.Option(help="Largest number of proposed tokens per step to consider.")
+    ] = 8,
     method: Annotated[
-        str, typer.Option(help="Method of the printed setting: ngram, draft_model, eagle3, ...")
+        str,
+        typer.Option(
+            help="Speculation method in the printed --speculative-config, such as ngram, "
+            "draft_model or eagle3."
+        ),
     ] = "ngram",
     as_json: ObjectJson = False,
 ) -> None:
-    """Time a server at several loads, and print the --speculative-config that suits it, if any.
+    """Time a server at several loads, and print the best --speculative-config, or advise against
+    one.
 
-    The server's counters show the share of accepted tokens at each position of a proposal. These
-    shares and the step times predict the tokens per second for each length of proposals; the
-    prediction for the current length is printed next to the measured speed. A server that does not
-    speculate yet is only timed.
+    The server counts how many proposed tokens are accepted at each position of a proposal. From
+    these counts and the times of steps, atts predicts the tokens per second for each length of
+    proposals. The prediction for the current length is printed next to the measured speed. A server
+    without speculation is only timed.
 
     Example: atts tune vllm:http://127.0.0.1:8000 --load 1,8,32
     """

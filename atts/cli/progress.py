@@ -1,4 +1,4 @@
-"""The live progress display: a table on a terminal, or plain lines, and `progress.json`."""
+"""The live progress of a run: a table on a terminal, plain lines elsewhere, and `progress.json`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ _BAR = 28
 async def progress_display(
     progress: Progress, stream: TextIO | None = None
 ) -> AsyncGenerator[None, None]:
-    """Show the run on `stream` (stderr) during the block, and once more at its end.
+    """Show the progress of a run on `stream` (by default stderr) during the block, and at its end.
 
-    `progress.json` in the run's directory, once there is one, is replaced atomically every second.
+    Once the run has a directory, `progress.json` in the directory is replaced atomically every
+    second.
     """
     with _display(progress, sys.stderr if stream is None else stream) as refresh:
         async with concurrency.background(_follow, refresh, progress):
@@ -57,9 +58,10 @@ async def _follow(refresh: Callable[[], None], progress: Progress) -> None:
 
 
 def save(snapshot: ProgressSnapshot) -> None:
-    """Replace `progress.json` in the run directory; a reader never sees half of a file.
+    """Replace `progress.json` in the run directory atomically, so a reader never sees an incomplete
+    file.
 
-    :raises StorageError: the disk refuses.
+    :raises StorageError: the file cannot be written.
     """
     from atts.files import write_atomic
 
@@ -71,7 +73,7 @@ def save(snapshot: ProgressSnapshot) -> None:
 
 @contextmanager
 def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]]:
-    """Yield a function that shows the current state, as a table that is redrawn or as plain lines."""
+    """Yield a function that shows the current progress, as a redrawn table or as plain lines."""
     if not stream.isatty():
         yield PlainLines(progress, stream).refresh
         return
@@ -86,7 +88,7 @@ def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]
 
 
 def _redraw(live: Live, progress: Progress, printed: list[str]) -> None:
-    """Draw the current table, with new warnings above it."""
+    """Draw the table of the current progress, and print new warnings above the table."""
     for text in progress.warnings[len(printed) :]:
         live.console.print(sanitized(f"atts: {text}"), markup=False)
         printed.append(text)
@@ -95,16 +97,18 @@ def _redraw(live: Live, progress: Progress, printed: list[str]) -> None:
 
 @dataclass(slots=True)
 class PlainLines:
-    """Progress as one plain line every few seconds, and at once when the state changes."""
+    """A display that prints one line of progress every few seconds, and at once if the run's state
+    changes.
+    """
 
     progress: Progress
     stream: TextIO
     next: float = LINE_SECONDS
     state: str = ""
-    num_warned: int = 0  # number of warnings that were printed
+    num_warned: int = 0  # number of warnings that have been printed
 
     def refresh(self) -> None:
-        """Print a line if one is due."""
+        """Print a line of progress if enough seconds have passed or the run's state has changed."""
         for text in self.progress.warnings[self.num_warned :]:
             print(sanitized(f"atts: {text}"), file=self.stream, flush=True)
         self.num_warned = len(self.progress.warnings)
@@ -112,7 +116,7 @@ class PlainLines:
         is_new = snapshot.state != self.state
         self.state = snapshot.state
         if is_new and self.state in ("loading", "running"):
-            # A short run prints one line only, at its end.
+            # A short run prints only one line, at its end.
             wait = LOADING_SECONDS if self.state == "loading" else LINE_SECONDS
             self.next = snapshot.seconds + wait
         elif is_new or snapshot.seconds >= self.next:
@@ -129,7 +133,7 @@ def line(snapshot: ProgressSnapshot) -> str:
     if snapshot.left:
         time += f", about {duration(snapshot.left)} left"
     if snapshot.state == "draining":
-        parts.insert(0, "stopping: atts saves the calls in flight")
+        parts.insert(0, "stopping: atts waits for the current calls and saves their results")
     elif snapshot.state == "over":
         parts.insert(0, "ended")
     return "; ".join([*parts, time])
@@ -149,7 +153,9 @@ def table(snapshot: ProgressSnapshot) -> RenderableType:
     rows.add_column(overflow="fold")
     rows.add_row("problems", _bar(snapshot))
     for name, words in (*_facts(snapshot), *_models(snapshot)):
-        rows.add_row(name, Text(sanitized(words)))  # a model may be called "[/]": that is no markup
+        rows.add_row(
+            name, Text(sanitized(words))
+        )  # the name of a model may look like markup, for example "[/]"
     parts: list[Any] = [rows]
     if snapshot.note and snapshot.state != "over":
         parts.append(Text(sanitized(snapshot.note), style="bold yellow"))
@@ -178,7 +184,7 @@ def _problems(snapshot: ProgressSnapshot) -> str:
 
 
 def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
-    """Return every row but the first with its name; empty rows are left out."""
+    """Return the rows of the table below the first, with their names; empty rows are left out."""
     tokens = snapshot.tokens
     speeds = snapshot.speeds
     at = snapshot.stages
@@ -189,16 +195,18 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
         chunks += f", {snapshot.rejected:,} discarded"
     nominal = "" if snapshot.nominal is None else f", nominal {snapshot.nominal:g}"
     busy = (
-        f"{at['draft']} drafting, {at['score']} being judged, {at['target']} with the target, "
-        f"{at['wait']} waiting, "
-        f"{snapshot.rollouts_done:,} ended"
+        f"{at['draft']} drafting, {at['score']} being scored, {at['target']} at the "
+        f"target, {at['wait']} waiting, {snapshot.rollouts_done:,} ended"
     )
-    share = f"{100 * snapshot.target_share:.1f} % by the target"
-    speed = f"draft {speeds['draft']:,.0f}/s, target {speeds['target']:,.0f}/s, scored {speeds['scored']:,.0f}/s"
+    share = f"{100 * snapshot.target_share:.1f} % written by the target"
+    speed = (
+        f"draft {speeds['draft']:,.0f}/s, target {speeds['target']:,.0f}/s, scored "
+        f"{speeds['scored']:,.0f}/s"
+    )
     rows = [
         ("rollouts", busy if snapshot.state != "over" else f"{snapshot.rollouts_done:,} ended"),
         (snapshot.judged_unit, chunks if snapshot.accepted + snapshot.escalated else ""),
-        # no interval, because the rate of the finished work is exact
+        # the rate has no interval, because it counts all finished chunks
         ("rate", f"{snapshot.rate.value:.3f}{nominal}" if snapshot.rate.n_samples else ""),
         ("accuracy", snapshot.accuracy.brief() if snapshot.graded else ""),
         ("tokens", f"{share}; {speed}" if tokens["draft"] + tokens["target"] else ""),
@@ -220,7 +228,8 @@ def _models(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
 
 def _waiting(snapshot: ProgressSnapshot) -> str:
     words = (
-        f"{count:,} calls for the {role} to come back" for role, count in snapshot.awaited.items()
+        f"{count:,} calls wait until the lost {role} server answers again"
+        for role, count in snapshot.awaited.items()
     )
     return ", ".join(words)
 

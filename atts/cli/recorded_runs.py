@@ -27,14 +27,17 @@ def runs(
     folders: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Folders of runs, or run directories.", show_default="runs", metavar="[FOLDER]..."
+            help="Run directories, or folders that contain run directories.",
+            show_default="runs",
+            metavar="[FOLDER]...",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per run.")] = False,
 ) -> None:
-    """List runs, the latest last: status, problems, accuracy, rate, tokens, method and models.
+    """List runs by age, the newest last: status, problems, accuracy, rate, tokens, method and
+    models.
 
-    A run whose journal cannot be read is listed with the reason.
+    If a run's journal cannot be read, the list shows the reason.
 
     Example: atts runs; atts runs runs/sweep-1 --json
     """
@@ -90,15 +93,21 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File to write; - is stdout. By default report.html, .md or .json in the run directory."
+            help="File to which the report is written; - is stdout. By default report.html, "
+            "report.md or report.json in the run directory."
         ),
     ] = None,
     compare_to: Annotated[
-        list[Path] | None, typer.Option(help="Another run to compare with; repeatable.")
+        list[Path] | None,
+        typer.Option(
+            help="Directory of another run, with which the report compares this run; repeatable."
+        ),
     ] = None,
     following: Annotated[
         bool,
-        typer.Option("--follow", help="Update the report until the run ends."),
+        typer.Option(
+            "--follow", help="Write the report again every few seconds until the run ends."
+        ),
     ] = False,
     every: Annotated[
         float | None,
@@ -111,9 +120,9 @@ def report(
         ),
     ] = (False),
 ) -> None:
-    """Write the report of a run, finished or not, as one HTML file, as Markdown or as JSON.
+    """Write a report of a finished or unfinished run as one HTML file, as Markdown or as JSON.
 
-    The file is replaced atomically, so a reader never sees half of it.
+    The file is replaced atomically, so a reader never sees an incomplete report.
 
     Example: atts report runs/first --compare-to runs/target-only
 
@@ -125,7 +134,8 @@ def report(
     if every is not None and not (following and 0 < every <= _DAY):
         raise OptionError(
             "--every",
-            f"{every:g} is not possible; give seconds, at most a day, together with --follow",
+            f"{every:g} is not possible; give more than 0 seconds and at most one day, "
+            "together with --follow",
         )
     if out is not None and str(out) == "-":
         if following:
@@ -143,8 +153,8 @@ def report(
 
     if following:
         tell(
-            "atts: the report is written again until the run ends; Ctrl-C stops the reports, "
-            "not the run"
+            "atts: the report is updated until the run ends; Ctrl-C stops the updates, "
+            "but not the run"
         )
         built, path = follow(directory, write, EVERY_SECONDS if every is None else every)
     else:
@@ -177,12 +187,12 @@ def follow(
     every: float = EVERY_SECONDS,
     wait: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Call `write` now, then repeatedly while the run continues, and once when it has ended.
+    """Call `write` now, again when the journal has grown, and once more when the run has ended.
 
-    Return the result of the last call. A line that is read while it is being written looks damaged,
-    so the journal is then read again.
+    Return the result of the last call. A journal line that is still being written looks damaged, so
+    damage is reported only after the run has ended.
 
-    :raises JournalError: there is no run, or it is over and cannot be read.
+    :raises JournalError: there is no run, or the run is over and its journal cannot be read.
     """
     from atts.analysis import is_running
     from atts.journal import JOURNAL
@@ -208,7 +218,9 @@ def _size(journal: Path) -> int:
         return journal.stat().st_size
     except OSError as error:
         raise JournalError(
-            journal.parent, "there is no run here", "Give the directory of `atts eval --out`"
+            journal.parent,
+            "there is no run here",
+            "Give the run directory, as passed to `atts eval --out`",
         ) from error
 
 
@@ -222,8 +234,8 @@ def trace(
 ) -> None:
     """Write a run's engine calls as a trace for https://ui.perfetto.dev or chrome://tracing.
 
-    In the trace each engine is a process whose threads are its slots; another process shows the
-    rollouts and their waiting times.
+    In the trace, each engine is shown as a process, with one thread for each slot of the engine.
+    Another process shows the rollouts and their waiting times.
 
     Example: atts trace runs/first
     """
@@ -247,16 +259,17 @@ CALIBRATOR = "calibrator.json"
 def merge(
     directories: Annotated[
         list[Path],
-        typer.Argument(help="Run directories of the shards, as given to `atts eval --out`."),
+        typer.Argument(help="Run directories of the shards (as passed to `atts eval --out`)."),
     ],
-    out: Annotated[Path, typer.Option(help="New directory for the merged run.")],
+    out: Annotated[Path, typer.Option(help="New directory to which the merged run is written.")],
     as_json: Json = False,
 ) -> None:
     """Merge the shards of an evaluation into one run.
 
-    `atts report`, `compare`, `replay` and `trace` read it like any other run. With a gate that
-    learns nothing the result equals that of a single process. A gate that learns has learnt from
-    its shard only; the merged calibrator is saved in the run as calibrator.json.
+    `atts report`, `compare`, `replay` and `trace` read the merged run like any other run. If the
+    gate does not learn from scores, the merged run equals a run by a single process. A gate that
+    learns has learnt only from the scores of its own shard. The merged calibrator is saved as
+    calibrator.json in the run directory.
 
     Example: atts merge runs/part-1 runs/part-2 runs/part-3 --out runs/whole
     """
@@ -265,7 +278,7 @@ def merge(
     from atts.errors import CalibrationInputError, OptionError
 
     if str(out) == "-":
-        raise OptionError("--out", "'-' is not a directory; name one for the run")
+        raise OptionError("--out", "'-' is not a directory; name a directory for the merged run")
     made = merge_runs(directories, out)
     facts: dict[str, object] = {
         "run": str(out),
@@ -313,14 +326,17 @@ def check(run: RunDirectory, as_json: Json = False) -> None:
 def salvage(
     run: RunDirectory,
     out: Annotated[
-        Path, typer.Option(help="New directory for the saved part.", metavar="DIRECTORY")
+        Path,
+        typer.Option(
+            help="New directory to which the undamaged part is copied.", metavar="DIRECTORY"
+        ),
     ],
     as_json: Json = False,
 ) -> None:
     """Copy everything before the first damaged line into a new directory.
 
-    The damaged run does not change. The command of the run with --out set to the new directory
-    continues there, and repeats the work after the damage.
+    The damaged run is not changed. To continue the run, repeat its command with --out set to the
+    new directory; the work after the damage is done again.
 
     Example: atts journal salvage runs/first --out runs/saved
     """
@@ -338,12 +354,15 @@ def salvage(
 
 
 def _journal_lines(checked: JournalCheck) -> list[str]:
-    """Return lines for people on the journal that was read."""
+    """Return lines that describe a checked journal: its directory, its lines, its problems and its
+    damage.
+    """
     after = "damaged" if checked.damage else "a torn last line"
     sessions = "1 session" if checked.sessions == 1 else f"{checked.sessions:,} sessions"
     return [
-        f"{checked.directory}: {checked.lines:,} whole lines of {sessions}; "
-        f"{checked.complete:,} {'problem' if checked.complete == 1 else 'problems'} complete, {checked.open:,} open",
+        f"{checked.directory}: {checked.lines:,} undamaged lines of {sessions}; "
+        f"{checked.complete:,} {'problem' if checked.complete == 1 else 'problems'} "
+        f"complete, {checked.open:,} open",
         *([f"{checked.lost:,} bytes after these lines are {after}"] if checked.lost else []),
     ]
 
@@ -356,54 +375,60 @@ def import_run(
             "monkey-business, deepconf or jsonl."
         ),
     ],
-    path: Annotated[Path, typer.Argument(help="File, or directory of files, of that format.")],
+    path: Annotated[Path, typer.Argument(help="File to import, or directory with such files.")],
     out: Annotated[Path, typer.Option(help="Directory for the run.", metavar="DIRECTORY")],
     column: Annotated[
         list[str] | None,
         typer.Option(
-            help="With jsonl: column of a field, such as text=output or score.reward=rm; repeatable.",
+            help="With jsonl: column that has a field: text=output reads the texts from the "
+            "column output, score.reward=rm reads a score from the column rm; repeatable.",
             metavar="FIELD=COLUMN",
         ),
     ] = None,
     dataset: Annotated[
         str | None,
         typer.Option(
-            help="Dataset whose ids and references replace those of the files for equal questions."
+            help="Dataset with the same questions; its ids and reference answers replace "
+            "those in the files."
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Import only the rollouts of this model.")
+        str | None, typer.Option(help="Import only rollouts that were written by this model.")
     ] = None,
     filter: Annotated[
         str | None,
-        typer.Option(help="With lm-eval: import only the answers of this filter."),
+        typer.Option(
+            help="With lm-eval: import only the answers that this filter of lm-eval extracted."
+        ),
     ] = None,
     metric: Annotated[
         str | None,
         typer.Option(
-            help="Score that says whether an answer is correct.", show_default="the first"
+            help="Name of the recorded score that decides whether an answer is correct.",
+            show_default="the first",
         ),
     ] = None,
     kind: Annotated[
         str | None,
         typer.Option(
             help="Kind of the answers: math, choice or text.",
-            show_default="choice if there are choices, else math",
+            show_default="choice if the questions have choices, otherwise math",
         ),
     ] = None,
     grades: Annotated[
         str,
         typer.Option(
-            help="Verdicts: `recorded` by the other tool if there are any, or `again` by atts."
+            help="Source of the verdicts: recorded (use the other tool's verdicts; atts "
+            "grades only answers without one), again (atts grades every answer)."
         ),
     ] = "recorded",
     as_json: ObjectJson = False,
 ) -> None:
     """Import the rollouts in another tool's files as a run.
 
-    `atts report`, `compare`, `replay`, `plan` and `export` read the run like one of atts. Answers
-    that the tool did not extract are extracted here, and rollouts that it did not grade are graded
-    here. An import that was interrupted continues with the same command.
+    `atts report`, `compare`, `replay`, `plan` and `export` read the run like one of atts. If the
+    tool did not extract an answer or did not grade a rollout, atts does so. The same command
+    continues an interrupted import.
 
     Example: atts import nemo-skills results/aime25 --out runs/theirs --dataset aime25
 
@@ -421,7 +446,7 @@ def import_run(
     check_out(out)
     if kind is not None and kind not in get_args(AnswerKind):
         raise OptionError("--kind", f"{kind!r} is unknown", get_args(AnswerKind))
-    words: Any = {"kind": kind, "grades": grades}  # the options check this again
+    words: Any = {"kind": kind, "grades": grades}  # the constructor of the options checks the value
     options = ImportOptions(
         columns=named_values(column or (), "--column", "FIELD=COLUMN"),
         metric=metric or "",
@@ -443,7 +468,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _lines(made: Imported) -> Iterator[str]:
-    """Yield lines about the imported rollouts and about unknown facts."""
+    """Yield lines on the imported rollouts, and on facts that the files do not contain."""
     yield str(made.directory)
     yield (
         f"{_count(made.rollouts, 'rollout')} of {_count(made.problems, 'problem')}, up to "
@@ -467,12 +492,13 @@ def _lines(made: Imported) -> Iterator[str]:
         yield f"cost: ${made.dollars:,.4f}"
     if not made.referenced and not made.graded:
         yield (
-            "no answer could be graded, because the files have no references; name a dataset "
-            "with --dataset"
+            "no answer could be graded, because the files have no reference answers; "
+            "name a dataset with --dataset"
         )
     if made.unknown:
         yield (
-            "problems that are not in the dataset keep the ids of the files: {_count(made.unknown, 'problem')}"
+            "problems that are not in the dataset keep the ids of the files: "
+            "{_count(made.unknown, 'problem')}"
         )
 
 
@@ -482,41 +508,55 @@ def export(
         str,
         typer.Option(
             "--as",
-            help="opd (token ids with both models' log-probabilities), sft, preference or verifiers.",
+            help="Kind of the training data: opd (token ids with the log-probabilities of "
+            "both models, for on-policy distillation), sft (prompts with solutions, for "
+            "supervised fine-tuning), preference (pairs of a correct and a wrong "
+            "solution), verifiers (rollouts with rewards, in the format of the library "
+            "verifiers).",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="File to write: .jsonl or .parquet.", metavar="FILE")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="File to which the records are written; its name ends in .jsonl or .parquet.",
+            metavar="FILE",
+        ),
+    ],
     keep: Annotated[
         str | None,
         typer.Option(
-            help="Rollouts to export: correct, answered or all.",
-            show_default="correct as sft, else all",
+            help="Rollouts to export: correct (with a correct answer), answered (with any "
+            "answer), all.",
+            show_default="correct for sft, all for other kinds",
         ),
     ] = None,
-    pairs: Annotated[int, typer.Option(help="With --as preference: most pairs per problem.")] = 4,
+    pairs: Annotated[
+        int, typer.Option(help="With --as preference: largest number of pairs per problem.")
+    ] = 4,
     seed: Annotated[
-        int, typer.Option(help="With --as preference: random seed of the choice of pairs.")
+        int, typer.Option(help="With --as preference: random seed for the choice of pairs.")
     ] = 0,
     teacher: Annotated[
         str | None,
         typer.Option(
-            help="With --as opd: model that reads each rollout again, usually the run's target: "
-            "embedded:target, hf:MODEL or vllm:URL.",
+            help="With --as opd: model that computes the most likely tokens at each position "
+            "of a rollout, usually the run's target: embedded:target, hf:MODEL or "
+            "vllm:URL.",
             metavar="MODEL",
         ),
     ] = None,
     top: Annotated[
         int,
         typer.Option(
-            help="With --teacher: number of most likely tokens to write at each position."
+            help="With --teacher: number of most likely tokens that are written for each position."
         ),
     ] = 20,
     as_json: ObjectJson = False,
 ) -> None:
     """Write a run's rollouts as training data.
 
-    Each record names its schema and version, such as atts.opd/2, and the models that wrote it. The
-    file is replaced atomically. Parquet needs the extra `parquet`.
+    Each record names its schema and version, such as atts.opd/2, and the models that wrote the
+    rollout. The file is replaced atomically. Parquet needs the extra `parquet`.
 
     Example: atts export runs/first --as opd --out distil.jsonl
 
@@ -540,7 +580,7 @@ def export(
 
 
 def _export_lines(made: Exported) -> Iterator[str]:
-    """Yield lines about the written records and the omitted rollouts."""
+    """Yield lines on the records that were written, and on the rollouts that were left out."""
     yield str(made.path)
     trained = f", {made.trained_tokens:,} tokens to train on" if made.kind == "opd" else ""
     records = _count(made.records, "record")

@@ -1,4 +1,4 @@
-"""The commands that start a server: `atts serve`, and `atts view` with a live page."""
+"""The commands `atts serve`, which starts a server, and `atts view`, which shows a live page."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ if TYPE_CHECKING:
     from atts.api import Setup
 
 KEY_VARIABLE = "ATTS_SERVE_KEY"
-_PAGE_SECONDS = 10  # seconds that a server may take to send its page
+_PAGE_SECONDS = 10  # seconds to wait until a server sends its page
 _LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 @options.with_keys(
-    "host port name model api_key_file share state max_cost max_total_tokens request_cost "
-    "request_tokens request_seconds requests queue response_days housekeeping pair backend draft target scores "
-    "seed concurrency config pairs print_policies"
+    "host port name model api_key_file share state max_cost max_total_tokens "
+    "request_cost request_tokens request_seconds requests queue response_days "
+    "housekeeping pair backend draft target scores seed concurrency config pairs "
+    "print_policies"
 )
 def serve(
     context: typer.Context,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8321,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 means any free port.")] = 8321,
     name: Annotated[
         str | None,
         typer.Option(
-            help="Name of the model for clients.",
+            help="Name of the model that clients request.",
             show_default="atts/pair, or atts/model with --model",
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="A single model whose rollouts vote, instead of a pair of models; same formats "
-            "as --draft.",
+            help="A single model whose rollouts vote, instead of a draft and a target; same "
+            "formats as --draft.",
             show_default="none: a pair",
         ),
     ] = None,
@@ -56,8 +57,9 @@ def serve(
         Path | None,
         typer.Option(
             help=(
-                "File with the keys that clients must send, one per line: KEY, or USER KEY; or "
-                f"set {KEY_VARIABLE}."
+                "File with the keys that clients must send; each line is KEY, or USER "
+                "KEY. A single key can also be in the environment variable "
+                f"{KEY_VARIABLE}."
             ),
             show_default="no key",
         ),
@@ -65,7 +67,8 @@ def serve(
     share: Annotated[
         list[str] | None,
         typer.Option(
-            help="Share of a user under overload, such as alice=2; repeatable.",
+            help="Weight of a user if the server is overloaded: with alice=2, alice gets "
+            "twice the capacity of a user with weight 1; repeatable.",
             metavar="USER=SHARE",
             show_default="1 for each user",
         ),
@@ -73,56 +76,72 @@ def serve(
     state: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the ledger, calibrators and background responses, for restarts.",
+            help="Folder in which the ledger, calibrators and background responses are kept, "
+            "so that they survive a restart.",
             show_default="none: in memory",
         ),
     ] = None,
     max_cost: Annotated[
         float | None,
-        typer.Option(help="Most dollars of all requests together.", show_default="no cap"),
+        typer.Option(help="Cap on the dollars of all requests together.", show_default="no cap"),
     ] = None,
     max_total_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens of all requests together.", show_default="no cap"),
+        typer.Option(help="Cap on the tokens of all requests together.", show_default="no cap"),
     ] = None,
     request_cost: Annotated[
-        float | None, typer.Option(help="Most dollars of one request.", show_default="no cap")
+        float | None,
+        typer.Option(help="Cap on the dollars of a single request.", show_default="no cap"),
     ] = None,
     request_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens of one request, over all calls.", show_default="no cap"),
+        typer.Option(
+            help="Cap on the tokens of a single request, over all its calls.", show_default="no cap"
+        ),
     ] = None,
     request_seconds: Annotated[
-        float | None, typer.Option(help="Most seconds of one request.", show_default="no cap")
+        float | None,
+        typer.Option(help="Cap on the seconds of a single request.", show_default="no cap"),
     ] = None,
-    requests: Annotated[int, typer.Option(help="Most requests that are processed at once.")] = 64,
+    requests: Annotated[
+        int, typer.Option(help="Largest number of requests that are processed at the same time.")
+    ] = 64,
     queue: Annotated[
-        int, typer.Option(help="Most requests that may wait; further requests get status 429.")
+        int,
+        typer.Option(
+            help="Largest number of waiting requests; further requests get HTTP status 429."
+        ),
     ] = 256,
     response_days: Annotated[
-        float, typer.Option(help="Days for which a finished background response is kept.")
+        float,
+        typer.Option(help="Number of days after which a finished background response is deleted."),
     ] = 30.0,
     housekeeping: Annotated[
         Literal["draft", "policy"],
         typer.Option(
             help=(
-                "Way to answer Open WebUI's automatic requests for titles, tags and follow-ups: "
-                "one rollout of the draft, or the requested policy."
+                "How to answer Open WebUI's automatic requests for titles, tags and "
+                "follow-up questions: draft (one rollout of the draft), policy (the "
+                "policy that the request names)."
             )
         ),
     ] = "draft",
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     print_policies: Annotated[
-        bool, typer.Option("--print-policies", help="Print the named policies, and do not serve.")
+        bool,
+        typer.Option(
+            "--print-policies", help="Print the named policies, without starting a server."
+        ),
     ] = False,
 ) -> None:
-    """Serve a draft and target as one OpenAI-compatible model, with hard caps.
+    """Serve a draft and a target as one OpenAI-compatible model, with hard caps on cost, tokens and
+    time.
 
-    Clients request the model NAME, or NAME:fast, NAME:balanced, NAME:careful or NAME:exact; the
-    names draft and target mean either model alone. A request sets its caps in its `atts` object.
-    The flags --request-* limit the caps of a request; --max-cost and --max-total-tokens limit all
-    requests together.
+    Clients request the model NAME, or NAME:fast, NAME:balanced, NAME:careful or NAME:exact for a
+    named policy. The model names draft and target select one model alone. A request sets its caps
+    in its `atts` object; the options --request-* limit these caps. --max-cost and
+    --max-total-tokens limit all requests together.
 
     Example: atts serve
 
@@ -191,21 +210,23 @@ def policy_lines() -> list[str]:
 
 
 def _one_model(context: typer.Context, setup: Setup, model: str) -> Setup:
-    """Return the setup in which one model is both draft and target.
+    """Return the setup in which a single model is both draft and target.
 
-    :raises OptionError: if a pair, or one of its models, is named as well.
+    :raises OptionError: if a pair, a draft or a target is also named.
     """
     for option in ("pair", "draft", "target"):
         if context.params.get(option) is not None:
-            raise OptionError("--model", f"{model} is the only model; leave --{option} out")
+            raise OptionError(
+                "--model", f"with --model {model} there is only one model; leave --{option} out"
+            )
     return replace(setup, draft=model, target=model, method="draft-only")
 
 
 def _keys(file: Path | None) -> dict[str, str]:
-    """Return the user of each key in the file, or of the key in the environment; "" if no user is
-    named.
+    """Return the user of each key in the file or the environment; a key without a user has the user
+    "".
 
-    :raises OptionError: the file cannot be read, or has a line that is not a key.
+    :raises OptionError: the file cannot be read, or one of its lines is not a key.
     """
     if file is None:
         key = os.environ.get(KEY_VARIABLE)
@@ -222,18 +243,18 @@ def _keys(file: Path | None) -> dict[str, str]:
         if len(words) > 2 or not words[-1].isascii():
             raise OptionError(
                 "--api-key-file",
-                f"line {number} of {file} is neither KEY nor USER KEY in plain letters",
+                f"line {number} of {file} is neither KEY nor USER KEY in ASCII characters",
             )
         keys[words[-1]] = words[0] if len(words) == 2 else ""
     if not keys:
-        raise OptionError("--api-key-file", f"{file} does not contain a key of plain characters")
+        raise OptionError("--api-key-file", f"{file} is empty; write one key per line")
     return keys
 
 
 def _shares(given: Sequence[str]) -> dict[str, float]:
-    """Return the shares of users.
+    """Return the weight of each user that --share names.
 
-    :raises OptionError: a value is not USER=SHARE.
+    :raises OptionError: a value does not have the form USER=SHARE.
     """
     shares: dict[str, float] = {}
     for text in given:
@@ -249,15 +270,19 @@ def _shares(given: Sequence[str]) -> dict[str, float]:
 
 def view(
     source: Annotated[
-        str, typer.Argument(help="Run directory, or the address of an `atts serve`.")
+        str,
+        typer.Argument(help="Run directory, or the address of a server that `atts serve` started."),
     ],
-    port: Annotated[int, typer.Option(help="Port of the page; 0: any free one.")] = 8322,
+    port: Annotated[
+        int, typer.Option(help="Port on which the page is served; 0 means any free port.")
+    ] = 8322,
     as_json: options.ObjectJson = False,
 ) -> None:
-    """Show a run directory, or a server, as a live page.
+    """Show a live page of a run directory or of a server.
 
     The page shows calls in flight, the leading rollout's text, budgets, the realised rate, the load
-    of the engines, and alarms. A server has this page already, so only its address is printed.
+    of the engines, and alarms. A server already has such a page, so the command only prints the
+    page's address.
 
     Example: atts view runs/first
 
@@ -275,7 +300,8 @@ def view(
     lock = threading.Lock()
 
     def status() -> dict[str, object]:
-        # one object serves all requests, because it keeps the part of the journal that it has read
+        # all requests share this object, because it remembers the part of the journal that has been
+        # read
         with lock:
             return reading.status()
 
@@ -290,7 +316,7 @@ def view(
 
 
 def _page_of(address: str) -> str:
-    """Return the address of a server's page.
+    """Return the address of the live page of a server.
 
     :raises UsageError: no atts server answers there.
     """

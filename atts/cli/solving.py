@@ -1,4 +1,4 @@
-"""The command `atts solve`: one problem, with the reasoning shown as it is written."""
+"""The command `atts solve`, which solves a problem and shows the reasoning while it is written."""
 
 from __future__ import annotations
 
@@ -38,19 +38,31 @@ def solve(
     problem: Annotated[
         str, typer.Argument(help="Text of the problem, a file that contains it, or - for stdin.")
     ],
-    kind: Annotated[str, typer.Option(help="Kind of the answer: math, choice or text.")] = "math",
-    follow: Annotated[str, typer.Option(help="Rollout to show: a number, or all.")] = "0",
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="Kind of the answer: math (a number or formula), choice (the letter of a choice), "
+            "text (words)."
+        ),
+    ] = "math",
+    follow: Annotated[
+        str,
+        typer.Option(
+            help="Rollout whose reasoning is shown: its number (the first rollout is 0), or all."
+        ),
+    ] = "0",
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print the events of every rollout, one JSON object per line."),
+        typer.Option("--json", help="Print the events of all rollouts, one JSON object per line."),
     ] = False,
 ) -> None:
-    """Solve one problem and show the reasoning as it is written.
+    """Solve one problem, and show the reasoning while it is written.
 
-    Each chunk is labelled with its author: the draft, whose chunks are accepted or escalated, or
-    the target, which replaces escalated chunks. On a terminal the labels have colours.
+    Each chunk has a label: draft for a chunk that the draft wrote, accepted or escalated for the
+    decision on the chunk, and target for a chunk that the target wrote. On a terminal the labels
+    have colours.
 
     Example: atts solve "What is (17 + 25) * 3?"
 
@@ -91,12 +103,12 @@ def solve(
 def text_of(problem: str) -> str:
     """Return the text of a problem given as text, as a file or as - for stdin.
 
-    :raises UsageError: stdin has no text, or bytes that are not text.
+    :raises UsageError: stdin is empty, or contains bytes that are not UTF-8 text.
     """
     named = Path(problem)
     try:
         is_file = len(problem) < 1024 and named.is_file()
-    except OSError:  # the file system does not accept the name
+    except OSError:  # the text of a problem may be a name that the file system does not accept
         is_file = False
     text = problem
     try:
@@ -116,12 +128,12 @@ def text_of(problem: str) -> str:
 
 
 class StoryPrinter:
-    """A view of the reasoning of one rollout, or of all, in which each chunk has a label."""
+    """A printer of the reasoning of one rollout or of all rollouts; each chunk gets a label."""
 
     def __init__(self, follow: str, samples: int) -> None:
-        """Check that the rollout to follow exists.
+        """Check that the rollout to show exists.
 
-        :raises OptionError: no such rollout.
+        :raises OptionError: there is no rollout with this number.
         """
         from rich.console import Console
 
@@ -133,7 +145,7 @@ class StoryPrinter:
         self._console: Console = Console(highlight=False, soft_wrap=True)
 
     def show(self, event: Notice) -> None:
-        """Show an event of a rollout that is followed."""
+        """Print an event if it belongs to a rollout that is shown."""
         from atts.journal import Decided
         from atts.run import ChunkWritten
 
@@ -152,7 +164,7 @@ class StoryPrinter:
             )
 
     def end(self, outcome: Outcome) -> None:
-        """Show the answer, the votes and the cost."""
+        """Print the answer, the votes and the cost."""
         usage = outcome.usage
         ends = Counter(rollout.finish for rollout in outcome.rollouts)
         votes = ", ".join(f"{answer} ({weight:g})" for answer, weight in outcome.votes.items())
@@ -164,7 +176,7 @@ class StoryPrinter:
             self._fact("doubt", outcome.doubt)
         settled = ""
         if num_settled:
-            settled = f", {num_settled} of them cancelled once the vote was settled"
+            settled = f", {num_settled} of them cancelled because the vote was settled"
         self._fact("rollouts", f"{len(outcome.rollouts)}{settled}")
         scored = f"{usage.scored_tokens:,} scored"
         self._fact(
@@ -192,7 +204,7 @@ class StoryPrinter:
 
 
 def _short(score: float) -> str:
-    """Return a short text of a score; a product over many tokens is written as a power of e."""
+    """Return a score as a short text; a very large score is written as a power of e."""
     if score < 1000 or math.isinf(score):
         return f"{score:.3f}"
     return f"e^{math.log(score):.1f}"
@@ -209,16 +221,16 @@ def _because(decision: Decision) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EventPrinter:
-    """A view of every event as JSON, for programs."""
+    """A printer of all events as JSON lines for programs."""
 
     def show(self, event: Notice) -> None:
-        """Print one object per chunk, decision and rollout."""
+        """Print a JSON object if the event is a chunk, a decision or the end of a rollout."""
         line = _line(event)
         if line is not None:
             print_json(line)
 
     def end(self, outcome: Outcome) -> None:
-        """Print the outcome."""
+        """Print the outcome of the problem as a JSON object."""
         from dataclasses import asdict
 
         facts = {name: getattr(outcome, name) for name in ("answer", "status", "why", "doubt")}

@@ -1,4 +1,4 @@
-"""Print on a terminal, with control codes made visible in every text."""
+"""Output on a terminal, with control codes made visible in every text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def sanitized(text: str) -> str:
-    """Return a text for a terminal, in which control codes are visible instead of active.
+    """Return a text in which control codes of terminals are replaced by visible characters.
 
     >>> sanitized("red: \x1b[31m, bell: \x07, back: \u202e")
     'red: ␛[31m, bell: ␇, back: \\\\u202e'
@@ -30,17 +30,17 @@ def sanitized(text: str) -> str:
 
 
 def say(text: object, *, flush: bool = False) -> None:
-    """Print a command's result on standard output, sanitized."""
+    """Print a command's result on standard output, with control codes made visible."""
     print(sanitized(str(text)), flush=flush)
 
 
 def tell(text: object) -> None:
-    """Print a notice for people on standard error, sanitized."""
+    """Print a notice for people on standard error, with control codes made visible."""
     print(sanitized(str(text)), file=sys.stderr, flush=True)
 
 
 def hand_out(document: str) -> None:
-    """Write a whole document on standard output, sanitized if that is a terminal."""
+    """Write a document to standard output; on a terminal, control codes are made visible."""
     sys.stdout.write(sanitized(document) if sys.stdout.isatty() else document)
 
 
@@ -50,21 +50,23 @@ def _picture(match: re.Match[str]) -> str:
 
 
 class _StderrHandler(logging.Handler):
-    """A log handler that prints one line on the current standard error."""
+    """A log handler that prints each message as one line on standard error, also after its
+    replacement.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tell(f"atts: {record.getMessage()}")
         except OSError:
-            return  # the reader of standard error is gone
+            return  # the program that read standard error has ended
 
 
 @contextmanager
 def warnings_on_stderr() -> Generator[None]:
-    """Print the package's logged warnings, and errors that Python cannot raise, on stderr.
+    """Print warnings of atts, and errors that Python cannot raise, on stderr during the block.
 
-    The root logger does not change. Messages and warnings of other libraries are sanitized before
-    they print them, because these may quote a file.
+    The root logger is not changed. Control codes in the messages and warnings of other libraries
+    are made visible, because a message may quote a file.
     """
     handler = _StderrHandler(logging.WARNING)
     logger = logging.getLogger("atts")
@@ -85,14 +87,16 @@ def warnings_on_stderr() -> Generator[None]:
 
 
 def _plain(record: logging.LogRecord) -> logging.LogRecord:
-    with suppress(Exception):  # the logging module reports arguments that do not fit their message
+    with suppress(
+        Exception
+    ):  # if arguments do not fit their message, the logging module reports the error later
         record.msg = sanitized(record.getMessage())
         record.args = None
     return record
 
 
 def _tell_unraised(unraised: Any) -> None:
-    """Print the traceback of an error in a thread, or of an error that no code can catch."""
+    """Print the traceback of an error that Python cannot raise, such as an error in a thread."""
     tell(
         "".join(
             traceback.format_exception(
@@ -106,14 +110,15 @@ T = TypeVar("T")
 
 
 def json_line(value: Any) -> str:
-    """Return the value as strict JSON; a number that is not finite becomes null or a text."""
+    """Return a value as strict JSON; infinite numbers and NaN become null or a text."""
     return json.dumps(jsonable(value), allow_nan=False)
 
 
 def write_scores(out: Path, state: Mapping[str, Any]) -> Callable[[object], None]:
     """Write scores or a calibrator to a file, or on stdout for "-".
 
-    Return the function that prints notes on the result: on stderr if the scores are on stdout.
+    Return a function that prints notes on the result: to stderr if the scores were written to
+    stdout, else to stdout.
     """
     from atts.calibration import state_text, write_state
 
@@ -125,10 +130,10 @@ def write_scores(out: Path, state: Mapping[str, Any]) -> Callable[[object], None
 
 
 def print_json(value: Any) -> None:
-    """Print the value as one line of strict JSON, and flush it."""
+    """Print a value as one line of strict JSON, and flush standard output."""
     say(json_line(value), flush=True)
 
 
 def print_result(result: T, as_json: bool, table: Callable[[T], Iterable[str]]) -> None:
-    """Print a result as one JSON object, or as the lines that `table` returns for it."""
+    """Print a result as one JSON object, or as the text lines that `table(result)` returns."""
     say(json_line(result) if as_json else "\n".join(table(result)))

@@ -1,4 +1,4 @@
-"""The command group `atts zoo`, which stores many models by the blocks that they share."""
+"""The command group `atts zoo`, which stores many models and stores equal blocks only once."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ Directory = Annotated[
 def add(
     name: Name,
     folder: Annotated[
-        Path, typer.Argument(help="Folder of a model or an adapter that save_pretrained wrote.")
+        Path,
+        typer.Argument(help="Folder with a model or an adapter, as save_pretrained writes it."),
     ],
     zoo: Directory,
     base: Annotated[
         str,
         typer.Option(
-            help="Model of the zoo on which an adapter (LoRA) was trained, or that has files that "
-            "the folder lacks.",
+            help="Model of the zoo on which the adapter (LoRA) was trained, or from which "
+            "files are taken that the folder lacks.",
             show_default="the model that an adapter names",
         ),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Store a model, sharing blocks that are equal bit by bit to blocks in the zoo.
+    """Store a model; blocks that are already in the zoo, equal bit by bit, are not stored again.
 
-    A new directory becomes a zoo.
+    If the directory of --zoo does not exist, it becomes a new zoo.
 
     Example: atts zoo add base ./Qwen3-1.7B --zoo zoo
 
@@ -63,7 +64,7 @@ def add(
         lambda _: [
             f"{name}: {megabytes(model.bytes)}, {len(model.digests)} blocks, "
             + (
-                "no block is shared, so all blocks are stored"
+                "the zoo had none of these blocks, so all blocks are stored"
                 if model.is_whole
                 else "some blocks are shared"
             ),
@@ -74,7 +75,7 @@ def add(
 
 @app.command()
 def remove(name: Name, zoo: Directory, as_json: Json = False) -> None:
-    """Remove a model, and delete the blocks that no other model has.
+    """Remove a model, and delete its blocks that no other model in the zoo uses.
 
     Example: atts zoo remove tuned --zoo zoo
     """
@@ -95,7 +96,7 @@ def export(
     zoo: Directory,
     as_json: Json = False,
 ) -> None:
-    """Write a model's folder with the same bytes as when it was added.
+    """Write the folder of a stored model, with the same bytes as when the model was added.
 
     Example: atts zoo export tuned ./tuned-again --zoo zoo
     """
@@ -111,18 +112,19 @@ def show(
     picture: Annotated[
         Path | None,
         typer.Option(
-            help="SVG file for a drawing of the blocks that models share.", metavar="FILE"
+            help="SVG file to which a drawing of the shared blocks is written.", metavar="FILE"
         ),
     ] = None,
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Also read every block; the exit code is 5 if one is damaged."
+            "--check",
+            help="Also read every stored block; if a block is damaged, the exit code is 5.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show which models share which blocks, and how many bytes that saves.
+    """Show the blocks that models share, and the bytes that sharing saves.
 
     Example: atts zoo show --zoo zoo --picture zoo.svg
     """
@@ -147,34 +149,45 @@ def compare(
     zoo: Directory,
     problems: Annotated[
         str,
-        typer.Option(help="Dataset for measuring the model, by name or file, as for `atts eval`."),
+        typer.Option(help="Dataset on which the model is measured, in the formats of `atts eval`."),
     ] = "arithmetic[:30]",
     most: Annotated[
         int,
         typer.Option(
-            help="Number of blocks to measure at each position, nearest in parameters first.", min=1
+            help="Largest number of replacements to measure for each block of the model, "
+            "starting with the most similar parameters.",
+            min=1,
         ),
     ] = 1,
     apart: Annotated[
         float,
         typer.Option(
-            help="Largest distance of two blocks' parameters, relative to the norm of the model's "
-            "block; unrelated blocks are about 1.4 apart."
+            help="Largest distance between the parameters of a block and its replacement, "
+            "divided by the norm of the block; unrelated blocks have a distance of about "
+            "1.4."
         ),
     ] = 1.0,
     lossy: Annotated[
-        float, typer.Option(help="Largest divergence of blocks to keep, in nats per token.", min=0)
+        float,
+        typer.Option(
+            help="Largest accepted divergence of the model's outputs with all replacements of "
+            "--keep together, in nats per token.",
+            min=0,
+        ),
     ] = 0.01,
     keep: Annotated[
         str | None,
-        typer.Option(help="Name for a stored model with all replaced blocks.", metavar="NAME"),
+        typer.Option(
+            help="Name under which to store a model with all accepted replacements.", metavar="NAME"
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Replace a model's blocks by similar ones, one at a time, and report the change of each.
+    """Replace each block of a model by a similar block of the zoo, and report how much the outputs
+    change.
 
-    With --keep the blocks with a small divergence are replaced together and measured again;
-    "?lossy=" opens the resulting model.
+    Only one block is replaced at a time. With --keep, the largest set of replacements that together
+    diverge by at most --lossy is stored as a new model, which "?lossy=" opens.
 
     Example: atts zoo compare tuned --zoo zoo --lossy 0.01 --keep lean
     """
@@ -188,36 +201,42 @@ def compare(
         print_json(compared)
     elif not compared.pairs:
         say(
-            f"no other block has the shape of a block of {name} and is nearer than {apart:g}; "
-            "give a larger --apart"
+            f"no block of another model has the shape of a block of {name} and a distance "
+            f"below {apart:g}; give a larger --apart"
         )
     elif compared.kept is not None:
         say(f"{keep} has {len(compared.kept.stands)} replaced blocks: {compared.kept}")
         say(f"Engine name of the model: zoo:{zoo}/{name}?lossy={lossy:g}")
     if keep is not None and compared.kept is None:
         raise CheckFailed(
-            f"the zoo stores no new model, because no block diverges by at most {lossy:g} nats "
-            f"per token"
+            "no new model was stored, because every replacement has a divergence above "
+            f"{lossy:g} nats per token"
         )
 
 
 def _compared(pair: MeasuredPair) -> str:
     near = pair.likeness
-    return f"{near.place} by {near.other}: parameters {near.distance:.3f} apart, cosine {near.cosine:.3f}\n  {pair.loss}"
+    return (
+        f"{near.place} by {near.other}: distance of parameters {near.distance:.3f}, "
+        f"cosine {near.cosine:.3f}\n  {pair.loss}"
+    )
 
 
 def written(contents: ZooContents) -> Iterator[str]:
-    """Yield text lines on a zoo: its models, then the tree of the blocks that they share."""
+    """Yield text lines on a zoo: its models, then the tree of shared blocks."""
     yield (
         f"{contents.zoo}: {len(contents.models)} models, {contents.blocks} blocks; "
-        f"{megabytes(contents.stored)} stored, "
-        f"{megabytes(contents.apart)} apart ({100 * contents.saved:.0f} % less)"
+        f"{megabytes(contents.stored)} stored, {megabytes(contents.apart)} without "
+        f"sharing ({100 * contents.saved:.0f} % saved)"
     )
     wide = max([len(model.name) for model in contents.models], default=0)
     for model in contents.models:
         shared = sum(count > 1 for count in model.parts.values())
         kind = "whole" if model.is_whole else f"{shared} of {len(model.parts)} blocks shared"
-        yield f"  {model.name:{wide}}  {megabytes(model.bytes):>9}  {kind}{f', on {model.base}' if model.base else ''}"
+        yield (
+            f"  {model.name:{wide}}  {megabytes(model.bytes):>9}  "
+            f"{kind}{f', on {model.base}' if model.base else ''}"
+        )
     yield from _tree(contents.tree, "")
 
 
@@ -225,12 +244,15 @@ def _tree(parts: Sequence[SharedPart], indent: str) -> Iterator[str]:
     from atts.accel import written_places
 
     for part in parts:
-        yield f"{indent}{', '.join(part.models)}: {written_places(part.places)} ({megabytes(part.bytes)})"
+        yield (
+            f"{indent}{', '.join(part.models)}: {written_places(part.places)} "
+            f"({megabytes(part.bytes)})"
+        )
         yield from _tree(part.below, f"{indent}  ")
 
 
 def megabytes(size: int) -> str:
-    """Return a number of bytes as a readable text.
+    """Return a number of bytes as a short text with its unit.
 
     >>> megabytes(12_345_678), megabytes(512)
     ('12.3 MB', '0.5 kB')

@@ -383,7 +383,7 @@ def test_progress_and_summary_print_one_share(atts: Any, scripted: tuple[str, ..
     """The last progress line and the summary print the same share of target tokens."""
     said = atts("eval", "arithmetic[:6]", *scripted, "--samples", "4", "--out", "run")
     assert said.code == 0, said.err
-    shares = re.findall(r"tokens ([\d.]+) % by the target", said.err)
+    shares = re.findall(r"tokens ([\d.]+) % written by the target", said.err)
     (summed,) = re.findall(r"by the target \(([\d.]+) %\)", said.out)
     assert float(summed) > 0
     assert shares[-1] == summed

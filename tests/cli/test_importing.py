@@ -37,7 +37,7 @@ def test_an_import_prints_what_it_read(atts: Atts, theirs: Path) -> None:
         "6 rollouts of 2 problems, up to 3 each, from 1 file of jsonl",
         "recorded by the tool: costs of 6",
         "cost: $3.0000",
-        "no answer could be graded, because the files have no references; name a dataset with --dataset",
+        "no answer could be graded, because the files have no reference answers; name a dataset with --dataset",
     ]
     assert "Next: atts report run" in said.err
     again = atts("import", "jsonl", str(theirs), *WORDS)

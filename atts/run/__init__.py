@@ -1,9 +1,9 @@
-"""One evaluation: dataset x pipeline x engines x journal x listeners, resumable at any moment.
+"""Runs: evaluations of a method on a dataset, recorded in a journal and resumable at any moment.
 
     spec = RunSpec(draft, target, Policy(samples=8), ConformalGate(Calibrator(0.2)), Answers(extract, group), grade)
     result = await evaluate(problems, spec, RunOptions(Path("runs/first")))
 
-A second call with the same directory continues the run, whatever ended it.
+A second call with the same directory continues the run, even after a crash.
 """
 
 from atts.run.calls import (

@@ -1,8 +1,8 @@
-"""Record a run's events, and make its engine calls.
+"""The recording of a run's events, and the engine calls of a run.
 
-A recorder writes events to the journal and returns recorded calls from it. An engine call for a
-rollout has limits, retries, checks and a record of the reply. A run can be ended early: on request,
-or when a comparison with an earlier run is decided.
+A recorder writes events to the journal, and returns the results of recorded calls from the journal.
+Each engine call is limited, retried after a failure, checked and recorded. A run can be ended early
+by a request, or as soon as a comparison with an earlier run is decided.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ Signals = Literal["handle", "ignore"]
 class Stop:
     """A handle that ends a run, for a signal, a button or a caller's budget.
 
-    After the first request no engine call begins, and those in flight finish and are recorded. A
-    second request cancels them.
+    After the first request no engine call begins, and the calls in flight finish and are recorded.
+    A second request cancels the calls in flight.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Stop:
         self._changed = anyio.Event()
 
     def request(self) -> None:
-        """Request the end of the run; a second request ends it at once.
+        """Request the end of the run; a second request ends the run at once.
 
         This must be called from the run's thread.
         """
@@ -116,7 +116,7 @@ class Stop:
 
     @contextmanager
     def counted(self) -> Generator[None, None, None]:
-        """Count work that is finished instead of cut when the run is asked to end."""
+        """Count a call during the block, so that a run that is asked to end waits for the call."""
         self.calls += 1
         try:
             yield
@@ -126,21 +126,20 @@ class Stop:
                 self.report()
 
     async def finished(self) -> None:
-        """Wait for a request to end the run, then until no call is in flight or for a second request."""
+        """Wait for a request to end the run, then for the end of all calls or a second request."""
         while not self.asked or (self.calls and self.asked < 2):
             await self._changed.wait()
 
     def report(self) -> None:
-        """Wake up `finished` to check again."""
+        """Wake up `finished`, which checks the calls and the requests again."""
         self._changed.set()
         self._changed = anyio.Event()
 
 
 async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
-    """Turn Ctrl-C and SIGTERM into requests to end while this runs; outside the main thread, do
-    nothing.
+    """Turn Ctrl-C and SIGTERM into requests to end the run; outside the main thread, do nothing.
 
-    The earlier handlers are restored afterwards.
+    The handlers from before this block are restored at its end.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -150,11 +149,12 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
 
     def deliver(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        # This runs between any two instructions, so it must not use objects of the event loop.
+        # A signal handler may run between any two instructions, so it must not use objects of the
+        # event loop.
         schedule(lambda: arrived.set())
 
     # Handlers are set directly: when asyncio's or anyio's receivers end, they put Python's own
-    # handler in place for a moment. A press in that moment raised KeyboardInterrupt inside the
+    # handler in place for a moment. A Ctrl-C in that moment raised KeyboardInterrupt inside the
     # event loop, whose worker threads were then never stopped, and the process never ended.
     numbers = [signal.SIGINT] if sys.platform == "win32" else [signal.SIGINT, signal.SIGTERM]
     before = {number: signal.signal(number, deliver) for number in numbers}
@@ -174,21 +174,25 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StopWhen:
-    """Earlier votes to compare a running run with, and the condition to stop.
+    """The votes of an earlier run, and the condition under which a comparison with them ends a run.
 
     The order of problems must not depend on the votes; a random order by a seed is suitable.
     """
 
     against: str
     votes: Mapping[str, float] = field(repr=False)  # keyed by problem; each in [0, 1]
-    points: float = 0.0  # differences of at most this many points count as alike
+    points: float = (
+        0.0  # accuracies that differ by at most this many percentage points count as equal
+    )
 
 
 class SequentialComparison:
-    """A comparison that gets problems as they end, and tests them in the order of the dataset.
+    """A comparison with an earlier run that is tested after each problem, in the order of the
+    dataset.
 
     Short problems end first, which would bias the test. So a problem counts only once all problems
-    before it have ended; a failed problem delays those after it until a session has solved it.
+    before it have ended; a failed problem delays all problems after it until a later session has
+    solved the failed problem.
     """
 
     def __init__(
@@ -198,17 +202,18 @@ class SequentialComparison:
         self._state = state
         self._record = record
         self.answer = None if rule is None else Sequential("undecided", 0, -1.0, 1.0, rule.points)
-        self.spared = 0  # number of problems that were not needed
-        # created only if needed, because it holds a capital for each of thousands of candidates
+        self.spared = (
+            0  # number of problems that were skipped, because the comparison was already decided
+        )
+        # created only if needed, because the test stores a number for each of thousands of
+        # candidates
         self._sequence = None if rule is None else ConfidenceSequence()
         self._order = list[str]()
         self._next = 0
         self._over: dict[str, float | None] = {}  # None: the answer was not graded
 
     def needs(self, problem: str) -> bool:
-        """Register the next problem of the dataset; return whether to solve it, which is True for
-        all that were started.
-        """
+        """Register the next problem of the dataset, and return whether to solve it."""
         if self._rule is not None:
             self._order.append(problem)
             self._look(self._rule)
@@ -222,19 +227,21 @@ class SequentialComparison:
         return True
 
     def end(self, line: FinishedProblem) -> None:
-        """Record that a problem has ended for good."""
+        """Record that a problem has ended and will not run again."""
         if self._rule is not None:
             self._over[line.problem] = None if line.verdict is None else float(line.is_correct)
             self._look(self._rule)
 
     def tell(self) -> str:
-        """Return the text of the comparison, and record it once; "" if there is no comparison."""
+        """Return a text with the result of the comparison, and record the text once; "" if there is
+        no comparison.
+        """
         if self._rule is None:
             return ""
         words = (
-            f"against {self._rule.against}: {self.answer}; the seed draws the order of problems. "
-            "The interval of this difference is valid after every problem; other intervals are "
-            "not"
+            f"against {self._rule.against}: {self.answer}; the seed draws the order of "
+            "problems. The interval of this difference is valid after every problem; all "
+            "other intervals are valid only for a number of problems fixed in advance"
         )
         if COMPARED not in self._state.said:
             self._state.said.add(COMPARED)
@@ -263,7 +270,7 @@ class SequentialComparison:
 
 
 RecallTiming = Literal["instant", "recorded"]
-"""The speed of recalled calls: they return at once, or after the time that they took.
+"""The time that a recalled call takes: "instant" for none, "recorded" for as long as the call took.
 
 "recorded" is for virtual time: the whole run, including finished problems, is repeated without
 engine work and with the same schedule. So even decisions that depend on the order of arrival are
@@ -278,7 +285,7 @@ CallKind = Literal["draft", "target", "score"]
 class ChunkWritten:
     """A model wrote a chunk, which may still be discarded.
 
-    This event is reported live only, because the journal has the call itself.
+    Only listeners get this event; the journal records the engine call instead.
     """
 
     problem: str
@@ -289,20 +296,24 @@ class ChunkWritten:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A call to an engine began; reported live only. `stage` is "score" if the target judges, else
-    the writer.
+    """A call to an engine began; only listeners get this event, not the journal. `stage` is "score"
+    if the target scores a text; otherwise it is the role that writes.
     """
 
     problem: str
-    rollout: str  # the hint in the request that names the rollout
+    rollout: str  # the rollout's name, which the request passes to the engine as a hint
     stage: CallKind
-    input_tokens: int = 0  # input tokens of the prompt, or of the text with the part to be scored
-    max_tokens: int = 0  # most tokens that may be written; 0 if the target judges
+    input_tokens: int = (
+        0  # input tokens: those of the prompt or, for scoring, those of the whole text
+    )
+    max_tokens: int = 0  # largest number of tokens that the call may write; 0 for scoring
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAwaited:
-    """One more call waits for a lost engine, or one call fewer if `more` is -1; reported live only."""
+    """The number of calls that wait for a lost engine changed by `more` (1 or -1); not in the
+    journal.
+    """
 
     role: Role
     more: Literal[1, -1]
@@ -310,11 +321,9 @@ class EngineAwaited:
 
 @dataclass(frozen=True, slots=True)
 class RunBegun:
-    """A session begins, with the amount of work and the part done by earlier sessions; reported
-    live only.
-    """
+    """A session begins; the event has the amount of work and the part done by earlier sessions."""
 
-    problems: int | None  # None if the problems stream in
+    problems: int | None  # None if the number of problems is not known in advance
     done: int
     samples: int  # largest number of samples of a problem
     seconds: float  # seconds of earlier sessions
@@ -327,7 +336,7 @@ class RunBegun:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """A session has ended by itself, with the current result of the run; reported live only."""
+    """A session has ended without an error; the event has the current result of the run."""
 
     result: RunResult
 
@@ -340,18 +349,18 @@ class Listener(Protocol):
     """A listener to a run; its methods must not block, and an error that it raises ends the run."""
 
     def recalled(self, event: Event) -> None:
-        """Handle an event of an earlier session; these come in order, before all events of this
-        session.
+        """Handle an event of an earlier session; all such events come in order, before those of
+        this session.
         """
         ...
 
     def notify(self, event: Notice) -> None:
-        """Handle an event when it happens."""
+        """Handle an event of this session, at the moment when it happens."""
         ...
 
 
 CLOSING_SECONDS = 60.0
-"""The seconds that the end of a run waits for its listeners to send their data."""
+"""The seconds for which a run waits at its end until its listeners have sent their data."""
 
 _log = logging.getLogger("atts.run")
 
@@ -359,7 +368,8 @@ _log = logging.getLogger("atts.run")
 class Background:
     """A listener that works in a separate thread and never affects the run.
 
-    The first failure is logged as a warning and ends the listener's work; the run continues without it.
+    After its first failure the listener logs a warning and stops; the run continues without the
+    listener.
     """
 
     def __init__(self, name: str) -> None:
@@ -373,17 +383,17 @@ class Background:
         self._guarded(lambda: self.remember(event))
 
     def notify(self, event: Notice) -> None:
-        """Pass an event to the thread, which does everything that may take long."""
+        """Pass an event of this session to the thread, because handling the event may take long."""
         self._guarded(lambda: self.hear(event))
 
     def remember(self, event: Event) -> None:
-        """Note an event of an earlier session."""
+        """Handle an event of an earlier session in the thread."""
 
     def hear(self, event: Notice) -> None:
-        """Note an event of this session."""
+        """Handle an event of this session in the thread."""
 
     def finish(self) -> None:
-        """Complete all open work at the end of the run; called last, in the thread."""
+        """Complete all open work at the end of the run; this is the thread's last call."""
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
         """Close the listener, and wait at most `seconds` for everything to be sent; any thread may
@@ -396,11 +406,12 @@ class Background:
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._fail(
-                f"was still busy {seconds:g} s after the end of the run; unsent data are lost"
+                f"was still sending data {seconds:g} s after the end of the run; data "
+                "that were not sent are lost"
             )
 
     def later(self, job: Callable[[], None]) -> None:
-        """Let the thread do a job after all earlier jobs."""
+        """Queue a job for the thread, after all earlier jobs."""
         if self._has_failed.is_set():
             return
         if self._thread is None:
@@ -421,7 +432,7 @@ class Background:
         # key.
         try:
             job()
-        except BaseException as error:  # whatever a tracker raises, the run continues
+        except BaseException as error:  # the run continues after any error that a tracker raises
             if isinstance(error, KeyboardInterrupt):
                 raise
             self._fail(f"failed and gets no further data: {type(error).__name__}: {error}")
@@ -433,7 +444,7 @@ class Background:
 
 
 class EscalationCounter:
-    """The count of judged and escalated chunks by problem.
+    """The numbers of judged and of escalated chunks, for each problem.
 
     `atts.journal.judged` defines which chunks count.
     """
@@ -458,7 +469,9 @@ class EscalationCounter:
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Return the numbers of escalated and judged chunks of all problems that were not dropped."""
+        """Return the numbers of escalated and of judged chunks, summed over all problems with
+        counts.
+        """
         num_escalated = sum(escalated for escalated, _ in self._counts.values())
         num_judged = sum(judged for _, judged in self._counts.values())
         return num_escalated, num_judged
@@ -469,20 +482,21 @@ class EscalationCounter:
         return share_estimate(self._counts.values())
 
 
-# After this share of a run's rollouts has ended, earlier observations count for 1/e. With a longer
+# An observation's weight falls to 1/e while this share of a run's rollouts ends. With a longer
 # memory, the estimate would be wrong for sorted problems, whose late rollouts differ from early
 # ones.
 _MEMORY = 0.125
 
 
 class RunLengthEstimate(RunLength):
-    """Estimate of the remaining decisions of a run of known size, from the decisions that its
-    rollouts took so far.
+    """An estimate of how many decisions a run still has to take, from the decisions that its
+    rollouts took.
 
-    For each number of decisions n, the estimate uses the share of rollouts with n decisions that
-    took a further one. The product of these shares is Kaplan and Meier's estimate of a rollout's
-    length. A finished problem ends all of its rollouts. Recent rollouts have more weight, because
-    problems may be sorted by difficulty, and then future rollouts are like recent rollouts.
+    The number of rollouts is known. For each n, the estimate uses the share of rollouts that took
+    at least one more decision after n decisions. Products of these shares are Kaplan and Meier's
+    estimate of the distribution of a rollout's length. A finished problem ends all of its rollouts.
+    Recent rollouts have more weight: if problems are sorted by difficulty, future rollouts are like
+    recent rollouts.
     """
 
     __slots__ = (
@@ -502,26 +516,30 @@ class RunLengthEstimate(RunLength):
         self._samples = samples
         self._is_known = rollouts > 0
         self._decided = 0
-        # Three lists by the number of decisions: open rollouts that took exactly so many, the weight
-        # of those that ended there, and the weight of those that took another.
+        # Entry n of each list is about rollouts with n decisions: how many are open with exactly n,
+        # the weight of those that ended after n, and the weight of those that took one more.
         self._there = [rollouts]
         self._ended = [0.0]
         self._went_on = [0.0]
-        # The weight of new observations. It grows with each problem that ends instead of each rollout,
-        # because the rollouts of a problem are stopped together in an arbitrary order.
+        # The weight of new observations. It grows with each ended problem instead of each ended
+        # rollout, because the rollouts of a problem are stopped together in an arbitrary order.
         self._weight = 1.0
         self._growth = 1 + 1 / max(1.0, _MEMORY * rollouts) if rollouts else 1.0
-        self._open = dict[str, dict[int, int]]()  # decisions of the rollouts that have not ended
+        self._open = dict[
+            str, dict[int, int]
+        ]()  # total decisions so far of the rollouts that have not ended
 
     @property
     def share(self) -> float | None:
-        """Return the share of decisions left: 1 until a rollout has ended."""
+        """Return the share of the run's decisions that are still to come; 1 until a rollout has
+        ended.
+        """
         if not self._is_known:
             return None
         if not any(self._ended):
             return 1.0
         left = 0.0  # decisions of all open rollouts
-        to_come = 0.0  # expected decisions of a rollout that took this many
+        to_come = 0.0  # expected further decisions of a rollout that has taken this many
         for place in reversed(range(len(self._there))):
             known = self._went_on[place] + self._ended[place]
             to_come = (1 + to_come) * (self._went_on[place] / known if known else 1.0)
@@ -530,7 +548,7 @@ class RunLengthEstimate(RunLength):
         return left / (left + self._decided)
 
     def count(self, decision: Decision) -> None:
-        """Count a decision, unless it only requests a score; each turn counts once."""
+        """Count a decision, unless it only requests a score; count only one decision per turn."""
         if decision.action == "verify":
             return
         rollouts = self._open.get(decision.question) or self._rollouts(decision.question)
@@ -553,7 +571,9 @@ class RunLengthEstimate(RunLength):
         """Record that all rollouts of this problem have ended."""
         self._end_all(list(self._rollouts(problem).values()))
         del self._open[problem]
-        self._weight *= self._growth**self._samples  # the weight grows to e^8 in a whole run
+        self._weight *= (
+            self._growth**self._samples
+        )  # over a complete run, the weight grows by a factor of e^8
 
     def _end_all(self, lengths: Sequence[int]) -> None:
         for made in lengths:
@@ -565,7 +585,7 @@ class RunLengthEstimate(RunLength):
 
 
 class ProblemsLeft(RunLengthEstimate):
-    """The count of the remaining decisions of a run of known size that decides once on each
+    """A count of the decisions that a run still has to take, for gates that decide once on each
     problem.
     """
 
@@ -584,7 +604,7 @@ class ProblemsLeft(RunLengthEstimate):
         return max(1, self._problems - self._made) / self._problems
 
     def count(self, decision: Decision) -> None:
-        """Count a decision unless it only asks for a score."""
+        """Count a decision, unless it only requests a score."""
         self._made += decision.action != "verify"
 
     def end(self, problem: str, sample: int) -> None:
@@ -610,15 +630,15 @@ class Recorder:
         self._escalations = escalations
         # waits until all recorded events are in the file
         self.saved = _nothing_to_save if journal is None else journal.saved
-        # a call ends when its line is written
+        # an engine call ends only when its line in the journal is written
         self.awaits_disk = journal is not None and journal.durability == "always"
-        # a decision that is not recorded yet, because its observation may follow at once
+        # a decision that is not recorded yet; if its observation comes next, both get one line
         self._decided: Decided | None = None
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
-        """Record an event, and a `second` event on the same line of the journal.
+        """Record an event; a `second` event is recorded on the same line of the journal.
 
-        :raises StorageError: the disk refuses.
+        :raises StorageError: the journal cannot be written.
         """
         waiting = self._decided
         self._decided = None
@@ -632,16 +652,19 @@ class Recorder:
                 tell(second)
 
     def decided(self, event: Decided) -> None:
-        """Record a decision, once its observation follows or another event is recorded."""
+        """Keep a decision, and record it together with its observation, or before the next other
+        event.
+        """
         waiting = self._decided
         self._decided = None
         if waiting is not None:
             self.record(waiting)
-        # Requests for a score are not counted; skipping the call saves time, because this happens
-        # for every chunk.
+        # Requests for a score are not counted. They occur for every chunk, so skipping the call
+        # saves time.
         if event.decision.action != "verify":
             self._left.count(event.decision)
-        # A gate of rounds observes no outcomes, so its decision itself counts.
+        # A gate that ranks whole rounds does not observe outcomes, so its decision itself is
+        # counted.
         if event.asked == "round":
             self._escalations.count(event.decision, event.decision.escalate)
             self.record(event)
@@ -649,12 +672,14 @@ class Recorder:
             self._decided = event
 
     def relived(self, decision: Decision) -> None:
-        """Count a recorded decision at the moment when a repeated schedule makes it again."""
+        """Count a recorded decision when the run, repeated with its recorded times, makes the
+        decision again.
+        """
         self._left.count(decision)
 
     def observed(self, decision: Decision, escalated: bool) -> None:
-        """Record what was done with a decision, on the line of the decision if nothing was recorded
-        since.
+        """Record what was done after a decision; if no event came between, both share a line of the
+        journal.
         """
         self._escalations.count(decision, escalated)
         event = self._decided
@@ -665,12 +690,12 @@ class Recorder:
         return self.record(event, observed)
 
     def tell(self, event: Notice) -> None:
-        """Report an event to the listeners that the journal does not keep."""
+        """Pass an event to the listeners without recording it in the journal."""
         for tell in self._tells:
             tell(event)
 
     def on_graph(self, event: object) -> None:
-        """Receive the events of the task graph."""
+        """Record an event of the task graph, or pass it to the listeners."""
         if isinstance(event, RolloutSpan):
             self._left.end(event.problem, event.sample)
         if isinstance(event, Event):
@@ -682,7 +707,7 @@ async def _nothing_to_save() -> None:
 
 
 class ProblemRecord:
-    """The pipeline's listener for one problem, which records rollouts and turns in the journal.
+    """A listener of a pipeline for one problem, which records rollouts and turns in the journal.
 
     Events that an earlier session recorded are not recorded again.
     """
@@ -699,7 +724,7 @@ class ProblemRecord:
         self._recorder.tell(ChunkWritten(self._problem, rollout.sample, len(rollout.turns), chunk))
 
     def turned(self, rollout: Rollout, turn: Turn) -> None:
-        """Record the turn, and before the first turn also the rollout."""
+        """Record a turn; before the first turn of a rollout, also record the rollout."""
         if rollout.sample not in self._started:
             self._start(rollout)
         self._turns[rollout.sample] = turn.index + 1
@@ -714,7 +739,7 @@ class ProblemRecord:
         self._recorder.record(TurnFinished(self._problem, rollout.sample, turn))
 
     def finished(self, outcome: Outcome) -> None:
-        """Record the end of every rollout, and turns that the pipeline has not reported."""
+        """Record the end of every rollout, and also turns that the pipeline did not report."""
         for rollout in outcome.rollouts:
             if rollout.sample not in self._started:
                 self._start(rollout)
@@ -735,8 +760,8 @@ class ProblemRecord:
             )
 
     def _tell_again(self, rollout: Rollout, end: int) -> None:
-        """Record this session's turns before `end` again, from the lowest index at which the
-        journal has a turn that this session did not repeat.
+        """Record turns again, if the journal has an earlier session's turn that this session did
+        not repeat.
         """
         replaced = self._recalled.pop(rollout.sample, ())
         begin = min((turn.index for turn in replaced), default=end)
@@ -749,7 +774,8 @@ class ProblemRecord:
 
 
 def _timeless(turn: Turn) -> str:
-    """Return a turn as text, without the issue number and the origin of its decision.
+    """Return a turn as text, without two fields that may differ between sessions: the issue number
+    and the origin of its decision.
 
     The comparison uses text because a rate may be NaN.
     """
@@ -759,7 +785,7 @@ def _timeless(turn: Turn) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProblemLog:
-    """The record of one problem from earlier sessions, to which further calls are added."""
+    """The recorded calls of one problem: those of earlier sessions, and those of this session."""
 
     recorder: Recorder
     recorded: OpenProblem
@@ -769,7 +795,7 @@ class ProblemLog:
 
 
 class AlarmWatch:
-    """A watch that records new alarms; those of earlier sessions are already in the journal."""
+    """A watch that records new drift alarms; the journal already has those of earlier sessions."""
 
     def __init__(self, alarms: Callable[[], Sequence[DriftEvent]], recorder: Recorder) -> None:
         self._alarms = alarms
@@ -777,7 +803,7 @@ class AlarmWatch:
         self._seen = len(alarms())
 
     def look(self) -> None:
-        """Record the new alarms."""
+        """Record the alarms that are not recorded yet."""
         alarms = self._alarms()
         for alarm in alarms[self._seen :]:
             self._recorder.record(
@@ -787,14 +813,16 @@ class AlarmWatch:
 
 
 class RecordedPlanner:
-    """A planner that returns recorded plans if there are any."""
+    """A planner that returns the recorded plan of a problem, or asks the real planner if there is
+    none.
+    """
 
     def __init__(self, planner: Planner, log: ProblemLog) -> None:
         self._planner = planner
         self._log = log
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the recorded plan, or the planner's; see `atts.pipelines.Combiner`."""
+        """Return the recorded plan or, without one, the plan of the real planner."""
         recorded = self._log.recorded
         if recorded.combine_plan is None:
             recorded.combine_plan = self._planner.plan(kind, share, answers)
@@ -803,7 +831,7 @@ class RecordedPlanner:
 
 
 class RecordedGate:
-    """A gate that returns recorded decisions if there are any.
+    """A gate that returns recorded decisions, and asks the real gate once there are none left.
 
     The real gate must have replayed these decisions before.
     """
@@ -815,13 +843,13 @@ class RecordedGate:
         self._alarms = alarms
 
     def _recall(self, calls: deque[Decided | Observed]) -> Decision:
-        """Return the next recorded decision, and count it."""
+        """Return the next recorded decision, and mark it as used."""
         decision = calls.popleft().decision
         self._steps.recorder.relived(decision)
         return decision
 
     def preview(self, features: Features) -> Decision:
-        """Return the recorded preview, or the gate's; see `atts.pipelines.Gate`."""
+        """Return the recorded preview or, without one, the preview of the real gate."""
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
             return self._recall(calls)
@@ -840,7 +868,7 @@ class RecordedGate:
         return decision
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return the recorded decision, or the gate's; see `atts.pipelines.Gate`."""
+        """Return the recorded decision or, without one, the decision of the real gate."""
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided):
             return self._recall(calls)
@@ -849,7 +877,7 @@ class RecordedGate:
         return decision
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Let the gate observe, unless an earlier session did; see `atts.pipelines.Gate`."""
+        """Pass the observation to the real gate, unless an earlier session passed it."""
         calls = self._recorded.get((decision.sample, decision.turn))
         if calls and isinstance(calls[0], Observed):
             calls.popleft()
@@ -860,10 +888,10 @@ class RecordedGate:
 
 
 class RecordedRoundGate:
-    """A gate that ranks rounds and returns recorded decisions if there are any.
+    """A gate that ranks whole rounds, and returns recorded decisions if there are any.
 
-    The real gate ranks every round again, because it carries over rounding errors, but recorded
-    decisions are returned.
+    The real gate ranks every round again, because it carries rounding remainders from round to
+    round.
     """
 
     def __init__(self, gate: RoundGate, steps: ProblemLog) -> None:
@@ -872,7 +900,9 @@ class RecordedRoundGate:
         self._recorder = steps.recorder
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
-        """Return, for each member, the recorded decision or that of the gate."""
+        """Return one decision per rollout of the round: the recorded decision if there is one,
+        otherwise the decision of the real gate.
+        """
         decisions: list[Decision] = []
         for (features, _), decision in zip(round_, self._gate.decide_round(round_), strict=True):
             calls = self._recorded.get((features.sample, features.turn))
@@ -887,8 +917,8 @@ class RecordedRoundGate:
 
 
 def replay_event(gate: Gate, event: Decided | Observed) -> None:
-    """Repeat a recorded call of a gate; after all calls in the recorded order the gate has its
-    earlier state.
+    """Repeat a recorded call of a gate; once all calls are repeated in order, the gate has its old
+    state.
     """
     decision = event.decision
     if isinstance(event, Observed):
@@ -906,18 +936,17 @@ OnUnscored = Literal["stop", "escalate"]
 continues and the target rewrites these chunks.
 """
 
-# calls in a row without a usable score, after which the run stops; each is retried like any other
-# call
+# the run stops after this many calls in a row without a usable score; every call is retried first
 IN_A_ROW = 12
 _PROBE_TEXT = "2 + 2 = 4, so the answer is 4."
 _ADVICE = (
-    "Look at the target's log: overflow in float16 gives such numbers. All work is kept, and the "
-    "same command continues the run. With --on-unscored escalate the target rewrites every chunk without "
-    "a score"
+    "Look at the target's log: an overflow in float16 can cause this. All work is kept, "
+    "and the same command continues the run. With --on-unscored escalate, the target "
+    "rewrites every chunk without a score"
 )
 
 
-_LOOKS = 4  # number of checks of an engine's steps within the time limit of a call
+_LOOKS = 4  # within the time limit of a call, the engine's progress is checked this many times
 
 Request = TypeVar("Request", SampleRequest, ScoreRequest)
 Result = TypeVar("Result", Completion, Scores)
@@ -926,11 +955,11 @@ RecordedCall = Sampled | Scored | CallFailed
 
 @dataclass(slots=True)
 class _Call(Generic[Request, Result]):
-    """The state of one call; `seconds` and `source` are set when the reply comes back."""
+    """The state of one engine call; `seconds` and `source` are set when the reply arrives."""
 
     kind: CallKind
     request: Request
-    key: str  # names the request by the request's content, so a repeated request has the same key
+    key: str  # a key computed from the request's content, so a repeated request has the same key
     ask: Callable[[Request], Awaitable[Result]]
     check: Callable[[Result, Request, EngineSpec], None]
     seconds: float = 0.0
@@ -938,7 +967,7 @@ class _Call(Generic[Request, Result]):
 
 
 def _begun(problem: str, call: _Call[Any, Any]) -> CallBegun:
-    """Return the event that tells listeners that a call begins."""
+    """Return the event that informs listeners about the beginning of a call."""
     request = call.request
     if isinstance(request, SampleRequest):
         tokens = len(request.ids)
@@ -950,8 +979,8 @@ def _begun(problem: str, call: _Call[Any, Any]) -> CallBegun:
 class Deadlines:
     """The deadlines of all calls in flight at one engine of a run.
 
-    A call may wait long for its turn at an engine that computes all calls in common steps. That is
-    not a fault while the engine makes steps, so its deadline counts from the newest step.
+    An engine that computes all calls in common steps may let a call wait for long. While the engine
+    makes steps, this wait is not a fault, so the deadline counts from the newest step.
     """
 
     def __init__(self, engine: Engine, seconds: float) -> None:
@@ -959,13 +988,14 @@ class Deadlines:
         self.scopes = set[anyio.CancelScope]()  # cancel scopes of the calls in flight
         self._engine = stepping(engine)
         self.are_moving = self._engine is not None
-        # what a late call waits for, as its error names it
+        # the missing thing that the error for a late call names
         self.awaited = "step" if self.are_moving else "answer"
 
     async def keep(self) -> None:
-        """Move the deadlines whenever the engine has made steps; the engine must count its steps.
+        """Move the deadlines of all calls whenever the engine has made steps; the engine must count
+        its steps.
 
-        One task does so for all calls, because a task for each call would cost more than the call
+        One task watches all calls, because a task for each call would cost more than the call
         itself.
         """
         assert self._engine is not None, "`are_moving` says whether there is anything to do"
@@ -977,7 +1007,7 @@ class Deadlines:
             try:
                 taken = self._engine.steps_taken()
             except EngineError:
-                continue  # the engine was lost, so its calls fail by themselves
+                continue  # the engine was lost, so its calls raise errors without a deadline
             before = steps
             steps = taken
             if before is not None and taken != before:
@@ -987,8 +1017,8 @@ class Deadlines:
 
 
 class EngineCalls:
-    """An engine for the calls of one rollout. Each method adds one concern and calls the next
-    method:
+    """An engine for the calls of one rollout. Each method in this list adds one duty, and calls the
+    next method:
 
         sample, score      name the call and count the tokens that it may need
         scope.call         waits for a slot, times the call, tries it again (`atts.graph`)
@@ -1002,8 +1032,8 @@ class EngineCalls:
     A pipeline is plain code that does not know about these concerns. After a crash it runs again
     from the start: every recorded call returns its recorded result at once, so the pipeline reaches
     the same point without repeating work. Without a `scope` calls are not admitted by the task
-    graph, without a `log` they are neither recorded nor counted against caps. The engine inside is
-    opened and closed by its owner, and its spec must not change meanwhile.
+    graph, without a `log` they are neither recorded nor counted against caps. The caller opens and
+    closes the given engine; the engine's spec must not change in between.
 
     :raises BadReply: by `sample` and `score`: the reply contradicts itself or the request.
     :raises EngineTimeout: by the same methods: the reply did not come in time.
@@ -1030,17 +1060,17 @@ class EngineCalls:
         self._deadlines = deadlines or Deadlines(engine, timeout_seconds)
         self._unscored = unscored
         self._account = account
-        # samples and turns of recorded completions, computed on first use
+        # the (sample, turn) pairs with recorded completions, computed when they are first needed
         self._recorded_turns: set[tuple[int, int]] | None = None
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Continue the ids, once the engine has room for them."""
+        """Generate ids after the prompt, once the engine has room for the call."""
         key = request_key(self._role, request)
         call = _Call(self._role, request, key, self._engine.sample, check_completion)
         return await self._admit(call, request.seed.turn, len(request.ids) + request.max_tokens)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Score the suffix, once the engine has room for it."""
+        """Score the suffix, once the engine has room for the call."""
         key = request_key(self._role, request)
         call = _Call("score", request, key, self._engine.score, check_scores)
         tokens = len(request.prefix) + len(request.suffix)
@@ -1049,7 +1079,7 @@ class EngineCalls:
         try:
             scores = await self._admit(call, request.turn, tokens)
         except BadReply as error:
-            # a failure of an earlier session does not predict one of this session
+            # a failure in an earlier session does not mean that this session will fail too
             if call.source == "live":
                 await self._unscored.unusable(self._engine, error)
             raise
@@ -1058,7 +1088,9 @@ class EngineCalls:
         return scores
 
     async def _admit(self, call: _Call[Request, Result], turn: int, tokens: int) -> Result:
-        """Make the call a node of the task graph, which waits for a slot, is timed, and is retried."""
+        """Make the call as a node of the task graph; the graph waits for a slot, times the call and
+        retries it.
+        """
         log = self._log
         if self._scope is not None:
             return await self._scope.call(
@@ -1095,7 +1127,7 @@ class EngineCalls:
         recorded = log.recorded.calls.get(call.key) if self.has_recorded_calls else None
         if not recorded:
             if log.stop.asked:
-                await anyio.sleep_forever()  # the run is ending, so no further call begins
+                await anyio.sleep_forever()  # the run was asked to end, so no further call begins
             if self._account is None:
                 return await self._ask_live(log, call)
             return await self._ask_within_caps(self._account, log, call)
@@ -1106,7 +1138,8 @@ class EngineCalls:
         if isinstance(event, CallFailed):
             raise _recorded_error(event)
         result = event.completion if isinstance(event, Sampled) else event.scores
-        # a key names one kind of request, so the recorded result is of this call's kind
+        # the key includes the kind of the request, so the recorded result has the type that this
+        # call returns
         reply = cast(Result, result)
         call.check(reply, call.request, self.spec)
         return reply
@@ -1117,8 +1150,8 @@ class EngineCalls:
         """Reserve the largest possible spending of the call, make the call, and charge its real
         spending.
 
-        A call that waits for room is not in flight. A call that fails or is cancelled is charged in
-        full.
+        A call that waits for room in the caps does not count as in flight. A call that fails or is
+        cancelled is charged its largest possible spending.
         """
         most = most_of(self._role, call.request, account.prices)
         await account.room(most)
@@ -1131,7 +1164,7 @@ class EngineCalls:
         return reply
 
     async def _ask_live(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
-        """Count the call in flight, report it, and record it if it fails."""
+        """Count the call as in flight, report it to the listeners, and record it if it fails."""
         stop = log.stop
         call.source = "live"  # an earlier attempt may have set this to "recalled"
         since = log.now()
@@ -1150,7 +1183,7 @@ class EngineCalls:
                 stop.report()
 
     async def _ask_in_time(self, call: _Call[Request, Result]) -> Result:
-        """Ask the engine within the deadline, and check what it replies."""
+        """Make the call within the deadline, and check the engine's reply."""
         late: TimeoutError | None = None
         deadlines = self._deadlines
         try:
@@ -1208,8 +1241,8 @@ class EngineCalls:
     def _record_failure(
         self, log: ProblemLog, call: _Call[Any, Any], error: EngineError, seconds: float
     ) -> None:
-        """Record a failure after which a pipeline may continue; other failures happen again in a
-        repeated run.
+        """Record a failure if a pipeline may continue after it; any other failure would happen
+        again when the run is repeated.
         """
         kind = _failure_kind(error)
         if kind is not None:
@@ -1226,18 +1259,21 @@ class EngineCalls:
             log.recorder.record(event)
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
-        """Return the record of this call by an earlier session, without using it up."""
+        """Return the scores that an earlier session recorded for this call; the record stays
+        available.
+        """
         calls = self._recorded(request)
         if calls and isinstance(calls[0], Scored):
             return calls[0].scores
         return None
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return how many tokens an earlier session requested here, at most those of the request.
+        """Return the number of tokens that an earlier session requested in this call, at most as
+        many as `request` has.
 
-        The number is 0 if there was no such request, or if recalled calls do not return at once. The
-        recorded request may differ from this request only in its length. This method keeps the
-        record, because the call itself needs it later.
+        The number is 0 if there was no such request, or if recalled calls do not return at once.
+        The recorded request may differ from this request only in its length. The record stays
+        available, because the call itself needs it later.
         """
         if not self.has_recorded_calls or self._log is None or self._log.timing == "recorded":
             return 0
@@ -1260,7 +1296,9 @@ class EngineCalls:
         return self._log.recorded.calls.get(request_key(self._role, request))
 
     def stats(self) -> EngineStats:
-        """Return the inner engine's counters, which exclude calls that never reached it."""
+        """Return the engine's counters, which exclude recalled calls and calls that ended before
+        the engine got them.
+        """
         return self._engine.stats()
 
     async def __aenter__(self) -> Self:
@@ -1276,9 +1314,9 @@ class EngineCalls:
 
 
 def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
-    """Return a key of a request with its role and rollout.
+    """Return a key that identifies a request by its content, role and rollout.
 
-    It depends on everything that decides the answer, so not on the priority.
+    The key depends on everything that can change the reply, so it does not depend on the priority.
     """
     if isinstance(request, SampleRequest):
         settings = (
@@ -1296,7 +1334,8 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
     else:
         draw = request.draw
         drawn = (
-            f" {(draw.num_begun, draw.max_tokens, draw.sampling, draw.seed, draw.stop, draw.stop_ids)!r}"
+            " "
+            f"{(draw.num_begun, draw.max_tokens, draw.sampling, draw.seed, draw.stop, draw.stop_ids)!r}"
             if draw
             else ""
         )
@@ -1309,7 +1348,9 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
     hasher = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12)
     try:
         hasher.update(array("q", ids).tobytes())
-    except OverflowError:  # text-only engines use ids that encode whole texts
+    except (
+        OverflowError
+    ):  # ids of text-only engines encode complete texts, and do not fit into 64 bits
         hasher.update(repr(ids).encode())
     return hasher.hexdigest()
 
@@ -1341,16 +1382,17 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
         )
     if len(ids) > request.max_tokens:
         raise BadReply(
-            spec.name, f"the reply has {len(ids)} tokens, {request.max_tokens} were requested"
+            spec.name,
+            f"the reply has {len(ids)} tokens, but at most {request.max_tokens} were requested",
         )
     if ids and not 0 <= min(ids) <= max(ids) < spec.vocabulary:
-        raise BadReply(spec.name, "the reply has an id outside the vocabulary")
+        raise BadReply(spec.name, "the reply has a token id outside the vocabulary")
     if any(map(math.isnan, logprobs)):
         raise BadReply(spec.name, "a log-probability is not a number")
 
 
-# A token outside the likely ones may have probability 0. But if none of many tokens is likely, the
-# cause is an overflow.
+# Some servers report probability 0 for an unlikely token. But if all of many tokens have
+# probability 0, the cause is an overflow.
 _WHOLE_TEXT = 4
 _ABSURD = -1000.0
 
@@ -1358,8 +1400,8 @@ _ABSURD = -1000.0
 def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> None:
     """Check that there is one log-probability per suffix token, and none above 0; -inf is allowed.
 
-    :raises BadReply: the number of log-probabilities is wrong, or a value or the drawn beginning is
-        impossible.
+    :raises BadReply: the number of log-probabilities is wrong, or a log-probability or the drawn
+        tokens are impossible.
     """
     logprobs = scores.logprobs
     if len(logprobs) != len(request.suffix):
@@ -1367,7 +1409,9 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
             spec.name,
             f"the reply has {len(logprobs)} log-probabilities for {len(request.suffix)} tokens",
         )
-    if max(logprobs) > 1e-4 or any(map(math.isnan, logprobs)):  # rounding may exceed 0 a little
+    if max(logprobs) > 1e-4 or any(
+        map(math.isnan, logprobs)
+    ):  # rounding may make a log-probability slightly larger than 0
         raise BadReply(spec.name, "a log-probability is above 0 or not a number")
     if len(logprobs) >= _WHOLE_TEXT and max(logprobs) < _ABSURD:
         raise BadReply(spec.name, "every token of the text has probability 0")
@@ -1383,7 +1427,9 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
             spec.name,
             "the tokens that the engine drew while scoring do not begin like the scored text",
         )
-    most = draw.max_tokens - (begun.ended is None)  # a completion that has not ended continues
+    most = draw.max_tokens - (
+        begun.ended is None
+    )  # the completion has not ended, so the drawn tokens must be its beginning
     if len(ids) > most or not 0 <= ids[-1] < spec.vocabulary:
         raise BadReply(
             spec.name,
@@ -1393,7 +1439,7 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
 
 
 class SharingEngine(EngineAround):
-    """An open engine in one role of one run, whose replies other runs of a set may reuse.
+    """An open engine in one role of a run; other runs of the same set may reuse its replies.
 
     Seeds depend on the run's seed, the problem, the sample and the turn, so two runs with the same
     request to the same model would get the same reply. If a server is not deterministic, the reply
@@ -1431,9 +1477,7 @@ class SharingEngine(EngineAround):
         return answer
 
     def _is_valid(self, request: SampleRequest | ScoreRequest, answer: Any) -> bool:
-        """Return whether the run will accept the reply; a run asks again for a reply that it
-        refuses.
-        """
+        """Return whether the run will accept the reply; if not, the run repeats the request."""
         try:
             if isinstance(request, SampleRequest):
                 check_completion(answer, request, self.spec)
@@ -1450,7 +1494,9 @@ def _decoder(kind: type) -> Callable[[bytes], Any]:
 
 
 def engine_identity(spec: EngineSpec) -> dict[str, Json]:
-    """Return the identity of an engine's results, as in manifests, without the engine's address."""
+    """Return the properties of an engine that determine its results, as in manifests; the address
+    is left out.
+    """
     identity: dict[str, Json] = {
         name: getattr(spec, name)
         for name in (
@@ -1475,8 +1521,8 @@ def engine_identity(spec: EngineSpec) -> dict[str, Json]:
 class UnscoredWatch:
     """A counter of scoring calls without a usable score, over all rollouts of a run.
 
-    When the count reaches its limit, the target gets a last scoring request for a fixed text. So the
-    error can report whether the target can score any text.
+    When the count reaches its limit, the target gets a last scoring request for a fixed text. The
+    error of the run then says whether the target can score any text.
     """
 
     def __init__(self, reaction: OnUnscored) -> None:
@@ -1488,7 +1534,7 @@ class UnscoredWatch:
     async def unusable(self, engine: Engine, error: BadReply) -> None:
         """Count a call without a usable score.
 
-        :raises UnusableScores: if there were too many in a row.
+        :raises UnusableScores: if too many calls in a row had no usable score.
         """
         self.in_a_row += 1
         if self._reaction == "escalate" or self.in_a_row < IN_A_ROW:
@@ -1497,8 +1543,8 @@ class UnscoredWatch:
             if self._diagnosis is None:
                 self._diagnosis = await _diagnosed(engine)
         problem = (
-            f"{self.in_a_row} chunks in a row came back without a usable score "
-            f"({error.problem}); {self._diagnosis}"
+            f"{self.in_a_row} chunks in a row have no usable score ({error.problem}); "
+            f"{self._diagnosis}"
         )
         raise UnusableScores(engine.spec.name, problem, _ADVICE) from error
 

@@ -1,5 +1,5 @@
-"""Run an evaluation from dataset to result; it is resumable, and its memory depends only on the
-work in flight.
+"""The run of an evaluation, from dataset to result; it can be resumed, and its memory depends only
+on the problems in flight.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ from atts.run.result import (
 class Pipeline(Protocol):
     """A function that solves one problem, such as `atts.pipelines.solve`.
 
-    Its calls must depend only on its arguments, on results of earlier calls, and on seeds, never on
-    time or chance. Then an interrupted problem can run again from the start: recorded calls return
-    at once, and the problem continues at the same point.
+    Its engine calls must depend only on its arguments, on results of earlier calls and on seeds,
+    but not on time or chance. Then an interrupted problem can run again from the start: recorded
+    calls return at once, and the problem continues at the same point.
     """
 
     async def __call__(
@@ -116,7 +116,7 @@ class Pipeline(Protocol):
 
 
 class Judgement(Protocol):
-    """A grader's verdict; verdicts of `atts.evaluators` fit."""
+    """The verdict of a grader; the verdicts of `atts.evaluators` have these properties."""
 
     @property
     def status(self) -> Literal["equal", "different", "unscored"]:
@@ -125,7 +125,7 @@ class Judgement(Protocol):
 
     @property
     def rule(self) -> str:
-        """Return the rule that decided."""
+        """Return the name of the rule that decided the verdict."""
         ...
 
 
@@ -147,7 +147,9 @@ _WORDS: Mapping[str, VerdictStatus] = {
 
 
 def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStatus, str]:
-    """Return a grader's verdict for the journal; if the grader fails, the verdict is not "wrong"."""
+    """Return a grader's verdict for the journal; if the grader raises an error, the verdict is
+    "unscored".
+    """
     try:
         judgement = grade(answer, problem)
     except Exception as error:  # noqa: BLE001 - an error of grading shows nothing about the answer
@@ -159,8 +161,8 @@ def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStat
 class RunSpec:
     """The plan of one evaluation: models, policy, gate, answers and concurrency.
 
-    The gate learns from the run, so another run needs a new gate. `configuration` is written into
-    the manifest with its origins, next to the plan's own settings.
+    The gate learns from the run, so every run needs a new gate. The manifest records
+    `configuration` with the origin of each value, in addition to the settings of the plan.
     """
 
     draft: Engine
@@ -169,11 +171,11 @@ class RunSpec:
     gate: Gate | RoundGate
     answers: Answers
     grade: Grade | None = None
-    # The roles whose models are used. If there is only one, its engine is passed for both roles,
-    # and the other engine is neither opened nor named in the manifest.
+    # The roles whose models are used. If only one role is used, its engine is passed for both
+    # roles, and the engine of the unused role is neither opened nor named in the manifest.
     roles: tuple[Role, ...] = ("draft", "target")
     seed: int = 0
-    concurrency: int = 64  # rollouts in flight over all problems
+    concurrency: int = 64  # largest number of rollouts in flight, over all problems
     # keyed by engine name: "draft", "target"
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     retries: graph.RetryPolicy = graph.RetryPolicy()
@@ -182,9 +184,9 @@ class RunSpec:
     # settings as the user gave them, shown to people only
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     recall: RecallTiming = "instant"
-    # alarms so far, such as a calibrator's events
+    # a function that returns the alarms so far, such as a calibrator's events
     alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]
-    # called with each finished problem, for example a calibrator's `forget`
+    # a function that is called with each finished problem, for example a calibrator's `forget`
     on_problem_done: Callable[[str], object] = _nothing_kept
     # conditions that the gate's stored scores record; None if it has no stored scores
     stored_under: Mapping[str, object] | None = None
@@ -192,9 +194,11 @@ class RunSpec:
     # it was fitted on
     judge: Callable[[Sequence[float]], float] | None = None
     judge_under: Mapping[str, object] | None = None
-    conditions: Conditions = "match"  # what to do if conditions differ
-    on_unscored: OnUnscored = "stop"  # what to do if the target stops giving usable scores
-    warnings: Sequence[str] = ()  # warnings for a reader of the run
+    conditions: Conditions = (
+        "match"  # the action if the conditions of the stored scores differ from those of the run
+    )
+    on_unscored: OnUnscored = "stop"  # the action if the target stops giving usable scores
+    warnings: Sequence[str] = ()  # warnings that are recorded for readers of the run
     # the agreement threshold; answers below this threshold are withheld
     abstain: Abstain | None = None
     # the comparison with an earlier run, which ends this run once it is decided
@@ -227,13 +231,14 @@ class RunSpec:
             )
         if self.concurrency < 1:
             raise OptionError(
-                "concurrency", f"{self.concurrency} rollouts in flight are too few; give at least 1"
+                "concurrency",
+                f"{self.concurrency} rollouts in flight are not possible; give at least 1",
             )
 
     def resolved(self) -> RunSpec:
-        """Return the spec for the open engines.
+        """Return the plan of the run for the open engines.
 
-        Default lengths are limited by the engines' contexts.
+        The contexts of the engines limit the default lengths.
         """
         if self.policy_for_context is None:
             return self
@@ -251,7 +256,7 @@ class RunSpec:
         return {role: self.specs[role].model for role in self.roles}
 
     def flag_out_of_domain(self, outcome: Outcome) -> Outcome:
-        """Return the outcome with a warning if the scores of its chunks are unlike the stored ones."""
+        """Return the outcome, with a warning if its chunks' scores are unlike the stored scores."""
         if self.domain is None:
             return outcome
         turns = (turn for rollout in outcome.rollouts for turn in rollout.turns)
@@ -263,12 +268,12 @@ class RunSpec:
     def manifest(self, problems: Iterable[Problem], dataset: str | None) -> Manifest:
         """Return the settings that must not change at a resume; the engines must be open.
 
-        `dataset` is the digest of problems that stream in; a sequence's is computed. The problems are
-        counted if they have a length.
+        For problems that are not a sequence, `dataset` is their digest; for a sequence, the digest
+        is computed. The problems are counted if they have a length.
 
-        :raises UnsupportedByEngine: an engine cannot do what the policy and the gate will ask.
-        :raises FingerprintError: the plan abstains by problems that were labelled under other
-            settings.
+        :raises UnsupportedByEngine: an engine lacks an ability that the policy or the gate needs.
+        :raises FingerprintError: the plan abstains by a threshold from problems that were labelled
+            under other settings.
         """
         check_engines(self.policy, self.gate, self.draft.spec, self.target.spec)
         count = None
@@ -307,11 +312,15 @@ class RunSpec:
 
 
 def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:
-    """Return a text with the observations of a probe of an engine."""
+    """Return the observations of an engine's probe of its server as settings, keyed by role and
+    name.
+    """
     return {f"{role}.{name}": Setting(seen, "probe") for name, seen in spec.findings}
 
 
-_ENDLESS = 1 << 40  # context length that never cuts a rollout
+_ENDLESS = (
+    1 << 40
+)  # a context length above that of every real model, for models without a known limit
 _FLOPS_PER_CORE = (
     2e10  # assumed operations per second of a core, for a rough estimate of a run's time
 )
@@ -324,9 +333,7 @@ def engine_warnings(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
 
 
 def _short_contexts(run: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield warnings about models whose context is shorter than a rollout may be, or would be by
-    default.
-    """
+    """Yield a warning for each model whose context is shorter than a rollout may be."""
     specs = list(dict.fromkeys((run.draft.spec, run.target.spec)))
     most = run.policy.bounds().max_tokens
     usual = most
@@ -334,7 +341,10 @@ def _short_contexts(run: RunSpec) -> Iterator[tuple[str, str]]:
         usual = run.policy_for_context(_ENDLESS).bounds().max_tokens
     if most < usual:
         shortest = min(specs, key=lambda spec: spec.context_length)
-        yield "context", f"{_holds(shortest)}: rollouts get {most:,} tokens instead of {usual:,}"
+        yield (
+            "context",
+            f"{_holds(shortest)}: rollouts get at most {most:,} tokens instead of {usual:,}",
+        )
     for spec in specs:
         if spec.context_length <= most:
             yield (
@@ -357,21 +367,25 @@ def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
         if "cuda" in kernel.lower() or hours <= 1:
             continue
         slow = (
-            f"{spec.model} computes on this machine's processor: {problems} problems x "
-            f"{run.policy.samples} rollouts of full length would take about {hours:,.0f} hours"
+            f"{spec.model} runs on this machine's CPU: {problems} problems x "
+            f"{run.policy.samples} rollouts of full length would take about {hours:,.0f} "
+            "hours"
         )
         yield (
             "speed",
-            (f"{slow}; reduce both numbers with --limit and --samples, or use a server with a GPU"),
+            (
+                f"{slow}; reduce the number of problems (--limit) and of rollouts "
+                "(--samples), or use a server with a GPU"
+            ),
         )
 
 
 Keep = Literal["lines", "nothing"]
-"""What the result contains for each problem; the journal has everything in any case."""
+"""The content of the result for each problem; the journal always contains everything."""
 
 Engines = Literal["open them", "are open"]
 OnLimit = Literal["keep open", "conclude"]
-"""The effect of a spent cap on open problems.
+"""The effect of a spent cap on problems that are not finished.
 
 "keep open": the run stops, and a later session with a higher cap continues the problems.
 "conclude": each problem concludes from the rollouts that have ended.
@@ -393,21 +407,25 @@ class RunOptions:
     :raises OptionError: for an unknown choice.
     """
 
-    directory: Path | None = None  # None: nothing is written, but the result contains the outcomes
+    directory: Path | None = (
+        None  # the run directory; None: nothing is written, but the result contains the outcomes
+    )
     listeners: Sequence[Listener] = ()
     journal: JournalOptions = JournalOptions()
     engines: Engines = "open them"
     signals: Signals = "handle"
     stop: Stop = field(default_factory=Stop)
     keep: Keep = "lines"
-    dataset: str | None = None  # the digest of problems that stream in
-    # a graph whose places and engine limits this run shares with other runs
+    dataset: str | None = None  # the digest of the problems, needed if they are not a sequence
+    # a task graph that this run shares with other runs; its limits on rollouts and calls hold for
+    # all of them
     shared_graph: Graph | None = None
     # whether other runs with the shared graph use the plan's gate as well
     gate: Literal["shared", "own"] = "shared"
     caps: Caps = Caps()  # caps on the run's spending, over all sessions together
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])  # keyed by model or role
-    # the account of a server's request, which replaces the account made from `caps`
+    # the account of the server request that this run answers; it replaces the account made from
+    # `caps`
     account: Account | None = None
     on_limit: OnLimit = "keep open"  # action on open problems when a cap refuses a call
 
@@ -420,22 +438,24 @@ class RunOptions:
 async def evaluate(
     problems: Iterable[Problem], plan: RunSpec, options: RunOptions | None = None
 ) -> RunResult:
-    """Solve every problem as planned; in a directory with an earlier session, continue that
-    session.
+    """Solve every problem as planned; if the directory has an earlier session of the run, continue
+    the run.
 
-    Problems and rollouts that failed are tried again. After the first Ctrl-C calls in flight finish
-    and are recorded; the second ends the run at once. In both cases the result says "interrupted",
-    and the same call continues the run.
+    Problems and rollouts that failed in an earlier session are tried again. After the first Ctrl-C,
+    the calls in flight finish and are recorded; a second Ctrl-C ends the run at once. In both cases
+    the result has the status "interrupted", and the same call continues the run.
 
-    :raises JournalError: the directory cannot be used, or the disk refuses; see `open_journal`.
-    :raises FingerprintError: the directory contains another run, or the gate's stored scores were
-        made under other conditions.
+    :raises JournalError: the directory cannot be used or written; see `open_journal`.
+    :raises FingerprintError: the directory contains a run with other settings, or the gate's stored
+        scores were made under other conditions.
     :raises DatasetError: two problems have the same id.
-    :raises EngineError: an engine lacks a needed capability, or is lost for good.
+    :raises EngineError: an engine lacks a needed capability, or was lost and did not come back.
     """
     options = options or RunOptions()
     if options.directory is not None:
-        check_directory(options.directory)  # this check comes before models are loaded
+        check_directory(
+            options.directory
+        )  # checked before models are loaded, so that an error comes early
     async with AsyncExitStack() as engines:
         if options.engines == "open them":
             await engines.enter_async_context(plan.draft)
@@ -468,7 +488,7 @@ async def evaluate(
         counts = (EscalationCounter(), left)
         combiner = Combiner()
         async with _journal(options, manifest, plan, state, combiner, *counts) as journal:
-            # the journal's lock protects the ledger as well
+            # the lock on the journal also protects the ledger
             if options.caps:
                 file = (
                     engines.enter_context(LedgerFile(options.directory / LEDGER))
@@ -481,7 +501,7 @@ async def evaluate(
 
 
 def _account(options: RunOptions, plan: RunSpec, file: LedgerFile | None) -> Account:
-    """Return the account of a run, with what earlier sessions spent."""
+    """Return the account of a run, which includes the spending of earlier sessions."""
     models = plan.models
     return Account(
         options.caps,
@@ -501,7 +521,9 @@ async def _journal(
     escalations: EscalationCounter,
     left: RunLengthEstimate,
 ) -> AsyncGenerator[Journal | None, None]:
-    """Open the journal, and apply what it contains to the state, the gate and the listeners."""
+    """Open the journal, and apply its events to the state of the run, to the gate and to the
+    listeners.
+    """
     if options.directory is None:
         yield None
         return
@@ -517,8 +539,8 @@ async def _journal(
                 combiner.learn(state.finished[event.problem])
         for decision, is_escalated in judged(event):
             escalations.count(decision, is_escalated)
-        # A repeated schedule counts each decision when the decision is repeated, because the
-        # features of a chunk in flight at the crash do not include later decisions.
+        # If the run is repeated with its recorded times, each decision is counted when it is
+        # repeated. The features of a chunk in flight at a crash then exclude later decisions.
         if isinstance(event, Decided) and plan.recall == "instant":
             left.count(event.decision)
         for listener in options.listeners:
@@ -575,13 +597,13 @@ class _Run:
         self._unfinished = 0
         self._missing = IncompleteTally()
         self._comparing = SequentialComparison(plan.stop_when, state, self._recorder.record)
-        self._limit = ""  # the cap that ended the run
-        self._taken = 0  # number of problems that this session had to solve
+        self._limit = ""  # the name of the cap that ended the run
+        self._taken = 0  # number of problems that this session started to solve
         # number of problems of the dataset that were read
         self._seen: Literal["some", "all"] = "some"
 
     async def drive(self, problems: Iterable[Problem], doubt: str) -> RunResult:
-        """Solve all remaining problems; a warning about the whole run is recorded once."""
+        """Solve all remaining problems, and record `doubt`, a warning about the run, once."""
         began = anyio.current_time()
         proposed = speculated_by(self._plan.target)
         self._recorder.tell(self._begun())
@@ -595,7 +617,7 @@ class _Run:
                 self._recorder.record(Warned(code, text))
         for name, problem in self._state.finished.items():
             self._keep(name, problem)
-        # One task group serves all watches, because each group costs 0.1 ms and every request of a
+        # All background tasks share one task group: a group costs 0.1 ms, and every request to a
         # server is a run.
         async with concurrency.task_group() as watches:
             if self._options.signals == "handle":
@@ -641,7 +663,7 @@ class _Run:
         )
 
     def _left_over(self, problems: Iterable[Problem]) -> Iterator[Problem]:
-        """Yield the problems that are not finished, reading them one by one."""
+        """Yield the problems that are not finished; read the dataset one problem at a time."""
         for position, problem in enumerate(problems):
             if problem.id in self._positions:
                 raise DatasetError(
@@ -661,7 +683,7 @@ class _Run:
         self._graph.cancel("interrupted")
 
     def _asked_to_end(self, number: int) -> None:
-        """Report what the next signal will do."""
+        """Report that the run is ending, and that a second interrupt ends it at once."""
         stop = self._options.stop
         if stop.asked == 1:
             text = (
@@ -692,11 +714,11 @@ class _Run:
             ProblemLog(self._recorder, recorded, self._options.stop, self._plan.recall), record
         )
         outcome = self._plan.flag_out_of_domain(await self._attempt(problem, context, scope))
-        # This must not wait for grading, because the time of a grader must not change what other
-        # problems' gates see.
+        # This code must not wait for grading, because the time that a grader takes must not change
+        # the order in which a gate sees scores.
         self._left.conclude(problem.id)
         if self._state.is_over(problem.id):
-            # the problem was already finished, and is only replayed
+            # the problem was finished in an earlier session, and is only replayed
             known = self._lines.get(problem.id) or self._state.finished[problem.id]
             self._combiner.learn(known)
             return known
@@ -711,7 +733,8 @@ class _Run:
     async def _attempt(self, problem: Problem, context: Context, scope: ProblemScope) -> Outcome:
         """Run the pipeline on a problem.
 
-        A failure becomes the problem's outcome, unless it would happen for every other problem too.
+        A failure becomes the outcome of the problem, unless every other problem would fail in the
+        same way.
         """
         try:
             outcome = await self._plan.pipeline(problem, self._plan.policy, context, scope)
@@ -767,9 +790,9 @@ class _Run:
         )
 
     async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:
-        """Grade and record an outcome, and wait until it is written.
+        """Grade and record an outcome, and wait until the journal has the outcome.
 
-        Nothing is recorded before all verdicts are known.
+        Nothing is recorded until all verdicts are known.
         """
         graded: list[Graded] = []
         if self._plan.grade is not None and outcome.problem.answer is not None:
@@ -796,7 +819,7 @@ class _Run:
         return FinishedProblem.of(outcome, graded, judged=judged, escalated=escalated)
 
     def _grade(self, outcome: Outcome, grade: Grade) -> list[Graded]:
-        """Grade every rollout's answer and the problem's answer, each different text once.
+        """Grade the answer of every rollout and of the problem; equal texts are graded only once.
 
         This runs in a worker thread.
         """
@@ -817,7 +840,7 @@ class _Run:
         return graded
 
     def _finished(self, result: ProblemResult[FinishedProblem]) -> None:
-        if result.error is not None:  # a pipeline's own error is in its outcome instead
+        if result.error is not None:  # errors within the pipeline are in its outcome
             raise result.error
         if result.value is not None:
             self._unfinished -= 1
@@ -828,7 +851,8 @@ class _Run:
     def _keep(self, name: str, line: FinishedProblem) -> None:
         if line.is_complete:
             self._comparing.end(line)
-        # failures of earlier sessions are retried now, failures of this session in a later one
+        # failures of earlier sessions are retried in this session, failures of this session in a
+        # later session
         if line.is_complete or self._taken:
             self._escalations.forget(name)
             self._plan.on_problem_done(name)
@@ -856,7 +880,7 @@ class _Run:
         )
 
     def _status(self) -> tuple[RunStatus, str]:
-        """Return the status of the run, with the reason if it is not finished."""
+        """Return the status of the run, and the reason if the run is not finished."""
         if self._seen == "all" and not self._unfinished:
             missing = self._missing
             problems = len(self._positions)

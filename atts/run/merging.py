@@ -42,7 +42,9 @@ SHARD = "shard"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard: every `of`-th problem of a dataset, from the `number`-th on, counted from 1."""
+    """A part of a dataset: every `of`-th problem, starting with problem `number` (the first problem
+    is 1).
+    """
 
     number: int
     of: int
@@ -54,7 +56,8 @@ class Shard:
         >>> Shard.parse("2/3").take("abcdefgh")
         'beh'
 
-        :raises OptionError: the text is not a shard.
+        :raises OptionError: the text does not have the form NUMBER/COUNT, or names an impossible
+            shard.
         """
         number, _, of = text.partition("/")
         if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
@@ -62,9 +65,9 @@ class Shard:
         return cls(int(number), int(of))
 
     def take(self, problems: Any) -> Any:
-        """Return the shard's part of a sequence.
+        """Return the elements of a sequence that belong to the shard.
 
-        :raises OptionError: the shard's part is empty.
+        :raises OptionError: no element belongs to the shard.
         """
         part = problems[self.number - 1 :: self.of]
         if not part:
@@ -79,7 +82,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class MergedPart:
-    """One of the runs to merge, in which all problems are finished."""
+    """A run to merge, in which all problems are finished."""
 
     run: RecordedRun
     shard: Shard | None
@@ -90,7 +93,7 @@ class MergedPart:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The directory of the merged run, and the runs that it consists of."""
+    """The result of a merge: the directory of the merged run, and the runs that were merged."""
 
     directory: Path
     parts: tuple[MergedPart, ...]
@@ -98,19 +101,19 @@ class Merged:
 
 
 def merge(directories: Sequence[Path], out: Path) -> Merged:
-    """Write a run with the contents of all these runs, as if one process had produced it.
+    """Merge runs into a new run directory, as if one process had run all of their problems.
 
-    The runs may differ only in their problems. Problems are in the order of the whole dataset if
-    the runs are its shards, else in the order given. Sessions follow each other, so the seconds of
-    the parts add up.
+    The runs may differ only in their problems. If the runs are shards of one dataset, the problems
+    are in the order of the dataset; otherwise they are in the order of the given runs. The merged
+    run has the sessions of all runs one after the other, so their seconds add up.
 
     :raises UsageError: there are fewer than two runs, a shard is missing or given twice, a problem
         is in two runs, a run is unfinished, or `out` is not empty.
     :raises FingerprintError: the runs have different settings.
-    :raises JournalError: a run cannot be read, or the disk refuses.
+    :raises JournalError: a run cannot be read, or `out` cannot be written.
     """
     if len(directories) < 2:
-        raise UsageError("a merge needs two runs or more; name their directories")
+        raise UsageError("a merge needs at least two runs; give their directories")
     parts = _ordered([_part(directory) for directory in directories])
     for part in parts[1:]:
         _check_same(parts[0], part)
@@ -147,8 +150,8 @@ def _part(directory: Path) -> MergedPart:
     left += max(0, (run.manifest.problems or 0) - len(problems))
     if left:
         raise UsageError(
-            f"{directory}: {left} problems are not finished; finish the run by its command, then "
-            "merge"
+            f"{directory}: {left} problems are not finished; finish the run with its own "
+            "command, then merge"
         )
     named = run.setting(SHARD)
     shard = None if named is None else Shard.parse(str(named))
@@ -156,8 +159,8 @@ def _part(directory: Path) -> MergedPart:
 
 
 def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
-    """Return shards in the order of their numbers, or other runs as given; check that no shard is
-    missing.
+    """Return the runs: shards in the order of their numbers, other runs as given. Check that no
+    shard is missing.
     """
     shards = [part.shard for part in parts if part.shard is not None]
     if not shards:
@@ -176,7 +179,7 @@ def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
     missing = sorted(set(range(1, count + 1)) - set(numbers))
     if missing:
         raise UsageError(
-            f"shard {missing[0]}/{count} is missing; name the directories of all {count}"
+            f"shard {missing[0]}/{count} is missing; give the directories of all {count} shards"
         )
     return sorted(parts, key=lambda part: part.shard.number if part.shard is not None else 0)
 
@@ -197,7 +200,7 @@ def _check_same(first: MergedPart, other: MergedPart) -> None:
 
 
 def _neutral(manifest: Manifest) -> Manifest:
-    """Return the manifest without what distinguishes one part from another."""
+    """Return the manifest without the fields that may differ between merged runs."""
     configuration = {
         name: setting
         for name, setting in manifest.configuration.items()
@@ -207,7 +210,7 @@ def _neutral(manifest: Manifest) -> Manifest:
 
 
 def _interleaved(parts: Sequence[MergedPart]) -> list[Problem]:
-    """Return the problems in their order in the dataset before it was sharded."""
+    """Return the problems of all shards in the order of the original dataset."""
     if parts[0].shard is None:
         return [problem for part in parts for problem in part.problems]
     longest = max(len(part.problems) for part in parts)
@@ -247,11 +250,12 @@ def _write(parts: Sequence[MergedPart], problems: Sequence[Problem], out: Path) 
 
 
 def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterator[Entry]:
-    """Yield the entries of every part, one part after the other.
+    """Yield the journal entries of all runs, one run after the other.
 
-    All problems are started first, in the order of the dataset.
+    The first entries start all problems, in the order of the dataset.
     """
-    # the numbers of a part's sessions and nodes follow those of the part before it
+    # the numbers of a run's sessions and nodes are shifted, so that they follow those of the run
+    # before
     sessions = 0
     nodes = 0
     for part in parts:
@@ -267,7 +271,9 @@ def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterat
 
 
 def _shifted(event: Event, sessions: int, nodes: int) -> Event:
-    """Return the event with numbers that are not yet used in the merged run."""
+    """Return the event with its session and node numbers shifted to unused numbers of the merged
+    run.
+    """
     if isinstance(event, SessionOpened):
         return structs.replace(event, schema=SCHEMA, session=event.session + sessions)
     if isinstance(event, CallSpan):

@@ -371,7 +371,7 @@ async def test_a_run_that_would_take_hours_warns_first(tmp_path: Path) -> None:
             and "--limit" in "".join(progress.warnings)
         ) == told
     assert "atts: " in said.getvalue()
-    assert "computes on this machine's processor" in said.getvalue()
+    assert "runs on this machine's CPU" in said.getvalue()
 
 
 def press(times: int = 1) -> None:

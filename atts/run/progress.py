@@ -1,4 +1,4 @@
-"""The progress of a run, counted from its events by a listener that gives frozen snapshots."""
+"""The progress of a run: a listener that counts the run's events, and snapshots of its counts."""
 
 from __future__ import annotations
 
@@ -34,35 +34,37 @@ from atts.journal import (
 from atts.run.calls import CallBegun, EngineAwaited, EscalationCounter, Notice, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]
-"""The activity of a rollout: its draft writes, the target judges, the target writes, or it waits
-for an engine.
+"""The activity of a rollout: the draft writes, the target scores, the target writes, or no engine
+works for the rollout yet.
 """
 RunState = Literal["loading", "running", "draining", "over"]
-"""The phase of a run: engines open, rollouts run, calls in flight are saved, or the run has ended.
+"""The phase of a run: its engines are opened, its rollouts run, its last calls are saved, or it has
+ended.
 """
 Flow = Literal["draft", "target", "scored"]
 """The flows of tokens: written by the draft, written by the target, scored by the target."""
 WINDOW_SECONDS = 15.0
-_ENOUGH = 0.01  # share of the work that must be done before the time left is estimated
-_REMEMBERED = 512  # number of rollouts of this session whose durations are kept
+_ENOUGH = 0.01  # the remaining time is estimated once this share of the work is done
+_REMEMBERED = 512  # largest number of rollouts of this session whose durations are kept
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressSnapshot:
-    """A snapshot of a run; counts are over all sessions, but speeds and the time left are of this
+    """A snapshot of a run. Counts are over all sessions; speeds and the remaining time are of this
     session.
 
-    `rate` is the share of escalated chunks, clustered by problem; `accuracy` is that of votes.
-    Their intervals are valid at a moment fixed beforehand, not at all moments simultaneously.
+    `rate` is the share of escalated chunks, with an interval clustered by problem. `accuracy` is
+    the share of correct votes. Each interval is valid at a moment that was fixed in advance, but
+    not at all moments together.
     """
 
     state: RunState
     directory: Path | None
     judged_unit: JudgedUnit
-    problems: int | None  # None if the problems stream in
+    problems: int | None  # None if the number of problems is not known in advance
     done: int
-    failed: int  # problems among the finished ones that are not complete
-    lost: int  # failed rollouts of these problems
+    failed: int  # finished problems with failed rollouts
+    lost: int  # failed rollouts of finished problems
     open: int
     stages: Mapping[Stage, int]
     rollouts_done: int
@@ -74,12 +76,12 @@ class ProgressSnapshot:
     nominal: float | None
     accuracy: Estimate
     graded: int
-    tokens: Mapping[Flow, int]  # tokens of calls that ended, by engine and kind
-    usage: Usage  # usage of finished problems, counted as in the summary
+    tokens: Mapping[Flow, int]  # tokens of ended calls, by flow of tokens
+    usage: Usage  # usage of finished problems, counted as in the summary of the run
     speeds: Mapping[Flow, float]  # tokens per second of recent calls
     models: Mapping[Literal["draft", "target"], str]
     seconds: float  # seconds of all sessions together
-    left: float | None  # estimated seconds left; None until enough is done
+    left: float | None  # estimated remaining seconds; None until enough work is done
     alarms: int
     failed_calls: int
     awaited: Mapping[Role, int]  # calls that wait for a lost engine
@@ -87,11 +89,11 @@ class ProgressSnapshot:
 
     @property
     def target_share(self) -> float:
-        """Return the target's share of the tokens that both models wrote, as in the summary."""
+        """Return the share of the written tokens that the target wrote, as in the run's summary."""
         return self.usage.target_share
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data for machines."""
+        """Return the snapshot as data for JSON."""
         plain = asdict(
             replace(
                 self,
@@ -116,11 +118,11 @@ class _Ended(NamedTuple):
 
 @dataclass(slots=True)
 class _Throughput:
-    """The tokens of one flow: in total, and of calls that ended recently.
+    """The tokens of one flow: the total of all calls, and the tokens of calls that ended recently.
 
-    Tokens are counted when a call ends. So the speed is measured over the last `WINDOW_SECONDS`, or
-    over the duration of the longest of these calls. A call of five minutes would otherwise count
-    all its tokens for the last 15 seconds.
+    Tokens are counted when a call ends. So the speed is measured over the last `WINDOW_SECONDS` or,
+    if a recent call took longer, over the duration of the longest recent call. Without this rule, a
+    call of five minutes would count all its tokens for the last 15 seconds.
     """
 
     total: int = 0
@@ -144,18 +146,17 @@ class _Throughput:
 
     @property
     def window(self) -> float:
-        """Return over how many seconds the speed is measured."""
+        """Return the number of seconds over which the speed is measured."""
         return max(WINDOW_SECONDS, self.longest)
 
 
 @dataclass(slots=True)
 class _Durations:
-    """Durations of this session's rollouts, from which those of the others are estimated.
+    """The durations of this session's rollouts, and estimates for rollouts that have not ended.
 
-    The estimator is Kaplan and Meier's. It counts each rollout in flight as a rollout that lasts
-    longer than its present age. Fast rollouts end first, so the mean of the ended rollouts alone
-    would be too low. There are no data beyond the greatest age, so a rollout of that age is assumed
-    to be half done.
+    The estimator is Kaplan and Meier's. It uses that a rollout in flight lasts longer than its
+    present age. Fast rollouts end first, so the mean of the ended rollouts alone would be too low.
+    There are no data beyond the greatest age, so a rollout of that age is assumed to be half done.
     """
 
     ended: deque[float] = field(default_factory=lambda: deque[float](maxlen=_REMEMBERED))
@@ -166,7 +167,9 @@ class _Durations:
         self.num_ended += 1
 
     def mean(self, ages: Sequence[float]) -> float:
-        """Return the mean duration of a rollout, given the ages of those in flight."""
+        """Return the estimated mean duration of a rollout; `ages` are the ages of rollouts in
+        flight.
+        """
         return self._beyond([0.0], ages)[0]
 
     def residuals(self, ages: Sequence[float]) -> list[float]:
@@ -179,14 +182,15 @@ class _Durations:
         times = [(seconds, True) for seconds in self.ended] + [(age, False) for age in ages]
         # at equal times ended rollouts come first
         times.sort(key=lambda time: (time[0], not time[1]))
-        # by time: the share of rollouts that last longer, constant until the next time
+        # for each time, the share of rollouts that last longer; the share is constant until the
+        # next time
         steps: list[tuple[float, float]] = [(0.0, 1.0)]
         share = 1.0
         for number, (seconds, has_ended) in enumerate(times):
             if has_ended:
                 share *= 1 - 1 / (len(times) - number)
                 steps.append((seconds, share))
-        # the area below the rest of the curve, summed from its end
+        # for each time, the area below the curve from this time to the end
         areas = [share * last] * len(steps)
         until = last
         area = share * last
@@ -206,8 +210,8 @@ class _Durations:
 
 
 class Progress:
-    """A listener (`atts.run.Listener`) that counts the progress of a run, for `snapshot` at any
-    time.
+    """A listener (`atts.run.Listener`) that counts the progress of a run; `snapshot` may be called
+    at any time.
 
     An event costs only one or two comparisons and an addition; `snapshot` computes the intervals.
     """
@@ -215,7 +219,7 @@ class Progress:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, *, loading: Sequence[str] = ()
     ) -> None:
-        """Create counters at 0; `loading` names the engines that have to be opened first."""
+        """Create counters at 0; `loading` names the engines that are opened before the run."""
         self._clock = clock
         # warnings of the checks that were made when the engines were open
         self.warnings: list[str] = []
@@ -223,11 +227,11 @@ class Progress:
         self._begun = RunBegun(None, 0, 1, 0.0, draft="", target="", directory=None)
         self._state: RunState = "loading" if loading else "running"
         self._note = f"loading {' and '.join(dict.fromkeys(loading))}" if loading else ""
-        # number of rollouts in the outcome, keyed by problem with an outcome
+        # number of rollouts of each problem that has an outcome
         self._over: dict[str, int] = {}
         self._usage: dict[str, Usage] = {}  # keyed by finished problem
         self._incomplete: set[str] = set()  # finished problems with failed rollouts
-        self._lost: dict[str, set[int]] = {}  # samples of failed rollouts, keyed by problem
+        self._lost: dict[str, set[int]] = {}  # sample numbers of failed rollouts, keyed by problem
         self._open: set[str] = set()
         self._ended: Counter[str] = Counter()  # number of ended rollouts, keyed by open problem
         self._stages: dict[str, Stage] = {}  # keyed by rollout
@@ -242,7 +246,7 @@ class Progress:
         self._durations = _Durations()
 
     def recalled(self, event: Event) -> None:
-        """Count an event of an earlier session, except for speeds."""
+        """Count an event of an earlier session; such events do not change the speeds."""
         self.notify(event)
 
     def notify(self, event: Notice) -> None:
@@ -343,10 +347,10 @@ class Progress:
         )
 
     def _left(self, now: float) -> float | None:
-        """Estimate the seconds that the rest of the run takes, or None while too little is known.
+        """Estimate the remaining seconds of the run; None while too little work is done.
 
-        Rollouts in flight count as partly done. Counting only ended rollouts would make the first
-        estimates many times too long, because the first rollouts of a run all end late.
+        Rollouts in flight count as partly done work. Counting only ended rollouts would make the
+        first estimates many times too long, because the first rollouts of a run all end late.
         """
         total = self._begun.problems
         durations = self._durations
@@ -364,7 +368,7 @@ class Progress:
         return max(work / places, max(residuals, default=0.0))
 
     def _rollouts_per_problem(self) -> float:
-        """Return the mean number of rollouts of a finished problem, or the largest number if none
+        """Return the mean number of rollouts of finished problems, or the configured number if none
         is finished.
         """
         if not self._over:
@@ -372,13 +376,15 @@ class Progress:
         return sum(self._over.values()) / len(self._over)
 
     def _run_begun(self, event: RunBegun) -> None:
-        """Start to measure speeds and the remaining time."""
+        """Start to measure speeds and the remaining time when a session begins."""
         self._begun = event
         self._began = self._clock()
         self._flows = {flow: _Throughput(tokens.total) for flow, tokens in self._flows.items()}
         self._stages.clear()
-        self._ended.clear()  # open problems are replayed
-        self._open |= self._incomplete  # problems with failed rollouts are open too
+        self._ended.clear()  # problems that were open are replayed, so they are counted again
+        self._open |= (
+            self._incomplete
+        )  # problems with failed rollouts run again, so they count as open
         while self._incomplete:
             problem = self._incomplete.pop()
             del self._over[problem]
@@ -409,7 +415,8 @@ class Progress:
         began = self._since.pop(name, None)
         if began is not None:
             self._durations.add(self._clock() - began)
-        # a problem's last line of work may not be a rollout, but the target's comparison of answers
+        # the last work on a problem may be the target's comparison of answers, which is not a
+        # rollout
         is_rollout = event.sample < self._begun.samples
         if is_rollout and event.problem in self._open and event.status != "cancelled":
             self._ended[event.problem] += 1

@@ -1,6 +1,7 @@
-"""The result of a run, with its numbers, its finished problems, and access to whole rollouts.
+"""The result of a run: its numbers, its finished problems, and its rollouts.
 
-The first part checks the conditions of data that a run takes from other runs against its settings.
+The first part of the module checks if data from other runs (stored scores, judges, labelled runs)
+fit the settings of a run.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from atts.ledger import PRICES, money_of, recorded_prices
 from atts.pipelines import Chunking, CombineSummary, ScoreRule, summarise_combinations
 
 Conditions = Literal["match", "ignore"]
-"""The action on scores made under other conditions than the run's: end the run, or use them with a
-warning.
+"""The action if stored scores were made under other conditions than the run: "match" refuses the
+scores, "ignore" uses them with a warning.
 """
 _SPEC = ("engine", "model", "tokenizer", "dtype", "logprobs", "weights")
 _POLICY: Mapping[str, type] = MappingProxyType(
     {"sampling": Sampling, "target_sampling": Sampling, "chunking": Chunking, "score": ScoreRule}
 )
 _ADVICE = (
-    "Make scores under the conditions of this run, or use the stored scores anyway with "
-    "--set conditions=ignore"
+    "Make new scores under the conditions of this run, or use the stored scores anyway "
+    "with --set conditions=ignore"
 )
 
 _ADVICE_TO_FIT = (
@@ -55,7 +56,9 @@ _ADVICE_TO_FIT = (
 
 
 def conditions_of(manifest: Manifest) -> dict[str, object]:
-    """Return the conditions of a run's scores, except the problems: models, sampling, chunk limits."""
+    """Return the conditions of a run's scores: models, sampling and chunk limits, but not the
+    problems.
+    """
     conditions: dict[str, object] = {}
     for role, spec in manifest.engines.items():
         for name, value in spec.items():
@@ -74,13 +77,13 @@ def conditions_of(manifest: Manifest) -> dict[str, object]:
 
 
 def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
-    """Convert conditions given as texts to the values that a run records, under the names of
+    """Convert the texts of conditions to values as a run records them; names are as in
     `conditions_of`.
 
     >>> read_conditions({"target.model": "QwQ-32B", "sampling.temperature": "0.7"})
     {'target.model': 'QwQ-32B', 'sampling.temperature': 0.7}
 
-    :raises OptionError: a name that no run records.
+    :raises OptionError: a name that is not a name of a condition.
     """
     of_models = [f"{role}.{name}" for role in get_args(Role) for name in _SPEC]
     of_policy = [f"{part}.{field.name}" for part, kind in _POLICY.items() for field in fields(kind)]
@@ -106,10 +109,10 @@ def check_conditions(
     conditions: Conditions,
     what: Literal["the stored scores", "the judge"] = "the stored scores",
 ) -> str:
-    """Return a warning about the stored scores or the judge that a run uses; "" if they have its
-    conditions.
+    """Return a warning about stored scores or a judge that were made under other conditions than
+    the run; "" if there is no difference.
 
-    The warning also names conditions that they do not record.
+    The warning also names conditions that the scores or the judge do not record.
 
     :raises FingerprintError: if a recorded condition differs, and `conditions` is "match".
     """
@@ -141,27 +144,29 @@ _OWN = (
     "dataset",
     *(f"configuration.{name}" for name in ("abstain", "until", "shard", MERGED)),
 )
-"""Settings that do not change the distribution of votes."""
+"""Names of settings that do not change the distribution of votes."""
 _ADVICE_TO_LABEL = (
-    "Label problems by a run with the settings of this run, or restore the "
-    "settings of the labelled run"
+    "Make a labelled run with the settings of this run, or give this run the settings "
+    "of the labelled run"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Abstain:
-    """The certified agreement threshold, with the labelled run that it comes from."""
+    """A certified threshold on the agreement of votes, and the labelled run from which it comes."""
 
     found: Abstention
     labelled: Manifest
 
     def setting(self) -> dict[str, Setting]:
-        """Return the settings that must not change at a resume, and that results and reports read."""
+        """Return the settings of abstention for the manifest; they must not change when the run is
+        resumed.
+        """
         promise = {"guarantee": self.found.guarantee, "voided_by": self.found.voided_by}
         return {"abstain": Setting({**asdict(self.found), **promise}, "setup")}
 
     def check(self, manifest: Manifest) -> None:
-        """Check that the run has the settings of the labelled run.
+        """Check that a run has the same settings as the labelled run.
 
         :raises FingerprintError: if the settings differ.
         :raises OptionError: if the run's problems are the labelled problems.
@@ -169,7 +174,8 @@ class Abstain:
         if manifest.dataset and manifest.dataset == self.labelled.dataset:
             raise OptionError(
                 "abstain",
-                "the labelled run has the same problems as this run; label other problems",
+                "the labelled run has the same problems as this run; use a labelled run "
+                "on other problems",
             )
         old = _settings(self.labelled)
         new = _settings(manifest)
@@ -182,7 +188,7 @@ class Abstain:
             raise FingerprintError("the labelled run", differences, _ADVICE_TO_LABEL)
 
     def applied(self, outcome: Outcome) -> Outcome:
-        """Return the outcome, without an answer if too few votes agree."""
+        """Return the outcome; if too few votes agree, the outcome has no answer."""
         threshold = self.found.threshold
         if outcome.answer is None or threshold is None or outcome.agreement >= threshold - 1e-9:
             return outcome
@@ -204,7 +210,7 @@ class Answered:
 
 
 def answered(problems: tuple[FinishedProblem, ...], manifest: Manifest) -> Answered | None:
-    """Return the summary of a run that abstains; None for any other run."""
+    """Return the answered problems of a run that may abstain; None for other runs."""
     setting = manifest.configuration.get("abstain")
     if setting is None or not isinstance(setting.value, dict):
         return None
@@ -218,7 +224,7 @@ def answered(problems: tuple[FinishedProblem, ...], manifest: Manifest) -> Answe
 
 
 def _settings(manifest: Manifest) -> dict[str, Json]:
-    """Return everything, except the problems, that the distribution of votes depends on."""
+    """Return the settings on which the distribution of votes depends, except the problems."""
     return {name: value for name, value in manifest.decisive() if not name.startswith(_OWN)}
 
 
@@ -227,15 +233,16 @@ def _brief(value: Json) -> Json:
     return value if len(text) <= 40 else text[:39] + "…"
 
 
-# Chunks are called too long if at most so many are judged per rollout, on average.
+# A warning calls chunks too long if a rollout has, on average, at most this many judged chunks.
 _COARSE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The numbers of a run; accuracies are undefined if nothing was graded.
+    """The numbers of a run; accuracies are NaN if no answer was graded.
 
-    `rate` is the share of judged chunks that were escalated; `answers` is the accuracy of the vote.
+    `rate` is the share of judged chunks that were escalated; `answers` is the accuracy of the
+    votes.
     """
 
     problems: int
@@ -245,17 +252,17 @@ class Summary:
     rate: Estimate
     usage: Usage
     seconds: float
-    failed: int  # problems that are not complete
+    failed: int  # problems with failed rollouts
     unanswered: int
     truncation: Truncation
 
     @property
     def target_share(self) -> float:
-        """Return the target's share of the tokens that both models wrote."""
+        """Return the share of the written tokens that the target wrote."""
         return self.usage.target_share
 
     def as_json(self) -> dict[str, Any]:
-        """Return strict JSON."""
+        """Return the summary as data for strict JSON."""
         estimates = {
             name: getattr(self, name).as_json() for name in ("answers", "samples_right", "rate")
         }
@@ -266,7 +273,7 @@ class Summary:
 def summarise(
     problems: Sequence[FinishedProblem], seconds: float, truncation: Truncation
 ) -> Summary:
-    """Add up a run's problems."""
+    """Return the summary of a run's finished problems."""
     graded = [one for one in problems if one.verdict is not None]
     return Summary(
         problems=len(problems),
@@ -286,7 +293,9 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
     """Return the mean over problems of the share of correct rollouts among those that ran to their
     end.
     """
-    verdicts: list[list[str]] = []  # verdicts on each problem
+    verdicts: list[
+        list[str]
+    ] = []  # for each problem, the verdicts on its rollouts that ran to their end
     for problem in graded:
         verdicts.append([one.verdict for one in problem.complete_samples if one.verdict])
     num_rollouts = sum(map(len, verdicts))
@@ -304,8 +313,9 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
 
 
 RunStatus = Literal["finished", "decided", "interrupted", "stopped", "incomplete", "failed"]
-"""The status of a run: all problems are finished, a comparison needed no further problems, the user
-ended the run, the time ran out, some problems failed, or all problems failed.
+"""The status of a run. finished: all problems are finished. decided: a comparison needed no further
+problems. interrupted: the user ended the run. stopped: a cap was spent or the time ran out.
+incomplete: some problems failed. failed: all problems failed.
 """
 INTERRUPTED = 130
 
@@ -315,12 +325,12 @@ class IncompleteTally:
     """The numbers of failed problems and rollouts, which the next session tries again."""
 
     problems: int = 0
-    whole: int = 0  # problems whose rollouts all failed
+    whole: int = 0  # number of problems whose rollouts all failed
     rollouts: int = 0
     first: str = ""
 
     def add(self, line: FinishedProblem) -> None:
-        """Count a problem that is not complete."""
+        """Count a problem with failed rollouts."""
         failures = line.failures
         self.problems += 1
         self.whole += line.status == "failed"
@@ -328,7 +338,7 @@ class IncompleteTally:
         self.first = self.first or next(iter(failures), line.why)
 
     def words(self, problems: int) -> str:
-        """Return a sentence on the missing parts of `problems` problems, with the reason."""
+        """Return a sentence on the failed problems and rollouts, with the first error."""
         rollouts = f": {self.rollouts} rollouts failed" if self.rollouts else ""
         return (
             f"{self.problems} of {problems} problems are not complete{rollouts}; first error: "
@@ -338,33 +348,35 @@ class IncompleteTally:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The current result of a run; `problems` are the finished ones, in the order of the dataset."""
+    """The current result of a run; `problems` has the finished problems in the order of the
+    dataset.
+    """
 
     status: RunStatus
     problems: tuple[FinishedProblem, ...]
     manifest: Manifest
-    seconds: float  # seconds on the run's clock, all sessions together
+    seconds: float  # seconds of all sessions together, on the clock of the run
     sessions: int = 1
     directory: Path | None = None
     why: str = ""
-    comparison: Sequential | None = None  # the comparison with the earlier run
-    # the whole outcomes, for a run without a directory
+    comparison: Sequential | None = None  # the result of the comparison with an earlier run
+    # the outcomes with their rollouts, for a run without a directory
     kept: tuple[Outcome, ...] = field(default=(), repr=False)
-    # speculation counters of the target during the run; None if nothing proposes
+    # counters of the target's speculation during the run; None if no tokens were proposed
     speculated: Speculated | None = None
-    unscored: int = 0  # decisions without a usable score
+    unscored: int = 0  # number of decisions without a usable score
 
     @cached_property
     def summary(self) -> Summary:
-        """Return all numbers of the run."""
+        """Return the summary of the run's numbers."""
         return summarise(self.problems, self.seconds, self.truncation)
 
     @property
     def coarse_chunks(self) -> str:
-        """Return a warning if a judged chunk is most of a rollout, else "".
+        """Return a warning if a rollout consists of very few judged chunks, else "".
 
-        In that case a takeover rewrites most of a solution, and the gate decides on rollouts
-        instead of chunks.
+        With so long chunks, a takeover rewrites most of a solution, and the gate decides on
+        rollouts instead of chunks.
         """
         rollouts = sum(len(problem.complete_samples) for problem in self.problems)
         judged = sum(problem.judged for problem in self.problems)
@@ -416,11 +428,15 @@ class RunResult:
 
     @property
     def answered(self) -> Answered | None:
-        """Return how many problems an abstaining run answered, how many wrongly, and the guarantee."""
+        """Return the shares of answered and of wrong answers if the run may abstain, with the
+        guarantee.
+        """
         return answered(self.problems, self.manifest)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return strict JSON: what `atts eval --json` prints, the summary and every problem."""
+        """Return the summary and all problems as data for strict JSON, as `atts eval --json` prints
+        them.
+        """
         problems = [problem.as_json() for problem in self.problems]
         directory = None if self.directory is None else str(self.directory)
         return {
@@ -431,7 +447,7 @@ class RunResult:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return the summary, with guarantees and decisions."""
+        """Return the summary as data for strict JSON, with the guarantees and the decisions."""
         plain = self.summary.as_json()
         if self.cost is not None:
             plain["cost"] = self.cost
@@ -457,7 +473,7 @@ class RunResult:
         return pandas.DataFrame([_row(problem) for problem in self.problems])
 
     def _repr_html_(self) -> str:
-        """Return a notebook's view: the numbers with their intervals."""
+        """Return an HTML table of the run's numbers with their intervals, for notebooks."""
         summary = self.summary
         rows = [
             ("status", f"{self.status}: {self.why}" if self.why else self.status),
@@ -479,17 +495,17 @@ class RunResult:
 
     @property
     def truncation(self) -> Truncation:
-        """Return the numbers of rollouts that a limit cut before they could answer.
+        """Return the numbers of rollouts that a limit cut before their answer.
 
-        Their `warning` is "" unless there are many.
+        The field `warning` is "" unless there are many such rollouts.
         """
         return truncation(self.problems, self.manifest)
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code: 0, or 130 for a run that ended early and can continue.
+        """Return the exit code: 0 for success, 130 for a run that ended early and can continue.
 
-        It is 3 if something failed, and 5 if a requested comparison could not be decided.
+        The exit code is 3 if a problem failed, and 5 if a requested comparison was not decided.
         """
         if self.status in ("incomplete", "failed"):
             return EngineError.exit_code
@@ -502,7 +518,8 @@ class RunResult:
         return INTERRUPTED if self.status in ("interrupted", "stopped") else 0
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Yield every finished problem whole, in the order of finishing, read from the journal.
+        """Yield the outcomes of finished problems with their rollouts, read from the journal in
+        order of finishing.
 
         :raises JournalError: the journal cannot be read.
         """
@@ -513,7 +530,7 @@ class RunResult:
 
 
 def _row(problem: FinishedProblem) -> dict[str, Any]:
-    """Return one problem in flat columns."""
+    """Return one problem as a table row, keyed by column."""
     plain = problem.as_json()
     counted = {
         "samples": len(problem.samples),

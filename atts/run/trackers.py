@@ -1,7 +1,7 @@
-"""Listeners of a run that send its settings and numbers to other tools.
+"""Listeners that send a run's settings and numbers to other tools.
 
-The first makes OpenTelemetry spans, one for each problem, rollout and engine call. The others send
-numbers to experiment trackers.
+`TracedRun` makes OpenTelemetry spans: one for each problem, rollout and engine call. `TrackedRun`
+sends numbers to an experiment tracker.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-# Names and attributes are those of the semantic conventions for generative AI, written out because
-# the package that has them as constants calls that part of itself incubating. What the conventions
-# have no name for begins with "atts.".
+# Names and attributes follow OpenTelemetry's semantic conventions for generative AI. They are
+# written out here, because the package that defines them as constants marks them as incubating. A
+# name begins with "atts." if the conventions do not define one.
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -60,12 +60,14 @@ from atts.run.calls import (
 from atts.run.result import RunResult
 
 _FINISH: Mapping[str, str] = {"length": "length", "delimiter": "stop", "end": "stop"}
-"""The finish reasons of the conventions, by atts' reasons why a chunk ended."""
+"""The finish reasons of OpenTelemetry's conventions, keyed by the reasons for which atts ends a
+chunk.
+"""
 
 
 @dataclass(slots=True)
 class _OpenProblem:
-    """The spans of an open problem."""
+    """The spans of a problem that has not ended."""
 
     span: Any
     context: Any
@@ -75,10 +77,10 @@ class _OpenProblem:
 
 
 class TracedRun(Background):
-    """A listener that makes spans from events.
+    """A listener that makes OpenTelemetry spans from a run's events.
 
-    If the program has set a tracer provider, that one is used. Otherwise spans are exported by OTLP
-    over HTTP, to the address in the OTEL_EXPORTER_OTLP_* variables.
+    If the program has set a tracer provider, the spans go to this provider. If not, spans are
+    exported by OTLP over HTTP to the address in the environment variables OTEL_EXPORTER_OTLP_*.
 
     :raises MissingExtra: OpenTelemetry is not installed.
     """
@@ -88,7 +90,9 @@ class TracedRun(Background):
         try:
             self._trace: Any = import_module("opentelemetry.trace")
             context: Any = import_module("opentelemetry.context")
-            self._owned: Any = None  # the provider if this object created it, and so must close it
+            self._owned: Any = (
+                None  # the tracer provider, if this object created the provider and must close it
+            )
             if provider is None:
                 provider = self._trace.get_tracer_provider()
                 if isinstance(provider, self._trace.ProxyTracerProvider):
@@ -96,9 +100,9 @@ class TracedRun(Background):
         except ModuleNotFoundError as error:
             raise MissingExtra("--log otel", error.name or "opentelemetry-sdk", "otel") from error
         self._tracer = provider.get_tracer("atts")
-        # context with the span of the program that started this run
+        # context with the current span of the program when it started this run
         self._outside = context.get_current()
-        self._offset = 0.0  # seconds to add to the loop's clock to get the date
+        self._offset = 0.0  # seconds to add to a time on the event loop's clock to get Unix time
         self._run: dict[str, Any] = {}  # attributes that the span of every problem gets
         self._providers: dict[str, str] = {}  # keyed by role
         self._models: dict[str, str] = {}
@@ -106,11 +110,11 @@ class TracedRun(Background):
         # keyed by problem, rollout and stage
         self._begun: dict[tuple[str, str, str], CallBegun] = {}
         self._reply: Sampled | Scored | None = None
-        # keyed by problem: the failed call whose span has not come yet
+        # keyed by problem: a failed call whose span has not ended yet
         self._failures: dict[str, CallFailed] = {}
 
     def hear(self, event: Notice) -> None:
-        """Pass events that make a span to the thread."""
+        """Pass an event to the thread if it begins, changes or ends a span."""
         match event:
             case RunBegun():
                 self._offset = time.time() - clock()()
@@ -118,7 +122,7 @@ class TracedRun(Background):
             case Sampled() | Scored():
                 self._reply = event
             case CallSpan(source="live") if event.stage not in (HOLD, RELEASE):
-                # a reply is recorded right before the span of its call
+                # the event of a reply comes right before the event that ends the call's span
                 reply = self._reply
                 self._reply = None
                 self.later(lambda: self._called(event, reply))
@@ -178,7 +182,7 @@ class TracedRun(Background):
                 pass
 
     def _problem(self, name: str) -> _OpenProblem:
-        """Return a problem's spans; a resumed problem is opened by its first event."""
+        """Return the spans of a problem; for a resumed problem, the first event opens its span."""
         known = self._problems.get(name)
         if known is not None:
             return known
@@ -190,7 +194,7 @@ class TracedRun(Background):
         return problem
 
     def _rollout(self, name: str, sample: int, since: float) -> tuple[Any, Any]:
-        """Return the span of a rollout and its context; the first call, or the end, opens it."""
+        """Return the span of a rollout and its context; if there is no span yet, open it."""
         problem = self._problem(name)
         if sample not in problem.rollouts:
             span = self._tracer.start_span(
@@ -211,7 +215,7 @@ class TracedRun(Background):
     def _called(self, node: CallSpan, reply: Sampled | Scored | None) -> None:
         rollout = f"{node.problem}/{node.sample}"
         begun = self._begun.pop((node.problem, rollout, node.stage), None)
-        if node.sample < 0:  # the call belongs to the problem
+        if node.sample < 0:  # the call belongs to the problem, not to a rollout
             context = self._problem(node.problem).context
         else:
             _, context = self._rollout(node.problem, node.sample, node.ready)
@@ -291,12 +295,12 @@ class TracedRun(Background):
         span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, text or kind))
 
     def _nanoseconds(self, moment: float) -> int:
-        """Return a moment of the loop's clock as a date."""
+        """Return a time on the event loop's clock as Unix time in nanoseconds."""
         return int((moment + self._offset) * 1e9)
 
 
 def _outcome(event: OutcomeReached) -> dict[str, Any]:
-    """Return the attributes of a problem's outcome; its answer is a text that may be missing."""
+    """Return the span attributes of a problem's outcome; the answer may be missing."""
     usage = event.usage
     attributes: dict[str, Any] = {
         "atts.outcome": event.status,
@@ -316,7 +320,8 @@ def _exporting_provider() -> Any:
     export: Any = import_module("opentelemetry.sdk.trace.export")
     resources: Any = import_module("opentelemetry.sdk.resources")
     otlp: Any = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence
+    # the environment variables OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence over
+    # these
     resource = resources.Resource.create({})
     if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
         resource = resource.merge(resources.Resource({"service.name": "atts"}))
@@ -326,23 +331,25 @@ def _exporting_provider() -> Any:
 
 
 FILE = "trackers.json"
-"""The name of the file in a run directory with the ids of this run in trackers."""
+"""The file in a run directory that contains the ids under which trackers know the run."""
 PROJECT = "atts"
 """The default project or experiment of a tracker."""
-_file_lock = threading.Lock()  # the trackers of a run write the file from several threads
+_file_lock = (
+    threading.Lock()
+)  # a lock, because the trackers of a run write this file from several threads
 
 
 @dataclass(frozen=True, slots=True)
 class RunDescription:
-    """The description of a run for a tracker, made when a session begins."""
+    """A description of a run that is passed to a tracker when a session begins."""
 
     name: str  # the name of the run directory, or a generated one
     settings: Mapping[str, object]
     directory: Path | None
-    key: str  # key of the tracker in the file of run ids
+    key: str  # the tracker's key in the file of run ids
 
     def continued(self) -> str | None:
-        """Return the tracker's id of this run from an earlier session."""
+        """Return the id that the tracker gave this run in an earlier session, or None."""
         return self._stored().get(self.key)
 
     def keep(self, identity: str) -> None:
@@ -360,41 +367,43 @@ class RunDescription:
 
 
 Point = tuple[int, Mapping[str, float]]
-"""A step, which is the number of finished problems, with numbers by name."""
+"""A step (the number of finished problems), and the run's numbers at this step by name."""
 
 
 class Tracker(Protocol):
-    """A tool that stores numbers; all calls come from one thread, in this order."""
+    """A tool that stores a run's numbers; its methods are called from one thread, in the order
+    below.
+    """
 
     def begin(self, run: RunDescription) -> None:
-        """Open a new run, or the one of an earlier session."""
+        """Open a new run in the tool, or continue the run of an earlier session."""
         ...
 
     def log(self, points: Sequence[Point]) -> None:
-        """Store numbers; several points may come together if the tool is slow."""
+        """Store the numbers of one or more points; a slow tool gets several points together."""
         ...
 
     def end(self, final: Point, status: str) -> None:
-        """Store the numbers of the whole run, and close the tool's run."""
+        """Store the final numbers of the run, and close the run in the tool."""
         ...
 
 
 class Wandb:
-    """Weights & Biases, whose settings and modes are in its WANDB_* variables."""
+    """The tracker Weights & Biases, which is configured by the environment variables WANDB_*."""
 
     def __init__(self, project: str) -> None:
         self._wandb = _module("wandb", "wandb")
         self._project = project or os.environ.get("WANDB_PROJECT", PROJECT)
         self._run: Any = None
-        # Without a key wandb would ask for one on the terminal, in the middle of the run.
+        # Without a key, wandb would ask for a key on the terminal in the middle of the run.
         if not _has_wandb_key():
             raise OptionError(
                 "log", "wandb does not have a key: run `wandb login`, or set WANDB_MODE=offline"
             )
 
     def begin(self, run: RunDescription) -> None:
-        """Open the run with an id that atts chose, so that a later session finds the run also
-        offline.
+        """Open the run with an id chosen by atts, so that a later session finds the run even
+        without network.
         """
         identity = run.continued() or token_hex(4)
         run.keep(identity)
@@ -403,11 +412,11 @@ class Wandb:
             id=identity,
             name=run.name,
             resume="allow",
-            reinit="create_new",  # a run that the program opened is not touched
+            reinit="create_new",  # a wandb run that the calling program opened is left unchanged
             settings=self._wandb.Settings(silent=True, console="off"),
         )
-        # The settings are not passed as `config=`, because a resumed run may have other neutral
-        # settings, such as the concurrency.
+        # The settings are not passed as `config=`, because some settings, such as the concurrency,
+        # may change when a run is resumed.
         self._run.config.update(dict(run.settings), allow_val_change=True)
         self._run.define_metric("problems")
         self._run.define_metric("*", step_metric="problems")
@@ -418,13 +427,15 @@ class Wandb:
             self._run.log({"problems": step, **values})
 
     def end(self, final: Point, status: str) -> None:
-        """Write the summary, and finish with an exit code other than 0 if the run failed."""
+        """Write the summary, and finish the wandb run; if the run failed, with an exit code other
+        than 0.
+        """
         self._run.summary.update({**final[1], "status": status})
         self._run.finish(exit_code=0 if status in _GOOD else 1)
 
 
 class Mlflow:
-    """MLflow, at MLFLOW_TRACKING_URI or in local files."""
+    """The tracker MLflow, on the server MLFLOW_TRACKING_URI or in local files."""
 
     def __init__(self, experiment: str) -> None:
         mlflow = _module("mlflow", "mlflow")
@@ -435,7 +446,9 @@ class Mlflow:
         self._run = ""
 
     def begin(self, run: RunDescription) -> None:
-        """Open the run through a client, which leaves the program's active run alone."""
+        """Open the run through an MLflow client, so the calling program's active run does not
+        change.
+        """
         self._client = client = self._make()
         continued = run.continued()
         if continued is not None:
@@ -454,7 +467,7 @@ class Mlflow:
             client.log_batch(self._run, params=[self._entities.Param(*pair) for pair in part])
 
     def log(self, points: Sequence[Point]) -> None:
-        """Log the points in as few requests as MLflow takes."""
+        """Log the points in as few requests as MLflow allows."""
         now = int(1000 * time.time())
         metrics = [
             self._entities.Metric(name, value, now, step)
@@ -471,8 +484,8 @@ class Mlflow:
         self._client.set_terminated(self._run, _MLFLOW_STATUS.get(status, "FAILED"))
 
 
-_MLFLOW_TEXT = 6000  # most characters of a parameter that MLflow stores
-_MLFLOW_PARAMS = 100  # parameters of one request
+_MLFLOW_TEXT = 6000  # largest number of characters of a parameter that MLflow stores
+_MLFLOW_PARAMS = 100  # largest number of parameters in one request
 _MLFLOW_METRICS = 1000
 _MLFLOW_STATUS: Mapping[str, str] = MappingProxyType(
     {"finished": "FINISHED", "decided": "FINISHED", "interrupted": "KILLED", "stopped": "KILLED"}
@@ -481,9 +494,11 @@ _GOOD = ("finished", "decided")
 
 
 class TensorBoard:
-    """Event files for TensorBoard, in the run directory or in a folder that the user chose.
+    """The tracker TensorBoard, by event files in the run directory or in a folder that the user
+    chose.
 
-    A later session adds a file to the same folder, which TensorBoard shows as one run.
+    A later session adds a file to the same folder; TensorBoard shows all files of the folder as one
+    run.
     """
 
     def __init__(self, folder: str) -> None:
@@ -497,7 +512,7 @@ class TensorBoard:
             folder = Path(self._folder) / run.name
         else:
             assert run.directory is not None, (
-                "the package must have been checked when the tracker was made"
+                "without a run directory, `open_logs` requires a folder"
             )
             folder = run.directory / "tensorboard"
         self._writer = self._make(logdir=str(folder))
@@ -505,7 +520,7 @@ class TensorBoard:
         self._writer.add_text("settings", "\n".join(["| key | value |", "|---|---|", *rows]), 0)
 
     def log(self, points: Sequence[Point]) -> None:
-        """Write the points, and make them visible."""
+        """Write the points, and flush the file so that TensorBoard shows them."""
         for step, values in points:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
@@ -519,7 +534,9 @@ class TensorBoard:
 
 
 class Trackio:
-    """Trackio, with a local database or a server that its TRACKIO_* variables name."""
+    """The tracker Trackio, with a local database or the server in the environment variables
+    TRACKIO_*.
+    """
 
     def __init__(self, project: str) -> None:
         self._trackio = _module("trackio", "trackio")
@@ -558,19 +575,22 @@ class Trackio:
 TRACKERS: Mapping[str, Callable[[str], Tracker]] = MappingProxyType(
     {"wandb": Wandb, "mlflow": Mlflow, "tensorboard": TensorBoard, "trackio": Trackio}
 )
-"""The trackers by name; each is made with the text after the colon of `--log`."""
+"""The trackers by their names in `--log`; each is created with the text after the colon in `--log`.
+"""
 OTEL = "otel"
-"""The name of OpenTelemetry in `--log`; it gets spans instead of numbers."""
+"""The name of OpenTelemetry in `--log`; OpenTelemetry gets spans instead of numbers."""
 
 
 class TrackedRun(Background):
-    """A listener that counts a run's numbers and sends them to a tracker, problem by problem."""
+    """A listener that computes a run's numbers, and sends them to a tracker after each finished
+    problem.
+    """
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         super().__init__(name)
         self._tracker = tracker
         self._totals = RunningTotals()
-        self._points: list[Point] = []  # points that wait for the thread
+        self._points: list[Point] = []  # points that the thread has not sent yet
         self._lock = threading.Lock()
         self._begun_at = 0.0
         self._earlier_seconds = 0.0
@@ -578,13 +598,13 @@ class TrackedRun(Background):
         self._is_open = False
 
     def remember(self, event: Event) -> None:
-        """Count an event of an earlier session; the tracker already has its numbers, or gets their
-        sum when the run begins.
+        """Count an event of an earlier session without sending a point; the tracker already has the
+        numbers, or gets their sum when the run begins.
         """
         self._totals.add(event)
 
     def hear(self, event: Notice) -> None:
-        """Count an event; if it ends a problem, send the numbers as a point."""
+        """Count an event; if the event ends a problem, send the run's numbers as a point."""
         match event:
             case RunBegun():
                 self._begin(event)
@@ -597,7 +617,7 @@ class TrackedRun(Background):
                     self._put(own)
 
     def finish(self) -> None:
-        """Close the tracker's run; a run without a result ended by an error."""
+        """Close the tracker's run; if there is no result, the run ended by an error."""
         if self._is_open:
             final, status = self._end or ((self._totals.problems, {}), "failed")
             self._tracker.end(final, status)
@@ -628,7 +648,7 @@ class TrackedRun(Background):
         self.later(self._send)
 
     def _send(self) -> None:
-        """Send all waiting points; a slow tracker gets several at once."""
+        """Send all waiting points; a slow tracker gets several points at once."""
         with self._lock:
             points = self._points
             self._points = []
@@ -638,15 +658,15 @@ class TrackedRun(Background):
 
 @dataclass(slots=True)
 class _ProblemNumbers:
-    """The numbers of one finished problem, from which the totals are counted."""
+    """The numbers of one finished problem, which are added to the totals."""
 
     usage: Usage
     verdict: VerdictStatus | None
-    samples_right: float | None  # the share of its rollouts that are correct
+    samples_right: float | None  # the share of the problem's rollouts that are correct
 
 
 class RunningTotals:
-    """The sums over the finished problems of a run, from its events.
+    """Sums over the finished problems of a run, computed from the run's events.
 
     A problem that is finished again, because a part of it had failed, replaces its earlier numbers.
     """
@@ -654,13 +674,15 @@ class RunningTotals:
     def __init__(self) -> None:
         self.prices: Prices = {}
         self._problems: dict[str, _ProblemNumbers] = {}
-        self._verdicts: dict[str, dict[int | None, VerdictStatus]] = {}  # verdicts of open problems
+        self._verdicts: dict[
+            str, dict[int | None, VerdictStatus]
+        ] = {}  # verdicts on rollouts, keyed by open problem
         # keyed by open problem: chunks escalated, chunks judged
         self._judged: dict[str, list[int]] = {}
         self._escalated = 0
         self._num_judged = 0
-        # Running sums, because a mean over all problems after each problem would take quadratic
-        # time.
+        # The sums are updated after each problem, because computing a mean over all problems after
+        # each problem would take quadratic time.
         self._correct = 0
         self._graded = 0
         self._samples_right = 0.0
@@ -675,7 +697,7 @@ class RunningTotals:
         return len(self._problems)
 
     def add(self, event: object) -> Mapping[str, float] | None:
-        """Count an event; if it finishes a problem, return the numbers of the problem."""
+        """Count an event; if the event finishes a problem, return the numbers of the problem."""
         for decision, escalated in judged(event):
             self._escalated += escalated
             self._num_judged += 1
@@ -692,7 +714,7 @@ class RunningTotals:
         return None
 
     def numbers(self) -> dict[str, float]:
-        """Return the sums so far, without numbers that are not known yet."""
+        """Return the run's numbers so far by name, without numbers that are not known yet."""
         values: dict[str, float] = {"problems": self.problems, **self._tokens}
         if self._graded:
             values["accuracy"] = self._correct / self._graded
@@ -740,7 +762,9 @@ class RunningTotals:
 
 
 def settings_of(manifest: Manifest) -> dict[str, object]:
-    """Return every setting of a run, its seed, its dataset's digest, engines and versions, flat."""
+    """Return all settings of a run in one flat table, with its seed, dataset digest, engines and
+    versions.
+    """
     given = manifest.settings or manifest.configuration
     plain: dict[str, object] = {name: _plain(setting.value) for name, setting in given.items()}
     plain["seed"] = manifest.seed
@@ -823,7 +847,7 @@ def _has_wandb_key() -> bool:
 
 
 class ClosableListener(Listener, Protocol):
-    """A listener with something to send before the program ends."""
+    """A listener that may have data to send before the program ends."""
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
         """Close the listener, and wait at most `seconds`."""
@@ -831,7 +855,7 @@ class ClosableListener(Listener, Protocol):
 
 
 def check_logs(names: Sequence[str]) -> None:
-    """Check, before anything is loaded, that all names are trackers.
+    """Check that all names are names of trackers, before anything is loaded.
 
     :raises OptionError: a name is unknown or given twice.
     """
@@ -845,10 +869,11 @@ def check_logs(names: Sequence[str]) -> None:
 
 
 def open_logs(names: Sequence[str], directory: Path | None) -> list[ClosableListener]:
-    """Return a listener for each name, which is a tracker or "otel", and after a colon its project,
-    experiment or folder.
+    """Return a listener for each name. A name is "otel" or a tracker, and may have a colon and a
+    project, experiment or folder at its end.
 
-    :raises OptionError: a name is unknown or given twice, or event files have no folder.
+    :raises OptionError: a name is unknown or given twice, or there is no folder for TensorBoard's
+        files.
     :raises MissingExtra: the tracker's package is not installed.
     """
     check_logs(names)

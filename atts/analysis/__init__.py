@@ -1,4 +1,5 @@
-"""Analysis of recorded runs by reports, comparisons, plans and replays under other policies.
+"""Analysis of recorded runs: reports, comparisons, advice on settings, and replays under other
+policies.
 
 built = build_report(Path("runs/first"), against=[Path("runs/target-only")])
 built.report.calibration.rate            # every number is a frozen value

@@ -1,4 +1,4 @@
-"""Compare the results of two runs or files."""
+"""The comparison of two runs, each read from a run directory or from a file of results."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ Ends = tuple[float, float]
 
 
 def cost_ratio(cost: float, beside: float) -> float:
-    """Return the ratio of two costs; infinite if only `beside` is 0, NaN if both are 0."""
+    """Return `cost` divided by `beside`; infinite if only `beside` is 0, NaN if both are 0."""
     return cost / beside if beside else math.inf if cost else math.nan
 
 
 def ratio_interval(first: Floats, second: Floats, level: float = 0.95) -> Ends:
-    """Return the interval of the ratio of the second's mean cost to the first's.
+    """Return an interval for the second run's mean cost divided by the first run's mean cost.
 
-    Each end is that of the wider of two intervals. Fieller's interval is valid if costs have long
-    tails. The jackknife interval of the logarithm is valid if most problems cost the second run
-    nothing. A bootstrap interval is too short in both cases (`scripts/bench statistics`). The upper
-    end is infinite if the mean of the first costs may be 0. For a single problem both ends are NaN.
+    Two intervals are computed, and each end is the outer one of their ends. Fieller's interval is
+    valid if costs have long tails. The jackknife interval of the logarithm is valid if most
+    problems cost the second run nothing. A bootstrap interval is too short in both cases
+    (`scripts/bench statistics`). The upper end is infinite if the first run's true mean cost may be
+    0. For a single problem both ends are NaN.
     """
     if len(first) < 2 or not first.any():
         return math.nan, math.nan
@@ -54,7 +55,9 @@ def ratio_interval(first: Floats, second: Floats, level: float = 0.95) -> Ends:
 
 
 def _fieller(first: Floats, second: Floats, reach: float) -> Ends:
-    """Return the ratios r >= 0 for which the mean of second - r first may be 0."""
+    """Return the smallest and the largest ratio r >= 0 for which the mean of `second - r * first`
+    may be 0.
+    """
     unit = reach**2 / len(first)
     (spread, shared), (_, other) = unit * np.cov(first, second)
     square = float(first.mean() ** 2 - spread)
@@ -67,7 +70,7 @@ def _fieller(first: Floats, second: Floats, reach: float) -> Ends:
 
 
 def _jackknife(first: Floats, second: Floats, reach: float) -> Ends:
-    """Return the jackknife interval of the logarithm of the ratio, as ratios.
+    """Return the jackknife interval of a ratio, computed on the ratio's logarithm.
 
     Its width comes from the changes of the ratio when any single problem is left out.
     """
@@ -77,7 +80,7 @@ def _jackknife(first: Floats, second: Floats, reach: float) -> Ends:
         not np.all(left > 1e-12 * whole.sum())
         for left, whole in zip(without, (second, first), strict=True)
     ):
-        return 0.0, math.inf  # one problem accounts for the whole sum
+        return 0.0, math.inf  # a single problem has all of the cost
     logs = np.log(without[0] / without[1])
     half = reach * math.sqrt((n - 1) * float(logs.var()))
     ratio = float(second.sum() / first.sum())
@@ -91,13 +94,13 @@ COSTS = ("draft_tokens", "scored_tokens", "target_tokens", "seconds", "dollars")
 
 @dataclass(frozen=True, slots=True)
 class GradedProblem:
-    """One problem: whether its vote was correct, the share of correct rollouts, and the costs."""
+    """The results of a run on one problem: its vote, its share of correct rollouts, and its costs."""
 
     vote: float
     share: float
     samples: int
     costs: Mapping[str, float]  # known costs, keyed by the names in COSTS
-    unscored: float = 0.0  # increase of `vote` if the unscored problems were correct
+    unscored: float = 0.0  # increase of `vote` if an unscored answer counted as correct
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +113,11 @@ class GradedRun:
 
 
 def read_results(path: Path) -> GradedRun:
-    """Read the results of a run directory, or of a JSONL file as `atts eval --json` prints it.
+    """Read the results of a run directory, or of a JSONL file in the format of `atts eval --json`.
 
     A line of a file is a problem: {"problem": "7", "verdict": "correct", "samples": [...], "usage":
-    {...}}, or simply {"id": "7", "correct": true, "target_tokens": 310}; several lines with one id
-    are several rollouts of it.
+    {...}}, or simply {"id": "7", "correct": true, "target_tokens": 310}; several lines with the
+    same id are several rollouts of one problem.
 
     :raises JournalError: the directory contains no run, or its run cannot be read.
     :raises DatasetError: the file does not contain results, or none of its results was graded.
@@ -160,7 +163,9 @@ def _file(path: Path) -> GradedRun:
     try:
         lines = read_ordinary(path).decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise DatasetError(str(path), f"is not UTF-8 text (byte {error.start})") from error
+        raise DatasetError(
+            str(path), f"is not UTF-8 text (invalid byte at position {error.start})"
+        ) from error
     except OSError as error:
         raise DatasetError(
             str(path), f"cannot be read: {error.strerror}", "Give a run directory or a JSONL file"
@@ -192,8 +197,8 @@ def _list(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
-    """Read a line per problem, or a line per rollout; the rollouts' mean then also counts as the
-    vote.
+    """Read one line, which is about a problem or about a rollout; for rollouts, their mean
+    correctness also counts as the vote.
     """
     votes = [value for row in rows if (value := _right(row, path)) is not None]
     if not votes:
@@ -242,7 +247,7 @@ def _right(row: Mapping[str, Any], path: Path) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CostRatio:
-    """The ratio of the second run's mean cost per problem to the first's, with its interval."""
+    """The second run's mean cost per problem divided by the first run's, with an interval."""
 
     name: str
     first: float  # mean cost per problem
@@ -254,7 +259,7 @@ class CostRatio:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The second run compared with the first, on the problems that are graded in both.
+    """A comparison of two runs, on the problems that are graded in both runs.
 
     `single` compares single rollouts (the share of correct ones per problem). `mcnemar` tests votes
     that are correct or wrong.
@@ -270,7 +275,10 @@ class Compared:
     single: Comparison | None
     mcnemar: McNemar | None
     costs: tuple[CostRatio, ...]
-    unscored: tuple[int, int] = (0, 0)  # votes counted wrong that could not be scored
+    unscored: tuple[int, int] = (
+        0,
+        0,
+    )  # number of votes of each run that count as wrong because they could not be scored
     if_right: Comparison | None = None  # comparison of the votes if the unscored votes were correct
     # comparison of votes after every problem, in a seeded random order
     sequential: Sequential | None = None
@@ -279,18 +287,18 @@ class Compared:
 def compare(
     first: GradedRun, second: GradedRun, *, seed: int = 0, points: float | None = None
 ) -> Compared:
-    """Pair the problems that both sides have; with `points`, also test after every problem whether
-    the sides differ.
+    """Compare two runs on their common problems; with `points`, also test after every problem if
+    they differ.
 
-    :raises DatasetError: the sides have no problem in common.
+    :raises DatasetError: the runs have no problem in common.
     """
     common = [name for name in first.problems if name in second.problems]
     if not common:
         example = next(iter(first.problems)), next(iter(second.problems))
         raise DatasetError(
             f"{first.name} and {second.name}",
-            f"these results have no problem in common; an id of each: {example[0]!r}, "
-            f"{example[1]!r}",
+            "these results have no problem in common; an id in the first: "
+            f"{example[0]!r}, an id in the second: {example[1]!r}",
             "Compare runs on the same problems",
         )
     ours, theirs = ([side.problems[name] for name in common] for side in (first, second))

@@ -1,6 +1,7 @@
-"""Give advice on settings from recorded runs, without a model.
+"""Advice on settings, computed from recorded runs without a model.
 
-The last part is the result of a pilot: whether a gate helps a pair of models, and the method to use.
+The last part of the module judges a pilot: it decides if a gate helps a pair of models, and
+recommends a method.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ from atts.pipelines import ConformalGate, Policy
 
 @dataclass(frozen=True, slots=True)
 class TurnCost:
-    """The cost of one turn; `seconds` include the time its calls wait in the queues of the engines."""
+    """The cost of one turn; `seconds` includes the time that calls of the turn wait in the queues
+    of engines.
+    """
 
     draft_tokens: int
     target_tokens: int
@@ -58,18 +61,18 @@ class TurnCost:
 
 @dataclass(frozen=True, slots=True)
 class CompleteRollout:
-    """One rollout that ran to its end; `label` is the class of its answer, or None if it has none."""
+    """A rollout that ran to its end; `label` is the class of its answer, or None without an answer."""
 
     sample: int
     turns: tuple[TurnCost, ...]
     label: Hashable | None
-    is_right: bool | None  # None if correctness is not known
-    turn_limit: Callable[[int], int]  # turns that it may have under a limit of the policy
+    is_right: bool | None  # None if it is not known whether the answer is correct
+    turn_limit: Callable[[int], int]  # largest number of turns that the policy allows the rollout
 
 
 @dataclass(frozen=True, slots=True)
 class GradedCase:
-    """One graded problem with those of its rollouts that ran to their end."""
+    """A graded problem, with its rollouts that ran to their end."""
 
     problem: str
     rollouts: tuple[CompleteRollout, ...]
@@ -81,21 +84,21 @@ _NOTHING = Usage()
 
 @dataclass(slots=True)
 class PlanData:
-    """One run, finished or not."""
+    """The data of a finished or unfinished run that advice needs."""
 
     run: RecordedRun
     cases: list[GradedCase] = field(default_factory=list[GradedCase])
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     # in the order of the decisions
     decided: dict[TurnKey, Decided] = field(default_factory=dict[TurnKey, Decided])
-    # calls of the engines, in seconds since the run began
+    # times of the engines' calls, in seconds since the run began
     nodes: list[CallSpan] = field(default_factory=list[CallSpan])
-    censored: int = 0  # rollouts that a settled vote cancelled
-    usage: Usage = Usage()  # censored rollouts included
+    censored: int = 0  # number of rollouts that were cancelled because the vote was settled
+    usage: Usage = Usage()  # usage of all rollouts, including cancelled rollouts
 
     @property
     def method(self) -> str:
-        """Return the method that was run."""
+        """Return the name of the run's method."""
         return str(self.run.setting("method") or "?")
 
     @property
@@ -105,10 +108,12 @@ class PlanData:
         return float(value) if isinstance(value, int | float) else float("nan")
 
     def dollars(self, draft: float, target: float, scored: float) -> float | None:
-        """Return the cost of so many tokens in dollars, or None if a model has no price.
+        """Return the cost of the tokens of a turn or rollout in dollars, or None if a model has no
+        price.
 
-        Turns are recorded without their prompt tokens. So prompt tokens are assumed to be
-        proportional to the tokens that the draft writes, and that the target writes and scores.
+        Turns are recorded without their prompt tokens. So the draft's prompt tokens are assumed to
+        be proportional to the tokens that it writes, and the target's to the tokens that it writes
+        and scores.
         """
         usage = self.usage
         prices = recorded_prices(self.run.given(PRICES))
@@ -131,7 +136,7 @@ class PlanData:
 
 
 def read_plan_data(directory: Path) -> PlanData:
-    """Read a run directory, finished or not.
+    """Read the directory of a finished or unfinished run.
 
     :raises JournalError: the directory contains no run, or its run cannot be read.
     :raises UsageError: the run has no problem that is finished and graded.
@@ -203,7 +208,7 @@ def _costs(rollout: Rollout, seconds: Mapping[TurnKey, float]) -> tuple[TurnCost
     )
     is_unsplit = not any(cost.draft_tokens + cost.target_tokens for cost in costs)
     if len(costs) == 1 and is_unsplit:
-        # an imported rollout has a number of tokens, but no token ids to count
+        # an imported rollout records its number of tokens, but not the token ids
         usage = rollout.usage
         return (
             replace(costs[0], draft_tokens=usage.draft_tokens, target_tokens=usage.target_tokens),
@@ -213,11 +218,13 @@ def _costs(rollout: Rollout, seconds: Mapping[TurnKey, float]) -> tuple[TurnCost
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The measured speed of one engine: tokens per second of all its calls while it had work."""
+    """The measured speed of an engine: tokens per second over all its calls, during the time with
+    at least one call.
+    """
 
     engine: str
     calls: int
-    seconds_per_call: float  # without the time in the queue
+    seconds_per_call: float  # the time in the queue is not included
     busy_seconds: float
     written_per_second: float
     scored_per_second: float
@@ -225,7 +232,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class ChunkChoice:
-    """Another chunk limit, with a rollout's turns and seconds as multiples of the recorded ones."""
+    """The effect of another chunk limit: the factors by which a rollout's turns and seconds change."""
 
     limit: int
     turns: float
@@ -234,12 +241,11 @@ class ChunkChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChunkAdvice:
-    """The effect of the draft's chunk limit on time; only another run can show its effect on
-    accuracy.
+    """The effect of the draft's chunk limit on time; the effect on accuracy needs another run.
 
     `cut` is the share of chunks that the limit ended. `fixed` is the share of a rollout's seconds
-    that does not depend on the lengths of its turns, by least squares over turns; `fit` is the
-    share of variance that this model explains.
+    that does not depend on the lengths of its turns, estimated by least squares over turns. `fit`
+    is the share of the variance that the least-squares model explains.
     """
 
     limit: int
@@ -271,7 +277,9 @@ def _speed(engine: str, spans: Sequence[tuple[float, float]], written: int, scor
 
 
 def chunk_advice(data: PlanData) -> ChunkAdvice | None:
-    """Estimate the effect of other limits on the draft's chunks; None if the draft wrote nothing."""
+    """Estimate the effect of other limits on the length of the draft's chunks; None if the draft
+    did not write.
+    """
     limit = data.run.policy.get("chunking", {}).get("draft_tokens")
     drafted = [_drafted(rollout) for outcome in data.outcomes for rollout in outcome.rollouts]
     chunks = [chunk for own in drafted for chunk in own]
@@ -310,8 +318,8 @@ def _drafted(rollout: Rollout) -> list[Chunk]:
 
 
 def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
-    """Yield the lengths of the draft's chunks if there were no limit, joining a chunk that the
-    limit ended to the next.
+    """Yield the lengths that the draft's chunks would have without a limit. A chunk that the limit
+    ended is joined to the next chunk.
     """
     length = 0
     for chunk in chunks:
@@ -324,8 +332,8 @@ def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
 
 
 def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
-    """Return the seconds of a turn without tokens, and how well a line in the number of tokens
-    predicts the seconds.
+    """Return the seconds of a turn that do not depend on its tokens, and R² of the fitted line
+    (seconds over tokens).
     """
     seconds = np.array([turn.seconds for turn in turns])
     table = np.array([(1.0, turn.draft_tokens, turn.target_tokens) for turn in turns])
@@ -337,11 +345,11 @@ def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option with its mean costs per problem and the accuracy of its vote (95 % interval over
-    problems).
+    """A setting that a run shows: its mean costs per problem, and the accuracy of its vote (95 %
+    interval over problems).
 
-    `seconds` is the time until the last rollout ends, at the load of the recorded run; a lighter
-    load is faster.
+    `seconds` is the time until a problem's last rollout ends, at the load of the recorded run; with
+    less load it is shorter.
     """
 
     run: str
@@ -358,16 +366,16 @@ class Option:
 
     @property
     def tokens(self) -> float:
-        """Return the tokens written by either model."""
+        """Return the number of tokens that draft and target wrote together."""
         return self.draft_tokens + self.target_tokens
 
 
 def options(data: PlanData) -> Iterator[Option]:
-    """Return an option for each number of rollouts and each power of two of turns.
+    """Return one option for each number of rollouts and each limit on turns (1, 2, 4, 8, ...).
 
-    The run's rollouts also show the results of smaller options, because a rollout depends neither on
-    its siblings nor on later turns. An option omits problems with too few complete rollouts. If it
-    would omit more than a tenth of the problems, the option is not offered.
+    The run's rollouts also show the results of smaller settings, because a rollout does not depend
+    on its siblings or on later turns. Problems with too few complete rollouts are omitted from an
+    option. If more than a tenth of the problems would be omitted, the option is not offered.
     """
     most = max(len(case.rollouts) for case in data.cases)
     longest = max(len(rollout.turns) for case in data.cases for rollout in case.rollouts)
@@ -385,7 +393,7 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
     cut = [[_within(rollout, turns) for rollout in case.rollouts] for case in cases]
 
     def accuracy(unscored: bool) -> Estimate:
-        """Return the accuracy of votes of `samples` rollouts."""
+        """Return the accuracy of votes that use `samples` rollouts of each problem."""
         judged = [[unscored if right is None else right for _, right in pairs] for pairs in cut]
         ballots = [
             votes([label for label, _ in pairs], right)
@@ -398,7 +406,7 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
     ]
 
     def spent(name: str) -> float:
-        """Return the mean cost per problem of `samples` rollouts."""
+        """Return the mean cost per problem if each problem has `samples` rollouts."""
         means = [
             math.fsum(getattr(turn, name) for rollout in case for turn in rollout) / len(case)
             for case in kept
@@ -430,13 +438,13 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
 
 
 def _within(rollout: CompleteRollout, turns: int) -> tuple[object, bool | None]:
-    """Return the vote that the rollout would have cast if it had been cut after so many turns."""
+    """Return the vote of a rollout that is cut after `turns` turns."""
     is_whole = len(rollout.turns) <= rollout.turn_limit(turns)
     return (rollout.label, rollout.is_right) if is_whole else (None, False)
 
 
 def _longest(seconds: Sequence[float], k: int) -> float:
-    """Return the expected longest of k values drawn without replacement.
+    """Return the expected largest of k values that are drawn without replacement.
 
     >>> _longest([1.0, 2.0, 3.0], 2)
     2.6666666666666665
@@ -466,23 +474,23 @@ RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class UntriedRate:
-    """A rate that was not run, at which the gate decides again on the recorded scores.
+    """Estimates for a rate without a run; the gate decides again on the recorded scores.
 
-    The answer of a rollout is known only if the gate decides as recorded. `low` is the vote's
-    accuracy if all other rollouts gave the same wrong answer, `high` if all were correct. The
-    target's tokens are computed with the recorded mean per takeover.
+    The answer of a rollout is known only if all decisions on it are as recorded. `low` is the
+    vote's accuracy if all unknown answers were the same wrong answer, `high` if all unknown answers
+    were correct. The target's tokens are computed from the recorded mean per takeover.
     """
 
     rate: float
     realised: float
-    off_policy: float  # share of rollouts whose further text is not in the record
+    off_policy: float  # share of rollouts that leave the record, so their later text is unknown
     low: float
     high: float
     target_tokens: float  # per problem
 
 
 def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[UntriedRate, ...]:
-    """Return bounds for each rate that was not run; empty if the run's gate was not conformal."""
+    """Return estimates for rates without a run; empty if the run's gate was not conformal."""
     if data.run.setting("gate") != "ConformalGate" or data.method != "atts":
         return ()
     turns = [
@@ -499,7 +507,9 @@ def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[Untri
 
 
 def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
-    """Estimate one rate; `target_tokens` are those of a problem whose every chunk escalates."""
+    """Return estimates for one rate; `target_tokens` is the number for a problem whose chunks all
+    escalate.
+    """
     mode: Mode = data.run.setting("rate_scope") or "question-turn"
     samples = max((len(outcome.rollouts) for outcome in data.outcomes), default=1)
     gate = ConformalGate(fresh_calibrator(data.run, rate, mode))
@@ -512,8 +522,8 @@ def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
 
 
 def _bounds(replayed: ReplayedProblem, case: GradedCase) -> tuple[float, float]:
-    """Return bounds of the vote's accuracy: all unknown answers equal and wrong, and all unknown
-    answers correct.
+    """Return bounds of the vote's accuracy. For the lower bound all unknown answers are the same
+    wrong answer, for the upper bound they are correct.
     """
     strayed = {
         rollout.sample for rollout in replayed.rollouts if rollout.off_policy_from is not None
@@ -534,12 +544,12 @@ def _largest(labels: Iterable[Hashable]) -> int:
 
 
 def _share(right: int, wrong: int) -> float:
-    """Return the share of correct votes, in which a tie counts for either side."""
+    """Return 1 if the correct answer wins the vote, 0 if it loses, and 0.5 in a tie."""
     return 0.5 if right == wrong and right else float(right > wrong)
 
 
 def _apart(answers: Sequence[str]) -> list[int]:
-    """Return a different group for each answer, because the replay's vote is not used."""
+    """Put each answer into its own group, because the vote of the replay is not used."""
     return list(range(len(answers)))
 
 
@@ -564,12 +574,12 @@ class Cap:
 
     @property
     def given(self) -> list[tuple[str, float]]:
-        """Return the caps that are set, by the name of the cost."""
+        """Return the caps that are set, keyed by the name of the cost."""
         return [(name, value) for name, value in asdict(self).items() if value is not None]
 
     @property
     def cost(self) -> str:
-        """Return the cost that orders options: that of the first cap."""
+        """Return the cost by which options are ordered: the cost that the first cap limits."""
         return self.given[0][0] if self.given else "target_tokens"
 
     def allows(self, option: Option) -> bool:
@@ -581,7 +591,8 @@ class Cap:
 class Advice:
     """The advice from recorded runs.
 
-    `best` is None if no recorded option stays below the cap; `options` are the Pareto-optimal ones.
+    `best` is None if no recorded option stays below the cap; `options` has the Pareto-optimal
+    options.
     """
 
     cap: Cap
@@ -597,7 +608,8 @@ class Advice:
 
 
 def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
-    """Advise from one recorded run, or from several on the same problems at different rates.
+    """Compute advice from one recorded run, or from several runs on the same problems at different
+    rates.
 
     :raises JournalError: a directory contains no run, or its run cannot be read.
     :raises UsageError: a run has no graded problem.
@@ -615,7 +627,7 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
             if option.dollars is None:
                 raise OptionError(
                     "dollars",
-                    f"{option.run} was recorded without the prices of its models; give them to the "
+                    f"{option.run} was recorded without prices of its models; make the "
                     "run with --set prices=FILE",
                 )
     allowed = [option for option in candidates if cap.allows(option)]
@@ -640,7 +652,9 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
 
 
 def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
-    """Yield the gain of each gated run over a coin of its rate, or the run that would show it."""
+    """Yield for each run with a gate its gain over a coin of the same rate, or the run that is
+    needed to measure the gain.
+    """
     coins = {data.rate: data for data in runs if data.method == "coin"}
     for data in runs:
         if data.method in ("coin", "draft-only", "target-only", "exact"):
@@ -650,8 +664,8 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
         coin = coins.get(data.rate)
         if coin is None:
             yield (
-                f"Whether the score helps is not known at rate {data.rate:g}: plan with a run of "
-                f"--method coin --rate {data.rate:g} as well."
+                f"It is not known if the score helps at rate {data.rate:g}: also make a "
+                f"run with --method coin --rate {data.rate:g}, and plan from both runs."
             )
             continue
         ours = _shares(data)
@@ -659,13 +673,16 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
         common = [name for name in ours if name in theirs]
         gain = compare_runs([theirs[name] for name in common], [ours[name] for name in common])
         yield (
-            f"Gain of {data.method} over a coin at rate {data.rate:g}: {gain.difference.signed()} in "
-            f"accuracy of single rollouts ({len(common):,} problems)."
+            f"Gain of {data.method} over a coin at rate {data.rate:g}: "
+            f"{gain.difference.signed()} in accuracy of single rollouts ({len(common):,} "
+            "problems)."
         )
 
 
 def _power_notes(runs: Sequence[PlanData]) -> Iterator[str]:
-    """Yield the variance parts of the first run, and the difference that such a run can show."""
+    """Yield the parts of the first run's variance, and the smallest difference that such a run
+    detects.
+    """
     first = runs[0]
     split = variance_split(list(_verdicts(first).values()))
     if split is None or len(first.cases) < 2:
@@ -683,25 +700,25 @@ def _power_notes(runs: Sequence[PlanData]) -> Iterator[str]:
         )
     samples = max(len(case.rollouts) for case in first.cases)
     power = paired_power(split, len(first.cases), samples, spread or 0.0)
-    basis = "the first two runs show how the difference varies over problems"
+    basis = "computed from the variation of the difference over problems, in the first two runs"
     if spread is None:
         basis = (
             "a lower bound, because a single run does not show how differences vary over problems"
         )
     yield f"Power: {power}; {basis}."
     yield (
-        "With the same number of tokens, more problems detect smaller differences than more samples: "
-        "use all problems, then as many samples as the tokens allow."
+        "With the same number of tokens, more problems detect smaller differences than "
+        "more samples: use all problems, then as many samples as the tokens allow."
     )
 
 
 def _verdicts(data: PlanData) -> dict[str, list[bool]]:
-    """Return whether each rollout is correct, by problem; an unscored one counts as wrong."""
+    """Return for each problem which rollouts are correct; an unscored rollout counts as wrong."""
     return {case.problem: [bool(one.is_right) for one in case.rollouts] for case in data.cases}
 
 
 def _shares(data: PlanData) -> dict[str, float]:
-    """Return the share of correct rollouts by problem; an unscored one counts as wrong."""
+    """Return for each problem the share of correct rollouts; an unscored rollout counts as wrong."""
     return {name: sum(row) / len(row) for name, row in _verdicts(data).items()}
 
 
@@ -709,13 +726,15 @@ def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | Non
     notes = [
         "Accuracies are averages over all subsets of the recorded "
         f"rollouts; the accuracy of the best of {len(found)} options is slightly overestimated.",
-        "Costs include rollouts that a settled vote would cancel, so they are upper bounds; "
-        "seconds are those at the load of the recorded runs.",
+        "Costs are upper bounds, because they include rollouts that would be cancelled "
+        "once the vote is settled. Seconds are as measured at the load of the recorded "
+        "runs.",
     ]
     if censored := sum(data.censored for data in runs):
         notes.append(
-            f"{censored} rollouts that settled votes cancelled are left out, so accuracies of "
-            "fewer samples favour fast rollouts. A run with --early-stop none avoids this bias."
+            f"{censored} rollouts are left out that were cancelled because the vote was "
+            "settled, so accuracies of fewer samples favour fast rollouts. A run with "
+            "--early-stop none avoids this bias."
         )
     notes += _gain_notes(runs)
     notes += _power_notes(runs)
@@ -723,28 +742,30 @@ def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | Non
         wide = best.accuracy.high - best.accuracy.low
         if wide > 0.15:
             notes.append(
-                f"The 95 % interval of the accuracy is {wide:.2f} wide: more problems would distinguish the "
-                "options better."
+                f"The 95 % interval of the accuracy is {wide:.2f} wide; more problems "
+                "would distinguish the options better."
             )
     return notes
 
 
 LEVEL = 0.05
-"""A gain counts if its p-value, corrected by Holm's method over all scores, is below this."""
+"""The significance level: a gain counts if its p-value, corrected by Holm's method for all scores,
+is lower.
+"""
 CHEAP = 0.1
-"""The cost of a token that the target scores, or that the draft writes, in tokens that the target
-decodes.
+"""The cost of a token that the target scores or the draft writes, measured in tokens that the
+target decodes.
 
 Tokens that the target draws while it scores have the same cost.
 """
-_SMALL = 0.03  # accuracy; a smaller headroom does not justify a target
+_SMALL = 0.03  # difference of accuracies; a smaller headroom does not justify the cost of a target
 Take = Literal["gate", "exact", "target-only", "draft-only"]
 
 
 @dataclass(frozen=True, slots=True)
 class PilotArm:
-    """One method of the pilot with its results; `flags` are the command-line flags for a run with
-    it.
+    """One method of a pilot with its results; `flags` has the command-line options for a run with
+    the method.
     """
 
     name: str
@@ -752,17 +773,17 @@ class PilotArm:
     correct: Mapping[str, Sequence[bool]]  # keyed by problem: verdicts on its rollouts
     usage: Usage
     rate: float  # realised rate; NaN if the method escalates nothing
-    coin: str = ""  # the name of the coin for the comparison
+    coin: str = ""  # the name of the coin's arm with which this arm is compared
     unavailable: str = ""  # the reason why these models cannot run the method
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return the share of correct rollouts by problem."""
+        """Return for each problem the share of correct rollouts."""
         return {name: sum(row) / len(row) for name, row in self.correct.items() if row}
 
     @property
     def cost(self) -> float:
-        """Return the cost per problem in tokens that the target decodes."""
+        """Return the mean cost of a problem, measured in tokens that the target decodes."""
         usage = self.usage
         decoded = usage.target_tokens - usage.drawn_tokens
         cheap = usage.drawn_tokens + usage.scored_tokens + usage.draft_tokens
@@ -771,25 +792,27 @@ class PilotArm:
 
 @dataclass(frozen=True, slots=True)
 class PilotRow:
-    """The numbers of one arm; `p_value` is corrected for the number of gains."""
+    """The numbers of one arm of a pilot; `p_value` is corrected for the number of tested gains."""
 
     arm: PilotArm
     accuracy: Estimate  # accuracy of single rollouts
     gain: Estimate | None  # gain over the coin of the same policy and rate
     p_value: float
     cost: float
-    # cost of one percentage point of accuracy above the draft alone; infinite without a gain
+    # cost per percentage point of accuracy above the draft alone; infinite without a gain
     cost_per_point: float
 
     @property
     def helps(self) -> bool:
-        """Return whether the gate is shown to be better than its coin."""
+        """Return whether the gate is shown to be better than a coin of the same policy and rate."""
         return self.gain is not None and self.gain.value > 0 and self.p_value < LEVEL
 
 
 @dataclass(frozen=True, slots=True)
 class PilotReport:
-    """The measurements of a pilot and its recommendation: `take`, the flags for it, and the reason."""
+    """The measurements of a pilot, and its recommendation: what to take, with which command-line
+    options, and why.
+    """
 
     rows: tuple[PilotRow, ...]
     unavailable: tuple[PilotArm, ...]
@@ -800,15 +823,14 @@ class PilotReport:
     reason: str
 
     def row(self, name: str) -> PilotRow | None:
-        """Return the row with that name; None if there is none."""
+        """Return the row of the arm with that name; None if there is no such arm."""
         return next((row for row in self.rows if row.arm.name == name), None)
 
 
 def judge_pilot(arms: Sequence[PilotArm]) -> PilotReport:
-    """Compare the arms problem by problem, and recommend one of them.
+    """Compare the arms of a pilot problem by problem, and recommend one of the arms.
 
-    :raises UsageError: the draft alone or the target alone is not among them, or no problem was
-        graded.
+    :raises UsageError: the arms lack the draft alone or the target alone, or no problem was graded.
     """
     by_name = {arm.name: arm for arm in arms if not arm.unavailable}
     if "draft-only" not in by_name or "target-only" not in by_name:
@@ -854,7 +876,7 @@ def judge_pilot(arms: Sequence[PilotArm]) -> PilotReport:
 
 
 def _paired(first: PilotArm, second: PilotArm) -> tuple[list[float], list[float]]:
-    """Return the correct shares of both arms on their common problems."""
+    """Return the shares of correct rollouts of two arms, on their common problems."""
     ours = first.shares
     theirs = second.shares
     common = [name for name in ours if name in theirs]
@@ -866,7 +888,7 @@ def _difference(first: PilotArm, second: PilotArm) -> Estimate:
 
 
 def _cost_per_point(draft: PilotArm, arm: PilotArm) -> float:
-    """Return the cost of one point of accuracy above the draft alone."""
+    """Return the cost per percentage point of accuracy above the draft alone."""
     points = 100 * _difference(draft, arm).value
     return (arm.cost - draft.cost) / points if points > 0 else math.inf
 
@@ -909,7 +931,7 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
 
 
 def pilot_lines(report: PilotReport) -> list[str]:
-    """Return the table, the recommendation and its reason for people."""
+    """Return a pilot's report as text lines: the table, the recommendation and the reason."""
     names = [row.arm.name for row in report.rows] + [arm.name for arm in report.unavailable]
     wide = max(map(len, names)) + 2
     lines = [
@@ -939,10 +961,11 @@ def pilot_lines(report: PilotReport) -> list[str]:
     tried = sum(row.gain is not None for row in report.rows)
     return [
         *lines,
-        "Accuracy is of single rollouts; brackets are 95 % intervals over problems. Gains are "
-        "over a coin of the same policy and rate;",
-        f"p is corrected by Holm's method for {tried} gates. The best of several methods looks "
-        "slightly better than its true accuracy.",
-        "Cost: tokens per problem that the target decodes, plus a tenth of those that the target scores "
-        "or draws while scoring, plus a tenth of the draft's tokens.",
+        "Accuracy is of single rollouts; brackets are 95 % intervals over problems. A "
+        "gain is over a coin (escalation at random) with the same policy and rate;",
+        f"p is corrected by Holm's method for {tried} gates. The accuracy of the best of "
+        "several methods is slightly overestimated.",
+        "Cost: tokens per problem that the target decodes, plus a tenth of the tokens "
+        "that the target scores or draws while scoring, plus a tenth of the draft's "
+        "tokens.",
     ]

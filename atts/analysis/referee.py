@@ -1,7 +1,9 @@
-"""Compare stopping rules on one run's rollouts, by their cost and by the accuracy of their answers.
+"""The comparison of stopping rules on the rollouts of a run, by cost and by the accuracy of
+answers.
 
-The first part has the rules of other tools and papers, which decide on the number of rollouts and on
-the answer. Rollouts arrive one at a time in seeded random orders, which are the same for all rules.
+A rule decides how many rollouts to use, and which answer to give. The first part of the module has
+the rules of atts, of other tools and of papers. Rollouts arrive one at a time in random orders,
+which are the same for all rules.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _KEPT_ONLINE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """A problem's rollouts in the order in which they arrive.
+    """The rollouts of a problem in their order of arrival.
 
     `labels` are classes of equal answers, or NO_ANSWER; `scores` are the recorded scores of each
     rollout, for which higher is better.
@@ -62,7 +64,7 @@ class Taken:
 
     used: int
     label: int
-    rollout: int | None = None  # the selected rollout, if the rule selects one
+    rollout: int | None = None  # the selected rollout, if the rule selects a single rollout
 
 
 Play = Callable[[Arrivals], Taken]
@@ -70,7 +72,7 @@ Play = Callable[[Arrivals], Taken]
 
 @dataclass(frozen=True, slots=True)
 class StoppingRule:
-    """A rule with its name; `whose` names the tool or paper that it comes from."""
+    """A stopping rule with its name; `whose` names the tool or paper from which the rule comes."""
 
     name: str
     about: str
@@ -103,18 +105,18 @@ def fixed(size: int) -> StoppingRule:
 
 
 def take_all(arrivals: Arrivals) -> Taken:
-    """Take every rollout, and vote."""
+    """Use every rollout, and return the answer of the vote."""
     return Taken(len(arrivals), majority(arrivals.labels))
 
 
 Stops = Callable[[Sequence[int], int], bool]
-"""A function that decides whether to stop, given the votes of each class, most first, and the
-number of rollouts to come.
+"""A function that decides whether to stop; its arguments are the votes of each class, in descending
+order, and the number of remaining rollouts.
 """
 
 
 def _one_by_one(stops: Stops) -> Play:
-    """Return a rule that checks the votes after every rollout."""
+    """Return a rule that checks after every rollout if the votes allow it to stop."""
 
     def play(arrivals: Arrivals) -> Taken:
         counts = Counter[int]()
@@ -140,7 +142,7 @@ def _is_likely(votes: Sequence[int], left: int) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _settled(votes: tuple[int, ...], left: int) -> float:
-    """Return the probability that the leader also wins in the end."""
+    """Return the probability that the leading answer still leads after the remaining rollouts."""
     names = tuple(map(str, range(len(votes))))
     return settled_probability(Tally(names, tuple(map(float, votes)), votes), left)
 
@@ -151,7 +153,8 @@ def _is_beta_sure(votes: Sequence[int], left: int) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _beta(first: int, second: int) -> float:
-    """Return P(p > 1/2) for the leader against the second, under a uniform prior.
+    """Return P(p > 1/2) for the share p of the leading answer among votes for the first two
+    answers, with a uniform prior.
 
     >>> round(_beta(4, 0), 5)
     0.96875
@@ -160,7 +163,7 @@ def _beta(first: int, second: int) -> float:
 
 
 def _doubling(arrivals: Arrivals) -> Taken:
-    """Check after 2, 4, 8, ... rollouts, and stop at a share of equal answers."""
+    """Check after 2, 4, 8, ... rollouts, and stop if a large enough share of the answers is equal."""
     used = 2
     while used < len(arrivals):
         labels = arrivals.labels[:used]
@@ -181,8 +184,8 @@ def _windows(arrivals: Arrivals) -> Taken:
 
 
 def _certaindex(votes: Sequence[int], left: int) -> bool:
-    """Return whether the answers' entropy is low compared with the largest entropy of so many
-    answers.
+    """Return whether the entropy of the answers is small compared with the largest possible entropy
+    of as many answers.
     """
     total = sum(votes)
     if total < _CERTAINDEX_FROM:
@@ -205,7 +208,8 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
         _one_by_one(_is_beta_sure), "Adaptive-Consistency; named Beta in its_hub",
     ),
     StoppingRule(
-        "doubling", f"checks after 2, 4, 8, ...; stops at {100 * _DOUBLING_SHARE:g} % equal answers",
+        "doubling", f"checks after 2, 4, 8, ...; stops at {100 * _DOUBLING_SHARE:g} % equal "
+            "answers",
         _doubling, "Adaptive in its_hub",
     ),
     StoppingRule(
@@ -214,11 +218,12 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
     ),
     StoppingRule(
         "certaindex",
-        f"stops after {_CERTAINDEX_FROM} or more (n) answers if 1 - entropy / log n is at least {_CERTAINDEX:g}",
+        f"stops after {_CERTAINDEX_FROM} or more (n) answers if 1 - entropy / log n is "
+            f"at least {_CERTAINDEX:g}",
         _one_by_one(_certaindex), "Dynasor",
     ),
 )  # fmt: skip
-"""The rules that use only the answers."""
+"""The rules that use only the answers of rollouts, but no scores."""
 
 
 def best_of_n(score: str) -> StoppingRule:
@@ -242,8 +247,8 @@ def weighted_vote(score: str) -> StoppingRule:
 
 
 def borda_vote(score: str) -> StoppingRule:
-    """Return the rule that weights each vote by the rank of its score; the best has the largest
-    weight.
+    """Return the rule that weights each vote by the rank of its score; the best score has the
+    largest weight.
     """
 
     def play(arrivals: Arrivals) -> Taken:
@@ -277,10 +282,11 @@ def deepconf_offline(score: str, kept: float) -> StoppingRule:
 
 
 def deepconf_online(score: str) -> StoppingRule:
-    """Return the rule that drops rollouts less confident than most of the first ones.
+    """Return the rule that drops rollouts that are less confident than most of the first rollouts.
 
-    It stops when the weights agree. The cost of a dropped rollout counts in full, although the
-    original method would have stopped it earlier, so the cost is an upper bound.
+    The rule stops when one answer has nearly all of the weight. The cost of a dropped rollout
+    counts in full, but the original method would have stopped the rollout earlier, so the cost is
+    an upper bound.
     """
 
     def play(arrivals: Arrivals) -> Taken:
@@ -299,8 +305,8 @@ def deepconf_online(score: str) -> StoppingRule:
         return Taken(len(arrivals), heaviest(arrivals.labels, weights))
 
     about = (
-        f"drops rollouts less confident than {100 * _KEPT_ONLINE:g} % of the first rollouts; stops if "
-        f"one answer has {100 * SURE:g} % of the weight"
+        f"drops rollouts less confident than {100 * _KEPT_ONLINE:g} % of the first "
+        f"rollouts; stops if one answer has {100 * SURE:g} % of the weight"
     )
     return StoppingRule("deepconf online", about, play, "DeepConf")
 
@@ -327,35 +333,43 @@ Floats = NDArray[np.float64]
 Unit = Literal["samples", "tokens", "seconds", "dollars"]
 UNITS: tuple[Unit, ...] = ("samples", "tokens", "seconds", "dollars")
 CONFIDENCE = "confidence"
-"""The name of the score from atts' log-probabilities, which is e to the power of their mean."""
+"""The name of the score that is computed from log-probabilities: e to the power of their mean over
+a rollout's tokens.
+"""
 ORACLE = "pass@n"
 ALL = "all"
-_MOST_ROLLOUTS = 64  # most rollouts per problem in one order, unless the options set more
+_MOST_ROLLOUTS = (
+    64  # largest number of rollouts per problem in an order, unless the options set another number
+)
 _POINT = 0.01
 _ORDERS = 200
 _FEWEST_ORDERS = 20
-_PLAYED = 100 * _ORDERS  # most orders of all problems together
+_PLAYED = 100 * _ORDERS  # largest number of orders, summed over all problems
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedRollout:
-    """One recorded rollout, with the fields that stopping rules use."""
+    """A recorded rollout with the facts that stopping rules use."""
 
     label: int  # class of equal answers
     is_right: float  # 1 correct, 0 wrong or unscored
-    costs: tuple[float, float, float, float]  # one cost per unit; NaN if the cost is not known
+    costs: tuple[
+        float, float, float, float
+    ]  # the cost in each of UNITS; NaN if a cost is not known
     scores: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedProblem:
-    """One problem with those of its rollouts that ran to their end."""
+    """A problem, with its rollouts that ran to their end."""
 
     name: str
     rollouts: tuple[PlayedRollout, ...]
 
     def right(self) -> dict[int, float]:
-        """Return, for each class of answers, whether the majority of its rollouts is correct."""
+        """Return for each class of equal answers whether most of its rollouts are graded as
+        correct.
+        """
         verdicts: dict[int, list[float]] = defaultdict(list)
         for rollout in self.rollouts:
             verdicts[rollout.label].append(rollout.is_right)
@@ -365,11 +379,13 @@ class PlayedProblem:
 
 @dataclass(frozen=True, slots=True)
 class RuleRow:
-    """The result of one rule over all problems and orders; costs are means per problem, or NaN.
+    """The result of one stopping rule over all problems and orders; costs are means per problem, or
+    NaN if unknown.
 
-    `against_all` is the accuracy minus that of all rollouts' vote. `against_fixed` is the accuracy
-    minus that of a fixed number of rollouts with the same mean cost. `problems_for_a_point` would
-    show a difference of 1 point from all rollouts' vote with 80 % power.
+    `against_all` is the accuracy minus the accuracy of the vote of all rollouts. `against_fixed` is
+    the accuracy minus the accuracy of a fixed number of rollouts with the same mean cost. With
+    `problems_for_a_point` problems, a difference of 1 point from the vote of all rollouts is
+    detected with 80 % power.
     """
 
     rule: str
@@ -399,31 +415,32 @@ class RuleRow:
 
 @dataclass(frozen=True, slots=True)
 class Referee:
-    """Every rule on one run."""
+    """The results of all rules on one run."""
 
     rows: tuple[RuleRow, ...]
     problems: int
-    rollouts: int  # recorded rollouts that ran to their end
-    most: int  # rollouts of a problem in one order
+    rollouts: int  # number of recorded rollouts that ran to their end
+    most: int  # largest number of rollouts of a problem in an order
     orders: int
     seed: int
-    unit: Unit  # the unit in which budgets are matched
-    censored: int  # rollouts left out because they were stopped before they could answer
-    ungraded: int  # problems left out because they are not graded
+    unit: Unit  # the unit in which budgets are equal
+    censored: int  # number of rollouts left out because they were stopped before their answer
+    ungraded: int  # number of problems left out because they are not graded
     scores: tuple[str, ...] = ()  # scores that were recorded for every rollout
 
 
 @dataclass(frozen=True, slots=True)
 class RefereeOptions:
-    """The choice of rules, of the number of rollouts of a problem, and of the number of orders.
+    """The options of a comparison of rules: the rules, the rollouts per problem, and the number of
+    orders.
 
     :raises OptionError: for a number that is not positive, or an unknown unit.
     """
 
-    rules: Sequence[str] = ()  # none named: all rules
+    rules: Sequence[str] = ()  # names of rules; empty: all rules
     samples: int | None = None
-    # None means 200, or fewer if there are more than 100 problems, because these also average over
-    # orders
+    # None means 200, or fewer if there are more than 100 problems, because many problems also
+    # average out the effect of single orders
     orders: int | None = None
     seed: int = 0
     unit: Unit = "samples"
@@ -450,16 +467,17 @@ def referee_run(run: RecordedRun, options: RefereeOptions | None = None) -> Refe
     if not problems:
         raise JournalError(
             run.directory,
-            "no problem is finished and graded, so no rule can be judged",
-            "Problems need references; `atts import --dataset NAME` adds them to imported problems",
+            "no problem is finished and graded, so rules cannot be compared",
+            "Problems need reference answers; `atts import --dataset NAME` adds them to "
+            "imported problems",
         )
     played = referee(problems, options)
     return replace(played, censored=censored, ungraded=ungraded)
 
 
 def read_rollouts(run: RecordedRun) -> tuple[list[PlayedProblem], int, int]:
-    """Return every graded problem, the number of censored rollouts, and the number of ungraded
-    problems.
+    """Return the graded problems, the number of rollouts stopped before their answer, and the
+    number of ungraded problems.
     """
     state = RunState()
     outcomes: dict[str, list[_Read]] = {}
@@ -490,7 +508,7 @@ def read_rollouts(run: RecordedRun) -> tuple[list[PlayedProblem], int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The data of a rollout that are kept while its run is read."""
+    """The data of a rollout that are stored while its run is read."""
 
     sample: int
     costs: tuple[float, float, float, float]
@@ -546,7 +564,8 @@ def referee(
     unit = UNITS.index(options.unit)
     if any(math.isnan(one.costs[unit]) for problem in problems for one in problem.rollouts):
         raise OptionError(
-            "--match", f"the {options.unit} of some rollouts are not known; match samples instead"
+            "--match",
+            f"the {options.unit} of some rollouts are not known; use --match samples instead",
         )
     orders = options.orders or max(_FEWEST_ORDERS, min(_ORDERS, _PLAYED // len(problems)))
     tables = [_played_by(problem, rules, most, orders, options.seed) for problem in problems]
@@ -578,7 +597,7 @@ def referee(
 
 
 def _common_scores(problems: Iterable[PlayedProblem]) -> list[str]:
-    """Return the scores that every rollout has."""
+    """Return the names of the scores that were recorded for every rollout."""
     counts = Counter[str]()
     total = 0
     for problem in problems:
@@ -591,7 +610,9 @@ def _common_scores(problems: Iterable[PlayedProblem]) -> list[str]:
 def rules_for(
     scores: Sequence[str], problems: Sequence[PlayedProblem], most: int
 ) -> list[StoppingRule]:
-    """Return every rule that these scores allow, starting with the vote of all rollouts."""
+    """Return every rule that can be played with these scores, starting with the vote of all
+    rollouts.
+    """
     sizes = [2**power for power in range(12) if 2**power < most]
     rules = [StoppingRule(ALL, f"the vote of all {most} rollouts", take_all)]
     rules += ONE_BY_ONE
@@ -627,13 +648,15 @@ def _chosen(rules: Sequence[StoppingRule], names: Sequence[str]) -> list[Stoppin
 
 @dataclass(frozen=True, slots=True)
 class _Mean:
-    """The results of a rule on one problem, as means over the orders."""
+    """The results of a rule on one problem, as means over the orders of arrival."""
 
     right: float
     costs: Floats  # one cost per unit
     changed: float
-    difference: float  # difference in correctness from the vote of all rollouts
-    square: float  # mean square of the same difference in single orders
+    difference: (
+        float  # mean difference in correctness between the rule and the vote of all rollouts
+    )
+    square: float  # mean of the squared difference in correctness, over single orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -646,7 +669,7 @@ class _ProblemTable:
 def _played_by(
     problem: PlayedProblem, rules: Sequence[StoppingRule], most: int, orders: int, seed: int
 ) -> _ProblemTable:
-    """Apply all rules to one problem's orders."""
+    """Apply all rules to one problem in each order of arrival."""
     rollouts = problem.rollouts
     right = problem.right()
     costs = np.array([one.costs for one in rollouts])
@@ -697,7 +720,8 @@ def _played_by(
 
 
 def _running_votes(labels: Sequence[int]) -> list[int]:
-    """Return the winner after each arrival; in a tie, the class that appears first wins.
+    """Return the class that leads the vote after each arrival; in a tie, the class that appears
+    first leads.
 
     >>> _running_votes([NO_ANSWER, 1, 0, 0])
     [-1, 1, 1, 0]
@@ -741,7 +765,7 @@ def _row(
 
 
 def _mean_number(values: Floats, most: float) -> Estimate:
-    """Return the mean of one number per problem, between 0 and `most`, with Student's interval."""
+    """Return the mean over problems of a number between 0 and `most`, with Student's interval."""
     n = values.size
     mean = float(values.mean())
     half = math.nan
@@ -754,9 +778,10 @@ def _mean_number(values: Floats, most: float) -> Estimate:
 
 
 def _problems_for_a_point(means: Sequence[_Mean]) -> int:
-    """Return how many problems would show that a rule is 1 point worse than all rollouts' vote.
+    """Return the number of problems that would show that a rule is 1 point worse than the vote of
+    all rollouts.
 
-    A run has a single order of each problem, so the spread is that of single orders. If the rule
+    A real run has one order per problem, so the spread between single orders is used. If the rule
     differs on too few problems for a difference of 1 point, the smallest spread that allows this
     difference is used.
     """

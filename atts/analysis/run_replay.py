@@ -1,4 +1,4 @@
-"""Replay a recorded run under another policy, without a model."""
+"""The replay of a recorded run under another policy, without a model."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ from atts.pipelines import (
 
 
 def fresh_calibrator(run: RecordedRun, rate: float, mode: Mode) -> Calibrator:
-    """Make a calibrator with the run's stored scores, cap, seed and step.
+    """Make a new calibrator with the stored scores, cap, seed and step size of a run.
 
-    :raises CalibrationInputError: if the mode needs stored scores, but the run names none.
+    :raises CalibrationInputError: if the mode needs stored scores, but the run does not name any.
     """
     step = run.setting("aci_step")
     rollouts = run.manifest.settings.get("concurrency")
@@ -76,13 +76,14 @@ def fresh_calibrator(run: RecordedRun, rate: float, mode: Mode) -> Calibrator:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRollout:
-    """A recorded rollout under the other policy, up to the point where the record ends."""
+    """A recorded rollout as the other policy would make it, up to the point where the record ends."""
 
     problem: str
     sample: int
-    answer: str | None  # the recorded answer; it votes only if it is known
-    is_censored: bool  # the record ends before there could be an answer
-    # the first turn after which the recorded text would differ; None if there is none
+    answer: str | None  # the recorded answer; it is counted in the vote only if `is_known`
+    is_censored: bool  # True if the record ends before the rollout could answer
+    # the first turn after which the text would differ from the record; None if there is no such
+    # turn
     off_policy_from: int | None
     draft_tokens: int
     target_tokens: int
@@ -90,13 +91,13 @@ class ReplayedRollout:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the record shows how this rollout ends under the other policy."""
+        """Return whether the record shows the end of this rollout under the other policy."""
         return self.off_policy_from is None and not self.is_censored
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedProblem:
-    """One problem under the other policy, in which only rollouts with a known end vote."""
+    """A problem under the other policy; only rollouts whose end is known vote."""
 
     problem: str
     tally: Tally
@@ -109,16 +110,20 @@ class ReplayedProblem:
 
     @property
     def answer(self) -> str | None:
-        """Return the result of the vote; None if unknown rollouts could change it."""
+        """Return the answer of the vote; None if rollouts with an unknown end could change the
+        answer.
+        """
         is_settled = not self.unknown or cannot_change(self.tally, self.unknown)
         return self.tally.winner if is_settled else None
 
 
 class Decisions(Sequence[Decision]):
-    """Decisions in the order in which they were taken, which are created from columns on access."""
+    """A sequence of decisions in the order in which they were taken; a decision is built from
+    columns when it is accessed.
+    """
 
     def __init__(self, steps: Steps, rows: Sequence[int]) -> None:
-        """Create a view of the steps; `rows` are the indices of their chunks in the record."""
+        """Create a view of a log's steps; `rows` has the index of each step's chunk in the record."""
         self._steps = steps
         self.rows = rows
 
@@ -135,20 +140,22 @@ class Decisions(Sequence[Decision]):
         return self._steps[index].decision
 
     def by_question(self) -> dict[str, tuple[int, int]]:
-        """Return the number of escalated decisions and of all decisions, by question."""
+        """Return for each question the number of escalated decisions and the number of all
+        decisions.
+        """
         return self._steps.by_question()
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The decisions of a replay in the recorded order, and the resulting votes."""
+    """The result of a replay: its decisions in the recorded order, and its votes."""
 
     decisions: Decisions
     problems: tuple[ReplayedProblem, ...]
 
     @property
     def rate(self) -> float:
-        """Return the fraction of chunks that escalated; nan without decisions."""
+        """Return the share of decisions that escalate; NaN if there are no decisions."""
         if not self.decisions:
             return math.nan
         escalated = sum(count for count, _ in self.decisions.by_question().values())
@@ -170,26 +177,26 @@ class Replayed:
 class _JudgedChunk:
     """A recorded chunk with the features from which a gate decides."""
 
-    row: int  # the chunk's index in the record
+    row: int  # the index of the chunk in the record
     features: Features
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordedProblem:
-    """The facts about a finished problem that a replay needs in addition to its judged chunks."""
+    """The facts about a finished problem that a replay needs in addition to the judged chunks."""
 
     problem: Problem
     answer: str | None
     is_censored: bool
-    usage: Usage  # usage of all rollouts of the problem
-    rollouts: tuple[ReplayedRollout, ...]  # the recorded rollouts that belong to the policy
-    weights: tuple[float, ...]  # weights of these rollouts' votes
+    usage: Usage  # usage of all recorded rollouts of the problem
+    rollouts: tuple[ReplayedRollout, ...]  # the recorded rollouts that the other policy also has
+    weights: tuple[float, ...]  # weights of the votes of `rollouts`
     rows: range  # the judged chunks of the problem
 
 
 class _Record:
-    """The data of a recorded run that a replay under a policy needs.
+    """The data of a recorded run that a replay needs.
 
     Judged chunks are stored in columns, with about 170 bytes each, so that a large run fits into
     memory. Texts are stored only for gates that read them.
@@ -199,12 +206,14 @@ class _Record:
         self.policy = policy
         self.problems: dict[str, _RecordedProblem] = {}
         self.turns = StepLog()  # the recorded decisions on the judged chunks
-        self._places = array("q")  # position of each decision in time; -1 if it is not known
+        self._places = array(
+            "q"
+        )  # for each judged chunk, the position of its decision in time; -1 if not known
         self._is_within = array("b")  # the policy's turns
         self._scores = array("d")
         self._features = array("d")
         self._texts: list[str] | None = [] if keeps_texts else None
-        # decisions on unfinished problems, each with the position at which it was first taken
+        # decisions on unfinished problems, each with its first position in time
         self._decided: dict[str, dict[tuple[int, int], tuple[int, Decided]]] = {}
         self._count = 0
 
@@ -223,7 +232,7 @@ class _Record:
         """Add a problem's outcome, which replaces an earlier outcome of the same problem.
 
         If the policy has fewer samples than were recorded, those with the lowest numbers are used.
-        Using those that ended first would favour fast rollouts.
+        Using the rollouts that ended first would favour fast rollouts.
         """
         name = outcome.problem.id
         known = self._decided.get(name, {})
@@ -247,7 +256,7 @@ class _Record:
             is_later = [one.sample in self.policy.waves[1] for one in rollouts]
             answered = [one.answer is not None for one in rollouts]
             if any(later and answers for later, answers in zip(is_later, answered, strict=True)):
-                # the draft's rollouts have no vote on this problem
+                # on this problem, the draft's rollouts do not vote
                 weights = [w * later for w, later in zip(weights, is_later, strict=True)]
         self.problems[name] = _RecordedProblem(
             outcome.problem,
@@ -281,7 +290,9 @@ class _Record:
             self._texts.append(chunk.text)
 
     def chunks(self) -> Iterator[_JudgedChunk]:
-        """Yield the judged chunks in the order of their decisions, then the others turn by turn."""
+        """Yield the judged chunks in the order of their decisions; chunks whose position is not
+        known follow turn by turn.
+        """
         rows = [row for one in self.problems.values() for row in one.rows]
         named = sorted(
             (row for row in rows if self._places[row] >= 0), key=self._places.__getitem__
@@ -291,12 +302,14 @@ class _Record:
             yield self._chunk(row)
 
     def decisions_on(self, question: str) -> dict[tuple[int, int], Decision]:
-        """Return the recorded decisions on a problem's chunks by sample and turn."""
+        """Return the recorded decisions on the chunks of a problem, keyed by sample and turn."""
         decisions = [self.turns.read(row).decision for row in self.problems[question].rows]
         return {(decision.sample, decision.turn): decision for decision in decisions}
 
     def strays(self, row: int, *, escalated: bool) -> bool:
-        """Return True if this decision leaves the recorded path within the policy's turns."""
+        """Return whether a chunk is within the policy's turns and its decision differs from the
+        record.
+        """
         return bool(self._is_within[row]) and escalated != self.turns.read(row).escalated
 
     def _by_turn(self, row: int) -> tuple[int, str, int]:
@@ -326,9 +339,10 @@ def replay_policy(
     *,
     decided: Mapping[TurnKey, Decided] = MappingProxyType({}),
 ) -> Replayed:
-    """Decide again on every recorded score, cut to the policy's samples and turns, and vote again.
+    """Repeat all decisions of a run on its recorded scores under another policy, and vote again.
 
-    A rollout that was cut, or that left the recorded path, has an unknown answer and does not vote.
+    Samples and turns beyond the policy's limits are left out. A rollout that was cut, or that left
+    the recorded path, has an unknown answer and does not vote.
 
     `decided` has the recorded decisions with their features, in the order in which they were taken;
     other chunks follow turn by turn. The gate must be new, because it learns from this replay.
@@ -345,7 +359,7 @@ def replay_policy(
 def _replay(record: _Record, gate: Gate | RoundGate | None, group: Grouper) -> Replayed:
     strayed: dict[
         tuple[str, int], int
-    ] = {}  # keyed by rollout: first turn whose decision differs from the record
+    ] = {}  # keyed by rollout: the first turn whose decision differs from the record
     if gate is None:
         rows = [row for one in record.problems.values() for row in one.rows]
         decisions = Decisions(Steps(record.turns, rows), rows)
@@ -366,7 +380,7 @@ def _replay(record: _Record, gate: Gate | RoundGate | None, group: Grouper) -> R
 def _decide(
     gate: Gate | RoundGate, chunks: Iterable[_JudgedChunk]
 ) -> Iterator[tuple[int, Decision]]:
-    """Yield each chunk's number and the gate's decision on it."""
+    """Yield for each chunk its index and the gate's decision."""
     if isinstance(gate, RoundGate):
         yield from _by_round(gate, chunks)
         return
@@ -395,7 +409,9 @@ def _by_round(gate: RoundGate, chunks: Iterable[_JudgedChunk]) -> Iterator[tuple
 def _with_cut_turn(
     rollout: Rollout, decided: Mapping[tuple[int, int], tuple[int, Decided]]
 ) -> Rollout:
-    """Return the rollout, with the last decision if a settled vote cancelled the turn after that decision."""
+    """Return the rollout. If it was cancelled during a turn because the vote was settled, add the
+    decision of this turn.
+    """
     _, event = decided.get((rollout.sample, len(rollout.turns)), (0, None))
     if event is None or event.decision.score is None:
         return rollout
@@ -405,12 +421,14 @@ def _with_cut_turn(
 
 
 def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
-    """Return the rollout under the policy, up to the first decision that differs from the record."""
+    """Return the rollout as the policy makes it, up to the first decision that differs from the
+    record.
+    """
     turns = rollout.turns
     if policy.turns is not None:
         turns = turns[: rollout.turn_limit(policy.turns)]
     is_whole = len(turns) == len(rollout.turns)
-    # the rollout's usage includes tokens that are in none of the turns
+    # the usage of a rollout also counts tokens that do not belong to a turn
     spent = rollout.usage if is_whole else _usage_of(turns)
     return ReplayedRollout(
         rollout.problem,
@@ -425,7 +443,7 @@ def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
 
 
 def _usage_of(turns: Iterable[Turn]) -> Usage:
-    """Return the tokens of some turns of a rollout."""
+    """Return the usage of tokens by some turns of a rollout."""
     total = Usage()
     for turn in turns:
         total += Usage(
@@ -463,22 +481,25 @@ def _problem(
 
 @dataclass(frozen=True, slots=True)
 class ReplayedDecision:
-    """A decision of the replay, with the decision that was carried out (without its reason)."""
+    """A decision of the replay, next to the recorded decision (without its reason)."""
 
     decision: Decision
     recorded: Decision
-    # an earlier decision of the rollout already differs, so this chunk would not have been written
+    # True if an earlier decision of the rollout differs from the record, so this chunk would not
+    # have been written
     off_policy: bool
 
 
 class ReplayedDecisions(Sequence[ReplayedDecision]):
-    """All decisions of a replay with the recorded ones, in the order in which they were taken."""
+    """All decisions of a replay, each with the recorded decision, in the order in which they were
+    taken.
+    """
 
     def __init__(
         self, decisions: Decisions, recorded: Decisions, problems: Iterable[ReplayedProblem]
     ) -> None:
-        """Join decisions with the recorded decisions on the same chunks, which must be in the same
-        order.
+        """Join the decisions of a replay with the recorded decisions; both must be about the same
+        chunks in the same order.
         """
         self._decisions = decisions
         self._recorded = recorded
@@ -511,12 +532,13 @@ TokenCount = Literal["counted", "at least", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class ReplaySide:
-    """One side of a comparison: the run as recorded, or as replayed.
+    """The numbers of a run as it was recorded, or as it was replayed.
 
-    If a decision changed in some rollouts, `rate` is a plain count over the recorded chunks without
-    an interval, and tokens are unknown. Tokens are a lower bound if the replayed vote needs a rollout
-    whose record ends too early. An accuracy that the record does not determine is NaN. Its `low` and
-    `high` come from bounds, so they contain the accuracy of a live run 95 % of the time.
+    If a decision changed in a rollout, `rate` is a share of the recorded chunks without an
+    interval, and the numbers of tokens are unknown. The numbers of tokens are lower bounds if the
+    replayed vote needs a rollout whose record ends too early. An accuracy that the record does not
+    determine is NaN; its `low` and `high` are bounds that contain the accuracy of a live run 95 %
+    of the time.
     """
 
     rate: Estimate
@@ -530,8 +552,7 @@ class ReplaySide:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The decisions of another policy on a recorded run, and what the record shows about the
-    policy.
+    """The result of replaying a run under another policy, next to the recorded result.
 
     `off_policy` is the share of rollouts in which a decision changed, so their text after that
     decision is unknown. The vote of `undecided` problems is unknown, because too many rollouts have
@@ -547,7 +568,9 @@ class Replay:
     undecided: int
     censored: int
     decisions: Sequence[ReplayedDecision]
-    answers: Mapping[str, tuple[str | None, str | None]]  # keyed by problem: recorded, replayed
+    answers: Mapping[
+        str, tuple[str | None, str | None]
+    ]  # keyed by problem: the recorded answer and the replayed answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -563,10 +586,11 @@ class PolicyChange:
 def replay_run(
     run: RecordedRun, change: PolicyChange, gate: Callable[[int], Gate | RoundGate] | None
 ) -> Replay:
-    """Decide again on every recorded score and vote again.
+    """Repeat all decisions of a run on its recorded scores with another gate or policy, and vote
+    again.
 
-    `gate` makes a new gate for so many rollouts of a problem; None keeps every recorded decision.
-    Answers that the run did not grade are graded now.
+    `gate` is called with the number of rollouts per problem, and returns a new gate. None keeps
+    every recorded decision. Answers that the run did not grade are graded by the replay.
 
     :raises OptionError: more samples or turns than were recorded, a negative budget, or no score to
         decide on again.
@@ -587,7 +611,7 @@ def replay_run(
 
 
 def _check_scored(record: _Record) -> None:
-    """Check that the run has scores on which to decide again.
+    """Check that the run has scores, which a gate needs to decide again.
 
     :raises OptionError: if no decision of the run was based on a score.
     """
@@ -600,7 +624,9 @@ def _check_scored(record: _Record) -> None:
 
 
 def _reads_texts(gate: object) -> bool:
-    """Return False only if the gate, and every gate inside it, is known not to read texts."""
+    """Return whether a gate may read texts; False only for gates of atts that are known not to read
+    texts.
+    """
     if gate is None:
         return False
     if not type(gate).__module__.startswith("atts.pipelines."):
@@ -612,11 +638,12 @@ class _RecordedGate:
     """A gate that repeats the recorded decisions, except those that a budget overrules."""
 
     def __init__(self, record: _Record) -> None:
-        # decisions alternate between problems in flight, so several are read at once
+        # decisions alternate between problems in flight, so the decisions on several problems are
+        # kept ready
         self._of = lru_cache(1024)(record.decisions_on)
 
     def preview(self, features: Features) -> Decision:
-        """Return the recorded decision, whether or not it needed a score."""
+        """Return the recorded decision, even if the decision was based on a score."""
         return self._of(features.question)[features.sample, features.turn]
 
     def decide(self, features: Features, score: float) -> Decision:
@@ -630,20 +657,18 @@ class _RecordedGate:
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     record: _Record
-    verdicts: Mapping[tuple[str, str], str]  # verdicts that the run recorded on answers
+    verdicts: Mapping[tuple[str, str], str]  # the verdicts on answers that the run recorded
 
     @property
     def known(self) -> dict[str, str | None]:
-        """Return the recorded answers by problem, without problems that were stopped before any
-        rollout could answer.
+        """Return the recorded answers, keyed by problem. Problems that were stopped before any
+        rollout could answer are left out.
         """
         problems = self.record.problems
         return {name: one.answer for name, one in problems.items() if not one.is_censored}
 
     def accuracy(self, answers: Mapping[str, str | None]) -> Estimate:
-        """Return the accuracy of these answers, by the recorded verdicts or else by grading them
-        now.
-        """
+        """Return the accuracy of these answers; an answer without a recorded verdict is graded now."""
         problems = [one.problem for one in self.record.problems.values()]
         asked = [one for one in problems if one.answer is not None]
         return accuracy_estimate(self.right(it, answers[it.id]) for it in asked if it.id in answers)
@@ -657,7 +682,7 @@ class _Recorded:
 
 
 def _read(run: RecordedRun, record: _Record) -> _Recorded:
-    """Read the run's journal once, holding only open problems in memory as a whole."""
+    """Read the journal of a run in one pass; only open problems are in memory with their texts."""
     state = RunState()
     verdicts = dict[tuple[str, str], str]()
     for entry in run.entries((*FACTS, Decided)):
@@ -683,8 +708,8 @@ def _read(run: RecordedRun, record: _Record) -> _Recorded:
 
 
 def _policy(run: RecordedRun, change: PolicyChange) -> Policy:
-    """Return the recorded policy with fewer samples or turns; more than were recorded cannot be
-    replayed.
+    """Return the recorded policy with the changed numbers of samples and turns, which can only be
+    lower.
     """
     recorded = run.policy
     samples = recorded.get("samples", 1)
@@ -714,7 +739,8 @@ def _capped(gate: Gate | RoundGate, budget: int) -> Gate:
     if isinstance(gate, RoundGate):
         raise OptionError(
             "budget",
-            "a gate that ranks whole rounds takes its budget from the rate; leave budget or rate out",
+            "a gate that ranks whole rounds takes its budget from the rate; leave budget "
+            "or rate out",
         )
     spent = Counter[str]()
 
@@ -739,7 +765,7 @@ def _compare(recorded: _Recorded, again: Replayed, *, is_same_vote: bool) -> Rep
     old = _side(as_recorded, recorded.accuracy(known), [spent])
     judged = [problem for problem in again.problems if problem.problem in known]
     if is_same_vote and not again.off_policy > 0:
-        after = before  # including votes that ended before they were certain
+        after = before  # also for votes that ended before they were certain
         undecided = 0
         new = _side(again.decisions, old.accuracy, replayed)
     else:
@@ -770,7 +796,9 @@ def _compare(recorded: _Recorded, again: Replayed, *, is_same_vote: bool) -> Rep
 
 
 def _without_estimates(side: ReplaySide) -> ReplaySide:
-    """Return a side for which the record shows only the decisions on the recorded chunks."""
+    """Return the numbers of a replay whose rate is a share of the recorded chunks and whose tokens
+    are unknown.
+    """
     rate = replace(side.rate, low=math.nan, high=math.nan, method="count of recorded chunks")
     return replace(
         side,
@@ -783,7 +811,7 @@ def _without_estimates(side: ReplaySide) -> ReplaySide:
 
 
 def _accuracy(recorded: _Recorded, problems: Sequence[ReplayedProblem], undecided: int) -> Estimate:
-    """Return the accuracy if every vote is known, or else only bounds on it."""
+    """Return the accuracy if every vote is known; otherwise return bounds on the accuracy."""
     if not undecided:
         return recorded.accuracy({problem.problem: problem.answer for problem in problems})
     asked = {
@@ -807,7 +835,9 @@ def _accuracy(recorded: _Recorded, problems: Sequence[ReplayedProblem], undecide
 def _bounds(
     recorded: _Recorded, problem: Problem, replayed: ReplayedProblem
 ) -> tuple[float, float]:
-    """Return bounds of the vote's accuracy: all unknown rollouts equal and wrong, and all correct."""
+    """Return bounds of the vote's accuracy. For the lower bound all unknown rollouts have the same
+    wrong answer, for the upper bound they are correct.
+    """
     right = 0.0
     wrong = 0.0
     for answer, weight in zip(replayed.tally.answers, replayed.tally.weights, strict=True):
@@ -819,7 +849,7 @@ def _bounds(
 
 
 def _won(right: float, wrong: float) -> float:
-    """Return the share of a vote that the correct answer wins; a tie is shared."""
+    """Return 1 if the correct answer wins the vote, 0 if it loses, and 0.5 in a tie."""
     return 0.5 if right == wrong and right > 0 else float(right > wrong)
 
 

@@ -1,6 +1,4 @@
-"""The steps of a run's gate, stored in columns so that a report of a million steps fits into
-memory.
-"""
+"""The steps of a run's gate, stored in columns, so that a million steps fit into memory."""
 
 from __future__ import annotations
 
@@ -16,7 +14,9 @@ StepKind = Literal["decided", "observed"]
 
 @dataclass(frozen=True, slots=True)
 class GateStep:
-    """One step of the gate: a decision that it took, or the outcome that it then observed."""
+    """A step of a gate: a decision that the gate took, or an outcome that it observed after a
+    decision.
+    """
 
     kind: StepKind
     decision: Decision
@@ -25,7 +25,7 @@ class GateStep:
 
 
 class Steps(Sequence[GateStep]):
-    """A view of some steps of a log, which creates each step on access."""
+    """A sequence of some steps of a log; a step is built from columns when it is accessed."""
 
     def __init__(self, log: StepLog, places: Sequence[int]) -> None:
         self._log = log
@@ -44,19 +44,19 @@ class Steps(Sequence[GateStep]):
         return self._log.read(self._places[index])
 
     def by_question(self) -> dict[str, tuple[int, int]]:
-        """Return the number of escalated steps and of all steps, by question."""
+        """Return for each question the number of escalated steps and the number of all steps."""
         return self._log.count_by_question(self._places)
 
 
 class StepLog:
-    """The steps of a run's gate in order, with about 90 bytes each; texts of reasons are stored
-    only on request.
+    """The steps of a run's gate in order, in about 90 bytes per step; the texts of reasons are
+    stored only on request.
     """
 
     def __init__(self, *, keeps_reasons: bool = False) -> None:
-        self._texts: dict[str, int] = {}  # each different text, with its number
+        self._texts: dict[str, int] = {}  # the number of each different text
         self._spellings: list[str] = []
-        # four numbers of texts per step: kind, question, action, origin
+        # per step, the numbers of four texts: kind, question, action, origin
         self._codes = array("I")
         # per step: turn, sample, issue, and flags for the values that are present
         self._numbers = array("q")
@@ -69,7 +69,7 @@ class StepLog:
         return len(self._codes) // 4
 
     def append(self, step: GateStep) -> None:
-        """Keep a step."""
+        """Append a step to the log."""
         decision = step.decision
         for text in (step.kind, decision.question, decision.action, decision.origin):
             self._codes.append(self._number(text))
@@ -115,11 +115,13 @@ class StepLog:
         return GateStep(cast("StepKind", kind), decision, bool(known & 1), left)
 
     def between(self, begin: int, end: int) -> Steps:
-        """Return the steps from one index up to another."""
+        """Return the steps from index `begin` up to, but without, index `end`."""
         return Steps(self, range(begin, end))
 
     def count_by_question(self, places: Iterable[int]) -> dict[str, tuple[int, int]]:
-        """Return the number of escalated steps among these and of all of them, by question."""
+        """Return for each question the number of escalated steps and the number of all steps among
+        those given.
+        """
         escalated: dict[int, int] = {}
         asked: dict[int, int] = {}
         for place in places:
@@ -132,7 +134,7 @@ class StepLog:
         }
 
     def of_kind(self, kind: StepKind) -> Steps:
-        """Return the steps of a kind."""
+        """Return the steps of the given kind: decisions or observations."""
         code = self._texts.get(kind)
         places = array("I")
         if code is not None:

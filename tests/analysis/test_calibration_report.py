@@ -102,7 +102,7 @@ def test_drift_and_a_missed_rate_are_reported() -> None:
     assert found.headline.numbers[4].value == "1"
     doubts = " ".join(text for _, text in found.points)
     assert "the drift statistic passed the alarm level" in doubts
-    assert "if a calibrator decides the scores in file order, 5" in doubts
+    assert "if a calibrator decides on the scores in file order, 5" in doubts
     assert "off target" in doubts
     assert found.standing == "care"
 
@@ -229,7 +229,7 @@ def test_scores_without_questions_give_a_bound_only(tmp_path: Path) -> None:
     sample size is an upper bound.
     """
     np.save(tmp_path / "s.npy", np.array([1 + n * 37 % 101 / 50 for n in range(200)]))
-    with pytest.raises(CalibrationInputError, match="does not need questions"):
+    with pytest.raises(CalibrationInputError, match="do not name their questions"):
         calibration_report(tmp_path / "s.npy", rate_scope="question")
     found = calibration_report(tmp_path / "s.npy")
     assert "Rate by question" not in [chart.title for chart in calibration_charts(found.control)]

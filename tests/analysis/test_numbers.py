@@ -155,7 +155,7 @@ def test_the_audit_notices_changed_decisions(run: Path, tmp_path: Path) -> None:
 
     forged = build_report(_rewrite(run, tmp_path / "forged", tamper)).report.calibration
     assert forged is not None
-    assert f"{seen // 20} had another result" in forged.promise.audit
+    assert f"{seen // 20} of them had a different result" in forged.promise.audit
 
 
 @pytest.mark.parametrize("mode", ["split", "marginal", "question-turn", "aci"])

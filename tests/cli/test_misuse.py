@@ -587,7 +587,7 @@ CASES = [
         "questions that are not known",
         f"calibration report {SCORES} --rate-scope question",
         USAGE,
-        ("mode", "does not need questions", "aci"),
+        ("mode", "do not name their questions", "aci"),
         SCORED,
     ),
     Case(

@@ -1,4 +1,4 @@
-"""The building of a report from recorded runs."""
+"""The construction of a report from the data of recorded runs."""
 
 from __future__ import annotations
 
@@ -56,12 +56,14 @@ from atts.journal import COMPARED, Json
 from atts.pipelines import summarise_combinations
 
 _SLICES = 240
-_LANES = 12  # lanes drawn per engine
-_PIXELS = 900  # parts of the run's time; calls within one of them are drawn as one call
+_LANES = 12  # largest number of lanes drawn for an engine
+_PIXELS = (
+    900  # number of equal slices of the run's time; calls within one slice are drawn as one call
+)
 
 
 def timing(nodes: Sequence[CallSpan], calls: int | None = None) -> TimeBreakdown | None:
-    """Return the run's time by stage, from its task graph; None if no call was timed.
+    """Return the run's seconds by stage, computed from its task graph; None if no call was timed.
 
     `calls` is the number of all calls of a run; `nodes` has the first of them.
     """
@@ -118,7 +120,7 @@ def _lanes(engine: str, nodes: Sequence[CallSpan], begin: float, seconds: float)
 def _occupancy(
     starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
 ) -> tuple[float, ...]:
-    """Return the mean number of open intervals in each slice of the run."""
+    """Return for each time slice of the run the mean number of intervals that are open."""
     if not seconds:
         return ()
     edges = np.linspace(0, seconds, _SLICES + 1)
@@ -135,7 +137,7 @@ def _sum_min(values: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np
 
 
 def _gaps(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float) -> list[float]:
-    """Return the stretches of the run in which the engine was idle."""
+    """Return the intervals of the run in which the engine was idle."""
     order = np.argsort(starts)
     reached = np.concatenate([[0.0], np.maximum.accumulate(ends[order])])
     following = np.concatenate([starts[order], [seconds]])
@@ -145,11 +147,11 @@ def _gaps(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
 def _segments(
     nodes: Sequence[CallSpan], begin: float, seconds: float
 ) -> tuple[tuple[int, str, float, float], ...]:
-    """Put calls, in order of their starts, on the lowest free lane, and return the segments of the
+    """Put each call, in order of start, on the lowest free lane, and return the segments of all
     lanes.
 
-    Neighbouring calls of one stage within a pixel become one segment. Calls that start while all
-    drawn lanes are busy are left out.
+    Neighbouring calls of the same stage within one pixel become one segment. Calls that start while
+    all drawn lanes are busy are left out.
     """
     pixel = seconds / _PIXELS
     drawn: list[tuple[int, str, float, float]] = []
@@ -176,28 +178,29 @@ def _segments(
 
 
 def _peak(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
-    """Return the largest number of calls at once; if a call ends when another starts, they do not
-    overlap.
+    """Return the largest number of simultaneous calls; calls do not overlap if one ends when the
+    other starts.
 
     >>> _peak(np.array([0.0, 1.0, 1.0, 2.0]), np.array([2.0, 1.0, 3.0, 3.0]))
     2
     """
     over = np.searchsorted(np.sort(ends), starts, "right")
-    # these include calls of length 0 that start at the same moment but come later in order; they
-    # are not finished yet
+    # these include calls of length 0 that start at this moment but come later in the order, and so
+    # have not ended yet
     instant = np.concatenate([[0], np.cumsum(starts == ends)])
     later = instant[np.searchsorted(starts, starts, "right")] - instant[:-1]
     return int((np.arange(1, len(starts) + 1) - over + later).max())
 
 
 PAGE_BYTES = 16 * 2**20
-"""The most bytes that the pages of all problems take in the file; their texts are shortened to fit.
+"""The largest number of bytes for the pages of all problems in the file; texts are shortened to
+fit.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltReport:
-    """The numbers, with the pages that only HTML can show."""
+    """The numbers of a report, with the pages of its problems, which only HTML shows."""
 
     report: RunReport
     pages: Pages
@@ -205,11 +208,11 @@ class BuiltReport:
 
 @contextmanager
 def _no_garbage_collection() -> Generator[None]:
-    """Turn the garbage collector off inside the context.
+    """Turn off the garbage collector during the block.
 
-    Nothing here has reference cycles, and searching a million values for them repeatedly takes a
-    tenth of the time. The data are released inside, so that the collector does not search them at
-    the end.
+    The data of a report have no reference cycles, and searching a million values for cycles takes a
+    tenth of the time. The data are released within the block, so that the collector does not search
+    them afterwards.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -224,9 +227,9 @@ def _no_garbage_collection() -> Generator[None]:
 def build_report(
     directory: Path, against: Sequence[Path] = (), *, page_bytes: int = PAGE_BYTES
 ) -> BuiltReport:
-    """Read a run, finished or not, and the runs to compare it with.
+    """Build the report of a finished or unfinished run, and compare the run with other runs.
 
-    :raises JournalError: one of them is no run directory, or cannot be read.
+    :raises JournalError: one of the directories is not a run directory, or cannot be read.
     """
     data = read_run_data(directory, page_bytes)
     others = [read_run_data(other, 0) for other in against]
@@ -280,7 +283,7 @@ def _facts(data: RunData) -> RunFacts:
 
 
 def _what(data: RunData) -> str:
-    """Return the method, the dataset and the models in one line, if the run names them."""
+    """Return one line with the method, the dataset and the models that the run records."""
     manifest = data.run.manifest
     named = manifest.settings.get("dataset")
     parts = [method(data) if named is None else f"{method(data)} on {named.value}"]
@@ -292,7 +295,7 @@ def _what(data: RunData) -> str:
 
 
 def _model(engine: Mapping[str, Json] | None) -> str:
-    if engine is None:  # the method uses only the other model
+    if engine is None:  # the method does not use this model
         return "not used"
     return f"{engine.get('model', '?')} ({engine.get('engine', '?')})"
 
@@ -317,7 +320,9 @@ def _settings(data: RunData) -> list[tuple[str, str, str]]:
 
 
 def _setting(value: Json) -> str:
-    """Return a value on one line; a long list, such as of stored scores, is shortened."""
+    """Return a setting's value on one line; a long list, such as a list of stored scores, is
+    shortened.
+    """
     return shorten(value if isinstance(value, str) else json.dumps(value), 200)
 
 
@@ -331,7 +336,10 @@ def _verdict(
     problems = f"{count:,} problem{'s' * (count != 1)}"
     points = list[Point]()
     if calibration is not None and calibration.forced:
-        words = f"{calibration.forced:,} of {calibration.decisions:,} chunks were decided without a score"
+        words = (
+            f"{calibration.forced:,} of {calibration.decisions:,} chunks were decided "
+            "without a score"
+        )
         points.append(("bad", words))
     if accuracy:
         known = accuracy[0].estimate.n_problems
@@ -350,13 +358,14 @@ def _verdict(
         points.append(
             (
                 "good",
-                f"the target wrote {100 * cost.target_share:.1f} % of {written(cost.usage):,} tokens",
+                f"the target wrote {100 * cost.target_share:.1f} % of "
+                f"{written(cost.usage):,} tokens",
             )
         )
     if calibration is not None:
         points.append(_rate_point(calibration))
     points.extend(("good", caveat.text) for caveat in warnings if caveat.code == COMPARED)
-    # A green tick above a warning that says "read with care" would contradict the warning.
+    # A green tick would contradict a warning below it that says "read with care".
     weighing = [caveat for caveat in warnings if caveat.standing != "good"]
     points.extend((caveat.standing, caveat.sentence) for caveat in weighing)
     return RunVerdict(worst_of(points), "; ".join(text for _, text in points[:3]), tuple(points))

@@ -46,7 +46,7 @@ _SPAN = "{} to {}"
 def calibration_headline(
     kind: str, health: Health, control: RateControl, labelled: LabelledScores | None
 ) -> Headline:
-    """Return the result for readers who do not know conformal prediction."""
+    """Return the headline of a calibration report, for readers without conformal prediction."""
     numbers = (
         _gain(labelled),
         _auroc(labelled),
@@ -58,13 +58,13 @@ def calibration_headline(
 
 
 def calibration_points(kind: str, health: Health, control: RateControl) -> tuple[Point, ...]:
-    """Return the points for and against the calibration, worst first."""
+    """Return the observations for and against the calibration, starting with the worst."""
     points = list[Point]()
     check = control.check()
     if kind == "run" and check is not None and check.standing != "held":
         points.append(("bad" if check.standing == "left" else "care", str(check)))
     elif check is not None and check.standing == "left":
-        points.append(("care", f"if a calibrator decides the scores in file order, {check}"))
+        points.append(("care", f"if a calibrator decides on the scores in file order, {check}"))
     points.extend(
         ("bad", f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}")
         for alarm in control.alarms
@@ -73,8 +73,8 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
         points.append(
             (
                 "care",
-                "the drift statistic passed the alarm level: later questions score differently from earlier "
-                "questions",
+                "the drift statistic passed the alarm level: later questions score "
+                "differently from earlier questions",
             )
         )
     if control.forced:
@@ -103,8 +103,9 @@ def _sentence(kind: str, health: Health, control: RateControl) -> str:
         return f"{counts} at a nominal rate of {asked}: {ends[check.standing]}"
     low, high = health.long_run_clustered
     return (
-        f"at a nominal rate of {percent(health.rate)}, a threshold from the {health.scores:,} stored scores "
-        f"would escalate {_SPAN.format(percent(low).removesuffix(' %'), percent(high))} of new chunks"
+        f"at a nominal rate of {percent(health.rate)}, a threshold from the "
+        f"{health.scores:,} stored scores would escalate "
+        f"{_SPAN.format(percent(low).removesuffix(' %'), percent(high))} of new chunks"
     )
 
 
@@ -121,7 +122,7 @@ def _share(kind: str, control: RateControl) -> ShownNumber:
         note = f"{counts} chunks; {asked}"
         return ShownNumber(share, "of the chunks were escalated", note)
     asked = "" if nominal is None else f"; nominal rate {percent(nominal)}"
-    what = "of the stored chunks would be escalated, if a calibrator decides them in file order"
+    what = "of the stored chunks would be escalated, if a calibrator decides on them in file order"
     return ShownNumber(share, what, f"{counts}, rate scope {control.promise.mode}{asked}")
 
 
@@ -142,7 +143,8 @@ def _worth(health: Health) -> ShownNumber:
     return ShownNumber(
         f"{clusters.effective:,.0f}",
         what,
-        f"the scores come from {clusters.clusters:,} question{'s' * (clusters.clusters != 1)}{alike}",
+        f"the scores come from {clusters.clusters:,} "
+        f"question{'s' * (clusters.clusters != 1)}{alike}",
     )
 
 
@@ -153,10 +155,10 @@ _LABELS: Mapping[LabelSource, str] = {
 
 
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
-    """Return the first number of the report: whether the score is better than a coin."""
+    """Return the first number of the report: the gain of the score over a coin."""
     what = (
-        "gain over a coin: share of chunks of wrong rollouts that the score escalates, minus the share "
-        "that a coin of the same rate escalates"
+        "gain over a coin: share of chunks of wrong rollouts that the score escalates, "
+        "minus the share that a coin of the same rate escalates"
     )
     if labelled is None:
         return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
@@ -187,7 +189,7 @@ def _basis(labelled: LabelledScores) -> str:
 
 
 def _is_reached(drift: DriftTest | None) -> bool:
-    """Return True if the drift statistic passed its alarm level."""
+    """Return whether the drift statistic passed its alarm level."""
     return drift is not None and drift.peak >= drift.alarm
 
 
@@ -196,7 +198,9 @@ def _alarms(control: RateControl) -> ShownNumber:
     count = len(control.alarms) + _is_reached(drift)
     what = "drift alarm" if count == 1 else "drift alarms"
     if drift is None:
-        return ShownNumber(f"{count:,}", what, "too few questions to compare early with late ones")
+        return ShownNumber(
+            f"{count:,}", what, "too few questions to compare early with late questions"
+        )
     won = f"{10 ** min(drift.peak, 9):,.1f} (alarm at {10**drift.alarm:,.0f})"
     return ShownNumber(f"{count:,}", what, f"largest drift statistic {won}")
 
@@ -207,11 +211,11 @@ Label = bool | None
 
 @dataclass(frozen=True, slots=True)
 class CalibrationReport:
-    """The contents of a calibration report: its guarantee, and observations that contradict the
+    """The contents of a calibration report: a guarantee, and observations that may contradict the
     guarantee.
 
-    `control` describes the decisions of a run's gate, or those of a fresh calibrator on the scores
-    in their order.
+    `control` describes the decisions of a run's gate. For a file of scores, it describes the
+    decisions of a new calibrator on the scores in file order.
     """
 
     source: str
@@ -233,10 +237,11 @@ class CalibrationReport:
 
 
 def calibration_of_run(directory: Path, scores: StoredScores) -> CalibrationReport:
-    """Report the decisions of a run's gate at its nominal rate, and their scores.
+    """Report on the decisions of a run's gate at its nominal rate, and on the scores of these
+    decisions.
 
-    :raises JournalError: it is no run directory, or cannot be read.
-    :raises CalibrationInputError: its gate decided nothing.
+    :raises JournalError: the directory is not a run directory, or cannot be read.
+    :raises CalibrationInputError: the run's gate took no decisions.
     """
     data = read_run_data(directory, 0)
     control = realised_rate(data)
@@ -260,22 +265,23 @@ def calibration_of_scores(
     labels: Sequence[Label] = (),
     calibrator: Calibrator | None = None,
 ) -> CalibrationReport:
-    """Replay these scores in order at this rate, and report each decision.
+    """Report on scores: a calibrator decides on them in their order, at the given rate.
 
-    If a `calibrator` is given, the report shows its guarantee; it must have been made from these
-    scores.
+    If a `calibrator` is given, the report shows the calibrator's guarantee; the calibrator must
+    have been made from these scores.
 
-    :raises CalibrationInputError: there are no scores, or the mode needs questions and these have
-        none.
+    :raises CalibrationInputError: there are no scores, or the mode needs questions but the scores
+        do not name questions.
     """
     if mode in ("question", "question-turn") and not scores.clustered:
         raise CalibrationInputError(
             "mode",
             mode,
-            "a scope that does not need questions, which these scores lack: aci or turn",
+            "aci or turn, because these scores do not name their questions, which the "
+            "other scopes need",
         )
     told = calibrator or Calibrator(rate, mode, seed=seed, stored=scores)
-    # This mode learns nothing from the run, so the report shows its initial stored scores.
+    # This mode does not learn from the run, so the report shows the initial stored scores.
     start = scores if mode == "split" else ()
     options: dict[str, Any] = {"scale": scores.scale, "stored": start, "by_length": told.by_length}
     done = replay_scores(_rows(scores), rate, mode, seed, **options)
@@ -312,13 +318,13 @@ def _made(
 
 
 def _rows(scores: StoredScores) -> list[dict[str, object]]:
-    """Return the records in their order; a score without a question counts as a question by itself."""
+    """Return the records in their order; a score without a question gets a question of its own."""
     rows = enumerate(scores.records(), 1)
     return [{**row, "question": row["question"] or f"score {place}"} for place, row in rows]
 
 
 def _labels_of_run(data: RunData) -> tuple[list[tuple[GateStep, bool]], LabelSource]:
-    """Return the chunks that were accepted, with whether their rollouts were correct.
+    """Return the accepted chunks, each with a label: its rollout was correct, or was not.
 
     Escalated chunks are left out, because the target's text affected how their rollouts ended. If
     there are no verdicts, a rollout counts as correct if it agrees with the vote of its problem.
@@ -340,7 +346,9 @@ def _labels_of_run(data: RunData) -> tuple[list[tuple[GateStep, bool]], LabelSou
 
 
 def _agreeing(one: ProblemFacts) -> Iterator[tuple[int, bool]]:
-    """Yield each finished rollout's sample number and whether it agrees with the vote."""
+    """Yield for each finished rollout its sample number, and True if its answer agrees with the
+    vote.
+    """
     winner = one.brief.answer
     samples = one.brief.complete_samples
     if winner is None or len(samples) < 2:
@@ -362,7 +370,7 @@ _ENDINGS: dict[str, CalibrationFormat] = {
 
 
 def calibration_format(format: str | None, out: Path | None) -> CalibrationFormat:
-    """Return the named format, or else the format of the file's suffix, or else HTML.
+    """Return the named format; without a name, the format of the file's suffix, or HTML.
 
     :raises OptionError: the format is unknown.
     """
@@ -372,9 +380,9 @@ def calibration_format(format: str | None, out: Path | None) -> CalibrationForma
 
 
 def render_calibration(report: CalibrationReport, format: CalibrationFormat) -> str:
-    """Return the text of the report.
+    """Return the report as text in a format.
 
-    :raises OptionError: for a format of pictures, which are files.
+    :raises OptionError: the format is svg or png, because pictures are written to files.
     """
     labelled = None if report.labelled is None else labelled_chart(report.labelled)
     if format == "html":
@@ -395,17 +403,17 @@ def render_calibration(report: CalibrationReport, format: CalibrationFormat) -> 
         facts = {**asdict(report), "promise": report.promise, "warnings": report.health.warnings}
         return json.dumps(jsonable(facts), allow_nan=False, ensure_ascii=False) + "\n"
     raise OptionError(
-        "format", f"{format} is one picture per file: name a folder to write them into"
+        "format", f"{format} writes one file per picture; give a folder for the files"
     )
 
 
 def save_calibration(
     report: CalibrationReport, format: CalibrationFormat, out: Path
 ) -> Sequence[Path]:
-    """Write the report, or a folder of its figures; return what was written.
+    """Write the report to a file, or its figures into a folder; return the paths that were written.
 
     :raises StorageError: the files cannot be written.
-    :raises UsageError: this machine lacks the software that draws PNG files.
+    :raises UsageError: PNG is requested, but this machine has no program that draws PNG files.
     """
     if format == "svg" or format == "png":
         return save_figures(calibration_figures(report), out, format)
@@ -414,17 +422,18 @@ def save_calibration(
 
 
 def calibration_figures(report: CalibrationReport) -> list[Chart]:
-    """Return every chart of the report once."""
+    """Return all charts of the report, each of them once."""
     labelled = [] if report.labelled is None else [labelled_chart(report.labelled)]
     return [*calibration_charts(report.control), *labelled]
 
 
 def _first(report: CalibrationReport) -> Chart:
-    """Return the chart of the first screen."""
+    """Return the chart for the first screen of the report."""
     asked = "" if report.control.nominal is None else " The dashed line is the nominal rate."
     caption = (
-        "The thick line is the share of chunks escalated so far, the thin one that of the latest "
-        f"{report.control.window} chunks.{asked} The grey band contains 95 % of independent coins."
+        "The thick line is the share of chunks escalated so far, and the thin line is "
+        f"this share among the latest {report.control.window} chunks.{asked} Independent "
+        "coins would stay in the grey band with 95 % probability."
     )
     return replace(
         over_time_chart(report.control), title="Share of chunks escalated", caption=caption

@@ -1,4 +1,4 @@
-"""The charts of a report, and the SVG axes and plots that they are drawn with."""
+"""The charts of a report, and the axes and plots with which they are drawn as SVG."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ _BOTTOM = 44
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of a plot: its values and its label."""
+    """An axis of a plot: its range of values, and its label."""
 
     low: float
     high: float
     label: str
-    values: Literal["any", "whole"] = "any"  # whole numbers only, because a turn 2.5 does not exist
+    # "whole" allows only whole numbers as ticks, for example because a turn 2.5 does not exist
+    values: Literal["any", "whole"] = "any"
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Return about `count` round values inside the axis.
+        """Return round values on the axis as ticks, roughly `about` of them.
 
         >>> Axis(0, 11, "turn", values="whole").ticks(), Axis(0, 3, "turn", values="whole").ticks()
         ([0.0, 5.0, 10.0], [0.0, 1.0, 2.0, 3.0])
@@ -56,13 +57,13 @@ class Axis:
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
     def written(self, value: float) -> str:
-        """Return the text of a tick."""
+        """Return the text of a tick at this value."""
         return f"{round(value, 10):g}"
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A rectangle with two axes, which converts values to pixels."""
+    """A rectangle with two axes, which converts pairs of values to pixels."""
 
     x: Axis
     y: Axis
@@ -70,7 +71,7 @@ class Plot:
     height: int = HEIGHT
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Return the pixels of a pair of values, clipped to the frame."""
+        """Return the position of a pair of values in pixels, clipped to the frame."""
         return self.across(x), self.up(y)
 
     def across(self, x: float) -> float:
@@ -82,7 +83,7 @@ class Plot:
         return self.height - _BOTTOM - _part(y, self.y) * (self.height - _TOP - _BOTTOM)
 
     def drawn(self, title: str, marks: Iterable[str]) -> str:
-        """Return the whole picture, with a title for screen readers."""
+        """Return the complete SVG picture, with a title for screen readers."""
         body = "".join([*self._grid(), *marks])
         return (
             f'<svg viewBox="0 0 {self.width} {self.height}" role="img" '
@@ -96,14 +97,23 @@ class Plot:
         for value in self.x.ticks():
             x = _n(self.across(value))
             yield f'<path class="grid" d="M{x} {_TOP}V{bottom}"/>'
-            yield f'<text x="{x}" y="{bottom + 17}" text-anchor="middle">{escape(self.x.written(value))}</text>'
+            yield (
+                f'<text x="{x}" y="{bottom + 17}" '
+                f'text-anchor="middle">{escape(self.x.written(value))}</text>'
+            )
         for value in self.y.ticks():
             y = _n(self.up(value))
             yield f'<path class="grid" d="M{_LEFT} {y}H{right}"/>'
-            yield f'<text x="{_LEFT - 7}" y="{float(y) + 4:g}" text-anchor="end">{escape(self.y.written(value))}</text>'
+            yield (
+                f'<text x="{_LEFT - 7}" y="{float(y) + 4:g}" '
+                f'text-anchor="end">{escape(self.y.written(value))}</text>'
+            )
         middle = (_LEFT + right) / 2
         foot = self.height - 6
-        yield f'<text class="axis" x="{middle:g}" y="{foot}" text-anchor="middle">{escape(self.x.label)}</text>'
+        yield (
+            f'<text class="axis" x="{middle:g}" y="{foot}" '
+            f'text-anchor="middle">{escape(self.x.label)}</text>'
+        )
         height = (_TOP + bottom) / 2
         yield (
             f'<text class="axis" transform="translate(13 {height:g}) rotate(-90)" '
@@ -122,7 +132,7 @@ class Plot:
         return f'<path class="band" d="{_path([*there, *reversed(back)])}Z"/>'
 
     def bar(self, left: float, right: float, top: float, kind: str, tip: str) -> str:
-        """Return a bar from zero up, with a tooltip."""
+        """Return a bar from zero up to a value, with a tooltip."""
         x, y = self.at(left, top)
         wide = self.across(right) - x
         tall = self.up(0.0) - y
@@ -148,7 +158,7 @@ class Plot:
         shift: float = 0.0,
         drop: float = 0.0,
     ) -> str:
-        """Return a text in the plot."""
+        """Return a text that is placed in the plot."""
         across, up = self.at(x, y)
         place = f'x="{_n(across + shift)}" y="{_n(up - 7 + drop)}"'
         return f'<text class="label" {place} text-anchor="{anchor}">{escape(text)}</text>'
@@ -181,7 +191,7 @@ class Chart:
     picture: str
     data: ReportTable
     wide: bool = False
-    # the class with the colour, and its meaning
+    # the entries of the legend: the style class with the colour, and the colour's meaning
     legend: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -190,7 +200,8 @@ class Chart:
     ) -> Chart:
         """Build a chart from a plot and its marks.
 
-        Screen readers read `label` to people who cannot see the plot; its default is the title.
+        Screen readers read `label` to people who cannot see the plot; the default of `label` is the
+        title.
         """
         columns, rows = data
         return cls(
@@ -199,8 +210,8 @@ class Chart:
 
 
 def calibration_charts(control: RateControl) -> list[Chart]:
-    """Draw the charts of the rate by turn, by question and over time, of p-values and of drift, if
-    the run has numbers for them.
+    """Draw the charts of a run's calibration: the rate by turn, by question and over time, p-values
+    and drift. A chart without data is left out.
     """
     charts = [_by_turn(control), over_time_chart(control)]
     if control.questions > 1 and control.decisions > control.questions:
@@ -226,7 +237,7 @@ def _by_turn(control: RateControl) -> Chart:
         plot.bar(n - 0.3, n + 0.3, group.share, "bar" if group.inside else "bar off", _tip(group))
         for n, group in enumerate(shown)
     ]
-    words = "Each bar is the share of a turn's decisions that escalated."
+    words = "Each bar is the share of the decisions in a turn that escalated."
     if control.nominal is not None:
         marks.append(
             plot.line([(-0.5, control.nominal), (len(shown) - 0.5, control.nominal)], "nominal")
@@ -254,15 +265,16 @@ def _share_axis(groups: Sequence[GroupRate], nominal: float | None) -> Axis:
     return Axis(0.0, min(1.0, top * 1.08), "share escalated")
 
 
-_MOST_DOTS = 1000  # questions that a chart draws
+_MOST_DOTS = 1000  # largest number of questions in a chart
 
 
 def _by_question(control: RateControl) -> Chart:
-    """Draw one dot per question in order of rates, with the band of a rule that ignores the
-    question.
+    """Draw one dot per question in order of realised rates, with the band for decisions that do not
+    depend on the question.
     """
     everything = sorted(control.by_question, key=lambda group: (group.share, group.name))
-    # dots of many questions are thinned out by rank, which does not change the picture
+    # of many questions, only every n-th in order of rates gets a dot, which does not change the
+    # shape
     step = -(-len(everything) // _MOST_DOTS) or 1
     ordered = everything[::step]
     plot = Plot(
@@ -284,7 +296,10 @@ def _by_question(control: RateControl) -> Chart:
     dots = (
         "Each dot is a question" if step == 1 else f"Only one of every {step} questions has a dot"
     )
-    words = f"{dots}. Root mean square distance of the questions from the nominal rate: {control.question_rms:.3f}"
+    words = (
+        f"{dots}. Root mean square distance of the questions' rates from the nominal rate: "
+        f"{control.question_rms:.3f}"
+    )
     words += (
         f"; fair coins would give {control.coin_rms:.3f}." if control.nominal is not None else "."
     )
@@ -293,7 +308,7 @@ def _by_question(control: RateControl) -> Chart:
 
 
 def over_time_chart(control: RateControl) -> Chart:
-    """Draw the realised rate over the decisions."""
+    """Draw the realised rate against the number of decisions."""
     moments = control.moments
     shares = [moment.share for moment in moments] + [
         m.rolling for m in moments if m.rolling is not None
@@ -320,8 +335,9 @@ def over_time_chart(control: RateControl) -> Chart:
     )
     marks.append(plot.line([(m.decisions, m.share) for m in moments], "main"))
     words = (
-        f"Thick: all decisions so far; thin: the latest {control.window}. Band: 95 % of as many "
-        "fair coins are inside."
+        f"Thick line: all decisions so far. Thin line: the latest {control.window} "
+        "decisions. Band: the share of heads among as many independent coins is inside "
+        "with 95 % probability."
     )
     rows = [
         (m.decisions, m.share, m.low, m.high, m.rolling)
@@ -332,7 +348,7 @@ def over_time_chart(control: RateControl) -> Chart:
 
 
 def reliability_chart(found: Uniformity) -> Chart:
-    """Draw the rate that the p-values give at each nominal rate."""
+    """Draw the rate that the p-values would give, against the nominal rate."""
     plot = Plot(Axis(0, 1, "nominal rate"), Axis(0, 1, "rate by the p-values"))
     curve = [(1 - p, 1 - share) for p, share in reversed(found.curve)]
     grid = [asked for asked, _ in curve]
@@ -344,12 +360,13 @@ def reliability_chart(found: Uniformity) -> Chart:
         plot.line(curve, "main"),
     ]
     words = (
-        "On the dashed line the realised rate equals the nominal rate: the p-values are uniform. "
-        f"The largest distance of the curve from this line is {found.distance:.3f}, "
-        f"{'inside' if found.inside else 'OUTSIDE'} the simultaneous 95 % band of ±{found.band:.3f} "
-        f"for {found.n:,} p-values (effective sample size {found.effective:,.0f}). Feedback "
-        "corrects the rate if the p-values are not uniform, so for a mode with feedback the "
-        "guarantee does not depend on this chart."
+        "On the dashed line the realised rate equals the nominal rate: the p-values are "
+        "uniform. The largest distance of the curve from this line is "
+        f"{found.distance:.3f}, {'inside' if found.inside else 'OUTSIDE'} the "
+        f"simultaneous 95 % band of ±{found.band:.3f} for {found.n:,} p-values "
+        f"(effective sample size {found.effective:,.0f}). Feedback corrects the rate if "
+        "the p-values are not uniform, so for a mode with feedback the guarantee does "
+        "not depend on this chart."
     )
     data = ("nominal rate", "rate by the p-values"), curve[::5]
     return Chart.of(
@@ -389,7 +406,7 @@ def _p_histogram(found: Uniformity) -> Chart:
 
 
 def labelled_chart(found: LabelledScores) -> Chart:
-    """Draw the share of correct answers by the p-value of their chunks."""
+    """Draw the share of correct rollouts against the p-values of their chunks."""
     plot = Plot(Axis(0, 1, "p-value of the chunk"), Axis(0, 1, "answers that are correct"))
     places = [((one.low + one.high) / 2, one.right) for one in found.bins]
     marks = [
@@ -403,10 +420,11 @@ def labelled_chart(found: LabelledScores) -> Chart:
     )
     if not math.isnan(found.auroc.value):
         words = (
-            "If scores find wrong rollouts, chunks with larger p-values belong to fewer correct "
-            "rollouts. Compare a chunk of a wrong and a chunk of a correct rollout of one question: the "
-            f"chunk of the wrong rollout has the worse score with probability {found.auroc.brief()} (coin: 0.5), "
-            f"over {found.labelled:,} chunks. Whiskers are 95 % intervals over questions."
+            "If scores find wrong rollouts, chunks with larger p-values belong to fewer "
+            "correct rollouts. Compare a chunk of a wrong and a chunk of a correct "
+            "rollout of one question: the chunk of the wrong rollout has the worse score "
+            f"with probability {found.auroc.brief()} (coin: 0.5), over {found.labelled:,} "
+            "chunks. Whiskers are 95 % intervals over questions."
         )
     rows = [(one.low, one.high, one.right, one.right.n_samples) for one in found.bins]
     columns = ("p-value from", "to", "answers that are correct", "chunks")
@@ -430,10 +448,11 @@ def _drift(found: DriftTest) -> Chart:
     ]
     said = "reached" if found.peak >= found.alarm else "stayed below"
     words = (
-        "A martingale bets that later questions score differently from earlier questions. If the "
-        "questions are exchangeable, the capital of the martingale ever reaches the upper line "
-        f"({10**found.alarm:,.0f} times the initial capital) with probability at most 1 %. The capital {said} the line: "
-        f"at its peak it was {10 ** min(found.peak, 9):,.1f} times the initial capital."
+        "A martingale bets that later questions score differently from earlier "
+        "questions. If the questions are exchangeable, the capital of the martingale "
+        f"ever reaches the upper line ({10**found.alarm:,.0f} times the initial capital) "
+        f"with probability at most 1 %. The capital {said} the line: at its peak it was "
+        f"{10 ** min(found.peak, 9):,.1f} times the initial capital."
     )
     step = max(1, len(found.path) // 20)
     rows = [(n + 1, found.path[n]) for n in range(0, len(found.path), step)]
@@ -443,7 +462,7 @@ def _drift(found: DriftTest) -> Chart:
 
 
 def timeline_chart(found: TimeBreakdown) -> Chart:
-    """Return the data of the timeline of all engines, which the page's template draws."""
+    """Return the data of the timeline of all engines; the template of the page draws it."""
     columns = (
         "engine",
         "most at once",
@@ -456,9 +475,9 @@ def timeline_chart(found: TimeBreakdown) -> Chart:
     ]
     return Chart(
         "Engines over time",
-        "Filled area: calls in flight. Line: calls waiting for a slot. Gap: idle engine (bubble). "
-        "Rows below: the first "
-        "calls in flight, one call per row at any time, coloured by stage.",
+        "Filled area: calls in flight. Line: calls that wait for a slot. Gap: the "
+        "engine is idle (a bubble). Rows below: calls in flight, coloured by stage; a "
+        "row has one call at a time, and only the first rows are shown.",
         "",
         ReportTable.of("", columns, rows),
         wide=True,
@@ -467,7 +486,7 @@ def timeline_chart(found: TimeBreakdown) -> Chart:
 
 
 def css_class(name: str) -> str:
-    """Return a name as a class of the style sheet.
+    """Return a name as the name of a class in the style sheet.
 
     >>> css_class('draft "2"')
     'draft--2-'
@@ -479,7 +498,7 @@ _LEGEND = (
     ("own", THIS_RUN),
     ("run", "other runs"),
     ("samples", "votes of fewer rollouts"),
-    ("turns", "every rollout cut after so many turns"),
+    ("turns", "every rollout is cut after this number of turns"),
 )
 _LETTER = 6.6
 _LINE = 13.0
@@ -496,11 +515,11 @@ _PLACES = (
     (8, 30),
     (-8, 30),
 )
-"""Possible positions of a label, the best first: pixels to the right of its point (negative: the
-label ends to the left of the point) and below it.
+"""Possible positions of a label, the best first: pixels to the right of its point (if negative, the
+label ends to the left of the point), and pixels below the point.
 """
 
-# error rates below this are not distinguished, so that the axis can end at accuracy 1
+# smaller error rates get the same position, so that the axis can end at accuracy 1
 _FLOOR = 0.02
 _ROUND = (
     1.0,
@@ -529,14 +548,15 @@ Box = tuple[float, float, float, float]
 
 
 def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
-    """Draw accuracy against the target's tokens for whole runs, for fewer rollouts and for fewer
-    turns.
+    """Draw accuracy against the target's tokens: for complete runs, for fewer rollouts and for
+    fewer turns.
     """
     caption = (
-        "Whiskers are 95 % intervals over problems. Points for fewer rollouts are averages over all "
-        "subsets of the recorded rollouts, with the mean cost of as many complete rollouts. "
-        "Points for whole runs have the recorded cost, so votes that ended early cost less. The axis is stretched "
-        "towards 1, where runs differ by few answers."
+        "Whiskers are 95 % intervals over problems. Points for fewer rollouts are "
+        "averages over all subsets of the recorded rollouts, with the mean cost of as "
+        "many complete rollouts. Points for complete runs have the recorded cost, so "
+        "votes that ended early cost less. The axis of accuracies is stretched towards "
+        "1, where runs differ by few answers."
     )
     kinds = {"own" if point.label == THIS_RUN else point.kind for point in points}
     legend = tuple(entry for entry in _LEGEND if entry[0] in kinds)
@@ -546,7 +566,9 @@ def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
 
 
 def runs_chart(points: Sequence[FrontierPoint]) -> Chart | None:
-    """Draw this run and the runs it is compared with; None if none of them is graded."""
+    """Draw the accuracies and costs of this run and of the runs with which it is compared; None if
+    no run is graded.
+    """
     runs = [point for point in points if point.kind == "run"]
     if not runs:
         return None
@@ -561,7 +583,7 @@ def runs_chart(points: Sequence[FrontierPoint]) -> Chart | None:
 
 @dataclass(frozen=True, slots=True)
 class PlainAxis(Axis):
-    """An axis of accuracies, from below the lowest whisker to above the highest one."""
+    """An axis of accuracies, from below the lowest whisker to above the highest whisker."""
 
     @staticmethod
     def place(accuracy: float) -> float:
@@ -570,7 +592,7 @@ class PlainAxis(Axis):
 
     @classmethod
     def of(cls, points: Sequence[FrontierPoint]) -> PlainAxis:
-        """Make an axis that holds these points with their intervals."""
+        """Make an axis whose range contains these points with their intervals."""
         low = min(point.accuracy.low for point in points)
         high = max(point.accuracy.high for point in points)
         pad = max(0.005, 0.06 * (high - low))
@@ -579,11 +601,14 @@ class PlainAxis(Axis):
 
 @dataclass(frozen=True, slots=True)
 class StretchedAxis(PlainAxis):
-    """An axis on which halving the error rate is the same distance everywhere except at its end."""
+    """An axis on which halving the error rate is the same distance everywhere, except near accuracy
+    1.
+    """
 
     @staticmethod
     def place(accuracy: float) -> float:
-        """Return minus the logarithm of the error rate, which is bounded below by a floor.
+        """Return minus the logarithm of the error rate; a very small error rate counts as a fixed
+        minimum.
 
         >>> round(StretchedAxis.place(0.96) - StretchedAxis.place(0.9), 2), round(StretchedAxis.place(1) - 0, 2)
         (0.3, 1.7)
@@ -591,7 +616,7 @@ class StretchedAxis(PlainAxis):
         return -math.log10(1 + _FLOOR - accuracy)
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Return round accuracies for the ticks that fit next to each other."""
+        """Return round accuracies as ticks, as many as fit next to each other."""
         chosen = list[float]()
         for accuracy in _ROUND:
             place = self.place(accuracy)
@@ -642,7 +667,7 @@ def _drawn(
 def _marks(
     plot: Plot, points: Sequence[FrontierPoint], up: Callable[[float], float]
 ) -> Iterator[str]:
-    """Yield whiskers, lines and dots, then the labels on top of them."""
+    """Yield whiskers, lines and dots, and then the labels, which are drawn over these."""
     for p in points:
         yield plot.line([(p.cost, up(p.accuracy.low)), (p.cost, up(p.accuracy.high))], "whisker")
     for kind in ("samples", "turns"):
@@ -660,8 +685,8 @@ def _marks(
 def _labels(
     plot: Plot, points: Sequence[FrontierPoint], places: Mapping[FrontierPoint, tuple[float, float]]
 ) -> Iterator[str]:
-    """Yield labels that cover nothing and are as near as possible to their points; a point without
-    room for a label has only a tooltip.
+    """Yield labels that do not cover anything and are as near as possible to their points. A point
+    without room for a label has only a tooltip.
     """
     dots = [plot.at(*places[p]) for p in points]
     taken = [(x - 6, x + 6, y - 6, y + 6) for x, y in dots]
@@ -697,7 +722,9 @@ def _places(
 
 
 def _by_weight(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
-    """Return whole runs, then the ends of each line, then the points between the ends."""
+    """Return the points in order of importance: complete runs, then the ends of each line, then the
+    points between the ends.
+    """
     ends = list[FrontierPoint]()
     for kind in ("samples", "turns"):
         line = sorted((p for p in points if p.kind == kind), key=lambda p: p.cost)

@@ -43,7 +43,8 @@ from atts.ledger import PRICES, money_of, recorded_prices
 
 
 def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
-    """Return the problems in which every rollout has a verdict, as arguments for the metrics.
+    """Return the verdicts of problems whose rollouts all have a verdict, as arguments for the
+    metrics.
 
     Censored rollouts are left out: their answers are unknown, and counting them as wrong would make
     a better method look worse.
@@ -58,7 +59,9 @@ def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
 
 
 def answered(data: RunData) -> tuple[NamedRate, ...]:
-    """Return the share of problems that an abstaining run answered, and how many answers are wrong."""
+    """Return the share of problems that a run with abstention answered, and the share of wrong
+    answers.
+    """
     promise = data.run.setting("abstain")
     if promise is None:
         return ()
@@ -72,14 +75,16 @@ def answered(data: RunData) -> tuple[NamedRate, ...]:
     words = f"{promise['guarantee']}. Voided by: {promise['voided_by']}"
     return (
         NamedRate(
-            "answered", share, "problems with an answer; problems without one count as wrong"
+            "answered", share, "problems with an answer; problems without an answer count as wrong"
         ),
         NamedRate("wrong if answered", share_estimate(given), words),
     )
 
 
 def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]:
-    """Return the accuracies, starting with the run's vote, and a sentence on their basis."""
+    """Return the accuracies of the run, the vote's first, and a sentence on the problems that they
+    count.
+    """
     with_verdict = [one for one in problems if one.brief.verdict is not None]
     if not with_verdict:
         return (), "no answer is graded, because no problem has a reference answer"
@@ -116,7 +121,7 @@ def _card_rates(card: Scorecard) -> list[NamedRate]:
 
 
 def spend(data: RunData) -> Spend:
-    """Return the tokens and seconds of the whole run."""
+    """Return the tokens and the seconds that the run spent."""
     problems = data.problems.values()
     usage = total_usage(problems)
     seconds = data.state.seconds
@@ -137,7 +142,9 @@ def spend(data: RunData) -> Spend:
 
 
 def baseline(own: RunData, other: RunData) -> Baseline | None:
-    """Compare the run with another on the problems graded in both; None if there are none."""
+    """Compare the run with another run on the problems that are graded in both; None if there are
+    none.
+    """
     common = [name for name in _graded_names(own) if name in _graded_names(other)]
     if not common:
         return None
@@ -168,7 +175,9 @@ def baseline(own: RunData, other: RunData) -> Baseline | None:
 
 
 def corrected(baselines: Sequence[Baseline]) -> tuple[Baseline, ...]:
-    """Return the baselines with p-values corrected for their number by Holm's method."""
+    """Return the comparisons with p-values corrected by Holm's method for the number of
+    comparisons.
+    """
     p_values = holm([one.p_value for one in baselines])
     return tuple(
         replace(one, p_value=p_value) for one, p_value in zip(baselines, p_values, strict=True)
@@ -176,7 +185,7 @@ def corrected(baselines: Sequence[Baseline]) -> tuple[Baseline, ...]:
 
 
 def method(data: RunData) -> str:
-    """Return the name of the run's method, or of its gate."""
+    """Return the name of the run's method; without a method, the name of its gate."""
     run = data.run
     if named := run.setting("method"):
         return str(named)
@@ -192,12 +201,12 @@ def accuracy_of(data: RunData) -> Estimate:
 
 
 def total_usage(problems: Collection[ProblemFacts]) -> Usage:
-    """Sum the usage of these problems."""
+    """Return the summed usage of the problems."""
     return sum((one.brief.usage for one in problems), Usage())
 
 
 def written(usage: Usage) -> int:
-    """Return the tokens written by either model."""
+    """Return the number of tokens that draft and target wrote together."""
     return usage.draft_tokens + usage.target_tokens
 
 
@@ -214,12 +223,13 @@ def _ratio(part: float, whole: float, without: float) -> float:
 
 
 def frontier(data: RunData, others: Sequence[RunData]) -> tuple[FrontierPoint, ...]:
-    """Return the points of the run, of votes of fewer rollouts or fewer turns, and of other runs.
+    """Return the points of the cost-accuracy chart: this run, its votes with fewer rollouts or
+    fewer turns, and other runs.
 
-    The run's rollouts also serve votes of fewer rollouts or turns, because a rollout never depends
-    on its siblings or on later turns. The cost of fewer rollouts is the mean cost of that many
-    complete rollouts; the cost of fewer turns is that of the tokens written in them. The run has
-    its real cost, including votes that ended early.
+    The run's rollouts also show the votes of fewer rollouts or turns, because a rollout does not
+    depend on its siblings or on later turns. The cost of fewer rollouts is the mean cost of that
+    many complete rollouts; the cost of fewer turns is the cost of the tokens written in these
+    turns. The point of the run has the real cost of the run, in which votes may have ended early.
     """
     known = [one for one in data.problems.values() if one.brief.verdict is not None]
     return (
@@ -267,7 +277,7 @@ def _whole_run(data: RunData, name: str) -> list[FrontierPoint]:
 
 
 def _fewer_turns(problems: Sequence[ProblemFacts]) -> list[FrontierPoint]:
-    """Return the point of the vote after so many turns."""
+    """Return the point of the vote if rollouts are cut after `turns` turns."""
     longest = max((rollout.turns for one in problems for rollout in one.rollouts), default=0)
     return [
         _cut(problems, 1 << power) for power in range(longest.bit_length()) if 1 << power < longest
@@ -284,9 +294,11 @@ def _cut(problems: Sequence[ProblemFacts], turns: int) -> FrontierPoint:
 
 
 def _vote_within(one: ProblemFacts, turns: int) -> float | None:
-    """Return the vote's accuracy after so many turns; ties count as their mean.
+    """Return the accuracy of the vote if rollouts are cut after `turns` turns; a tie counts as the
+    mean of its answers.
 
-    It is None if all rollouts that might have answered by then were stopped earlier.
+    The accuracy is None if all rollouts that might have answered within these turns were stopped
+    earlier.
     """
     within = [rollout.brief for rollout in one.rollouts if rollout.turns <= turns]
     samples = [brief for brief in within if brief.answer is not None]
@@ -305,11 +317,11 @@ def _vote_within(one: ProblemFacts, turns: int) -> float | None:
 
 
 _SHOWN = 5
-_LARGE = 0.05  # share of rollouts from which a flag counts as a caveat
+_LARGE = 0.05  # a flag on at least this share of the rollouts is a caveat of the report
 
 
 def caveats(data: RunData, calibration: RateControl | None) -> tuple[Caveat, ...]:
-    """Return all caveats about the numbers, worst first."""
+    """Return all caveats about the numbers of a report, the worst first."""
     unsorted = [
         *_session(data),
         *_truncation(data),
@@ -328,21 +340,24 @@ def _session(data: RunData) -> Iterator[Caveat]:
     is_decided = COMPARED in data.state.said and not data.state.open
     if planned is not None and done < planned and not is_decided:
         text = (
-            f"of {planned:,} problems are not finished: all numbers are those of the {done:,} "
-            "finished problems, which are the fast ones"
+            f"of {planned:,} problems are not finished: all numbers are about the "
+            f"{done:,} finished problems, which are the fastest"
         )
         yield Caveat("unfinished", "bad", planned - done, text)
     killed = data.state.killed + (data.state.ended is None)
     if killed:
         yield Caveat(
-            "killed", "good", killed, "sessions ended without closing (killed, or still running)"
+            "killed",
+            "good",
+            killed,
+            "sessions ended without closing the journal (killed, or still running)",
         )
     for error, count in data.failed_calls.items():
         yield Caveat("failed calls", "care", count, f"engine calls failed: {error}")
 
 
 def _truncation(data: RunData) -> Iterator[Caveat]:
-    """Yield the caveat about cut rollouts, which the command line prints as well."""
+    """Yield the caveat about rollouts that a limit cut; the command line also prints it."""
     truncated = truncation([one.brief for one in data.problems.values()], data.run.manifest)
     if truncated.cut:
         places = [
@@ -378,9 +393,7 @@ def _flags(data: RunData) -> Iterator[Caveat]:
 
 
 def _grading(data: RunData) -> Iterator[Caveat]:
-    """Yield a caveat for each kind of problem whose verdict, or missing verdict, affects the
-    numbers.
-    """
+    """Yield caveats on grading: for each reason, one caveat that counts the affected problems."""
     briefs = {name: one.brief for name, one in data.problems.items()}
     belongs: dict[str, Callable[[FinishedProblem], bool]] = {
         "unscored": lambda one: one.verdict == "unscored",
@@ -419,7 +432,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
 
 
 def _own(data: RunData) -> Iterator[Caveat]:
-    """Yield the warnings that the run itself recorded, one of each kind."""
+    """Yield the warnings that the run recorded, one for each kind of warning."""
     counts = Counter(warned.code for warned in data.warned)
     first = {warned.code: warned for warned in reversed(data.warned)}
     for code, count in counts.items():
@@ -448,7 +461,7 @@ def headline(
     baselines: Sequence[Baseline],
     count: int,
 ) -> Headline:
-    """State the result in one sentence, with the numbers behind it."""
+    """State the result of a run in one sentence, with the most important numbers."""
     vote = accuracy[0].estimate if accuracy else None
     said = ", and ".join(filter(None, (_answers(vote, count), _text(cost))))
     sentence = "; ".join((said, *map(_beside, baselines[:1])))
@@ -457,7 +470,7 @@ def headline(
 
 
 def _gains(baselines: Sequence[Baseline]) -> Iterator[ShownNumber]:
-    """Yield the gain over each coin that the run is compared with, which shows whether its score
+    """Yield the run's gain over each coin with which it is compared; the gain shows if the score
     helps.
     """
     for other in baselines:
@@ -468,7 +481,7 @@ def _gains(baselines: Sequence[Baseline]) -> Iterator[ShownNumber]:
 
 
 def right_of(estimate: Estimate) -> str:
-    """Return a share of problems as a count of correct ones.
+    """Return a share of problems as a count, such as 38 of 40.
 
     >>> right_of(Estimate(0.95, 0.835, 0.986, 40, 40, "wilson"))
     '38 of 40'
@@ -488,7 +501,7 @@ def percent(share: float) -> str:
 
 
 def span(estimate: Estimate) -> str:
-    """Return the text of the interval of a share."""
+    """Return the interval of a share as text."""
     return f"95 % interval {percent(estimate.low)} to {percent(estimate.high)}"
 
 
@@ -507,7 +520,7 @@ def _text(cost: Spend) -> str:
 
 
 def _beside(other: Baseline) -> str:
-    """Return a sentence that compares the run with the first other run."""
+    """Return a sentence that compares the run with the first of the other runs."""
     ratio = other.target_token_ratio
     said = f"the vote of {other.name} is correct on {right_of(other.other)}"
     if math.isnan(ratio):

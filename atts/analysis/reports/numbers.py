@@ -1,4 +1,4 @@
-"""The numbers of a report, as frozen values."""
+"""The numbers of a report, as immutable data classes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from atts.evaluators import Estimate
 from atts.pipelines import CombineSummary
 
 Standing = Literal["good", "care", "bad"]
-"""The standing of a point: nothing against the numbers, read with care, or do not rely on them."""
+"""The standing of an observation. good: nothing speaks against the numbers. care: read the numbers
+with care. bad: do not rely on the numbers.
+"""
 
 
 Point = tuple[Standing, str]
-"""A point that speaks for or against the numbers."""
+"""An observation that speaks for or against the numbers of a report: its standing and its text."""
 
 
 def worst_of(points: Iterable[Point]) -> Standing:
-    """Return the worst standing of some points."""
+    """Return the worst standing of some observations."""
     standings = {standing for standing, _ in points}
     return "bad" if "bad" in standings else "care" if "care" in standings else "good"
 
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """The overall standing of a report, and the points behind it."""
+    """The overall standing of a report, and the observations from which it follows."""
 
     standing: Standing
     line: str
@@ -40,7 +42,7 @@ class RunVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ShownNumber:
-    """A number of the first screen: its text, its meaning, and the details behind it."""
+    """A number on the first screen of a report: its text, its meaning, and how it was computed."""
 
     value: str
     what: str
@@ -49,7 +51,7 @@ class ShownNumber:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """The result in one sentence, with the few numbers behind it."""
+    """The result of a run in one sentence, with its most important numbers."""
 
     sentence: str
     numbers: tuple[ShownNumber, ...]
@@ -72,13 +74,13 @@ class RunFacts:
     draft: str
     target: str
     what: str  # method, dataset and models in one line
-    configuration: tuple[tuple[str, str, str], ...]  # name, value, origin
+    configuration: tuple[tuple[str, str, str], ...]  # one row per setting: name, value, origin
     versions: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class NamedRate:
-    """A rate with its name, its interval and its meaning."""
+    """A rate (such as an accuracy) with its name, its interval and its meaning."""
 
     name: str
     estimate: Estimate
@@ -87,7 +89,7 @@ class NamedRate:
 
 @dataclass(frozen=True, slots=True)
 class Spend:
-    """The cost of the run; the numbers per problem are means over finished problems."""
+    """The cost of a run; numbers per problem are means over finished problems."""
 
     usage: Usage
     target_share: float
@@ -102,8 +104,8 @@ class Spend:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """This run compared with another one, on their common problems; ratios are this run over the
-    other.
+    """A comparison of this run with another run on their common problems; a ratio is this run's
+    value divided by the other run's value.
     """
 
     name: str
@@ -112,7 +114,7 @@ class Baseline:
     own: Estimate
     other: Estimate
     difference: Estimate  # value of this run minus value of the other run
-    p_value: float  # corrected by Holm's method if there are several others
+    p_value: float  # corrected by Holm's method if this run is compared with several runs
     problems_needed: int | None
     token_ratio: float
     target_token_ratio: float
@@ -123,8 +125,8 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class GroupRate:
-    """The decisions of one turn or question; a fair coin of the nominal rate would stay between
-    `low` and `high`.
+    """The decisions of one turn or question. The share of independent coins of the nominal rate
+    would be between `low` and `high`.
     """
 
     name: str
@@ -140,14 +142,14 @@ class GroupRate:
 
     @property
     def inside(self) -> bool:
-        """Return whether the realised rate is in the band."""
+        """Return whether the realised rate is in the band from `low` to `high`."""
         return self.low <= self.share <= self.high
 
 
 @dataclass(frozen=True, slots=True)
 class RatePoint:
-    """The rate after a number of decisions, over all of them and over the latest window, each with
-    a coin's band.
+    """The realised rate after a number of decisions: over all decisions and over the latest
+    decisions, each with the band of a coin.
     """
 
     decisions: int
@@ -159,31 +161,35 @@ class RatePoint:
 
 @dataclass(frozen=True, slots=True)
 class Uniformity:
-    """The distance of p-values from uniformity, with the simultaneous band for `effective` draws."""
+    """The distance of p-values from the uniform distribution, with a simultaneous band for
+    `effective` independent draws.
+    """
 
     n: int
     effective: float
     distance: float
     band: float
     counts: tuple[int, ...]  # counts of p-values in equal bins of [0, 1]
-    curve: tuple[tuple[float, float], ...]  # pairs of p and the share of p-values at or below p
+    curve: tuple[
+        tuple[float, float], ...
+    ]  # points of a curve: p, and the share of p-values that are at most p
 
     @property
     def inside(self) -> bool:
-        """Return whether the whole curve stays in the band."""
+        """Return whether the curve is in the band everywhere."""
         return self.distance <= self.band
 
 
 @dataclass(frozen=True, slots=True)
 class DriftTest:
-    """A martingale that bets on a difference between later and earlier questions; values are log10
-    of its capital.
+    """A test for drift by a martingale, which bets that later questions score differently from
+    earlier ones; values are log10 of the martingale's capital.
     """
 
     questions: int
     path: tuple[float, ...]
     peak: float
-    alarm: float  # log10 of 1 / level
+    alarm: float  # log10 of the alarm level, which is 1 / level
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +205,7 @@ class DriftAlarm:
 
 @dataclass(frozen=True, slots=True)
 class StatedGuarantee:
-    """A guarantee, the conditions that void it, and how it was checked."""
+    """A guarantee, the conditions that void the guarantee, and how it was checked."""
 
     mode: str
     guarantee: str
@@ -228,13 +234,13 @@ class RateControl:
     p_values: Uniformity | None
     drift: DriftTest | None
     alarms: tuple[DriftAlarm, ...]
-    effective: str  # the effective number of scores, in words
+    effective: str  # a text on the effective number of scores
     effective_n: float
     promise: StatedGuarantee
     metrics: Mapping[str, float]
 
     def check(self) -> RateCheck | None:
-        """Compare the realised rate with its bands; None if the gate has no nominal rate."""
+        """Check the realised rate against its bands; None if the gate has no nominal rate."""
         if self.nominal is None:
             return None
         return check_rate(
@@ -243,12 +249,14 @@ class RateControl:
 
 
 THIS_RUN = "this run"
-"""The run's label among the runs it is compared with."""
+"""The label of the report's own run, next to the runs with which it is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """One point of the cost-accuracy plane: fewer rollouts, fewer turns, or a whole run."""
+    """A point with a cost and an accuracy: a complete run, or its vote with fewer rollouts or fewer
+    turns.
+    """
 
     label: str
     kind: Literal["samples", "turns", "run"]
@@ -259,7 +267,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """The seconds of one stage, summed over its calls."""
+    """The seconds of one stage of calls, summed over the calls."""
 
     name: str
     nodes: int
@@ -270,15 +278,16 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class EngineLanes:
-    """One engine over time: its calls in flight and waiting per slice of time, and its first lanes.
+    """The activity of an engine over time: its calls in flight and its waiting calls per slice of
+    time, and its first lanes.
 
-    A segment of a lane is (lane, stage, start, end) in seconds since the run began; calls within a
-    pixel share a segment.
+    A segment of a lane is (lane, stage, start, end), with times in seconds since the run began;
+    calls within one pixel share a segment.
     """
 
     engine: str
     peak: int
-    busy_share: float  # share of the run with at least one call in flight
+    busy_share: float  # share of the run's time with at least one call in flight
     mean_in_flight: float
     longest_bubble: float
     in_flight: tuple[float, ...]
@@ -289,10 +298,10 @@ class EngineLanes:
 
 @dataclass(frozen=True, slots=True)
 class TimeBreakdown:
-    """Time by stage, from the task graph."""
+    """The time of a run by stage, computed from its task graph."""
 
     seconds: float
-    nodes: int  # calls that were measured; a report reads only the first calls of a large run
+    nodes: int  # number of analysed calls; of a large run, only the first
     calls: int
     stages: tuple[StageSeconds, ...]
     engines: tuple[EngineLanes, ...]
@@ -306,7 +315,7 @@ class TimeBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class Caveat:
-    """A caveat to know before trusting the numbers, with examples to look at."""
+    """A caveat about the numbers of a report, with examples of the affected problems."""
 
     code: str
     standing: Standing
@@ -323,7 +332,7 @@ class Caveat:
 
 @dataclass(frozen=True, slots=True)
 class ProblemRow:
-    """One finished problem in brief."""
+    """The main facts about one finished problem."""
 
     id: str
     status: str
@@ -369,7 +378,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True)
 class GateWords:
-    """The guarantee of a gate without a calibrator, and the conditions that void it."""
+    """The guarantee of a gate without a calibrator, and the conditions that void the guarantee."""
 
     guarantee: str
     voided_by: str
@@ -385,7 +394,7 @@ class CaveatWords:
 
 @dataclass(frozen=True, slots=True)
 class ReportWords:
-    """The tables of the file, by name."""
+    """The texts in words.toml: its tables, by name."""
 
     gates: dict[str, GateWords]
     flags: dict[str, CaveatWords]

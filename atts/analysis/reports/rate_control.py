@@ -1,4 +1,4 @@
-"""Compare the realised rate of a run with the nominal rate and with the guarantee."""
+"""The comparison of a run's realised rate with its nominal rate and its guarantee."""
 
 from __future__ import annotations
 
@@ -54,13 +54,14 @@ from atts.sampling import Seed, uniforms
 
 _RELIABILITY_BINS = 5
 LabelSource = Literal["verdicts", "votes"]
-"""How a rollout is known to be correct: by verdicts on its answer, or by agreement with the vote.
-"""
+"""The source of labels on rollouts: "verdicts" on their answers, or agreement with the "votes"."""
 
 
 @dataclass(frozen=True, slots=True)
 class RightBin:
-    """The chunks with p-values between `low` and `high`, and how many of their answers are correct."""
+    """The number of chunks with p-values between `low` and `high`, and how many of their rollouts
+    are correct.
+    """
 
     low: float
     high: float
@@ -69,11 +70,12 @@ class RightBin:
 
 @dataclass(frozen=True, slots=True)
 class LabelledScores:
-    """The share of correct rollouts by score, from chunks that the draft wrote.
+    """The relation between scores and correct rollouts, from chunks that the draft wrote.
 
-    `gain` is the additional share of wrong rollouts' chunks that the score escalates, compared with
-    a coin of the nominal rate. `auroc` is the probability that a chunk of a wrong rollout scores
-    worse than one of a correct rollout. Both compare chunks within a question.
+    `gain` is the share of chunks of wrong rollouts that the score escalates, minus the share that a
+    coin of the nominal rate escalates. `auroc` is the probability that a chunk of a wrong rollout
+    scores worse than a chunk of a correct rollout. Both numbers compare chunks of the same
+    question.
     """
 
     labelled: int
@@ -89,7 +91,7 @@ def labelled_scores(
     source: LabelSource = "verdicts",
     scale: Scale | None = None,
 ) -> LabelledScores | None:
-    """Compare scores with whether their rollouts were correct; None if no chunk is labelled."""
+    """Measure how scores and correct rollouts are related; None if no chunk has a label."""
     known = sorted(
         ((step.decision.p, right, step) for step, right in labels if step.decision.p is not None),
         key=itemgetter(0),
@@ -119,7 +121,7 @@ def _bin(rows: Sequence[tuple[float, bool, GateStep]]) -> RightBin:
     return RightBin(rows[0][0], rows[-1][0], share_estimate(counts.values()))
 
 
-_TRIAL = 300  # number of steps by which the mode is recognised
+_TRIAL = 300  # number of steps that are repeated to recognise the mode of a gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,8 @@ class _Match:
 
 
 def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
-    """Return the text of the guarantee, with the run's numbers and the conditions that void it.
+    """Return the guarantee of a run's gate with the run's numbers, and the conditions that void the
+    guarantee.
 
     If a model computed in bfloat16, the text also says that a repetition may differ in single
     tokens.
@@ -144,8 +147,8 @@ def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
 
 
 def repeats_in_words(engines: Mapping[str, Mapping[str, Json]]) -> str:
-    """Return a note on what a repetition of the run may change because engines round; "" if none
-    does.
+    """Return a note on the changes that rounding by engines may cause if the run is repeated; "" if
+    no engine rounds.
     """
     rounding = [
         role for role, engine in engines.items() if str(engine.get("dtype", "")) == "bfloat16"
@@ -153,8 +156,9 @@ def repeats_in_words(engines: Mapping[str, Mapping[str, Json]]) -> str:
     if not rounding:
         return ""
     return (
-        f"the same seed may give another text where tokens almost tie: {' and '.join(rounding)} computed "
-        f"in bfloat16 (?dtype=float32 behind a local engine's name avoids this)"
+        "with the same seed, a text may differ where two tokens are almost equally "
+        f"likely: {' and '.join(rounding)} computed in bfloat16 (?dtype=float32 behind a "
+        "local engine's name avoids this)"
     )
 
 
@@ -174,25 +178,24 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
     if match is None and not _has_ranks(data):
         return StatedGuarantee(
             gate,
-            f"no guarantee is stated: {gate} is not a gate of atts, and has no `promise`",
-            "nothing, because the gate promises nothing",
+            f"no guarantee is known: {gate} is not a gate of atts, and does not have a `promise`",
+            "nothing, because the gate does not give a guarantee",
             "",
         )
     if match is None:
         return StatedGuarantee(
             str(named or "unknown"),
-            "not known: the run directory does not name the mode of the gate, and no mode "
-            "without stored scores "
-            "takes the recorded decisions",
+            "not known: the run directory does not name the mode of the gate, and none "
+            "of the modes without stored scores takes the recorded decisions",
             "not known, because the mode of the gate is not known",
-            "no mode reproduces the recorded p-values; a calibrator cannot be rebuilt if the "
-            "manifest does not name its stored scores",
+            "none of the modes reproduces the recorded p-values; a calibrator cannot be "
+            "rebuilt if the manifest does not name its stored scores",
         )
     missing = match.checked - match.same
     audit = (
-        f"atts repeated {match.checked:,} recorded decisions from the journal alone, and {match.same:,} "
-        "had the recorded result"
-        + (f"; {missing:,} had another result" if missing else "")
+        f"atts repeated {match.checked:,} recorded decisions from the journal; "
+        f"{match.same:,} of them had the recorded result"
+        + (f"; {missing:,} of them had a different result" if missing else "")
         + ("" if named else "; this repetition identified the mode of the gate")
     )
     return StatedGuarantee(
@@ -201,12 +204,12 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
 
 
 def _has_ranks(data: RunData) -> bool:
-    """Return whether any decision has a p-value, which all calibrated decisions have."""
+    """Return whether a decision has a p-value; all decisions of a calibrator have p-values."""
     return any(step.decision.p is not None for step in data.steps.between(0, len(data.steps)))
 
 
 def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match | None:
-    """Return the mode whose calibrator reproduces the journal's decisions."""
+    """Return the mode of calibrator that reproduces the recorded decisions."""
     best: _Match | None = None
     first = data.steps.between(0, data.parts[1] if len(data.parts) > 1 else len(data.steps))
     for mode in modes:
@@ -219,7 +222,7 @@ def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match |
 
 
 def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
-    """Audit all steps; in a merged run, the steps of each part are audited against that part's
+    """Repeat all steps of a gate, and compare their results; in a merged run, each part has its own
     calibrator.
     """
     ends = [*data.parts[1:], len(data.steps)]
@@ -265,7 +268,7 @@ def _replayed(
                 same += again.action == decision.action and math.isclose(
                     again.p or 0.0, decision.p, abs_tol=1e-9
                 )
-        except CalibrationInputError:  # the scores are on another scale than perplexities
+        except CalibrationInputError:  # the scores are not perplexities
             return None
     return _Match(mode, calibrator, checked, same)
 
@@ -273,12 +276,12 @@ def _replayed(
 LEVEL = 0.95
 DRIFT_LEVEL = 0.01
 _BINS = 20
-_MOMENTS = 160  # points of the curve over time
-_CURVE = 100  # points of the curve of p-values
+_MOMENTS = 160  # number of points of the curve over time
+_CURVE = 100  # number of points of the curve of p-values
 
 
 def realised_rate(data: RunData) -> RateControl | None:
-    """Return all numbers about a run's rate; None if its gate took no decisions."""
+    """Return the numbers about a run's rate; None if the run's gate took no decisions."""
     done = data.done
     if not done:
         return None
@@ -295,7 +298,7 @@ def rate_control(
     alarms: tuple[DriftAlarm, ...],
     scale: Scale | None = None,
 ) -> RateControl:
-    """Return all numbers about the rate; there must be at least one decision."""
+    """Return the numbers about the rate of at least one decision."""
     columns = _columns(done, scale)
     nominal = columns.nominal
     by_question = _groups(columns.questions, columns.escalated)
@@ -332,9 +335,7 @@ def rate_control(
 
 @dataclass(slots=True)
 class _Columns:
-    """The decision on each chunk, stored in columns, because a run may have judged a million
-    chunks.
-    """
+    """The decisions of a run, stored in columns, because a run may have a million judged chunks."""
 
     questions: list[str] = field(default_factory=list[str])
     turns: array[int] = field(default_factory=lambda: array("I"))
@@ -370,7 +371,7 @@ def _columns(done: Sequence[GateStep], scale: Scale | None) -> _Columns:
 
 
 def _nominal(done: Sequence[GateStep]) -> float | None:
-    """Return the most frequent rate of the decisions; a gate without a rate has NaN."""
+    """Return the nominal rate that most decisions have; NaN if the gate has no nominal rate."""
     return _most_named(
         Counter(step.decision.rate for step in done if math.isfinite(step.decision.rate))
     )
@@ -391,7 +392,9 @@ def _groups(keys: Sequence[Hashable], flags: Iterable[int]) -> dict[Hashable, by
 def _banded(
     groups: Mapping[Hashable, Sequence[int]], nominal: float | None, prefix: str = ""
 ) -> tuple[GroupRate, ...]:
-    """Return each group with a band that is valid for all groups simultaneously."""
+    """Return the realised rate of each group of decisions, with bands that are valid for all groups
+    together.
+    """
     level = 1 - (1 - LEVEL) / max(1, len(groups))
     bands = {size: coin_band(size, nominal, level) for size in set(map(len, groups.values()))}
     rows = sorted(groups.items(), key=lambda item: item[0] if isinstance(item[0], int) else 0)
@@ -402,7 +405,9 @@ def _banded(
 
 
 def _coin_rms(sizes: Sequence[int], nominal: float | None) -> float:
-    """Return the root mean square that a coin of the nominal rate would give."""
+    """Return the root mean square distance from the nominal rate that coins of this rate would
+    give.
+    """
     if nominal is None:
         return math.nan
     return math.sqrt(nominal * (1 - nominal) * float(np.mean([1 / size for size in sizes])))
@@ -436,7 +441,7 @@ def _clusters(columns: _Columns) -> ClusterSummary | None:
 
 
 def _uniformity(columns: _Columns) -> Uniformity | None:
-    """Compare the p-values with the uniform distribution, in a Dvoretzky-Kiefer-Wolfowitz band."""
+    """Compare p-values with the uniform distribution, with a Dvoretzky-Kiefer-Wolfowitz band."""
     if not columns.ranked:
         return None
     values = np.sort(np.array(columns.p, float))
@@ -457,11 +462,12 @@ def _uniformity(columns: _Columns) -> Uniformity | None:
 
 
 def _drift(columns: _Columns) -> DriftTest | None:
-    """Bet on the smoothed rank of each question's mean first-turn score among the questions before
-    it.
+    """Test for drift by a martingale, which bets on the smoothed rank of each question's mean
+    first-turn score among earlier questions.
 
     Questions are the units because the scores of a question are correlated. If the questions are
-    exchangeable, the capital ever reaches 1 / level with probability at most level.
+    exchangeable, the capital of the martingale reaches 1 / level at any time with probability at
+    most `level`.
     """
     first = dict[str, list[float]]()
     for place, nonconformity in zip(columns.judged, columns.bad, strict=True):

@@ -1,4 +1,4 @@
-"""Render a report as HTML, Markdown or JSON."""
+"""The conversion of a report to HTML, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ FILE_NAMES: dict[Format, str] = {
 
 
 def render(built: BuiltReport, format: Format, problems: str = "") -> str:
-    """Return the text of the report.
+    """Return the report as text in a format.
 
-    `problems` is the file with all problems; a page that cannot show them all links to it.
+    `problems` is the file with all problems; if a page does not show all problems, the page links
+    to this file.
 
     :raises OptionError: for an unknown format.
     """
@@ -47,21 +48,21 @@ def render(built: BuiltReport, format: Format, problems: str = "") -> str:
         case "html":
             return _html(built, problems)
         case "markdown":
-            # the same numbers without pictures or texts of rollouts, short enough to be pasted into
-            # an issue
+            # Markdown has the same numbers, but no pictures or texts of rollouts, so it is short
+            # enough for an issue
             return filled("report.md", report=built.report, tables=tables).strip() + "\n"
         case "json":
             return json.dumps(jsonable(built.report), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def save_report(built: BuiltReport, format: Format, out: Path | None = None) -> Path:
-    """Write a report that was built, and return its path.
+    """Write a report to a file, and return the path of the file.
 
-    :raises StorageError: the disk refuses.
+    :raises StorageError: the file cannot be written.
     """
     path = out or Path(built.report.run.directory) / FILE_NAMES[format]
-    # The run directory may contain links that its author made, so links are replaced instead of
-    # followed.
+    # A run directory from another person may contain links to other files, so a link is replaced
+    # instead of followed.
     write = write_atomic if out is None else write_out
     problems = f"{path.stem}.problems.jsonl"
     if format == "html" and _is_large(built):
@@ -77,7 +78,7 @@ def _is_large(built: BuiltReport) -> bool:
 
 
 def as_format(name: str, known: Sequence[F]) -> F:
-    """Return the format of this name, which may be an abbreviation.
+    """Return the format with this name, which may be an abbreviation such as md.
 
     :raises OptionError: no format has this name.
     """
@@ -109,7 +110,7 @@ def _html(built: BuiltReport, problems: str) -> str:
 
 
 def page(template: str, scripts: Sequence[str], **values: Any) -> str:
-    """Fill in an HTML template with the common style and the scripts of this page."""
+    """Fill in an HTML template with the style of all pages and the scripts of this page."""
     script = "".join(map(asset, scripts))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     style = asset("report.css") + asset("charts.css")
@@ -117,7 +118,7 @@ def page(template: str, scripts: Sequence[str], **values: Any) -> str:
 
 
 def filled(template: str, **values: Any) -> str:
-    """Fill in a template."""
+    """Replace the names in a template by values."""
     return _environment().get_template(template).render(**values)
 
 
@@ -153,16 +154,17 @@ def plain(text: str) -> str:
     return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())
 
 
-_SCALE = 2  # pixels of a PNG per unit of its SVG
+_SCALE = 2  # number of pixels of a PNG per unit of the SVG
 _SIZE = re.compile(r'viewBox="0 0 (\d+) (\d+)"')
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def save_figures(charts: Sequence[Chart], folder: Path, kind: Literal["svg", "png"]) -> list[Path]:
-    """Write each chart as a file named after its title.
+    """Write each chart to a file that is named after the chart's title.
 
-    :raises StorageError: the disk refuses.
-    :raises UsageError: PNG is wanted, and no program that draws it is installed, or it failed.
+    :raises StorageError: the file cannot be written.
+    :raises UsageError: PNG is requested, but no program that draws PNG files is installed, or the
+        program failed.
     """
     draw = _drawer() if kind == "png" else None
     with storage(folder):
@@ -213,8 +215,8 @@ def _drawer() -> tuple[str, str]:
         if program := shutil.which(name):
             return name, program
     raise UsageError(
-        "PNG needs a program that draws SVG, but none is installed: install rsvg-convert, resvg, "
-        "inkscape or chromium, or use --format svg"
+        "PNG needs a program that converts SVG, but none is installed: install "
+        "rsvg-convert, resvg, inkscape or chromium, or use --format svg"
     )
 
 
@@ -237,7 +239,7 @@ def _png(drawer: tuple[str, str], text: str) -> bytes:
 
 
 def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[str]:
-    """Return the arguments with which a program draws a PNG."""
+    """Return the command line with which a program converts an SVG to a PNG."""
     if name == "rsvg-convert":
         return [f"--zoom={_SCALE}", f"--output={out}", str(source)]
     if name == "resvg":
@@ -249,7 +251,8 @@ def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[st
             f"--export-filename={out}",
             f"--export-dpi={96 * _SCALE}",
         ]
-    # a browser uses its sandbox if the system allows one, and reads only the file written above
+    # the browser uses its sandbox if the system allows it; it reads only the SVG file that was
+    # written above
     return [
         "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run", f"--user-data-dir={source.parent / 'p'}",
         f"--force-device-scale-factor={_SCALE}", f"--window-size={size[0]},{size[1]}", f"--screenshot={out}",
@@ -258,13 +261,15 @@ def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[st
 
 
 Rows = Sequence[tuple[str, Mapping[str, int]]]
-"""For each model by name, how many models have each of its blocks, by position."""
+"""One pair per model: its name and, for the position of each block, the number of models that have
+the block.
+"""
 
 
 def save_sharing(rows: Rows, path: Path) -> None:
-    """Write the picture as an SVG file.
+    """Write the drawing of shared blocks as an SVG file.
 
-    :raises StorageError: the disk refuses.
+    :raises StorageError: the file cannot be written.
     """
     write_out(path, standalone(sharing_chart(rows)).encode())
 

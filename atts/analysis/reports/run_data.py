@@ -1,4 +1,6 @@
-"""Read all data that a report needs from a run's journal in one pass, its problem pages included."""
+"""The data that a report needs from a run's journal, read in one pass together with the pages of
+the problems.
+"""
 
 from __future__ import annotations
 
@@ -37,37 +39,42 @@ from atts.journal import (
     open_run,
 )
 
-# possible limits for the characters of a chunk; the largest that fits is used
+# possible limits on the characters of a chunk; the largest limit with which a page fits is used
 _LIMITS = (4000, 1500, 600, 240, 80, 0)
-_FEWEST = 40  # assumed number of problems that share a budget if their number is not known
+_FEWEST = (
+    40  # number of problems that is assumed to share the budget if the real number is not known
+)
 MOST = 5000
-"""The most problems that a page shows; a browser sorts and filters this many rows without a delay.
+"""The largest number of problems on a page; a browser sorts and filters this many rows without a
+delay.
 """
 
 
 class Pages:
-    """One packed page per problem: JSON, raw deflate, base64, so that no model output can be read
-    as markup.
+    """One page per problem, packed as JSON, raw deflate and base64, so that a browser cannot read a
+    model's output as markup.
     """
 
     def __init__(self, budget: int, problems: int) -> None:
-        """Create pages of at most `budget` bytes in total for `problems` problems; 0 if the number
-        is not known.
+        """Create pages of at most `budget` bytes in total for `problems` problems; `problems` is 0
+        if the number is not known.
         """
         self._each = budget // max(min(problems, MOST), _FEWEST)
         self._packed: dict[str, str] = {}
-        # number of pages so far, for problems that a reader looks for first and for others
+        # numbers of pages so far: of problems that a reader looks for first, and of all other
+        # problems
         self._counts = {True: 0, False: 0}
-        self.shortened = 0  # number of pages whose texts were cut to fit
-        # the smallest limit so far, in characters per chunk, if a text was cut
+        self.shortened = 0  # number of pages with texts that were cut to fit
+        # the smallest limit on a chunk's characters at which a text was cut so far
         self.limit = _LIMITS[0]
 
     def add(
         self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], brief: FinishedProblem
     ) -> None:
-        """Store this problem's page, with texts as long as its share of the budget allows.
+        """Store the page of a problem, with texts as long as the remaining budget allows.
 
-        Nothing is stored if no share is left, or if enough problems of this kind are stored.
+        The page is not stored if the budget is used up, or if there are enough pages of such
+        problems.
         """
         is_wanted = looked_for(brief.verdict, flags.values())
         if not self._each or self._counts[is_wanted] >= MOST:
@@ -90,9 +97,9 @@ class Pages:
         self._packed[outcome.problem.id] = packed
 
     def shown(self, problems: Sequence[tuple[str, bool]]) -> Collection[str]:
-        """Choose the problems to show, each with whether a reader looks for it first.
+        """Choose the problems to show; each has True if a reader looks for such a problem first.
 
-        If there are too many, problems that have a page are chosen.
+        If there are too many problems, those with a page are chosen.
         """
         names = [name for name, _ in problems]
         if len(problems) <= MOST:
@@ -102,7 +109,7 @@ class Pages:
         return [*wanted, *others][:MOST]
 
     def __getitem__(self, problem: str) -> str:
-        """Return the packed page of a problem; "" if it has none."""
+        """Return the packed page of a problem; "" if the problem has no page."""
         return self._packed.get(problem, "")
 
 
@@ -112,11 +119,11 @@ def looked_for(verdict: str | None, flags: Iterable[tuple[str, ...]]) -> bool:
 
 
 def pack(story: Mapping[str, Any]) -> str:
-    """Return the data as base64 of raw deflate, which a browser can unpack."""
+    """Return data packed as JSON, raw deflate and base64, which a browser can unpack."""
     try:
         text = _plain(story)
-    # a number that JSON cannot write, such as NaN; it is rare, and searching for it first would be
-    # slow
+    # the data have a number that JSON does not allow, such as NaN; checking all data for these rare
+    # numbers first would be slow
     except ValueError:
         text = _plain(jsonable(story))
     squeezer = zlib.compressobj(6, zlib.DEFLATED, -15)
@@ -166,7 +173,9 @@ def _rollout_row(
 
 
 def _turn(turn: Turn, limit: int, *, is_kept: bool) -> dict[str, Any]:
-    """Return one turn for the page; `is_kept` is False before the rollout started again."""
+    """Return a turn as data for the page; `is_kept` is False for a turn that was discarded when the
+    rollout started again.
+    """
     decision = turn.decision
     return {
         "i": turn.index,
@@ -180,7 +189,9 @@ def _turn(turn: Turn, limit: int, *, is_kept: bool) -> dict[str, Any]:
 
 
 def _chunks(turn: Turn, limit: int, fate_of_text: str) -> Iterator[list[Any]]:
-    """Yield [author, fate, text, tokens, how it ended] of each chunk, discarded chunks first."""
+    """Yield a list for each chunk, discarded chunks first: author, fate, text, tokens and kind of
+    end.
+    """
     escalated = turn.decision is not None and turn.decision.escalate
     for fate, chunks in (("discarded", turn.discarded), (fate_of_text, turn.chunks)):
         for chunk in chunks:
@@ -193,7 +204,7 @@ def _chunks(turn: Turn, limit: int, fate_of_text: str) -> Iterator[list[Any]]:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return the text, without its middle if it has more than `limit` characters.
+    """Return a text; if it has more than `limit` characters, its middle is left out.
 
     >>> shorten("one two three four", 12)
     'one tw … [6 characters] … e four'
@@ -206,19 +217,22 @@ def shorten(text: str, limit: int) -> str:
 
 
 AUDIT = 4000
-"""The number of the gate's steps that a report takes again; later steps are used as recorded."""
+"""The number of a gate's steps that a report repeats to check them; later steps are used as
+recorded.
+"""
 TIMED = 100_000
 """The number of calls whose times a report analyses; more would fill the memory."""
 _KINDS: tuple[type[Event], ...] = (
     *FACTS, Decided, Observed, CallSpan, ProblemSpan, CallFailed, Warned, Drifted,
 )  # fmt: skip
-# characters at the end of a rollout that are searched for an answer that was not extracted
+# number of characters at the end of a rollout that are searched for an answer that was not
+# extracted
 _TAIL = 300
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    """One rollout without its texts."""
+    """The facts about one rollout, without its texts."""
 
     brief: FinishedSample
     decisions: int
@@ -239,14 +253,14 @@ class RolloutFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProblemFacts:
-    """One finished problem without its texts."""
+    """The facts about one finished problem, without its texts."""
 
     problem: Problem
     brief: FinishedProblem
     rollouts: tuple[RolloutFacts, ...]
 
     def graded(self, brief: FinishedProblem) -> ProblemFacts:
-        """Return the rollouts with the verdicts of later sessions."""
+        """Return the facts about the rollouts, updated by verdicts from later sessions."""
         rollouts = tuple(
             replace(rollout, brief=sample)
             for rollout, sample in zip(self.rollouts, brief.samples, strict=True)
@@ -256,8 +270,8 @@ class ProblemFacts:
 
 @dataclass(slots=True)
 class RunData:
-    """The contents of a run directory; `problems` are the finished ones, in the order in which they
-    started.
+    """The contents of a run directory; `problems` has the finished problems in the order in which
+    they started.
     """
 
     run: RecordedRun
@@ -269,17 +283,17 @@ class RunData:
     warned: list[Warned] = field(default_factory=list[Warned])
     drifted: list[Drifted] = field(default_factory=list[Drifted])
     failed_calls: Counter[str] = field(default_factory=Counter[str])
-    # indices at which the steps of each merged run begin
+    # the index of the first step of each merged run
     parts: list[int] = field(default_factory=lambda: [0])
     state: RunState = field(default_factory=RunState)
 
     @property
     def done(self) -> Steps:
-        """Return the action on every judged chunk, in order."""
+        """Return the actions on all judged chunks, in the order of the decisions."""
         return self.steps.of_kind("observed") or self.steps.of_kind("decided")
 
     def take(self, entry: Entry) -> None:
-        """Add the next entry of the journal."""
+        """Add the data of the next entry of the journal."""
         outcome = self.state.apply(entry)
         match entry.event:
             case SessionOpened(session=session) if session in self.run.part_starts:
@@ -318,10 +332,10 @@ class RunData:
 
 
 def read_run_data(directory: Path, page_bytes: int) -> RunData:
-    """Read the journal of a run, finished or not; `page_bytes` is the most bytes for the pages of
-    all problems.
+    """Read the journal of a finished or unfinished run; the pages of all problems get at most
+    `page_bytes` bytes.
 
-    :raises JournalError: there is none, or it cannot be read.
+    :raises JournalError: there is no journal, or it cannot be read.
     """
     run = open_run(directory)
     data = RunData(run, Pages(page_bytes, run.manifest.problems or 0))

@@ -1,4 +1,4 @@
-"""The tables of a report."""
+"""The tables of a report, as texts and sortable values."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TableKind = Literal["rows", "facts"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table, with its text, a value to sort by, and links (a name, and its target on
-    the page if there is one).
+    """A cell of a table, with its text, a value for sorting, and links. A link has a name, and may
+    have a target on the page.
     """
 
     text: str
@@ -37,14 +37,14 @@ class Cell:
 
     @property
     def classes(self) -> str:
-        """Return the classes of the style sheet: numbers are aligned, tones have colours."""
+        """Return the cell's classes in the style sheet, which align numbers and set colours."""
         return " ".join(filter(None, ("" if self.value is None else "n", self.tone)))
 
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """A table with a title, named columns and rows; a table of facts has a name and a value per row
-    and is not sortable.
+    """A table with a title, named columns and rows. A row of a table of "facts" is a name and a
+    value; such a table cannot be sorted.
     """
 
     title: str
@@ -66,11 +66,11 @@ class ReportTable:
         )
 
 
-_PROBLEMS = 60  # number of rows that a digest shows
+_PROBLEMS = 60  # largest number of rows of a problem digest
 
 
 def cell(value: object, style: str = "") -> Cell:
-    """Return a cell with a readable text of a value.
+    """Return a cell that shows a value as readable text.
 
     >>> cell(0.25).text, cell(1234567).text, cell(None).text, cell(float("nan")).text
     ('0.250', '1,234,567', '', 'undefined')
@@ -101,7 +101,7 @@ def _number(value: float, style: str) -> str:
 
 
 def accuracy_table(report: RunReport) -> ReportTable:
-    """Return every accuracy with its interval and meaning."""
+    """Return the table of accuracies, each with its interval and its meaning."""
     rows = [
         (rate.name, rate.estimate, rate.estimate.n_problems, rate.estimate.n_samples,
          rate.meaning + "".join(f" ({more})" for more in (rate.estimate.note, rate.estimate.doubt) if more))
@@ -115,7 +115,7 @@ def accuracy_table(report: RunReport) -> ReportTable:
 
 
 def spend_table(report: RunReport) -> ReportTable:
-    """Tabulate tokens and seconds."""
+    """Tabulate the tokens and the seconds of a run."""
     spend = report.spend
     usage = report.spend.usage
     rows = [
@@ -135,7 +135,7 @@ def spend_table(report: RunReport) -> ReportTable:
         ("tokens written per second", cell(spend.tokens_per_second)),
     ]
     if spend.dollars is not None:
-        rows.append(("money, by the prices of the models", f"${spend.dollars:,.4f}"))
+        rows.append(("cost in dollars, at the prices of the models", f"${spend.dollars:,.4f}"))
     if spend.dollars_per_right is not None:
         rows.append(("money per correct answer", f"${spend.dollars_per_right:,.6f}"))
     return ReportTable.of(
@@ -144,7 +144,7 @@ def spend_table(report: RunReport) -> ReportTable:
 
 
 def combination_table(report: RunReport) -> ReportTable:
-    """Return the table of selection or synthesis where votes split; empty if votes decided alone."""
+    """Return the table of selection or synthesis for split votes; empty if only votes decided."""
     combined = report.combined
     rows: list[tuple[object, object]] = []
     if combined is not None:
@@ -175,8 +175,8 @@ def combination_table(report: RunReport) -> ReportTable:
 
 
 def speculation_table(report: RunReport) -> ReportTable:
-    """Return the table of tokens proposed to the target and accepted; empty if nothing was
-    proposed.
+    """Return the table of proposed and accepted tokens of the target's speculation; empty if no
+    tokens were proposed.
     """
     speculated = report.speculated
     drawn = report.spend.usage.drawn_tokens
@@ -189,7 +189,8 @@ def speculation_table(report: RunReport) -> ReportTable:
             *([("why no token was proposed", speculated.silence)] if speculated.silence else []),
             (
                 "proposed tokens that the target accepted",
-                f"{speculated.accepted:,} ({100 * speculated.accepted / max(1, speculated.proposed):.1f} %)",
+                f"{speculated.accepted:,} "
+                f"({100 * speculated.accepted / max(1, speculated.proposed):.1f} %)",
             ),
             (
                 "share accepted by position, if all earlier tokens were accepted",
@@ -220,7 +221,7 @@ def _rates(found: Speculated) -> str:
 
 
 def baseline_table(report: RunReport) -> ReportTable:
-    """Tabulate this run compared with others, paired by problem."""
+    """Tabulate the comparisons of this run with other runs, paired by problem."""
     count = len(report.baselines)
     p_value = "p-value" if count < 2 else f"p-value (Holm, {count} comparisons)"
     columns = (
@@ -248,7 +249,7 @@ def _p(value: float) -> Cell:
 
 
 def calibration_table(control: RateControl) -> ReportTable:
-    """Return the rate and the numbers around it."""
+    """Return the table of nominal and realised rate, with the numbers that explain them."""
     rows: list[tuple[object, object]] = [
         ("nominal rate", "none" if control.nominal is None else cell(control.nominal, "g")),
         ("realised rate", Cell(control.rate.counted(), control.rate.value)),
@@ -281,7 +282,7 @@ def calibration_table(control: RateControl) -> ReportTable:
 
 
 def turn_table(control: RateControl) -> ReportTable:
-    """Return the rate of each turn."""
+    """Return the table of realised rates by turn."""
     rows = [
         (g.name, g.decisions, g.escalated, g.share, f"[{g.low:.3f}, {g.high:.3f}]")
         for g in control.turns
@@ -294,7 +295,7 @@ def turn_table(control: RateControl) -> ReportTable:
 
 
 def health_table(health: Health) -> ReportTable:
-    """Return the table of the stored scores' health, and of the threshold that they give."""
+    """Return the table on the quality of stored scores, and on the threshold they give."""
     rows: list[tuple[object, object]] = [
         ("scores", health.scores),
         ("questions", health.clusters.clusters if health.repeats.clustered else "not known"),
@@ -325,7 +326,7 @@ def _range(ends: tuple[float, float]) -> str:
 
 
 def threshold_table(health: Health) -> ReportTable:
-    """Tabulate the scores and thresholds of each turn."""
+    """Tabulate for each turn its scores and the threshold that these give."""
     rows = [
         (
             cell(one.turn),
@@ -341,14 +342,14 @@ def threshold_table(health: Health) -> ReportTable:
 
 
 def shown_score(health: Health, score: float) -> str:
-    """Return the text of a threshold; "none" if there are too few scores for one."""
+    """Return a threshold as text; "none" if there are too few scores for a threshold."""
     if health.measure == "log":
         return score_words(score, health.score_kind)
     return "none" if math.isinf(score) else f"{score:.4g}"
 
 
 def conditions_table(conditions: Mapping[str, object]) -> ReportTable:
-    """Return the conditions under which the scores were made."""
+    """Return the table of the conditions under which the scores were made."""
     rows = [
         (name, value if isinstance(value, str) else json.dumps(value))
         for name, value in conditions.items()
@@ -359,7 +360,7 @@ def conditions_table(conditions: Mapping[str, object]) -> ReportTable:
 
 
 def caveat_table(report: RunReport) -> ReportTable:
-    """Tabulate the warnings, worst first."""
+    """Tabulate the caveats of a report, the worst first."""
     words = {"good": "note", "care": "read with care", "bad": "serious"}
     places = {row.id: place for place, row in shown_problems(report)}
     rows = [
@@ -378,7 +379,7 @@ def _examples(caveat: Caveat, places: Mapping[str, int]) -> Cell:
 
 
 def time_table(found: TimeBreakdown) -> ReportTable:
-    """Return the numbers of the task graph."""
+    """Return the table of the run's time, computed from its task graph."""
     rows: list[tuple[object, object, object]] = [
         ("wall seconds", found.seconds, "from the first call to the end of the last one"),
         (
@@ -391,12 +392,13 @@ def time_table(found: TimeBreakdown) -> ReportTable:
         (
             "Ts, waiting for siblings",
             found.sibling_seconds,
-            "waits of whole rounds, and of equal chunks for the same score",
+            "waits of rollouts for their round, and waits of equal chunks for the same score",
         ),
         (
             "edges between siblings",
             found.sibling_edges,
-            "waits for another rollout of the same problem, including waits for the score of an equal chunk",
+            "waits for another rollout of the same problem, including waits for the "
+            "score of an equal chunk",
         ),
         ("r = Tc / (Tm + Ts)", found.intensity, "asynchronous arithmetic intensity"),
     ]
@@ -419,7 +421,7 @@ def time_table(found: TimeBreakdown) -> ReportTable:
 
 
 def stage_table(found: TimeBreakdown) -> ReportTable:
-    """Tabulate the seconds of each stage."""
+    """Tabulate the seconds of each stage, summed over its calls."""
     rows = [
         (stage.name, stage.nodes, stage.compute, stage.queue, stage.wait) for stage in found.stages
     ]
@@ -439,7 +441,7 @@ def shown_problems(report: RunReport) -> list[tuple[int, ProblemRow]]:
 
 
 def problem_table(report: RunReport) -> ReportTable:
-    """Return one row per problem that is shown."""
+    """Return the table of problems, with one row for each problem that is shown."""
     columns = (
         "problem", "question", "verdict", "answer", "reference", "correct rollouts", "agree", "chunks judged",
         "escalated", "draft tokens", "target tokens", "seconds", "flags",
@@ -450,7 +452,7 @@ def problem_table(report: RunReport) -> ReportTable:
 
 
 def problem_digest(report: RunReport) -> ReportTable:
-    """Return a table of all problems, or only of incorrect ones if there are many."""
+    """Return a table of all problems; if there are many, only of problems that are not correct."""
     table = problem_table(report)
     count = len(report.problems)
     if count <= _PROBLEMS:
@@ -482,7 +484,7 @@ def _problem(place: int, row: ProblemRow) -> tuple[Cell, ...]:
 
 
 def run_table(report: RunReport) -> ReportTable:
-    """Return the facts that identify the run."""
+    """Return the table of facts that identify the run."""
     run = report.run
     rows: list[tuple[object, object]] = [
         ("directory", run.directory),
@@ -498,7 +500,7 @@ def run_table(report: RunReport) -> ReportTable:
 
 
 def settings_table(report: RunReport) -> ReportTable:
-    """Return every setting with its origin."""
+    """Return the table of all settings, each with its origin."""
     return ReportTable.of(
         "Settings and their origins",
         ("setting", "value", "origin"),

@@ -209,7 +209,7 @@ class _Record:
         self._places = array(
             "q"
         )  # for each judged chunk, the position of its decision in time; -1 if not known
-        self._is_within = array("b")  # the policy's turns
+        self._is_within = array("b")  # per judged chunk: 1 if within the policy's turns, else 0
         self._scores = array("d")
         self._features = array("d")
         self._texts: list[str] | None = [] if keeps_texts else None

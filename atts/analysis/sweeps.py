@@ -1,6 +1,7 @@
-"""The runs in a folder: list them, and draw curves through the runs of a sweep.
+"""The runs in a folder: a list of all runs, and the numbers and curves of a sweep.
 
-A list has the status and the headline of each run. The page and the lines of a sweep are at the end.
+The list has the status and the main numbers of each run. The page and the text lines of a sweep are
+built at the end of the module.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ from atts.journal import (
 from atts.ledger import PRICES, money_of, recorded_prices
 
 RunStanding = Literal["finished", "running", "interrupted", "failed", "killed", "not begun"]
-"""The status of a run, in this order: finished, being written, asked to end, finished except for
-failed problems, ended without closing, only planned.
+"""The status of a run. finished: all problems are finished. running: a process writes the run.
+interrupted: the run was asked to end. failed: some problems failed. killed: the process ended
+without closing the journal. not begun: the run is only planned.
 """
 
 
 def standing_of(directory: Path, state: RunState | None) -> RunStanding:
-    """Return the status of the run in a directory; None if no run was started there."""
+    """Return the status of the run in a directory; None if the directory has no run."""
     if state is None:
         return "running" if is_running(directory) else "not begun"
     if state.ended is not None:
@@ -73,17 +75,19 @@ def is_running(directory: Path) -> bool:
 
 
 _DEEP = 4
-"""How many levels of folders below the given one are searched for runs."""
+"""The number of levels of subfolders that are searched for runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """One run in the list; if it cannot be read, `problem` says why and there are no numbers."""
+    """A run in the list of runs; if the run cannot be read, `problem` has the reason and the
+    numbers are missing.
+    """
 
     directory: str
     standing: RunStanding | None
     method: str = ""
-    models: str = ""  # the pair's name, or those of both models
+    models: str = ""  # the name of the pair, or the names of both models
     done: int = 0
     problems: int | None = None
     accuracy: Estimate | None = None
@@ -97,9 +101,10 @@ class RunLine:
 
 
 def list_runs(folders: Sequence[Path]) -> list[RunLine]:
-    """Return the runs in and below these folders, the latest last; a folder may be a run itself.
+    """Return the runs in and below these folders, the newest last; a folder may itself be a run
+    directory.
 
-    :raises JournalError: a folder is not there, or cannot be read.
+    :raises JournalError: a folder does not exist, or cannot be read.
     """
     directories = dict.fromkeys(
         directory for folder in folders for directory in _directories(folder)
@@ -115,7 +120,9 @@ def _directories(folder: Path) -> Iterator[Path]:
                 "there is no such folder",
                 "Give a folder of runs, or the directory of a run",
             )
-        os.listdir(folder)  # an unreadable folder is reported; folders below it are left out
+        os.listdir(
+            folder
+        )  # a given folder that cannot be read is an error; an unreadable subfolder is left out
     yield from _below(folder, _DEEP)
 
 
@@ -157,7 +164,9 @@ def _line(directory: Path) -> RunLine:
 
 
 def _models(run: RecordedRun) -> str:
-    """Return the pair's name if the run has one, else the last parts of both models' names."""
+    """Return the name of the run's pair; without a pair, return the last parts of both models'
+    names.
+    """
     pair = run.manifest.settings.get("pair")
     if pair is not None and pair.value:
         return str(pair.value)
@@ -178,15 +187,15 @@ def _changed(directory: Path) -> float:
 
 SWEEP = "sweep.json"
 Value = str | int | float | bool | None
-"""A value of a setting that varies."""
+"""A value of a setting that a sweep varies."""
 PointKind = Literal["point", "reference"]
-"""The kind of a run: a run of the grid, or a baseline for comparison."""
+"""The kind of a run in a sweep: a point of the grid of settings, or a reference (a baseline)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSetPoint:
-    """One run of the set: `values` are the settings that vary, and `folder` is its folder in the
-    directory of the set.
+    """A run of a sweep: `values` has its values of the settings that vary, and `folder` is its
+    folder in the sweep's directory.
     """
 
     name: str
@@ -197,8 +206,8 @@ class RunSetPoint:
 
 @dataclass(frozen=True, slots=True)
 class RunSet:
-    """A set of runs: `over` has the settings that vary with their values, `settings` those that all
-    runs share.
+    """The runs of a sweep. `over` has the settings that vary, with their values; `settings` has the
+    settings that all runs share.
     """
 
     over: Mapping[str, tuple[Value, ...]]
@@ -208,7 +217,7 @@ class RunSet:
 
 
 class _Stored(msgspec.Struct, forbid_unknown_fields=True):
-    """Keys that the file must have, and the types of their values."""
+    """The keys that the file of a sweep must have, and the types of their values."""
 
     over: dict[str, list[Value]]
     settings: dict[str, msgspec.Raw]
@@ -217,10 +226,10 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def load_run_set(directory: Path) -> RunSet:
-    """Return the set of runs in a directory.
+    """Return the sweep in a directory, as its file describes it.
 
-    :raises JournalError: the directory contains no set of runs, or it cannot be read.
-    :raises JournalCorrupt: the file does not describe a set of runs.
+    :raises JournalError: the directory does not contain a sweep, or its file cannot be read.
+    :raises JournalCorrupt: the file does not describe a sweep.
     """
     path = directory / SWEEP
     with storage(path):
@@ -236,12 +245,12 @@ def load_run_set(directory: Path) -> RunSet:
         raise JournalCorrupt(
             path,
             f"the file does not describe a sweep ({error})",
-            "The runs are not damaged; restore the file from a copy",
+            "The runs of the sweep are not damaged; restore the file from a copy",
         ) from error
     outside = [point.folder for point in stored.points if Path(point.folder).name != point.folder]
     if outside:
         raise JournalCorrupt(
-            path, f"the run {outside[0]!r} is outside this directory", "Restore a copy"
+            path, f"the run {outside[0]!r} is outside the directory of the sweep", "Restore a copy"
         )
     return RunSet(
         {name: tuple(values) for name, values in stored.over.items()},
@@ -251,30 +260,31 @@ def load_run_set(directory: Path) -> RunSet:
 
 
 def save_run_set(directory: Path, held: RunSet) -> None:
-    """Write the set of runs atomically.
+    """Write the file of a sweep atomically.
 
-    :raises StorageError: the disk refuses.
+    :raises StorageError: the file cannot be written.
     """
     text = msgspec.json.format(msgspec.json.encode(asdict(held)), indent=2)
     write_atomic(directory / SWEEP, text + b"\n")
 
 
 LENGTHS = ("samples", "max_tokens", "turns")
-"""The settings that a curve follows if they vary: each spends more tokens of the same models."""
+"""Settings with larger values along a curve; a larger value spends more tokens of the same models.
+"""
 
 
 @dataclass(slots=True)
 class CallTotals:
-    """The engine calls of a run: their number, how many replies came from other runs, and their
-    seconds.
-    """
+    """Totals over the engine calls of a run: calls, replies taken from other runs, and seconds."""
 
     calls: int = 0
     shared: int = 0
     seconds: float = 0.0
 
     def count(self, own: float, held: SharedReply | None, run: int) -> None:
-        """Count a call; a shared reply counts with the time that the first run waited for it."""
+        """Count a call; a reply taken from another run counts with the seconds that it took in that
+        run.
+        """
         is_shared = held is not None and held.run != run
         self.calls += 1
         self.shared += is_shared
@@ -283,7 +293,7 @@ class CallTotals:
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """A run compared with a baseline, problem by problem.
+    """A comparison of a run with a baseline, paired by problem.
 
     `p_value` is corrected by Holm's method for all comparisons with this kind of baseline.
     """
@@ -297,7 +307,7 @@ class Contrast:
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """One run of the set; costs are per problem, as if the run had been made alone."""
+    """The numbers of a run of a sweep; costs are per problem, as if the run had not shared replies."""
 
     name: str
     kind: PointKind
@@ -308,17 +318,17 @@ class ScalingPoint:
     problems: int | None
     samples: int
     accuracy: Estimate
-    oracle: Estimate  # the share of problems in which any rollout was correct
+    oracle: Estimate  # the share of problems with at least one correct rollout
     rate: Estimate
     target_tokens: float
     draft_tokens: float
     scored_tokens: float
-    seconds: float  # seconds of engine calls, added up
+    seconds: float  # seconds of engine calls per problem, summed over the calls
     calls: int
-    shared: int  # number of replies that were taken from another run of the set
+    shared: int  # number of replies that were taken from another run of the sweep
     dollars: float | None  # None: a model has no price
-    right: Mapping[str, float] = field(repr=False)  # keyed by problem that was graded
-    # keyed by problem: the share of correct ones among the rollouts that ended
+    right: Mapping[str, float] = field(repr=False)  # keyed by graded problem
+    # keyed by problem: the share of correct rollouts among those that ran to their end
     shares: Mapping[str, float] = field(repr=False)
     difference: Contrast | None = None  # difference in accuracy from the target alone
     # gain in accuracy of single rollouts over a coin of the same policy
@@ -326,13 +336,13 @@ class ScalingPoint:
 
     @property
     def is_drawn(self) -> bool:
-        """Return True if there is an accuracy to draw."""
+        """Return whether the run has an accuracy, which a chart can draw."""
         return not math.isnan(self.accuracy.value)
 
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """A set of runs in numbers."""
+    """The numbers of a sweep, with one point for each run."""
 
     directory: str
     over: Mapping[str, tuple[Value, ...]]
@@ -341,18 +351,18 @@ class SweepReport:
 
     @property
     def grid(self) -> tuple[ScalingPoint, ...]:
-        """Return the runs of the grid."""
+        """Return the points of the grid, without the baselines."""
         return tuple(point for point in self.points if point.kind == "point")
 
     @property
     def references(self) -> tuple[ScalingPoint, ...]:
-        """Return the baselines."""
+        """Return the baselines: the target alone, the draft alone and the coins."""
         return tuple(point for point in self.points if point.kind == "reference")
 
     @property
     def along(self) -> str | None:
-        """Return the setting on the axis of a curve: a length if a length varies, or else a rate, or
-        else another number.
+        """Return the setting that varies along a curve: a length if one varies, else the rate, else
+        another numeric setting.
         """
         several = {
             name: values for name, values in self.over.items() if len(set(map(str, values))) > 1
@@ -362,8 +372,8 @@ class SweepReport:
 
     @property
     def curves(self) -> dict[str, list[ScalingPoint]]:
-        """Return the points of each curve in order, keyed by the settings that the curve keeps
-        fixed.
+        """Return the points of each curve in order; the key of a curve has the settings that are
+        constant along it.
         """
         by_curve = dict[str, list[ScalingPoint]]()
         for point in self.grid:
@@ -379,7 +389,7 @@ class SweepReport:
 
 
 def read_sweep(directory: Path) -> SweepReport:
-    """Read the numbers of a set of runs, finished or not.
+    """Read the numbers of a finished or unfinished sweep.
 
     :raises JournalError: the directory contains no set of runs, or one of the runs cannot be read.
     """
@@ -426,13 +436,13 @@ def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> Scali
 
 
 def _dollars(run: RecordedRun, state: RunState) -> float | None:
-    """Return the mean dollars of a problem, or None if a model has no price."""
+    """Return the mean cost of a problem in dollars, or None if a model has no price."""
     money = money_of(state.usage, recorded_prices(run.given(PRICES)))
     return None if money is None or not state.finished else money / len(state.finished)
 
 
 def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunState, CallTotals]:
-    """Read a summary of the run's problems, and its calls."""
+    """Read the finished problems of a run, and the totals of its engine calls."""
     state = RunState()
     totals = CallTotals()
     number = run_number(folder)
@@ -447,13 +457,15 @@ def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunSta
 
 
 def _share_of_correct(one: FinishedProblem) -> tuple[str, float] | None:
-    """Return a problem with the share of correct rollouts among those that ended."""
+    """Return a problem with its share of correct rollouts, among the rollouts that ran to their
+    end.
+    """
     ended = [sample.verdict == "correct" for sample in one.complete_samples if sample.verdict]
     return (one.problem, sum(ended) / len(ended)) if ended else None
 
 
 def _compared(held: RunSet, points: Sequence[ScalingPoint]) -> list[ScalingPoint]:
-    """Return the points with their difference to the target alone and their gain over a coin."""
+    """Return the points, each with its difference from the target alone and its gain over a coin."""
     by_method: dict[object, list[ScalingPoint]] = {}
     for point in points:
         by_method.setdefault(point.values.get("method"), []).append(point)
@@ -472,7 +484,7 @@ def _contrasts(
     baselines: Sequence[ScalingPoint],
     values: Callable[[ScalingPoint], Mapping[str, float]],
 ) -> dict[str, Contrast]:
-    """Compare each point with its baseline, and correct for the number of comparisons."""
+    """Compare each point with its baseline, with p-values corrected for the number of comparisons."""
     compared: dict[str, Comparison] = {}
     for point in points:
         base = next((one for one in baselines if _is_beside(one, point)), None)
@@ -496,7 +508,8 @@ def _is_beside(reference: ScalingPoint, point: ScalingPoint) -> bool:
     """Return True if a baseline ran on the point's models and, for a coin, with its rate and
     policy.
 
-    Single rollouts are compared with a coin's, so their limits must be the coin's as well.
+    Single rollouts are compared with those of a coin, so the point and the coin must have the same
+    limits.
     """
     is_coin = reference.values.get("method") == "coin"
     apart = ("method", "samples") if is_coin else ("method", *LENGTHS)
@@ -514,7 +527,7 @@ _LETTERS = "abcdefghijklmnopqrsuvwxyz"
 
 
 def sweep_lines(report: SweepReport) -> Iterator[str]:
-    """Return the table, the chart, and notes on both."""
+    """Return a sweep as text lines: the table, the chart, and notes on both."""
     yield from _table(report)
     yield ""
     yield from _picture(report)
@@ -522,11 +535,12 @@ def sweep_lines(report: SweepReport) -> Iterator[str]:
 
 
 def sweep_notes(report: SweepReport) -> Iterator[str]:
-    """Return notes that explain the numbers."""
+    """Return notes that explain the numbers of a sweep."""
     yield (
-        "Brackets are 95 % intervals over problems. Differences are from method target-only, in "
-        "accuracy of the vote. Gains are over a coin with the same policy and rate, in accuracy of "
-        "single rollouts. Differences and gains are paired by problem."
+        "Brackets are 95 % intervals over problems. A difference is the accuracy of the "
+        "vote minus that of method target-only. A gain is the accuracy of single "
+        "rollouts minus that of a coin with the same policy and rate. Differences and "
+        "gains are paired by problem."
     )
     compared = (("differences", "difference"), ("gains", "gain"))
     counts = {
@@ -537,8 +551,9 @@ def sweep_notes(report: SweepReport) -> Iterator[str]:
     if several:
         yield f"p-values are corrected by Holm's method, for {' and for '.join(several)}."
     yield (
-        "Best of all: share of problems that any rollout solved, an upper bound for every vote. "
-        "Rollouts that a settled vote cancelled count as not correct for this share."
+        "Best of all: share of problems that at least one rollout solved, an upper "
+        "bound for every vote. Rollouts that were cancelled because the vote was "
+        "settled count as not correct for this share."
     )
     calls, shared = (
         sum(getattr(point, name) for point in report.points) for name in ("calls", "shared")
@@ -555,9 +570,9 @@ def _table(report: SweepReport) -> Iterator[str]:
     has_prices = any(point.dollars is not None for point in report.points)
     money = f"  {'dollars':>10}" if has_prices else ""
     yield (
-        f"  {'':<{wide}}  {'done':>9}  {'accuracy':<21}  {'difference':<31}  {'gain over a coin':<31}  "
-        f"{'best of all':>11}  "
-        f"{'rate':>5}  {'target':>8}  {'seconds':>8}{money}"
+        f"  {'':<{wide}}  {'done':>9}  {'accuracy':<21}  {'difference':<31}  "
+        f"{'gain over a coin':<31}  {'best of all':>11}  {'rate':>5}  {'target':>8}  "
+        f"{'seconds':>8}{money}"
     )
     marks = _marks(report)
     for point in (*report.references, *report.grid):
@@ -566,14 +581,18 @@ def _table(report: SweepReport) -> Iterator[str]:
         difference = "" if point.difference is None else str(point.difference)
         gain = "" if point.gain is None else str(point.gain)
         yield (
-            f"{marks[point.name]} {point.name:<{wide}}  {done:>9}  {what:<21}  {difference:<31}  {gain:<31}  "
-            f"{_number(point.oracle.value, '.3f'):>11}  {_number(point.rate.value, '.2f'):>5}  "
-            f"{_number(point.target_tokens, ',.0f'):>8}  {_number(point.seconds, ',.2f'):>8}"
-            f"{_dollars_column(point) if has_prices else ''}"
+            f"{marks[point.name]} {point.name:<{wide}}  {done:>9}  {what:<21}  "
+            f"{difference:<31}  {gain:<31}  {_number(point.oracle.value, '.3f'):>11}  "
+            f"{_number(point.rate.value, '.2f'):>5}  "
+            f"{_number(point.target_tokens, ',.0f'):>8}  "
+            f"{_number(point.seconds, ',.2f'):>8}{_dollars_column(point) if has_prices else ''}"
         ).rstrip()
-    yield "  target: tokens that the target wrote per problem; seconds: sum over the engine calls of a problem."
+    yield (
+        "  target: tokens that the target wrote per problem; seconds: time of the engine "
+        "calls of a problem, summed over the calls."
+    )
     if has_prices:
-        yield "  dollars: cost per problem, by the prices of the models."
+        yield "  dollars: cost per problem, at the prices of the models."
 
 
 def _dollars_column(point: ScalingPoint) -> str:
@@ -585,7 +604,9 @@ def _number(value: float, form: str) -> str:
 
 
 def _marks(report: SweepReport) -> dict[str, str]:
-    """Return the letter of each point: one per curve, T, D and C for the baselines."""
+    """Return the letter that marks each point: one letter per curve, and T, D and C for the target
+    alone, the draft alone and coins.
+    """
     curves = enumerate(report.curves.values())
     marks = {
         point.name: _LETTERS[number % len(_LETTERS)]
@@ -598,9 +619,7 @@ def _marks(report: SweepReport) -> dict[str, str]:
 
 
 def _picture(report: SweepReport) -> Iterator[str]:
-    """Draw accuracy against target tokens in characters; each baseline is a dashed line at its
-    accuracy.
-    """
+    """Draw accuracy against target tokens as text; each baseline is a dashed line at its accuracy."""
     drawn = [point for point in report.points if point.is_drawn]
     if not drawn:
         return
@@ -624,7 +643,10 @@ def _picture(report: SweepReport) -> Iterator[str]:
     yield f"{'':>8} 0{f'{right:,.0f}':>{_WIDE}}  target tokens per problem"
     if report.along is not None:
         named = (f"{marks[points[0].name]}: {name}" for name, points in report.curves.items())
-        yield f"{'':>8} along {report.along}; {'; '.join(named)}; T, D, C: target alone, draft alone, coin"
+        yield (
+            f"{'':>8} along {report.along}; {'; '.join(named)}; T, D, C: target alone, draft "
+            "alone, coin"
+        )
 
 
 def _range(drawn: Sequence[ScalingPoint]) -> tuple[float, float]:
@@ -636,12 +658,12 @@ def _range(drawn: Sequence[ScalingPoint]) -> tuple[float, float]:
 
 
 COLOURS = 6
-"""The number of different colours of curves; further curves start again with the first colour."""
-_LABEL = 12.0  # pixels between labels of baselines
+"""The number of colours for curves; if there are more curves, colours are used again."""
+_LABEL = 12.0  # smallest distance between labels of baselines, in pixels
 
 
 def render_sweep(report: SweepReport) -> str:
-    """Return the page, which needs no network and no server."""
+    """Return the HTML page of a sweep, which needs neither network nor server."""
     return page(
         "sweep.html",
         ("tables.js",),
@@ -654,7 +676,9 @@ def render_sweep(report: SweepReport) -> str:
 
 
 def headline(report: SweepReport) -> str:
-    """Name the cheapest run whose accuracy does not differ from the best one's by the intervals."""
+    """Return a sentence on the most accurate run (the cheapest if several are equally accurate),
+    and on the target alone.
+    """
     drawn = [point for point in report.grid if point.is_drawn]
     if not drawn:
         return "No answer is graded yet"
@@ -667,7 +691,10 @@ def headline(report: SweepReport) -> str:
         ),
         None,
     )
-    said = f"Best: {best.name}, accuracy {best.accuracy.brief()} for {best.target_tokens:,.0f} target tokens per problem"
+    said = (
+        f"Best: {best.name}, accuracy {best.accuracy.brief()} for {best.target_tokens:,.0f} "
+        "target tokens per problem"
+    )
     if target is None:
         return said
     return (
@@ -676,7 +703,7 @@ def headline(report: SweepReport) -> str:
 
 
 def sweep_charts(report: SweepReport) -> Iterator[Chart]:
-    """Draw accuracy against each kind of cost."""
+    """Draw one chart of accuracy for each kind of cost."""
     yield _chart(
         report,
         "Accuracy against target tokens",
@@ -706,7 +733,8 @@ def _chart(
     for number, (name, points) in enumerate(report.curves.items()):
         shown = [p for p in points if p.is_drawn]
         marks.append(
-            f'<g class="s{number % COLOURS}">{"".join(_curve(plot, name, shown, cost, report.along))}</g>'
+            "<g "
+            f'class="s{number % COLOURS}">{"".join(_curve(plot, name, shown, cost, report.along))}</g>'
         )
     rows = [
         (p.name, cost(p), p.accuracy.value, p.accuracy.low, p.accuracy.high, p.oracle.value)
@@ -715,9 +743,8 @@ def _chart(
     columns = ("run", label, "accuracy", "from", "to", "any rollout correct")
     legend = [(f"s{number % COLOURS}", name) for number, name in enumerate(report.curves)]
     words = (
-        "Bands and whiskers are 95 % intervals over problems; dashed: the baselines; dotted: the "
-        "share that any "
-        "rollout solved."
+        "Bands and whiskers: 95 % intervals over problems. Dashed lines: the baselines. "
+        "Dotted lines: the share of problems that at least one rollout solved."
     )
     along = f" Along each curve: {report.along}." if report.along else ""
     return replace(
@@ -728,7 +755,7 @@ def _chart(
 
 
 def _accuracies(drawn: Sequence[ScalingPoint]) -> Axis:
-    """Return the range of accuracies to show, with whole intervals."""
+    """Return a range of accuracies that contains all points with their intervals."""
     low = min([p.accuracy.low for p in drawn] + [1.0])
     high = max([max(p.accuracy.high, p.oracle.value) for p in drawn] + [0.0])
     return (
@@ -761,9 +788,10 @@ def _curve(
 def _baselines(
     plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]
 ) -> Iterator[str]:
-    """Draw a dashed line for each baseline, with a point at its cost.
+    """Draw a dashed line for each baseline, with a point at the baseline's cost.
 
-    Its name is at the right below the line, or above the line if there is no room below.
+    The name of the baseline is at the right end: below the line or, without room there, above the
+    line.
     """
     taken = list[float]()
     for p in sorted(report.references, key=lambda p: p.accuracy.value if p.is_drawn else -1.0):
@@ -787,7 +815,7 @@ def _baselines(
 def _ceiling(
     plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]
 ) -> Iterator[str]:
-    """Draw the accuracy that no vote can exceed, curve by curve."""
+    """Draw for each curve the accuracy that no vote can exceed."""
     for number, points in enumerate(report.curves.values()):
         line = [
             (cost(p), p.oracle.value)
@@ -798,13 +826,14 @@ def _ceiling(
             yield f'<g class="s{number % COLOURS}">{plot.line(line, "oracle")}</g>'
         elif line:
             yield from (
-                f'<g class="s{number % COLOURS}">{plot.dot(x, y, "oracle", "any rollout correct", 2.5)}</g>'
+                "<g "
+                f'class="s{number % COLOURS}">{plot.dot(x, y, "oracle", "any rollout correct", 2.5)}</g>'
                 for x, y in line
             )
 
 
 def _cells(contrast: Contrast | None) -> tuple[float | None, ...]:
-    """Return a comparison as the cells of a table; empty cells if there is none."""
+    """Return a comparison as cells of a table; without a comparison, the cells are empty."""
     if contrast is None:
         return (None,) * 4
     estimate = contrast.estimate
@@ -812,7 +841,7 @@ def _cells(contrast: Contrast | None) -> tuple[float | None, ...]:
 
 
 def sweep_table(report: SweepReport) -> ReportTable:
-    """Return a row for every run of the set."""
+    """Return a table with a row for every run of a sweep."""
     columns = (
         "run", "status", "problems", "accuracy", "from", "to", "difference to the target alone", "from", "to",
         "p (Holm)", "gain over a coin, single rollouts", "from", "to", "p (Holm)",

@@ -1,6 +1,8 @@
-"""Export recorded runs as training data: the draft's texts with the target's scores.
+"""The export of recorded runs as training data, such as the draft's texts with the target's
+log-probabilities.
 
-The last part makes examples for a learned judge, from takeovers that coins chose.
+The last part of the module makes examples for a learned judge, from runs in which coins chose the
+takeovers.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from atts.sampling import Seed, generator
 DataKind = Literal["opd", "sft", "preference", "verifiers"]
 KINDS: tuple[DataKind, ...] = get_args(DataKind)
 VERSIONS: Mapping[DataKind, int] = {"opd": 2, "sft": 1, "preference": 1, "verifiers": 1}
-"""The version of the records of each kind; records name it, for example "atts.opd/2"."""
+"""The version of the records of each kind; a record names its version, for example "atts.opd/2"."""
 
 
 class TopTokens(NamedTuple):
-    """The most likely tokens at each position of a text, in order, with their log-probabilities."""
+    """The most likely tokens at each position of a text, the most likely first, with their
+    log-probabilities.
+    """
 
     ids: list[list[int]]
     logprobs: list[list[float]]
@@ -40,7 +44,7 @@ class TopTokens(NamedTuple):
 class Teacher(Protocol):
     """A model that lists the most likely tokens at every position of a rollout."""
 
-    tokenizer: str  # its digest
+    tokenizer: str  # the digest of the tokenizer
 
     def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
         """Return the most likely tokens at the positions of `ids`, which follow `prompt`."""
@@ -78,16 +82,18 @@ COLUMNS: Mapping[DataKind, Mapping[str, str]] = {
         "completion": "messages", "reward": "number", "metrics": "named numbers",
     },
 }  # fmt: skip
-"""The columns of each kind's records, in order, with the type of each."""
+"""For each kind of data, the columns of its records in order, with their types."""
 
-_ROW_GROUP = 512  # records in one row group of a Parquet file, which are in memory at once
+_ROW_GROUP = (
+    512  # number of records in a row group of a Parquet file; a whole group is in memory at once
+)
 _SUFFIXES = (".jsonl", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
     """The options of an export; `pairs` is the largest number of preference pairs per problem,
-    drawn by seed.
+    which are drawn at random by `seed`.
 
     :raises OptionError: an unknown choice, or no pairs.
     """
@@ -103,19 +109,19 @@ class ExportOptions:
         if self.keep is not None and self.keep not in get_args(Keep):
             raise OptionError("--keep", f"{self.keep!r} is unknown", get_args(Keep))
         if self.pairs < 1:
-            raise OptionError("--pairs", f"{self.pairs} pairs are too few; give at least 1")
+            raise OptionError("--pairs", f"the number of pairs is {self.pairs}; give at least 1")
 
 
 @dataclass(slots=True)
 class Exported:
-    """Counts of what was written."""
+    """The file of an export, with the numbers of exported and omitted records."""
 
     path: Path
     kind: DataKind
-    problems: int = 0  # with a record
+    problems: int = 0  # number of problems that have a record
     records: int = 0
-    trained_tokens: int = 0  # tokens with the log-probabilities of both models
-    # number of rollouts left out, by the reason
+    trained_tokens: int = 0  # number of tokens with the log-probabilities of both models
+    # number of rollouts that were left out, keyed by reason
     skipped: Counter[str] = field(default_factory=Counter[str])
 
     def as_json(self) -> dict[str, Any]:
@@ -131,7 +137,7 @@ class FinishedCase:
 
     outcome: Outcome
     verdicts: Mapping[int, str | None]  # keyed by sample
-    # keyed by sample and turn, the target's log-probabilities of the drafted chunk
+    # keyed by sample and turn: the target's log-probabilities of the draft's chunk
     teacher: Mapping[tuple[int, int], tuple[float, ...]]
     scores: Mapping[int, Mapping[str, float]]
 
@@ -139,13 +145,14 @@ class FinishedCase:
 def export_run(
     run: RecordedRun, path: Path, options: ExportOptions, teacher: Teacher | None = None
 ) -> Exported:
-    """Write a run's rollouts as training data, problem by problem, and return what was written.
+    """Write a run's rollouts as training data, problem by problem, and return the counts.
 
-    A `teacher`, usually the run's target, reads each rollout again and adds its most likely tokens
-    to the records of opd. The file is replaced atomically at the end.
+    A `teacher`, usually the run's target, reads each rollout again; the records of opd then also
+    have the teacher's most likely tokens. The file is replaced atomically at the end.
 
     :raises OptionError: the kind of file is unknown, or the teacher has another tokenizer.
-    :raises UsageError: the run lacks the records from which this kind of data is built.
+    :raises UsageError: the run did not record the data from which this kind of training data is
+        built.
     :raises JournalError: no problem is finished, or the journal cannot be read.
     :raises StorageError: the file cannot be written.
     """
@@ -155,7 +162,7 @@ def export_run(
         _check_tokenizers(run, teacher)
     elif teacher is not None:
         raise OptionError(
-            "--teacher", f"{options.kind} does not have a teacher's tokens; only opd does"
+            "--teacher", f"records of {options.kind} do not have a teacher's tokens; use --as opd"
         )
     made = Exported(path, options.kind)
     records: Iterable[dict[str, Any]] = _records(run, options, made)
@@ -173,7 +180,9 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _taught(record: dict[str, Any], teacher: Teacher | None) -> dict[str, Any]:
-    """Return a record with the teacher's most likely tokens; they are null if there is no teacher."""
+    """Return a record with the teacher's most likely tokens; without a teacher these fields are
+    null.
+    """
     if teacher is None:
         return {**record, "top_ids": None, "top_logprobs": None}
     top = teacher.top_tokens(record["prompt_ids"], record["ids"])
@@ -184,8 +193,9 @@ def _check_tokenizers(run: RecordedRun, teacher: Teacher | None) -> None:
     engines = run.manifest.engines
     if not {"draft", "target"} <= engines.keys():
         raise UsageError(
-            f"{run.directory}: opd needs a draft and a target, but this run has only "
-            f"{' and '.join(engines) or 'neither'}; export it as sft, preference or verifiers"
+            f"{run.directory}: opd needs a draft and a target, but this run used only "
+            f"{' and '.join(engines) or 'neither'}; export it as sft, preference or "
+            "verifiers"
         )
     draft, target = (engines[role].get("tokenizer") for role in ("draft", "target"))
     if draft != target:
@@ -226,7 +236,7 @@ def _records(run: RecordedRun, options: ExportOptions, made: Exported) -> Iterat
 
 
 def _origin(run: RecordedRun, kind: DataKind) -> dict[str, Any]:
-    """Return the fields that begin every record of an export: the schema, the run and the models."""
+    """Return the first fields of every record of an export: the schema, the run and the models."""
     models = {
         role: str(engine.get("model", "")) for role, engine in sorted(run.manifest.engines.items())
     }
@@ -243,7 +253,7 @@ def _origin(run: RecordedRun, kind: DataKind) -> dict[str, Any]:
 
 
 def finished_cases(run: RecordedRun, *, needs_scores: bool) -> Iterator[FinishedCase]:
-    """Yield every finished problem; only open problems are held in memory."""
+    """Yield every finished problem with its data; only open problems are kept in memory."""
     state = RunState()
     kinds = (*FACTS, Measured, *((Scored, CallSpan) if needs_scores else ()))
     scored: Scored | None = None
@@ -256,7 +266,7 @@ def finished_cases(run: RecordedRun, *, needs_scores: bool) -> Iterator[Finished
             case Scored():
                 scored = event
             case CallSpan() if scored is not None:
-                # the span on the line of a score names the turn of the score
+                # the span on a score's line of the journal has the turn to which the score belongs
                 key = event.sample, event.turn
                 teacher.setdefault(event.problem, {})[key] = scored.scores.logprobs
                 scored = None
@@ -276,7 +286,7 @@ Maker = Callable[[FinishedCase, ExportOptions, Exported], Iterator[dict[str, Any
 
 
 def _kept(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator[Rollout]:
-    """Yield the rollouts to export, with their numbers, and count the others by the reason."""
+    """Yield the rollouts to export, and count the omitted rollouts by reason."""
     keep = options.keep or ("correct" if options.kind == "sft" else "all")
     for rollout in sorted(case.outcome.rollouts, key=lambda one: one.sample):
         verdict = case.verdicts[rollout.sample]
@@ -308,7 +318,7 @@ def _messages(role: str, text: str) -> list[dict[str, str]]:
 
 
 def _sft(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
-    """Yield a conversation per rollout, with the target's token ids where they were recorded."""
+    """Yield one conversation per rollout, with the target's token ids if they were recorded."""
     question = case.outcome.problem.text
     for rollout in _kept(case, options, made):
         prompt = rollout.prompt.target_ids
@@ -329,7 +339,7 @@ def _preference(
     wrong = [one for one in rollouts if case.verdicts[one.sample] == "wrong"]
     pairs = [(good, bad) for good in correct for bad in wrong]
     if not pairs:
-        made.skipped["all rollouts are correct, or none"] += len(rollouts)
+        made.skipped["all rollouts of the problem are correct, or none is"] += len(rollouts)
         return
     name = case.outcome.problem.id
     random = generator(Seed(run=options.seed, problem=name, purpose="preference pairs"))
@@ -351,7 +361,9 @@ def _preference(
 def _verifiers(
     case: FinishedCase, options: ExportOptions, made: Exported
 ) -> Iterator[dict[str, Any]]:
-    """Yield a rollout with its reward, in the fields in which `verifiers` saves rollouts."""
+    """Yield rollouts with their rewards, in the format in which the library `verifiers` saves
+    rollouts.
+    """
     problem = case.outcome.problem
     for rollout in _kept(case, options, made):
         facts = _facts(case, rollout)
@@ -364,7 +376,7 @@ def _verifiers(
             "task": problem.source,
             "prompt": _messages("user", problem.text),
             "completion": _messages("assistant", rollout.text),
-            # in such an environment the answer is the reference
+            # in an environment of `verifiers`, the field "answer" is the reference answer
             "answer": problem.answer,
             "reward": float(facts["correct"]),
             "metrics": dict(case.scores.get(rollout.sample, {})),
@@ -374,7 +386,8 @@ def _verifiers(
 def _opd(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
     """Yield the tokens of each rollout, and of each chunk that the target replaced.
 
-    The mask is 1 where the draft wrote the token and the log-probabilities of both are known.
+    The mask of a token is 1 if the draft wrote the token and the log-probabilities of both models
+    are known.
     """
     teacher = scored_chunks(case)
     for rollout in _kept(case, options, made):
@@ -409,7 +422,9 @@ def _opd(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator
         for record in records:
             trained = sum(record["mask"])
             if not trained:
-                made.skipped["no token has both log-probabilities"] += record["part"] == "rollout"
+                made.skipped["no token has the log-probabilities of both models"] += (
+                    record["part"] == "rollout"
+                )
                 continue
             made.trained_tokens += trained
             yield record
@@ -430,7 +445,7 @@ def _opd_record(
 
 
 def _decision(turn: Turn, start: int, end: int) -> dict[str, Any]:
-    """Return a gate's decision, with the range of the rollout's tokens that its turn wrote."""
+    """Return a gate's decision, with the positions of the tokens that were written in its turn."""
     assert turn.decision is not None, "only turns with a decision are passed here"
     decision = turn.decision
     return {
@@ -444,7 +459,9 @@ def _decision(turn: Turn, start: int, end: int) -> dict[str, Any]:
 
 
 class _Tokens:
-    """Tokens with their log-probabilities by both models; None if these were not recorded."""
+    """Tokens with their log-probabilities under both models; a log-probability is None if it was
+    not recorded.
+    """
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -453,9 +470,10 @@ class _Tokens:
         self.teacher: list[float | None] = []
 
     def add(self, chunk: Chunk, scored: tuple[float, ...] | None) -> None:
-        """Add a chunk; `scored` has the target's log-probabilities of a chunk of the draft."""
+        """Add a chunk; for a chunk of the draft, `scored` has the target's log-probabilities."""
         count = len(chunk.draft_ids)
-        # log-probabilities of an end token do not belong to the chunk's ids
+        # the log-probability of an end token is left out, because the end token is not in the
+        # chunk's ids
         own = _as_many(chunk.logprobs[:count], count)
         nothing = _as_many((), count)
         is_draft = chunk.author == "draft"
@@ -469,14 +487,14 @@ class _Tokens:
 
 
 def _as_many(values: tuple[float, ...], count: int) -> list[float | None]:
-    """Return one value per token; all are None if the numbers of values and tokens differ."""
+    """Return one value per token; if there are more or fewer values than tokens, all are None."""
     return list(values) if len(values) == count else [None] * count
 
 
 def scored_chunks(case: FinishedCase) -> dict[tuple[int, int], tuple[float, ...]]:
-    """Return the target's log-probabilities of every drafted chunk.
+    """Return the target's log-probabilities of every chunk that the draft wrote.
 
-    Equal chunks after equal beginnings were scored only once, for the first of them.
+    If several rollouts have the same text up to the end of a chunk, the chunk was scored only once.
     """
     teacher = dict(case.teacher)
     by_text: dict[tuple[TokenIds, TokenIds], tuple[float, ...]] = {}
@@ -514,11 +532,11 @@ _MAKERS: Mapping[DataKind, Maker] = {
 def _write_parquet(
     path: Path, records: Iterable[dict[str, Any]], columns: Mapping[str, str]
 ) -> None:
-    """Write records in groups of rows.
+    """Write records to a Parquet file in groups of rows.
 
     :raises MissingExtra: pyarrow is not installed.
     """
-    try:  # imported by name: pyarrow is optional and ships no types
+    try:  # imported by name, because pyarrow is optional and has no type annotations
         pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
         raise MissingExtra("a Parquet file", "pyarrow", "parquet") from None
@@ -536,7 +554,7 @@ def _write_parquet(
 
 
 def _arrow_types(pyarrow: Any) -> dict[str, Any]:
-    """Return Arrow's type for each word in `COLUMNS`."""
+    """Return the Arrow type for each name of a type in `COLUMNS`."""
     text = pyarrow.string()
     integer = pyarrow.int64()
     number = pyarrow.float64()
@@ -571,26 +589,27 @@ def _groups(records: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]
 
 
 TRIAL = "trial"
-"""The method that scores every chunk and lets coins choose."""
+"""The method of runs for a judge: every chunk is scored, and coins choose which chunks escalate."""
 
 
 def takeover_examples(run: RecordedRun) -> Examples:
-    """Return a run's chunks with their features and an unbiased estimate of each takeover's gain.
+    """Return the chunks of a run with their features, and with an unbiased estimate of the gain of
+    a takeover.
 
-    In such a run, a coin of known probability e decided whether each chunk was escalated (W = 1) or
-    not (W = 0). Let y be 1 for a correct rollout, and m the share of correct rollouts among its
-    siblings. Then the expectation of (W - e) / (e (1 - e)) (y - m) is the gain of a takeover at that
-    chunk. This is true for any m, because m does not depend on W.
+    For each chunk, a coin of known probability e decided if the chunk was escalated (W = 1) or not
+    (W = 0). Let y be 1 if the rollout is correct, else 0. Let m be the share of correct rollouts
+    among its siblings. Then the expectation of (W - e) / (e (1 - e)) (y - m) is the gain of a
+    takeover at that chunk. This is true for any m, because m does not depend on W.
 
-    :raises UsageError: the run's gate was not a coin, the rate is 0 or 1, or nothing was graded.
+    :raises UsageError: the run's gate was not a coin, its rate is 0 or 1, or no rollout was graded.
     :raises JournalError: no problem is finished, or the journal cannot be read.
     """
     setting = run.manifest.configuration.get("method")
     method = "" if setting is None else str(setting.value)
     if method != TRIAL:
         raise UsageError(
-            f"method {method or '(none)'} escalates chunks by their scores, so escalated chunks "
-            f"differ from accepted ones; make a run with --method {TRIAL}"
+            f"method {method or '(none)'} escalates chunks by their scores, so escalated "
+            f"chunks differ from accepted chunks; make a run with --method {TRIAL}"
         )
     agreements: dict[tuple[str, int, int], float | None] = {}
     for event in run.decisions():
@@ -618,7 +637,8 @@ def takeover_examples(run: RecordedRun) -> Examples:
                 rate = decision.rate
                 if not 0 < rate < 1:
                     raise UsageError(
-                        f"rate {rate:g} makes every decision the same; make a run with a rate between 0 and 1"
+                        f"at rate {rate:g} all decisions are equal; make a run with a "
+                        "rate between 0 and 1"
                     )
                 row = judge_features(
                     teacher.get((rollout.sample, turn.index), ()),
@@ -634,7 +654,8 @@ def takeover_examples(run: RecordedRun) -> Examples:
                 problems.append(rollout.problem)
     if not gains:
         raise UsageError(
-            "the run has no chunk with the log-probabilities of both models in a graded rollout; "
-            "problems need reference answers, and the models one tokenizer"
+            "no graded rollout of the run has a chunk with the log-probabilities of both "
+            "models; problems need reference answers, and both models need the same "
+            "tokenizer"
         )
     return Examples(JUDGE_FEATURES, features, gains, problems)

@@ -314,5 +314,5 @@ def test_a_sweep_names_no_run_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(
         f'{{"over": {{}}, "settings": {{}}, "points": [{point}], "schema": 1}}'
     )
-    with pytest.raises(JournalCorrupt, match="is outside this directory"):
+    with pytest.raises(JournalCorrupt, match="is outside the directory"):
         load_run_set(tmp_path)

@@ -349,7 +349,9 @@ def test_impossible_exports_are_refused(
 ) -> None:
     """An export that cannot be made raises an error that names a solution, and leaves no file."""
     run = planted(run_import, tmp_path)
-    with pytest.raises(UsageError, match="opd needs a draft and a target, but this run has only t"):
+    with pytest.raises(
+        UsageError, match="opd needs a draft and a target, but this run used only t"
+    ):
         read(run, tmp_path, "opd")
     with pytest.raises(OptionError, match=r"--out: .*data.csv does not end in .jsonl or .parquet"):
         export_run(open_run(run), tmp_path / "data.csv", ExportOptions("sft"))
@@ -360,7 +362,8 @@ def test_impossible_exports_are_refused(
     ):
         read(other, tmp_path, "sft")
     with pytest.raises(
-        UsageError, match=r"of kind preference \(all rollouts are correct, or none: 1\)"
+        UsageError,
+        match=r"of kind preference \(all rollouts of the problem are correct, or none is: 1\)",
     ):
         read(other, tmp_path, "preference")
     assert command(["export", str(run), "--as", "dpo", "--out", "x.jsonl"]) == 2

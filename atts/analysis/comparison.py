@@ -275,10 +275,8 @@ class Compared:
     single: Comparison | None
     mcnemar: McNemar | None
     costs: tuple[CostRatio, ...]
-    unscored: tuple[int, int] = (
-        0,
-        0,
-    )  # number of votes of each run that count as wrong because they could not be scored
+    # number of votes of each run that count as wrong because they could not be scored
+    unscored: tuple[int, int] = (0, 0)
     if_right: Comparison | None = None  # comparison of the votes if the unscored votes were correct
     # comparison of votes after every problem, in a seeded random order
     sequential: Sequential | None = None

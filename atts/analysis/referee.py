@@ -353,9 +353,8 @@ class PlayedRollout:
 
     label: int  # class of equal answers
     is_right: float  # 1 correct, 0 wrong or unscored
-    costs: tuple[
-        float, float, float, float
-    ]  # the cost in each of UNITS; NaN if a cost is not known
+    # the cost in each of UNITS; NaN if a cost is not known
+    costs: tuple[float, float, float, float]
     scores: tuple[tuple[str, float], ...] = ()
 
 

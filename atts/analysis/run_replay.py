@@ -206,9 +206,8 @@ class _Record:
         self.policy = policy
         self.problems: dict[str, _RecordedProblem] = {}
         self.turns = StepLog()  # the recorded decisions on the judged chunks
-        self._places = array(
-            "q"
-        )  # for each judged chunk, the position of its decision in time; -1 if not known
+        # for each judged chunk, the position of its decision in time; -1 if not known
+        self._places = array("q")
         self._is_within = array("b")  # per judged chunk: 1 if within the policy's turns, else 0
         self._scores = array("d")
         self._features = array("d")
@@ -357,9 +356,8 @@ def replay_policy(
 
 
 def _replay(record: _Record, gate: Gate | RoundGate | None, group: Grouper) -> Replayed:
-    strayed: dict[
-        tuple[str, int], int
-    ] = {}  # keyed by rollout: the first turn whose decision differs from the record
+    # keyed by rollout: the first turn whose decision differs from the record
+    strayed: dict[tuple[str, int], int] = {}
     if gate is None:
         rows = [row for one in record.problems.values() for row in one.rows]
         decisions = Decisions(Steps(record.turns, rows), rows)
@@ -568,9 +566,8 @@ class Replay:
     undecided: int
     censored: int
     decisions: Sequence[ReplayedDecision]
-    answers: Mapping[
-        str, tuple[str | None, str | None]
-    ]  # keyed by problem: the recorded answer and the replayed answer
+    # keyed by problem: the recorded answer and the replayed answer
+    answers: Mapping[str, tuple[str | None, str | None]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,9 +120,8 @@ def _directories(folder: Path) -> Iterator[Path]:
                 "there is no such folder",
                 "Give a folder of runs, or the directory of a run",
             )
-        os.listdir(
-            folder
-        )  # a given folder that cannot be read is an error; an unreadable subfolder is left out
+        # a given folder that cannot be read is an error; an unreadable subfolder is left out
+        os.listdir(folder)
     yield from _below(folder, _DEEP)
 
 

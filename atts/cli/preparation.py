@@ -291,7 +291,7 @@ def doctor(
     pairs: options.Pairs = None,
     as_json: options.ObjectJson = False,
 ) -> None:
-    """Before a run, check both engines (tokenizers, templates, lengths), the memory and the disk.
+    """Check both engines (tokenizers, templates, lengths), memory and disk before a run.
 
     Each check prints a line: ok, warn or fail, with advice. As a test, the draft writes one short
     chunk and the target scores the chunk. If a check fails, the exit code is 5.

@@ -153,9 +153,8 @@ def table(snapshot: ProgressSnapshot) -> RenderableType:
     rows.add_column(overflow="fold")
     rows.add_row("problems", _bar(snapshot))
     for name, words in (*_facts(snapshot), *_models(snapshot)):
-        rows.add_row(
-            name, Text(sanitized(words))
-        )  # the name of a model may look like markup, for example "[/]"
+        # the name of a model may look like markup, for example "[/]"
+        rows.add_row(name, Text(sanitized(words)))
     parts: list[Any] = [rows]
     if snapshot.note and snapshot.state != "over":
         parts.append(Text(sanitized(snapshot.note), style="bold yellow"))

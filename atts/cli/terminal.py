@@ -87,9 +87,8 @@ def warnings_on_stderr() -> Generator[None]:
 
 
 def _plain(record: logging.LogRecord) -> logging.LogRecord:
-    with suppress(
-        Exception
-    ):  # if arguments do not fit their message, the logging module reports the error later
+    # if arguments do not fit their message, the logging module reports the error later
+    with suppress(Exception):
         record.msg = sanitized(record.getMessage())
         record.args = None
     return record

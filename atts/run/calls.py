@@ -525,9 +525,8 @@ class RunLengthEstimate(RunLength):
         # rollout, because the rollouts of a problem are stopped together in an arbitrary order.
         self._weight = 1.0
         self._growth = 1 + 1 / max(1.0, _MEMORY * rollouts) if rollouts else 1.0
-        self._open = dict[
-            str, dict[int, int]
-        ]()  # total decisions so far of the rollouts that have not ended
+        # keyed by problem and sample: decisions so far of a rollout that has not ended
+        self._open = dict[str, dict[int, int]]()
 
     @property
     def share(self) -> float | None:
@@ -571,9 +570,8 @@ class RunLengthEstimate(RunLength):
         """Record that all rollouts of this problem have ended."""
         self._end_all(list(self._rollouts(problem).values()))
         del self._open[problem]
-        self._weight *= (
-            self._growth**self._samples
-        )  # over a complete run, the weight grows by a factor of e^8
+        # over a complete run, the weight grows by a factor of e^8
+        self._weight *= self._growth**self._samples
 
     def _end_all(self, lengths: Sequence[int]) -> None:
         for made in lengths:
@@ -1346,11 +1344,10 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
             text += f" rewards {request.texts!r}"
         ids = request.prefix + request.suffix
     hasher = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12)
+    # the ids of text-only engines encode complete texts, so they may need more than 64 bits
     try:
         hasher.update(array("q", ids).tobytes())
-    except (
-        OverflowError
-    ):  # ids of text-only engines encode complete texts, and do not fit into 64 bits
+    except OverflowError:
         hasher.update(repr(ids).encode())
     return hasher.hexdigest()
 
@@ -1409,9 +1406,8 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
             spec.name,
             f"the reply has {len(logprobs)} log-probabilities for {len(request.suffix)} tokens",
         )
-    if max(logprobs) > 1e-4 or any(
-        map(math.isnan, logprobs)
-    ):  # rounding may make a log-probability slightly larger than 0
+    # rounding may make a log-probability slightly larger than 0
+    if max(logprobs) > 1e-4 or any(map(math.isnan, logprobs)):
         raise BadReply(spec.name, "a log-probability is above 0 or not a number")
     if len(logprobs) >= _WHOLE_TEXT and max(logprobs) < _ABSURD:
         raise BadReply(spec.name, "every token of the text has probability 0")
@@ -1420,16 +1416,16 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     if begun is None:
         return
     ids = begun.ids
-    # the tokens drawn while scoring follow the scored text, except for its last token
+    # the tokens drawn while scoring must equal the first tokens of the scored text; only the last drawn
+    # token may differ
     follows = ids[:-1] == request.suffix[: len(ids) - 1]
     if draw is None or not follows or not 0 < len(ids) == len(begun.logprobs):
         raise BadReply(
             spec.name,
             "the tokens that the engine drew while scoring do not begin like the scored text",
         )
-    most = draw.max_tokens - (
-        begun.ended is None
-    )  # the completion has not ended, so the drawn tokens must be its beginning
+    # a completion that has not ended needs at least one more token
+    most = draw.max_tokens - (begun.ended is None)
     if len(ids) > most or not 0 <= ids[-1] < spec.vocabulary:
         raise BadReply(
             spec.name,

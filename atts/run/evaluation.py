@@ -318,9 +318,8 @@ def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:
     return {f"{role}.{name}": Setting(seen, "probe") for name, seen in spec.findings}
 
 
-_ENDLESS = (
-    1 << 40
-)  # a context length above that of every real model, for models without a known limit
+# a context length above that of every real model, for models without a known limit
+_ENDLESS = 1 << 40
 _FLOPS_PER_CORE = (
     2e10  # assumed operations per second of a core, for a rough estimate of a run's time
 )
@@ -453,9 +452,8 @@ async def evaluate(
     """
     options = options or RunOptions()
     if options.directory is not None:
-        check_directory(
-            options.directory
-        )  # checked before models are loaded, so that an error comes early
+        # checked before models are loaded, so that an error comes early
+        check_directory(options.directory)
     async with AsyncExitStack() as engines:
         if options.engines == "open them":
             await engines.enter_async_context(plan.draft)

@@ -382,9 +382,8 @@ class Progress:
         self._flows = {flow: _Throughput(tokens.total) for flow, tokens in self._flows.items()}
         self._stages.clear()
         self._ended.clear()  # problems that were open are replayed, so they are counted again
-        self._open |= (
-            self._incomplete
-        )  # problems with failed rollouts run again, so they count as open
+        # problems with failed rollouts run again, so they count as open
+        self._open |= self._incomplete
         while self._incomplete:
             problem = self._incomplete.pop()
             del self._over[problem]

@@ -293,9 +293,8 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
     """Return the mean over problems of the share of correct rollouts among those that ran to their
     end.
     """
-    verdicts: list[
-        list[str]
-    ] = []  # for each problem, the verdicts on its rollouts that ran to their end
+    # for each problem, the verdicts on its rollouts that ran to their end
+    verdicts: list[list[str]] = []
     for problem in graded:
         verdicts.append([one.verdict for one in problem.complete_samples if one.verdict])
     num_rollouts = sum(map(len, verdicts))

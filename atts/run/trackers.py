@@ -334,9 +334,8 @@ FILE = "trackers.json"
 """The file in a run directory that contains the ids under which trackers know the run."""
 PROJECT = "atts"
 """The default project or experiment of a tracker."""
-_file_lock = (
-    threading.Lock()
-)  # a lock, because the trackers of a run write this file from several threads
+# a lock, because the trackers of a run write this file from several threads
+_file_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -674,9 +673,8 @@ class RunningTotals:
     def __init__(self) -> None:
         self.prices: Prices = {}
         self._problems: dict[str, _ProblemNumbers] = {}
-        self._verdicts: dict[
-            str, dict[int | None, VerdictStatus]
-        ] = {}  # verdicts on rollouts, keyed by open problem
+        # verdicts on rollouts, keyed by open problem
+        self._verdicts: dict[str, dict[int | None, VerdictStatus]] = {}
         # keyed by open problem: chunks escalated, chunks judged
         self._judged: dict[str, list[int]] = {}
         self._escalated = 0

@@ -273,8 +273,8 @@ def _by_question(control: RateControl) -> Chart:
     depend on the question.
     """
     everything = sorted(control.by_question, key=lambda group: (group.share, group.name))
-    # of many questions, only every n-th in order of rates gets a dot, which does not change the
-    # shape
+    # if there are many questions, only every n-th in order of rates gets a dot; the shape of the
+    # curve stays the same
     step = -(-len(everything) // _MOST_DOTS) or 1
     ordered = everything[::step]
     plot = Plot(

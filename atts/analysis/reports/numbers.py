@@ -170,9 +170,8 @@ class Uniformity:
     distance: float
     band: float
     counts: tuple[int, ...]  # counts of p-values in equal bins of [0, 1]
-    curve: tuple[
-        tuple[float, float], ...
-    ]  # points of a curve: p, and the share of p-values that are at most p
+    # points of a curve: p, and the share of p-values that are at most p
+    curve: tuple[tuple[float, float], ...]
 
     @property
     def inside(self) -> bool:

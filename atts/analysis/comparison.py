@@ -99,13 +99,13 @@ class GradedProblem:
     vote: float
     share: float
     samples: int
-    costs: Mapping[str, float]  # known costs, keyed by the names in COSTS
+    costs: Mapping[str, float]  # the known costs of the problem, keyed by the names in COSTS
     unscored: float = 0.0  # increase of `vote` if an unscored answer counted as correct
 
 
 @dataclass(frozen=True, slots=True)
 class GradedRun:
-    """The graded problems of one run."""
+    """A run with its graded problems."""
 
     name: str
     method: str
@@ -250,9 +250,10 @@ class CostRatio:
     """The second run's mean cost per problem divided by the first run's, with an interval."""
 
     name: str
-    first: float  # mean cost per problem
+    first: float  # mean cost per problem in the first run
     second: float
-    ratio: float  # infinite if the first run's cost is 0
+    # the second run's cost divided by the first run's; infinite if the first run's cost is 0
+    ratio: float
     low: float
     high: float
 
@@ -277,7 +278,8 @@ class Compared:
     costs: tuple[CostRatio, ...]
     # number of votes of each run that count as wrong because they could not be scored
     unscored: tuple[int, int] = (0, 0)
-    if_right: Comparison | None = None  # comparison of the votes if the unscored votes were correct
+    # the comparison of votes if unscored votes counted as correct
+    if_right: Comparison | None = None
     # comparison of votes after every problem, in a seeded random order
     sequential: Sequential | None = None
 

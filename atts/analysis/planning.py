@@ -89,7 +89,7 @@ class PlanData:
     run: RecordedRun
     cases: list[GradedCase] = field(default_factory=list[GradedCase])
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    # in the order of the decisions
+    # recorded decisions, in the order in which they were taken
     decided: dict[TurnKey, Decided] = field(default_factory=dict[TurnKey, Decided])
     # times of the engines' calls, in seconds since the run began
     nodes: list[CallSpan] = field(default_factory=list[CallSpan])
@@ -103,7 +103,7 @@ class PlanData:
 
     @property
     def rate(self) -> float:
-        """Return the nominal rate."""
+        """Return the nominal rate of the run."""
         value = self.run.setting("rate")
         return float(value) if isinstance(value, int | float) else float("nan")
 
@@ -303,7 +303,7 @@ def _choice(lengths: Sequence[int], limit: int, other: int, fixed: float) -> Chu
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the number of seconds covered by at least one span."""
+    """Return the number of seconds during which at least one of the time spans was open."""
     total = 0.0
     latest = -math.inf
     for start, end in sorted(spans):
@@ -362,7 +362,7 @@ class Option:
     target_tokens: float
     scored_tokens: float
     seconds: float
-    dollars: float | None = None  # None: a model has no price
+    dollars: float | None = None  # mean cost in dollars; None if a model has no price
 
     @property
     def tokens(self) -> float:
@@ -659,7 +659,7 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
     for data in runs:
         if data.method in ("coin", "draft-only", "target-only", "exact"):
             continue
-        if not 0 < data.rate < 1:  # the gate of this run takes no decisions
+        if not 0 < data.rate < 1:  # the run's gate did not take decisions
             continue
         coin = coins.get(data.rate)
         if coin is None:
@@ -770,7 +770,8 @@ class PilotArm:
 
     name: str
     flags: Mapping[str, object]
-    correct: Mapping[str, Sequence[bool]]  # keyed by problem: verdicts on its rollouts
+    # keyed by problem: the verdicts on the problem's rollouts
+    correct: Mapping[str, Sequence[bool]]
     usage: Usage
     rate: float  # realised rate; NaN if the method escalates nothing
     coin: str = ""  # the name of the coin's arm with which this arm is compared
@@ -816,7 +817,7 @@ class PilotReport:
 
     rows: tuple[PilotRow, ...]
     unavailable: tuple[PilotArm, ...]
-    headroom: Estimate  # accuracy of the target minus that of the draft
+    headroom: Estimate  # accuracy of the target minus accuracy of the draft
     power: Power | None
     take: Take
     flags: Mapping[str, object]
@@ -894,7 +895,7 @@ def _cost_per_point(draft: PilotArm, arm: PilotArm) -> float:
 
 
 def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, PilotRow, str]:
-    """Return the recommended arm, its row, and the reason in a sentence."""
+    """Return the kind of recommendation, the recommended row, and the reason in a sentence."""
     by_name = {row.arm.name: row for row in rows}
     draft = by_name["draft-only"]
     target = by_name["target-only"]

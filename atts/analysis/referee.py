@@ -338,9 +338,8 @@ a rollout's tokens.
 """
 ORACLE = "pass@n"
 ALL = "all"
-_MOST_ROLLOUTS = (
-    64  # largest number of rollouts per problem in an order, unless the options set another number
-)
+# largest number of rollouts per problem in an order, unless the options set another number
+_MOST_ROLLOUTS = 64
 _POINT = 0.01
 _ORDERS = 200
 _FEWEST_ORDERS = 20
@@ -351,8 +350,8 @@ _PLAYED = 100 * _ORDERS  # largest number of orders, summed over all problems
 class PlayedRollout:
     """A recorded rollout with the facts that stopping rules use."""
 
-    label: int  # class of equal answers
-    is_right: float  # 1 correct, 0 wrong or unscored
+    label: int  # number of the class of equal answers to which this answer belongs
+    is_right: float  # 1 if the answer is correct, 0 if it is wrong or unscored
     # the cost in each of UNITS; NaN if a cost is not known
     costs: tuple[float, float, float, float]
     scores: tuple[tuple[str, float], ...] = ()
@@ -395,13 +394,13 @@ class RuleRow:
     tokens: float
     seconds: float
     dollars: float
-    changed: Estimate  # answers that differ from the vote of all rollouts
+    changed: Estimate  # share of answers that differ from the vote of all rollouts
     against_all: Comparison | None
     against_fixed: Comparison | None
     problems_for_a_point: int | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the result as data for JSON."""
         names = ("rule", "about", "whose", "tokens", "seconds", "dollars", "problems_for_a_point")
         plain: dict[str, Any] = {name: getattr(self, name) for name in names}
         for name in ("accuracy", "samples", "changed"):
@@ -635,7 +634,7 @@ def rules_for(
 
 
 def _chosen(rules: Sequence[StoppingRule], names: Sequence[str]) -> list[StoppingRule]:
-    """Return the vote of all rollouts, followed by the named rules."""
+    """Return the rules to compare: the vote of all rollouts first, then the named rules."""
     if not names or list(names) == [ALL]:
         return list(rules)
     known = {rule.name: rule for rule in rules}
@@ -650,7 +649,7 @@ class _Mean:
     """The results of a rule on one problem, as means over the orders of arrival."""
 
     right: float
-    costs: Floats  # one cost per unit
+    costs: Floats  # mean cost in each unit
     changed: float
     difference: (
         float  # mean difference in correctness between the rule and the vote of all rollouts
@@ -662,7 +661,7 @@ class _Mean:
 class _ProblemTable:
     rows: list[_Mean]
     fixed_right: Floats  # correctness of the vote of the first 1, 2, ... rollouts
-    fixed_costs: Floats  # costs of these votes, by unit
+    fixed_costs: Floats  # costs of the votes of the first 1, 2, ... rollouts, by unit
 
 
 def _played_by(
@@ -793,8 +792,8 @@ def _problems_for_a_point(means: Sequence[_Mean]) -> int:
 def _at_equal_budget(costs: Floats, fixed_right: Floats, fixed_costs: Floats) -> Floats:
     """Return each problem's accuracy with fixed numbers of rollouts that have the same mean cost.
 
-    If the cost is between two numbers, the accuracy is a mixture: a share of the problems gets one
-    more rollout.
+    If the cost lies between the costs of two numbers of rollouts, the accuracy is a weighted mean of
+    the accuracies with these two numbers.
     """
     budget = float(costs.mean())
     means = fixed_costs.mean(axis=0)

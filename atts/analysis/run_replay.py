@@ -192,7 +192,7 @@ class _RecordedProblem:
     usage: Usage  # usage of all recorded rollouts of the problem
     rollouts: tuple[ReplayedRollout, ...]  # the recorded rollouts that the other policy also has
     weights: tuple[float, ...]  # weights of the votes of `rollouts`
-    rows: range  # the judged chunks of the problem
+    rows: range  # indices of the problem's judged chunks
 
 
 class _Record:
@@ -572,7 +572,9 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """Changes to the recorded policy; None means unchanged. `budget` is in escalations per problem."""
+    """Changes to the recorded policy; None means unchanged. `budget` is the largest number of
+    escalations per problem.
+    """
 
     samples: int | None = None
     turns: int | None = None
@@ -648,7 +650,7 @@ class _RecordedGate:
         return self.preview(features)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Learn nothing."""
+        """Ignore the outcome, because a recorded decision does not depend on outcomes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,9 +58,9 @@ class StepLog:
         self._spellings: list[str] = []
         # per step, the numbers of four texts: kind, question, action, origin
         self._codes = array("I")
-        # per step: turn, sample, issue, and flags for the values that are present
+        # per step, four numbers: turn, sample, issue, and flags that tell which values are present
         self._numbers = array("q")
-        self._values = array("d")  # per step: rate, score, p, length, left
+        self._values = array("d")  # per step, five numbers: rate, score, p, length, left
         self._keeps_reasons = keeps_reasons
         self._reasons = bytearray()
         self._reason_ends = array("Q")

@@ -95,7 +95,7 @@ class RunLine:
     draft_tokens: int = 0
     target_tokens: int = 0
     scored_tokens: int = 0
-    begun: float = 0.0  # seconds since the epoch
+    begun: float = 0.0  # start of the run, as Unix time in seconds
     changed: float = 0.0
     problem: str = ""
 
@@ -325,11 +325,11 @@ class ScalingPoint:
     seconds: float  # seconds of engine calls per problem, summed over the calls
     calls: int
     shared: int  # number of replies that were taken from another run of the sweep
-    dollars: float | None  # None: a model has no price
+    dollars: float | None  # None if a model has no price
     right: Mapping[str, float] = field(repr=False)  # keyed by graded problem
     # keyed by problem: the share of correct rollouts among those that ran to their end
     shares: Mapping[str, float] = field(repr=False)
-    difference: Contrast | None = None  # difference in accuracy from the target alone
+    difference: Contrast | None = None  # accuracy minus the accuracy of the target alone
     # gain in accuracy of single rollouts over a coin of the same policy
     gain: Contrast | None = None
 
@@ -649,7 +649,7 @@ def _picture(report: SweepReport) -> Iterator[str]:
 
 
 def _range(drawn: Sequence[ScalingPoint]) -> tuple[float, float]:
-    """Return the range of accuracies to show."""
+    """Return the lowest and the highest accuracy of the chart's axis."""
     values = [point.accuracy.value for point in drawn]
     low = max(0.0, min(values) - 0.02)
     high = min(1.0, max(values) + 0.02)

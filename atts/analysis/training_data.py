@@ -84,9 +84,8 @@ COLUMNS: Mapping[DataKind, Mapping[str, str]] = {
 }  # fmt: skip
 """For each kind of data, the columns of its records in order, with their types."""
 
-_ROW_GROUP = (
-    512  # number of records in a row group of a Parquet file; a whole group is in memory at once
-)
+# number of records in a row group of a Parquet file; a whole group is in memory at once
+_ROW_GROUP = 512
 _SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -99,7 +98,8 @@ class ExportOptions:
     """
 
     kind: DataKind = "sft"
-    keep: Keep | None = None  # None: only correct rollouts for sft, all rollouts for other kinds
+    # the rollouts to export; None: only correct rollouts for sft, all rollouts for other kinds
+    keep: Keep | None = None
     pairs: int = 4
     seed: int = 0
 
@@ -125,7 +125,7 @@ class Exported:
     skipped: Counter[str] = field(default_factory=Counter[str])
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the counts as data for JSON."""
         names = ("kind", "problems", "records", "trained_tokens")
         plain = {name: getattr(self, name) for name in names}
         return {"file": str(self.path), **plain, "skipped": dict(self.skipped)}
@@ -136,7 +136,7 @@ class FinishedCase:
     """A finished problem with the data that its records need."""
 
     outcome: Outcome
-    verdicts: Mapping[int, str | None]  # keyed by sample
+    verdicts: Mapping[int, str | None]  # verdicts on rollouts, keyed by sample
     # keyed by sample and turn: the target's log-probabilities of the draft's chunk
     teacher: Mapping[tuple[int, int], tuple[float, ...]]
     scores: Mapping[int, Mapping[str, float]]

@@ -41,7 +41,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings_on_stderr():
             code = _run(words)
-        sys.stdout.flush()  # the last chance to notice a full disk or a closed pipe
+        # flush here, because this is the last chance to notice a full disk or a closed pipe
+        sys.stdout.flush()
     except ATTSError as error:
         return _failed(str(error), error.exit_code)
     except OSError as error:
@@ -80,7 +81,7 @@ def build(words: Sequence[str]) -> typer.Typer:
     # Only the named command is imported, because importing all commands takes longer than most
     # commands run.
     asked = next((word for word in words if not word.startswith("-")), None)
-    # for completion, the shell needs the options of every command
+    # when the shell completes a command line, it needs the options of every command
     completing = "_ATTS_COMPLETE" in os.environ
     for name, entry in sorted(COMMANDS.items()):
         if name == asked or completing:
@@ -95,7 +96,7 @@ def _run(words: Sequence[str]) -> int:
     """Run the command line, and return its exit code, also for a usage error."""
     try:
         code = build(words)(args=list(words), prog_name="atts", standalone_mode=False)
-    except SystemExit as stop:  # typer's exception for a closed pipe
+    except SystemExit as stop:  # typer raises SystemExit if a pipe was closed
         # the library rich has caught the broken pipe and disabled our output
         if isinstance(stop.__context__, BrokenPipeError):
             return CLOSED_PIPE
@@ -103,7 +104,8 @@ def _run(words: Sequence[str]) -> int:
             raise stop.__context__ from None
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
-        # typer's exception for Ctrl-C would end with code 1
+        # typer turns Ctrl-C into an exception with exit code 1, so the original exception is raised
+        # again
         if isinstance(error.__cause__, KeyboardInterrupt):
             raise error.__cause__ from None
         # only typer's exceptions have a message for the user
@@ -116,7 +118,7 @@ def _run(words: Sequence[str]) -> int:
 def _misunderstood(error: Any) -> int:
     """Print one line with the usage error, and one line with the command that prints the help."""
     text = " ".join(str(error.format_message()).split())
-    if not text:  # no command was given, so the help is printed
+    if not text:  # no command was given, so typer has printed the help
         return int(error.exit_code)
     context = getattr(error, "ctx", None)
     code = _failed(text[:1].lower() + text[1:].rstrip("."), int(error.exit_code))
@@ -125,7 +127,7 @@ def _misunderstood(error: Any) -> int:
 
 
 def _failed(text: str, code: int) -> int:
-    """Print the message on stderr if it can still be written, and return the code."""
+    """Print an error message on stderr, if stderr can still be written, and return the exit code."""
     with suppress(OSError):
         tell(f"atts: {text}")
     return code
@@ -166,7 +168,8 @@ def _attach(app: typer.Typer, name: str, code: Any, words: str) -> None:
 
 
 def flowing(docstring: str) -> str:
-    """Join the lines of each paragraph, so that the terminal's width breaks them.
+    """Join the lines of each paragraph of a help text; the width of the terminal then decides where
+    lines break.
 
     >>> flowing("What it does.\\n\\n    More of\\n    that.")
     'What it does.\\n\\nMore of that.'

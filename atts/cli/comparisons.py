@@ -363,7 +363,11 @@ def replay(
     for option, value in (("--orders", orders), ("--match", match)):
         if value is not None:
             raise OptionError(option, "it needs --rules")
-    words: Any = {"rate_scope": rate_scope, "vote": vote}  # the called function checks the value
+    # `Any`, because the called function checks the value
+    words: Any = {
+        "rate_scope": rate_scope,
+        "vote": vote,
+    }
     replayed = again(
         directory,
         method=method,
@@ -393,7 +397,8 @@ def _play_rules(
     from atts.journal import open_run
 
     run = open_run(directory)
-    words: Any = {} if match is None else {"unit": match}  # the called function checks the value
+    # `Any`, because the called function checks the value
+    words: Any = {} if match is None else {"unit": match}
     options = RefereeOptions(
         rules=[name.strip() for name in rules.split(",") if name.strip()],
         samples=samples,
@@ -670,7 +675,7 @@ def _advice_lines(advice: Advice) -> list[str]:
 
 
 def _count(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless the number is one."""
+    """Return a number with its noun, which is plural unless the number is 1."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 

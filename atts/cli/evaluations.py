@@ -231,9 +231,8 @@ def result_objects(result: RunResult, configuration: Configuration, page: Path |
     return [json_line(each) for each in (*problems, summary)]
 
 
-_MANY_ROLLOUTS = (
-    16  # with at least this many rollouts per problem, the results include avg@N and cons@N
-)
+# with at least this many rollouts per problem, the results include avg@N and cons@N
+_MANY_ROLLOUTS = 16
 
 
 def result_table(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
@@ -298,7 +297,7 @@ def _what(result: RunResult, configuration: Configuration) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    """Return a number with its noun, which is plural unless there is one.
+    """Return a number with its noun, which is plural unless the number is 1.
 
     >>> _count(1, "problem"), _count(1200, "rollout")
     ('1 problem', '1,200 rollouts')
@@ -360,7 +359,9 @@ def _by_benchmark_names(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _abstained(result: RunResult) -> list[tuple[str, str]]:
-    """Return the numbers and the guarantee of a run that may abstain."""
+    """Return the rows on abstention: the share of answers, the share of wrong answers, and the
+    guarantee.
+    """
     answered = result.answered
     if answered is None:
         return []

@@ -255,7 +255,7 @@ def configured(
 ) -> Configuration:
     """Return the configuration of a command line.
 
-    :raises OptionError: as in `atts.api.configure`.
+    :raises OptionError: a key or a value is not valid; see `atts.api.configure`.
     """
     from atts.api import configure
 

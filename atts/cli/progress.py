@@ -125,7 +125,7 @@ class PlainLines:
 
 
 def line(snapshot: ProgressSnapshot) -> str:
-    """Return the run's progress in one line."""
+    """Return the progress of the run as one line of text."""
     if snapshot.state == "loading":
         return f"{snapshot.note}; {duration(snapshot.seconds)}"
     parts = [_problems(snapshot), *(f"{name} {words}" for name, words in _facts(snapshot))]
@@ -140,7 +140,7 @@ def line(snapshot: ProgressSnapshot) -> str:
 
 
 def table(snapshot: ProgressSnapshot) -> RenderableType:
-    """Return the run's progress as a few rows for a terminal."""
+    """Return the progress of the run as a table for a terminal."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -310,7 +310,8 @@ journal_app = typer.Typer(no_args_is_help=True)
 
 @journal_app.command()
 def check(run: RunDirectory, as_json: Json = False) -> None:
-    """Read every line of a run, and fail (exit code 5) if a line is damaged, missing or repeated.
+    """Read every line of a run's journal, and fail (exit code 5) if a line is damaged, missing or
+    repeated.
 
     Example: atts journal check runs/first
     """
@@ -463,7 +464,7 @@ def import_run(
 
 
 def _count(number: int, noun: str) -> str:
-    """Return a number with its noun, which is plural unless there is one."""
+    """Return a number with its noun, which is plural unless the number is 1."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -568,7 +569,7 @@ def export(
     from atts.api import open_teacher
     from atts.journal import open_run
 
-    words: Any = {"kind": kind, "keep": keep}  # the called function checks the value
+    words: Any = {"kind": kind, "keep": keep}  # `Any`, because the called function checks the value
     options = ExportOptions(pairs=pairs, seed=seed, **words)
     run = open_run(directory)
     if teacher is None:

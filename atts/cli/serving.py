@@ -311,7 +311,7 @@ def view(
         raise UsageError(f"--port {port}: cannot listen on this port ({error.strerror})") from error
     with server:
         say(f"atts shows {source} on http://127.0.0.1:{server.server_port}/atts/view", flush=True)
-        with suppress(KeyboardInterrupt):  # Ctrl-C is the way to end the command
+        with suppress(KeyboardInterrupt):  # the command runs until Ctrl-C, which is not an error
             server.serve_forever()
 
 

@@ -191,7 +191,7 @@ class StoryPrinter:
         from rich.text import Text
 
         number = f"{sample} " if sample is not None and self._follow is None else ""
-        lines = [""]  # a chunk of white space is shown as a single space
+        lines = [""]  # a chunk that is only white space is shown as one empty line
         if text.strip():
             lines = sanitized(text).rstrip("\n").split("\n")
         for line in lines:

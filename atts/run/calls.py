@@ -103,7 +103,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = 0
-        self.calls = 0  # calls in flight
+        self.calls = 0  # number of calls in flight
         self._changed = anyio.Event()
 
     def request(self) -> None:
@@ -165,7 +165,7 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
                 stop.request()
                 asked(number)
             arrived = anyio.Event()
-            # A signal that came before this line has scheduled a call, which sets the new event.
+            # If a signal came before this line, it has scheduled a call that sets the new event.
             await arrived.wait()
     finally:
         for number, handler in before.items():
@@ -180,10 +180,10 @@ class StopWhen:
     """
 
     against: str
-    votes: Mapping[str, float] = field(repr=False)  # keyed by problem; each in [0, 1]
-    points: float = (
-        0.0  # accuracies that differ by at most this many percentage points count as equal
-    )
+    # the earlier run's votes, keyed by problem: 1 for correct, 0 for wrong, or a share between
+    votes: Mapping[str, float] = field(repr=False)
+    # accuracies that differ by at most this many percentage points count as equal
+    points: float = 0.0
 
 
 class SequentialComparison:
@@ -202,15 +202,15 @@ class SequentialComparison:
         self._state = state
         self._record = record
         self.answer = None if rule is None else Sequential("undecided", 0, -1.0, 1.0, rule.points)
-        self.spared = (
-            0  # number of problems that were skipped, because the comparison was already decided
-        )
+        # number of problems that were skipped, because the comparison was already decided
+        self.spared = 0
         # created only if needed, because the test stores a number for each of thousands of
         # candidates
         self._sequence = None if rule is None else ConfidenceSequence()
         self._order = list[str]()
         self._next = 0
-        self._over: dict[str, float | None] = {}  # None: the answer was not graded
+        # keyed by ended problem: correctness of the vote; None if the answer was not graded
+        self._over: dict[str, float | None] = {}
 
     def needs(self, problem: str) -> bool:
         """Register the next problem of the dataset, and return whether to solve it."""
@@ -303,9 +303,8 @@ class CallBegun:
     problem: str
     rollout: str  # the rollout's name, which the request passes to the engine as a hint
     stage: CallKind
-    input_tokens: int = (
-        0  # input tokens: those of the prompt or, for scoring, those of the whole text
-    )
+    # input tokens: those of the prompt or, for scoring, those of the whole text
+    input_tokens: int = 0
     max_tokens: int = 0  # largest number of tokens that the call may write; 0 for scoring
 
 
@@ -346,7 +345,9 @@ Notice = Event | ChunkWritten | CallBegun | EngineAwaited | RunBegun | RunEnded
 
 
 class Listener(Protocol):
-    """A listener to a run; its methods must not block, and an error that it raises ends the run."""
+    """A listener to the events of a run. Its methods must not block, and an error that they raise
+    ends the run.
+    """
 
     def recalled(self, event: Event) -> None:
         """Handle an event of an earlier session; all such events come in order, before those of
@@ -454,13 +455,13 @@ class EscalationCounter:
         self.unscored = 0  # chunks of all problems that were judged without a score
 
     def count(self, decision: Decision, escalated: bool) -> None:
-        """Count a judged chunk, and whether it was really escalated."""
+        """Count a judged chunk; `escalated` says if the chunk was really escalated."""
         num_escalated, num_judged = self._counts.get(decision.question, (0, 0))
         self._counts[decision.question] = (num_escalated + escalated, num_judged + 1)
         self.unscored += decision.origin == "forced"
 
     def of(self, problem: str) -> tuple[int, int]:
-        """Return how many of this problem's judged chunks were escalated, and how many were judged."""
+        """Return the number of escalated chunks and the number of judged chunks of a problem."""
         return self._counts.get(problem, (0, 0))
 
     def forget(self, problem: str) -> None:
@@ -478,7 +479,7 @@ class EscalationCounter:
 
     @property
     def rate(self) -> Estimate:
-        """Return the share of escalated chunks, clustered by problem."""
+        """Return the share of escalated chunks, with an interval clustered by problem."""
         return share_estimate(self._counts.values())
 
 
@@ -537,7 +538,7 @@ class RunLengthEstimate(RunLength):
             return None
         if not any(self._ended):
             return 1.0
-        left = 0.0  # decisions of all open rollouts
+        left = 0.0  # decisions that the open rollouts still take
         to_come = 0.0  # expected further decisions of a rollout that has taken this many
         for place in reversed(range(len(self._there))):
             known = self._went_on[place] + self._ended[place]
@@ -596,7 +597,9 @@ class ProblemsLeft(RunLengthEstimate):
 
     @property
     def share(self) -> float | None:
-        """Return the share of problems that are not decided yet; None if their number is unknown."""
+        """Return the share of problems without a decision; None if the number of problems is
+        unknown.
+        """
         if not self._problems:
             return None
         return max(1, self._problems - self._made) / self._problems
@@ -626,7 +629,7 @@ class Recorder:
         self._left = left
         self._tells = [listener.notify for listener in listeners]
         self._escalations = escalations
-        # waits until all recorded events are in the file
+        # a function that waits until all recorded events are in the file
         self.saved = _nothing_to_save if journal is None else journal.saved
         # an engine call ends only when its line in the journal is written
         self.awaits_disk = journal is not None and journal.durability == "always"
@@ -718,7 +721,7 @@ class ProblemRecord:
         self._turns: dict[int, int] = {}
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
-        """Pass the chunk to the listeners."""
+        """Pass a chunk that a model wrote to the listeners."""
         self._recorder.tell(ChunkWritten(self._problem, rollout.sample, len(rollout.turns), chunk))
 
     def turned(self, rollout: Rollout, turn: Turn) -> None:
@@ -851,7 +854,8 @@ class RecordedGate:
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
             return self._recall(calls)
-        if calls:  # the recorded decision came after a request for a score
+        # the recorded decision was taken after a score was requested, so request the score again
+        if calls:
             return replace(
                 calls[0].decision,
                 action="verify",
@@ -1001,7 +1005,7 @@ class Deadlines:
         while True:
             await anyio.sleep(self.seconds / _LOOKS)
             if not self.scopes:
-                continue  # an engine without calls may not be open
+                continue  # without calls, the engine may be closed, so do not ask for its steps
             try:
                 taken = self._engine.steps_taken()
             except EngineError:
@@ -1121,7 +1125,7 @@ class EngineCalls:
             raise
 
     async def _recall_or_ask(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
-        """Return the recorded result of the call, or make the call."""
+        """Return the recorded result of the call; without a record, make the call."""
         recorded = log.recorded.calls.get(call.key) if self.has_recorded_calls else None
         if not recorded:
             if log.stop.asked:
@@ -1164,7 +1168,7 @@ class EngineCalls:
     async def _ask_live(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
         """Count the call as in flight, report it to the listeners, and record it if it fails."""
         stop = log.stop
-        call.source = "live"  # an earlier attempt may have set this to "recalled"
+        call.source = "live"  # set again, because an earlier attempt may have set "recalled"
         since = log.now()
         stop.calls += 1
         try:
@@ -1184,6 +1188,7 @@ class EngineCalls:
         """Make the call within the deadline, and check the engine's reply."""
         late: TimeoutError | None = None
         deadlines = self._deadlines
+        # the engine raised this error itself, so it is not our deadline
         try:
             with anyio.move_on_after(deadlines.seconds) as scope:
                 deadlines.scopes.add(scope)
@@ -1193,7 +1198,7 @@ class EngineCalls:
                     deadlines.scopes.discard(scope)
                 call.check(reply, call.request, self.spec)
                 return reply
-        except TimeoutError as error:  # the engine itself raised this error
+        except TimeoutError as error:
             late = error
         problem = f"no {deadlines.awaited} within {deadlines.seconds:g} s"
         raise EngineTimeout(self.spec.name, problem) from late
@@ -1416,8 +1421,8 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     if begun is None:
         return
     ids = begun.ids
-    # the tokens drawn while scoring must equal the first tokens of the scored text; only the last drawn
-    # token may differ
+    # the tokens drawn while scoring must equal the first tokens of the scored text; only the last
+    # drawn token may differ
     follows = ids[:-1] == request.suffix[: len(ids) - 1]
     if draw is None or not follows or not 0 < len(ids) == len(begun.logprobs):
         raise BadReply(
@@ -1451,7 +1456,9 @@ class SharingEngine(EngineAround):
         self._identity = engine_identity(engine.spec)
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return a stored reply, or ask the engine and store its reply."""
+        """Return the stored reply to a request; without a stored reply, ask the engine and store
+        its reply.
+        """
         kind = Completion if isinstance(request, SampleRequest) else Scores
         key = request_key(self._role, request)
         needed = request.logprobs if isinstance(request, SampleRequest) else "raw"
@@ -1546,7 +1553,7 @@ class UnscoredWatch:
 
 
 async def _diagnosed(engine: Engine) -> str:
-    """Return a text on whether the engine can score a fixed text."""
+    """Ask the engine to score a fixed sentence, and return a text on the result."""
     first, *rest = engine.tokenizer.encode(_PROBE_TEXT)
     request = ScoreRequest((first,), tuple(rest))
     try:

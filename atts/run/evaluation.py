@@ -136,7 +136,7 @@ may take long.
 
 
 def _nothing_kept(problem: str) -> None:
-    """Do nothing, because the gate stores nothing for a problem."""
+    """Do nothing, because the gate does not store data of single problems."""
 
 
 _WORDS: Mapping[str, VerdictStatus] = {
@@ -176,32 +176,31 @@ class RunSpec:
     roles: tuple[Role, ...] = ("draft", "target")
     seed: int = 0
     concurrency: int = 64  # largest number of rollouts in flight, over all problems
-    # keyed by engine name: "draft", "target"
+    # limits on calls in flight, keyed by engine: "draft" or "target"
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     retries: graph.RetryPolicy = graph.RetryPolicy()
     pipeline: Pipeline = solve
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
-    # settings as the user gave them, shown to people only
+    # settings as the user gave them; they are only shown to people
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     recall: RecallTiming = "instant"
     # a function that returns the alarms so far, such as a calibrator's events
     alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]
     # a function that is called with each finished problem, for example a calibrator's `forget`
     on_problem_done: Callable[[str], object] = _nothing_kept
-    # conditions that the gate's stored scores record; None if it has no stored scores
+    # the recorded conditions of the gate's stored scores; None without stored scores
     stored_under: Mapping[str, object] | None = None
     # the function that scores chunks under score.kind learned, and the conditions of the run that
     # it was fitted on
     judge: Callable[[Sequence[float]], float] | None = None
     judge_under: Mapping[str, object] | None = None
-    conditions: Conditions = (
-        "match"  # the action if the conditions of the stored scores differ from those of the run
-    )
+    # the action if the conditions of the stored scores differ from those of the run
+    conditions: Conditions = "match"
     on_unscored: OnUnscored = "stop"  # the action if the target stops giving usable scores
     warnings: Sequence[str] = ()  # warnings that are recorded for readers of the run
     # the agreement threshold; answers below this threshold are withheld
     abstain: Abstain | None = None
-    # the comparison with an earlier run, which ends this run once it is decided
+    # the comparison with an earlier run; once the comparison is decided, this run ends
     stop_when: StopWhen | None = None
     # a function that returns the policy for a context length; None: `policy` does not change
     policy_for_context: Callable[[int], Policy] | None = None
@@ -320,9 +319,8 @@ def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:
 
 # a context length above that of every real model, for models without a known limit
 _ENDLESS = 1 << 40
-_FLOPS_PER_CORE = (
-    2e10  # assumed operations per second of a core, for a rough estimate of a run's time
-)
+# assumed operations per second of a CPU core, for a rough estimate of a run's time
+_FLOPS_PER_CORE = 2e10
 
 
 def engine_warnings(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
@@ -357,7 +355,7 @@ def _holds(spec: EngineSpec) -> str:
 
 
 def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
-    """Yield warnings about models on this machine's processor that might take hours."""
+    """Yield a warning for each model that runs on this machine's CPU and might take hours."""
     tokens = run.policy.bounds().max_tokens * run.policy.samples * problems
     for engine in dict.fromkeys((run.draft, run.target)):
         spec = engine.spec
@@ -406,9 +404,8 @@ class RunOptions:
     :raises OptionError: for an unknown choice.
     """
 
-    directory: Path | None = (
-        None  # the run directory; None: nothing is written, but the result contains the outcomes
-    )
+    # the run directory; None: nothing is written, but the result contains the outcomes
+    directory: Path | None = None
     listeners: Sequence[Listener] = ()
     journal: JournalOptions = JournalOptions()
     engines: Engines = "open them"
@@ -421,12 +418,13 @@ class RunOptions:
     shared_graph: Graph | None = None
     # whether other runs with the shared graph use the plan's gate as well
     gate: Literal["shared", "own"] = "shared"
-    caps: Caps = Caps()  # caps on the run's spending, over all sessions together
-    prices: Mapping[str, Price] = field(default_factory=dict[str, Price])  # keyed by model or role
+    caps: Caps = Caps()  # caps on the spending of all sessions of the run together
+    # prices of tokens, keyed by model or role
+    prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
     # the account of the server request that this run answers; it replaces the account made from
     # `caps`
     account: Account | None = None
-    on_limit: OnLimit = "keep open"  # action on open problems when a cap refuses a call
+    on_limit: OnLimit = "keep open"  # the action on unfinished problems when a cap refuses a call
 
     def __post_init__(self) -> None:
         for name, kinds in _CHOICES.items():
@@ -589,7 +587,7 @@ class _Run:
         }
         self._draft_length = DraftLength()
         self._writers = WriterChoice()
-        self._positions: dict[str, int] = {}  # positions of the problems in the dataset
+        self._positions: dict[str, int] = {}  # position of each problem in the dataset
         self._lines: dict[str, FinishedProblem] = {}
         self._kept: list[Outcome] = []
         self._unfinished = 0
@@ -597,7 +595,7 @@ class _Run:
         self._comparing = SequentialComparison(plan.stop_when, state, self._recorder.record)
         self._limit = ""  # the name of the cap that ended the run
         self._taken = 0  # number of problems that this session started to solve
-        # number of problems of the dataset that were read
+        # says if some or all problems of the dataset have been read
         self._seen: Literal["some", "all"] = "some"
 
     async def drive(self, problems: Iterable[Problem], doubt: str) -> RunResult:

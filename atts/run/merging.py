@@ -1,4 +1,4 @@
-"""Merge the shards of an evaluation into one run directory."""
+"""The merge of shards of an evaluation, or of other runs, into one run directory."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class MergedPart:
 
     run: RecordedRun
     shard: Shard | None
-    problems: tuple[Problem, ...]  # in the order of the run's dataset
+    problems: tuple[Problem, ...]  # the run's problems, in the order of its dataset
     sessions: int
     last_node: int
 

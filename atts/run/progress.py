@@ -70,8 +70,8 @@ class ProgressSnapshot:
     rollouts_done: int
     accepted: int
     escalated: int
-    forced: int  # escalated chunks without a score
-    rejected: int  # chunks that were discarded
+    forced: int  # number of chunks that were escalated without a score
+    rejected: int  # number of chunks that were discarded
     rate: Estimate
     nominal: float | None
     accuracy: Estimate
@@ -84,7 +84,7 @@ class ProgressSnapshot:
     left: float | None  # estimated remaining seconds; None until enough work is done
     alarms: int
     failed_calls: int
-    awaited: Mapping[Role, int]  # calls that wait for a lost engine
+    awaited: Mapping[Role, int]  # number of calls that wait for a lost engine, keyed by role
     note: str = ""
 
     @property
@@ -180,7 +180,7 @@ class _Durations:
         """Return the expected remaining seconds of rollouts of these ages."""
         last = max([*self.ended, *ages], default=0.0)
         times = [(seconds, True) for seconds in self.ended] + [(age, False) for age in ages]
-        # at equal times ended rollouts come first
+        # at equal times, rollouts that ended come before rollouts in flight
         times.sort(key=lambda time: (time[0], not time[1]))
         # for each time, the share of rollouts that last longer; the share is constant until the
         # next time
@@ -229,7 +229,7 @@ class Progress:
         self._note = f"loading {' and '.join(dict.fromkeys(loading))}" if loading else ""
         # number of rollouts of each problem that has an outcome
         self._over: dict[str, int] = {}
-        self._usage: dict[str, Usage] = {}  # keyed by finished problem
+        self._usage: dict[str, Usage] = {}  # usage of finished problems, keyed by problem
         self._incomplete: set[str] = set()  # finished problems with failed rollouts
         self._lost: dict[str, set[int]] = {}  # sample numbers of failed rollouts, keyed by problem
         self._open: set[str] = set()
@@ -294,11 +294,11 @@ class Progress:
                 pass
 
     def over(self) -> None:
-        """Record that the run has ended."""
+        """Set the state of the run to "over"."""
         self._state = "over"
 
     def snapshot(self) -> ProgressSnapshot:
-        """Return the counts of the run so far."""
+        """Return a snapshot of the run's progress."""
         now = self._clock()
         begun = self._begun
         escalated, judged_chunks = self._escalations.totals

@@ -201,7 +201,9 @@ class Abstain:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The problems that an abstaining run answered, with the guarantee for them."""
+    """The share of problems that a run with abstention answered, the share of wrong answers, and
+    the guarantee.
+    """
 
     share: Estimate
     wrong: Estimate  # share of wrong answers among the answered and graded problems
@@ -406,7 +408,9 @@ class RunResult:
 
     @property
     def rate(self) -> Estimate:
-        """Return the share of judged chunks that were escalated, clustered by problem."""
+        """Return the share of judged chunks that were escalated, with an interval clustered by
+        problem.
+        """
         return self.summary.rate
 
     @property
@@ -422,7 +426,7 @@ class RunResult:
 
     @cached_property
     def combined(self) -> CombineSummary | None:
-        """Return the effect of selection or synthesis on split votes; None if votes alone decided."""
+        """Return the effect of selection or synthesis on split votes; None if only votes decided."""
         return summarise_combinations(self.problems)
 
     @property

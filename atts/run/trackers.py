@@ -90,9 +90,8 @@ class TracedRun(Background):
         try:
             self._trace: Any = import_module("opentelemetry.trace")
             context: Any = import_module("opentelemetry.context")
-            self._owned: Any = (
-                None  # the tracer provider, if this object created the provider and must close it
-            )
+            # the tracer provider, if this object created the provider and must close it
+            self._owned: Any = None
             if provider is None:
                 provider = self._trace.get_tracer_provider()
                 if isinstance(provider, self._trace.ProxyTracerProvider):
@@ -104,10 +103,11 @@ class TracedRun(Background):
         self._outside = context.get_current()
         self._offset = 0.0  # seconds to add to a time on the event loop's clock to get Unix time
         self._run: dict[str, Any] = {}  # attributes that the span of every problem gets
-        self._providers: dict[str, str] = {}  # keyed by role
+        # names of providers for the spans of calls, keyed by role
+        self._providers: dict[str, str] = {}
         self._models: dict[str, str] = {}
         self._problems: dict[str, _OpenProblem] = {}
-        # keyed by problem, rollout and stage
+        # calls that have begun, keyed by problem, rollout and stage
         self._begun: dict[tuple[str, str, str], CallBegun] = {}
         self._reply: Sampled | Scored | None = None
         # keyed by problem: a failed call whose span has not ended yet
@@ -134,7 +134,7 @@ class TracedRun(Background):
                 pass
 
     def finish(self) -> None:
-        """End all open spans, for example after an interruption, and send everything."""
+        """End all spans that are still open, for example after an interruption, and send all spans."""
         now = time.time_ns()
         for problem in self._problems.values():
             for span, _ in problem.rollouts.values():
@@ -333,7 +333,7 @@ def _exporting_provider() -> Any:
 FILE = "trackers.json"
 """The file in a run directory that contains the ids under which trackers know the run."""
 PROJECT = "atts"
-"""The default project or experiment of a tracker."""
+"""The default name of a tracker's project or experiment."""
 # a lock, because the trackers of a run write this file from several threads
 _file_lock = threading.Lock()
 
@@ -352,7 +352,7 @@ class RunDescription:
         return self._stored().get(self.key)
 
     def keep(self, identity: str) -> None:
-        """Store the tracker's id of this run for later sessions."""
+        """Store the id that the tracker gave this run, so that later sessions continue it."""
         if self.directory is None:
             return
         with _file_lock:
@@ -421,7 +421,7 @@ class Wandb:
         self._run.define_metric("*", step_metric="problems")
 
     def log(self, points: Sequence[Point]) -> None:
-        """Log each point."""
+        """Send each point to the tracker."""
         for step, values in points:
             self._run.log({"problems": step, **values})
 
@@ -477,7 +477,7 @@ class Mlflow:
             self._client.log_batch(self._run, metrics=metrics[begin : begin + _MLFLOW_METRICS])
 
     def end(self, final: Point, status: str) -> None:
-        """Log the last numbers and the status."""
+        """Send the final numbers and the status of the run to MLflow."""
         self.log([final])
         self._client.set_tag(self._run, "atts.status", status)
         self._client.set_terminated(self._run, _MLFLOW_STATUS.get(status, "FAILED"))
@@ -526,7 +526,7 @@ class TensorBoard:
         self._writer.flush()
 
     def end(self, final: Point, status: str) -> None:
-        """Write the last numbers and the status."""
+        """Write the final numbers and the status of the run."""
         self.log([final])
         self._writer.add_text("status", status, final[0])
         self._writer.close()
@@ -546,7 +546,8 @@ class Trackio:
         """Open the run; Trackio identifies runs by name, so an id is added to the name."""
         name = run.continued() or f"{run.name}-{token_hex(4)}"
         run.keep(name)
-        # Trackio prints on standard output, which is for results only.
+        # Trackio prints on standard output, which atts uses only for results, so the prints go to
+        # stderr.
         with contextlib.redirect_stdout(sys.stderr):
             self._run = self._trackio.init(
                 project=self._project,
@@ -559,12 +560,12 @@ class Trackio:
             )
 
     def log(self, points: Sequence[Point]) -> None:
-        """Log each point."""
+        """Send each point to the tracker."""
         for step, values in points:
             self._run.log(dict(values), step=step)
 
     def end(self, final: Point, status: str) -> None:
-        """Log the last numbers, and finish."""
+        """Send the final numbers, and finish the run in Trackio."""
         step, values = final
         self._run.log({**values, "status": status}, step=step)
         with contextlib.redirect_stdout(sys.stderr):
@@ -675,7 +676,7 @@ class RunningTotals:
         self._problems: dict[str, _ProblemNumbers] = {}
         # verdicts on rollouts, keyed by open problem
         self._verdicts: dict[str, dict[int | None, VerdictStatus]] = {}
-        # keyed by open problem: chunks escalated, chunks judged
+        # keyed by open problem: number of escalated chunks, number of judged chunks
         self._judged: dict[str, list[int]] = {}
         self._escalated = 0
         self._num_judged = 0
@@ -788,7 +789,7 @@ def _setting(manifest: Manifest, name: str) -> object:
 
 
 def final_numbers(result: RunResult) -> dict[str, float]:
-    """Return the numbers of a run's summary, with the ends of their intervals."""
+    """Return the final numbers of a run by name, with the ends of their intervals."""
     summary = result.summary
     usage = summary.usage
     values: dict[str, float] = {
@@ -848,7 +849,7 @@ class ClosableListener(Listener, Protocol):
     """A listener that may have data to send before the program ends."""
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Close the listener, and wait at most `seconds`."""
+        """Close the listener, and wait at most `seconds` until its data are sent."""
         ...
 
 

@@ -57,9 +57,8 @@ from atts.pipelines import summarise_combinations
 
 _SLICES = 240
 _LANES = 12  # largest number of lanes drawn for an engine
-_PIXELS = (
-    900  # number of equal slices of the run's time; calls within one slice are drawn as one call
-)
+# number of equal slices of the run's time; calls within one slice are drawn as one call
+_PIXELS = 900
 
 
 def timing(nodes: Sequence[CallSpan], calls: int | None = None) -> TimeBreakdown | None:

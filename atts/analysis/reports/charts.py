@@ -502,7 +502,7 @@ _LEGEND = (
 )
 _LETTER = 6.6
 _LINE = 13.0
-_CLOSE = 30.0  # pixels
+_CLOSE = 30.0  # distance in pixels within which points count as close
 _PLACES = (
     (8, 4),
     (8, -9),
@@ -711,7 +711,7 @@ def _labels(
 def _places(
     own: tuple[float, float], dots: Sequence[tuple[float, float]]
 ) -> Sequence[tuple[int, int]]:
-    """Place each label on the side of its point where no close point is."""
+    """Place each label on a side of its point where there is no other point nearby."""
     close = [
         dot
         for dot in dots

@@ -196,7 +196,7 @@ def method(data: RunData) -> str:
 
 
 def accuracy_of(data: RunData) -> Estimate:
-    """Estimate the accuracy of the vote."""
+    """Estimate the accuracy of the vote, with its interval."""
     return _accuracy([data.problems[name] for name in _graded_names(data)])
 
 

@@ -98,7 +98,7 @@ class Spend:
     tokens_per_right: float
     seconds: float
     tokens_per_second: float
-    dollars: float | None  # None: a model has no price
+    dollars: float | None  # None if a model has no price
     dollars_per_right: float | None
 
 
@@ -169,7 +169,7 @@ class Uniformity:
     effective: float
     distance: float
     band: float
-    counts: tuple[int, ...]  # counts of p-values in equal bins of [0, 1]
+    counts: tuple[int, ...]  # number of p-values in each of several equal bins of [0, 1]
     # points of a curve: p, and the share of p-values that are at most p
     curve: tuple[tuple[float, float], ...]
 
@@ -193,7 +193,7 @@ class DriftTest:
 
 @dataclass(frozen=True, slots=True)
 class DriftAlarm:
-    """A drift alarm that the run raised."""
+    """A drift alarm that a run raised."""
 
     kind: str
     scores: int
@@ -214,8 +214,8 @@ class StatedGuarantee:
 
 @dataclass(frozen=True, slots=True)
 class RateControl:
-    """The realised rate compared with the nominal rate; `nominal` is None if the gate guarantees no
-    rate.
+    """The realised rate compared with the nominal rate; `nominal` is None if the gate does not have
+    a nominal rate.
     """
 
     nominal: float | None

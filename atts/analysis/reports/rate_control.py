@@ -245,7 +245,7 @@ def _replayed(
 ) -> _Match | None:
     try:
         calibrator = fresh_calibrator(data.run, rate, mode)
-    except CalibrationInputError:  # this mode needs stored scores
+    except CalibrationInputError:  # the mode needs stored scores, which the run does not name
         return None
     checked = same = 0
     for place, step in enumerate(steps):
@@ -339,7 +339,8 @@ class _Columns:
 
     questions: list[str] = field(default_factory=list[str])
     turns: array[int] = field(default_factory=lambda: array("I"))
-    escalated: bytearray = field(default_factory=bytearray)  # 0 or 1 for each decision
+    # for each decision, 1 if it escalated and 0 if not
+    escalated: bytearray = field(default_factory=bytearray)
     # indices of the decisions that have a score, and their nonconformities
     judged: array[int] = field(default_factory=lambda: array("I"))
     bad: array[float] = field(default_factory=lambda: array("d"))
@@ -429,7 +430,8 @@ def _moments(flags: bytearray, nominal: float | None, window: int) -> tuple[Rate
 
 def _nonconformity(decision: Decision, scale: Scale | None) -> float:
     assert decision.score is not None, "the decision has no score"
-    likely = PERPLEXITY if decision.score >= 1 else REAL  # perplexities are never below 1
+    # the scores cannot be perplexities, which are at least 1
+    likely = PERPLEXITY if decision.score >= 1 else REAL
     return (scale or likely).nonconformity(decision.score)
 
 

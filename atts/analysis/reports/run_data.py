@@ -41,9 +41,8 @@ from atts.journal import (
 
 # possible limits on the characters of a chunk; the largest limit with which a page fits is used
 _LIMITS = (4000, 1500, 600, 240, 80, 0)
-_FEWEST = (
-    40  # number of problems that is assumed to share the budget if the real number is not known
-)
+# number of problems that is assumed to share the budget if the real number is not known
+_FEWEST = 40
 MOST = 5000
 """The largest number of problems on a page; a browser sorts and filters this many rows without a
 delay.
@@ -221,7 +220,7 @@ AUDIT = 4000
 recorded.
 """
 TIMED = 100_000
-"""The number of calls whose times a report analyses; more would fill the memory."""
+"""The largest number of calls whose times a report analyses; more calls would fill the memory."""
 _KINDS: tuple[type[Event], ...] = (
     *FACTS, Decided, Observed, CallSpan, ProblemSpan, CallFailed, Warned, Drifted,
 )  # fmt: skip
@@ -278,7 +277,8 @@ class RunData:
     pages: Pages
     problems: dict[str, ProblemFacts] = field(default_factory=dict[str, ProblemFacts])
     steps: StepLog = field(default_factory=StepLog)
-    nodes: list[CallSpan] = field(default_factory=list[CallSpan])  # the first `TIMED` calls
+    # the times of the first `TIMED` calls
+    nodes: list[CallSpan] = field(default_factory=list[CallSpan])
     calls: int = 0
     warned: list[Warned] = field(default_factory=list[Warned])
     drifted: list[Drifted] = field(default_factory=list[Drifted])
@@ -369,7 +369,9 @@ def _rollout(rollout: Rollout, brief: FinishedSample, problem: Problem) -> Rollo
 
 
 def _flags(rollout: Rollout, problem: Problem, decisions: Sequence[Decision]) -> Iterable[str]:
-    """Return the flags of a rollout that a reader should know before believing its answer."""
+    """Return the flags of a rollout: facts that a reader should know before trusting the rollout's
+    answer.
+    """
     if rollout.finish == "failed":
         yield "failed"
     if rollout.is_fallback_answer:

@@ -919,15 +919,16 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
     best = min(helpful, key=lambda row: (row.cost_per_point, -row.accuracy.value))
     gain = f"gain over a coin {best.gain.signed()}" if best.gain is not None else ""
     prices = (
-        f"a point of accuracy above the draft costs {best.cost_per_point:,.1f} tokens per problem "
-        f"with {best.arm.name}, {whole_target.cost_per_point:,.1f} with {alone}"
+        "one percentage point of accuracy above the draft costs "
+        f"{best.cost_per_point:,.1f} tokens per problem with {best.arm.name}, "
+        f"{whole_target.cost_per_point:,.1f} with {alone}"
     )
     if best.cost_per_point < whole_target.cost_per_point:
         return "gate", best, f"{best.arm.name} escalates better than a coin ({gain}); {prices}"
     return (
         alone,
         whole_target,
-        f"the gate helps ({gain}), but {alone} is cheaper per point: {prices}",
+        f"the gate helps ({gain}), but {alone} costs less per point of accuracy: {prices}",
     )
 
 

@@ -218,7 +218,7 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
     ),
     StoppingRule(
         "certaindex",
-        f"stops after {_CERTAINDEX_FROM} or more (n) answers if 1 - entropy / log n is "
+        f"stops if there are n >= {_CERTAINDEX_FROM} answers and 1 - entropy / log n is "
             f"at least {_CERTAINDEX:g}",
         _one_by_one(_certaindex), "Dynasor",
     ),

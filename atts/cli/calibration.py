@@ -426,7 +426,7 @@ def check(
         noticed = f" (noticed after {events[0]['scores']} scores)" if live is not None else ""
         raise CheckFailed(f"{file}: {events[0]['message']}{noticed}")
     if not as_json:
-        watched = f", {len(other)} live scores watched" if live is not None else ""
+        watched = f", {len(other)} live scores checked for drift" if live is not None else ""
         say(f"{file}: no problem found ({len(stored)} scores{watched})")
 
 
@@ -552,7 +552,7 @@ def _print_health(health: Health) -> None:
     say(
         health.clusters
         if health.repeats.clustered
-        else f"{health.scores} scores of unknown questions"
+        else f"{health.scores} scores; their questions are not known"
     )
     scope = "equal within a question" if health.repeats.clustered else "equal scores"
     say(f"  {scope:<28}{100 * health.repeats.within:.1f} %")
@@ -568,8 +568,8 @@ def _print_health(health: Health) -> None:
         say(f"  {words:<28}{low:.3f} to {high:.3f} (90 %)")
     if not math.isnan(health.half_split):
         say(
-            f"  {'rate on unseen questions':<28}SD {health.half_split:.3f} "
-            "(threshold from the other half)"
+            f"  {'rate on unseen questions':<28}SD {health.half_split:.3f} (threshold "
+            "from one half of the questions, rate on the other half)"
         )
     for row in health.turns:
         median = shown_score(health, row.median)

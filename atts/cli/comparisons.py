@@ -479,8 +479,8 @@ def _rule_notes(found: Referee) -> Iterator[str]:
         f"many {found.unit}. 1 point: number of problems needed to show a"
     )
     yield (
-        "difference of 1 point from all rollouts' vote (80 % power). Brackets are 95 % "
-        "intervals over problems."
+        "difference of 1 point from the vote of all rollouts with 80 % power. Brackets "
+        "are 95 % intervals over problems."
     )
     about = [
         f"{row.rule}: {row.about}{f' ({row.whose})' if row.whose else ''}" for row in found.rows

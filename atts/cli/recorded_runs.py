@@ -88,7 +88,11 @@ _DAY = 86_400.0
 def report(
     directory: RunDirectory,
     format: Annotated[
-        str, typer.Option(help="Format of the report: html, markdown or json.")
+        str,
+        typer.Option(
+            help="Format of the report: html (one page with charts), markdown (a short text) or "
+            "json (all numbers)."
+        ),
     ] = "html",
     out: Annotated[
         Path | None,
@@ -372,8 +376,9 @@ def import_run(
     format: Annotated[
         str,
         typer.Argument(
-            help="Format of the files: inspect, lm-eval, nemo-skills, matharena, "
-            "monkey-business, deepconf or jsonl."
+            help="Format of the files, by the tool that wrote them: inspect (Inspect AI), "
+            "lm-eval (lm-evaluation-harness), nemo-skills, matharena, monkey-business, "
+            "deepconf, or jsonl (JSON Lines of any tool, read with --column)."
         ),
     ],
     path: Annotated[Path, typer.Argument(help="File to import, or directory with such files.")],
@@ -412,7 +417,8 @@ def import_run(
     kind: Annotated[
         str | None,
         typer.Option(
-            help="Kind of the answers: math, choice or text.",
+            help="Kind of the answers: math (numbers and formulas), choice (the letter of a "
+            "choice), text (words).",
             show_default="choice if the questions have choices, otherwise math",
         ),
     ] = None,

@@ -36,7 +36,7 @@ def add(
         typer.Option(
             help="Model of the zoo on which the adapter (LoRA) was trained, or from which "
             "files are taken that the folder lacks.",
-            show_default="the model that an adapter names",
+            show_default="the base model that the adapter names",
         ),
     ] = "",
     as_json: Json = False,

@@ -734,7 +734,10 @@ class ProblemRecord:
             recalled.popleft()
             return
         if recalled:
-            text = f"turn {turn.index} differs from that of an earlier session, and replaces it"
+            text = (
+                f"turn {turn.index} differs from the turn that an earlier session recorded, "
+                "and replaces that turn"
+            )
             self._recorder.record(Warned("recall-differs", text, self._problem, rollout.sample))
             self._tell_again(rollout, turn.index)
         self._recorder.record(TurnFinished(self._problem, rollout.sample, turn))

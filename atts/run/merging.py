@@ -139,7 +139,9 @@ def merge(directories: Sequence[Path], out: Path) -> Merged:
 
 
 def _part(directory: Path) -> MergedPart:
-    run = open_run(directory, "Give directories of `atts eval --shard I/N --out ...`")
+    run = open_run(
+        directory, "Give the run directories that `atts eval --shard I/N --out ...` wrote"
+    )
     state = RunState()
     problems = dict[str, Problem]()
     for entry in run.entries():

@@ -299,7 +299,7 @@ def test_cancelled_rollouts_count_in_no_accuracy(run: Path) -> None:
     alone = next(rate for rate in report.accuracy if rate.name == "pass@1")
     assert spared > 0
     assert alone.estimate.n_samples == 12 * 8 - spared
-    told = f"{spared} rollouts that a settled vote cancelled are left out, so the accuracy favours fast rollouts"
+    told = f"{spared} rollouts that were cancelled because the vote was settled are left out"
     assert told in report.coverage
 
 

@@ -176,7 +176,9 @@ def _auroc(labelled: LabelledScores | None) -> ShownNumber:
         return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
     if math.isnan(labelled.auroc.value):
         return ShownNumber("cannot tell", what, labelled.auroc.note)
-    note = "without escalated chunks, because the target's text replaced or followed these chunks"
+    note = (
+        "escalated chunks are left out, because the target's text replaced or followed these chunks"
+    )
     return ShownNumber(labelled.auroc.brief(), what, note)
 
 

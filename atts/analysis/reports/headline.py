@@ -99,7 +99,8 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
     counts = (
         (
             left_out["spared"],
-            "that a settled vote cancelled are left out, so the accuracy favours fast rollouts",
+            "that were cancelled because the vote was settled are left out, so the "
+            "accuracy favours fast rollouts",
         ),
         (left_out["lost"], "that failed are left out"),
     )

@@ -152,17 +152,24 @@ def combination_table(report: RunReport) -> ReportTable:
             ("what combined", " and ".join(combined.actions) or "the vote on every problem"),
             ("problems whose votes split", f"{combined.split:,} of {combined.problems:,}"),
             (
-                "a vote counts as split if its leading share is at most (end of the run)",
+                "a vote counts as split if its leading answer has at most this share of "
+                "the votes (at the end of the run)",
                 cell(combined.below),
             ),
-            ("trials among the split votes, which keep the vote", cell(combined.trials)),
+            (
+                "split votes that were trials, in which the vote stays the answer",
+                cell(combined.trials),
+            ),
             ("answers changed", cell(combined.changed)),
             ("changed from wrong to correct", cell(combined.gained)),
             ("changed from correct to wrong", cell(combined.lost)),
             ("gain in accuracy [95 % interval]", combined.gain.signed()),
             ("largest possible gain: an oracle on the same problems", cell(combined.ceiling)),
             ("same verdict in both orders", f"{combined.consistent:,} of {combined.pairs:,} pairs"),
-            ("tokens by the target for selection or synthesis", cell(combined.usage.target_tokens)),
+            (
+                "tokens that the target wrote for selection or synthesis",
+                cell(combined.usage.target_tokens),
+            ),
             (
                 "prompt tokens read for selection or synthesis",
                 cell(combined.usage.target_prefill_tokens),
@@ -193,7 +200,8 @@ def speculation_table(report: RunReport) -> ReportTable:
                 f"({100 * speculated.accepted / max(1, speculated.proposed):.1f} %)",
             ),
             (
-                "share accepted by position, if all earlier tokens were accepted",
+                "share of accepted tokens by position in a proposal, if all earlier "
+                "tokens were accepted",
                 " ".join(f"{x:.2f}" for x in speculated.accepted_share[:16]),
             ),
             (
@@ -263,8 +271,14 @@ def calibration_table(control: RateControl) -> ReportTable:
         ("forced without a score", control.forced),
         ("effective sample size", control.effective),
         ("rate scope", control.promise.mode),
-        ("distance from nominal by question (RMS)", control.question_rms),
-        ("distance from nominal by question for fair coins (RMS)", control.coin_rms),
+        (
+            "root mean square distance of the questions' rates from the nominal rate",
+            control.question_rms,
+        ),
+        (
+            "root mean square distance that independent coins of the nominal rate would have",
+            control.coin_rms,
+        ),
     ]
     if control.p_values is not None:
         p_values = control.p_values
@@ -314,7 +328,8 @@ def health_table(health: Health) -> ReportTable:
             _range(health.long_run_clustered),
         ),
         (
-            "SD of the rate on one half of the questions, with the threshold from the other half",
+            "standard deviation of the rate on one half of the questions, with the "
+            "threshold from the other half",
             health.half_split,
         ),
     ]
@@ -381,7 +396,7 @@ def _examples(caveat: Caveat, places: Mapping[str, int]) -> Cell:
 def time_table(found: TimeBreakdown) -> ReportTable:
     """Return the table of the run's time, computed from its task graph."""
     rows: list[tuple[object, object, object]] = [
-        ("wall seconds", found.seconds, "from the first call to the end of the last one"),
+        ("wall seconds", found.seconds, "from the first call to the end of the last call"),
         (
             "critical path",
             found.critical_path,

@@ -287,8 +287,9 @@ def replay(
     vote: Annotated[
         str | None,
         typer.Option(
-            help="How votes count: majority (each vote counts the same), confidence (each vote "
-            "is weighted by the mean probability of its tokens)."
+            help="How votes count: majority (each vote counts the same), confidence (each "
+            "vote is weighted by the geometric mean of its rollout's token "
+            "probabilities)."
         ),
     ] = None,
     budget: Annotated[

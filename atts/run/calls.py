@@ -1549,7 +1549,7 @@ class UnscoredWatch:
             if self._diagnosis is None:
                 self._diagnosis = await _diagnosed(engine)
         problem = (
-            f"{self.in_a_row} chunks in a row have no usable score ({error.problem}); "
+            f"{self.in_a_row} chunks in a row came back without a usable score ({error.problem}); "
             f"{self._diagnosis}"
         )
         raise UnusableScores(engine.spec.name, problem, _ADVICE) from error

@@ -140,7 +140,7 @@ def _comparison_lines(comparison: Compared) -> list[str]:
 
 
 def _is_same(first: Comparison, second: Comparison) -> bool:
-    """Return whether two comparisons have the same values, so that only one needs to be printed."""
+    """Return whether two comparisons have the same values; if so, only one comparison is printed."""
     return (first.first, first.second) == (
         second.first,
         second.second,

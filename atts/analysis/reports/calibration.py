@@ -279,8 +279,7 @@ def calibration_of_scores(
         raise CalibrationInputError(
             "mode",
             mode,
-            "aci or turn, because these scores do not name their questions, which the "
-            "other scopes need",
+            "aci, marginal or split, because these scores do not name their questions",
         )
     told = calibrator or Calibrator(rate, mode, seed=seed, stored=scores)
     # This mode does not learn from the run, so the report shows the initial stored scores.

@@ -131,7 +131,9 @@ class StageProcess:
     def _lost(self) -> EngineUnavailable:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
-        advice = "A negative exit code is the number of a signal; -9 often means that memory ran out"
+        advice = (
+            "A negative exit code is the number of a signal; -9 often means that memory ran out"
+        )
         return EngineUnavailable(
             self._name, f"{self._label} ended with exit code {self._process.returncode}", advice
         )

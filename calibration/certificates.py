@@ -26,11 +26,12 @@ Losses = NDArray[np.float64]
 PValue = Callable[[Sequence[float]], float]
 """A p-value of the hypothesis "the true mean loss is too large"."""
 
-# The probability that the interval misses the true share of problems on which two runs differ.
+# The confidence interval of the share of problems on which two runs differ misses the true share
+# with this probability.
 _INTERVAL_MISS = 0.001
-# The walks down the abstention thresholds start at these values, in twentieths. Each walk has an
-# equal part of delta. The walk from 1 finds cautious thresholds; the walk from 0.6 does not stop
-# because of a few unlucky problems at high confidence.
+# The thresholds of abstention are tested in two walks down, which start at these twentieths. Each
+# walk has an equal part of delta. The walk from 1 finds cautious thresholds; the walk from 0.6 does
+# not stop because of a few unlucky problems at high confidence.
 _STARTS = (20, 12)
 
 
@@ -44,7 +45,7 @@ def checked_losses(losses: ArrayLike, low: float = 0.0) -> Losses:
         raise CalibrationInputError(
             "losses", array.shape, "one number per problem, at least one problem"
         )
-    outside = ~((array >= low) & (array <= 1))  # this comparison is also true of NaN
+    outside = ~((array >= low) & (array <= 1))  # NaN counts as outside
     if outside.any():
         raise CalibrationInputError("loss", float(array[outside][0]), f"a number in [{low:g}, 1]")
     return array
@@ -120,15 +121,16 @@ def betting_p_value(losses: ArrayLike, epsilon: float) -> float:
     """
     array = checked_losses(losses)
     seen = np.arange(1, len(array) + 1)
-    # The mean and variance of the losses before each loss. Epsilon and its variance stand for the
-    # first loss, which has none before it.
+    # For each loss, the mean and variance of all earlier losses. One additional loss, with mean
+    # epsilon and the variance of a coin of chance epsilon, gives the first loss a mean and a
+    # variance too.
     mean = (epsilon + _sums_before(array)) / seen
     variance = (epsilon * (1 - epsilon) + _sums_before((array - mean) ** 2)) / seen
     gain = epsilon - mean
     # This approximates the bet whose capital grows fastest. The capital stays positive because each
     # bet is below 1 / (1 - epsilon).
     bets = np.clip(gain / np.maximum(variance + gain * gain, 1e-9), 0.0, 0.75 / (1 - epsilon))
-    bets = np.maximum(bets, 0.1)  # never 0, so that an early unlucky loss does not end the betting
+    bets = np.maximum(bets, 0.1)  # a bet of 0 would end the betting after an unlucky start
     capital = np.cumsum(np.log1p(bets * (epsilon - array)))
     return math.exp(-max(0.0, float(capital.max())))
 
@@ -183,16 +185,18 @@ def net_p_value(losses: ArrayLike, epsilon: float) -> float:
 def _chance_of_at_most(net: int, n: int, differing: float, epsilon: float) -> float:
     """Return P(lost - won <= net) for n problems.
 
-    The two runs differ on a share `differing` of the problems, and a share epsilon more of them are
-    lost than won. The distribution of a sum of n independent values of -1, 0 or 1 is the inverse
-    Fourier transform of the n-th power of the characteristic function of one value.
+    The two runs differ on a share `differing` of the problems. The expected share of lost problems
+    exceeds the expected share of won problems by epsilon. The distribution of a sum of n
+    independent values of -1, 0 or 1 is the inverse Fourier transform of the n-th power of the
+    characteristic function of one value.
     """
     size = 2 * n + 1
     turn = np.exp(-2j * np.pi * np.arange(n + 1) / size)
     lost = (differing + epsilon) / 2
     won = (differing - epsilon) / 2
     characteristic = (1 - differing + lost * turn + won * turn.conj()) ** n
-    # Entry k is the probability of a sum of k modulo `size`, so -n comes after n; roll it to front.
+    # Entry k is the probability that the sum is k modulo `size`, so the entry of -n comes after the
+    # entry of n; roll the entry of -n to the front.
     probabilities = np.roll(np.fft.irfft(characteristic, size), n)
     return float(np.clip(probabilities[: net + n + 1].sum(), 0.0, 1.0))
 
@@ -224,7 +228,7 @@ def fewest_problems(epsilon: float, delta: float) -> int:
 def problems_needed(risk: float, epsilon: float, delta: float, limit: int = 10**7) -> int | None:
     """Return about how many problems certify epsilon at delta if the observed loss stays `risk`.
 
-    The number is None if it is beyond the limit, or if `risk` is not below epsilon.
+    The number is None if it is above `limit`, or if `risk` is not below epsilon.
     """
     if risk >= epsilon:
         return None
@@ -270,7 +274,7 @@ class Tested:
     rate: float
     cost: float
     loss: float
-    p: float | None  # None if the fixed sequence stopped before this candidate
+    p: float | None  # None if the testing stopped before it reached this candidate
     certified: bool
 
 
@@ -360,7 +364,7 @@ def certify_net(candidates: Sequence[Candidate], epsilon: float, delta: float = 
 def _with_choice(outcome: Certificate, share: float) -> Certificate:
     """Return the outcome with its cheapest certified policy.
 
-    If no policy is certified, `needed` is raised above the number of problems there are.
+    If no policy is certified, `needed` is at least one more than the number of problems tested.
     """
     chosen = _cheapest(outcome.tested)
     needed = outcome.needed
@@ -370,9 +374,9 @@ def _with_choice(outcome: Certificate, share: float) -> Certificate:
 
 
 def _net_problems_needed(losses: Sequence[float], epsilon: float, share: float) -> int | None:
-    """Return about how many problems like these would certify epsilon; None if no number would.
+    """Estimate how many problems like these would certify epsilon; None if no number would.
 
-    The number comes from the normal approximation: the gap must be enough standard errors.
+    By the normal approximation, epsilon minus the mean net loss must be enough standard errors.
     """
     array = np.asarray(losses, float)
     gap = epsilon - float(array.mean())
@@ -421,7 +425,7 @@ def _test_chain(chain: list[Candidate], share: float, p_value: PValue) -> list[T
     p_values = list[float]()
     for candidate in chain:
         p_values.append(p_value(candidate.losses))
-        # hypotheses below this one need not be computed: they cannot be rejected
+        # the test stops at its first failure, so later candidates need no p-value
         if p_values[-1] > share:
             break
     num_rejected = len(rejected(p_values, share))
@@ -446,7 +450,8 @@ class Abstention:
 
     `threshold` is None if no threshold can be certified. Then `needed` is about how many problems a
     certificate would take, or None if no number suffices. `answered` and `wrong` count labelled
-    problems at the threshold, or at the threshold that came nearest.
+    problems at the certified threshold. If none is certified, they count at the threshold that
+    needs the fewest additional problems.
     """
 
     risk: float
@@ -478,7 +483,7 @@ class Abstention:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A confidence threshold, with how many labelled problems it answers and how many wrongly."""
+    """A confidence threshold, with its numbers of answered and of wrongly answered problems."""
 
     threshold: float
     answered: int
@@ -525,7 +530,8 @@ def certify_abstention(
     if certified:
         best = min(certified, key=lambda step: (step.threshold, step.answered, step.wrong))
         return Abstention(risk, kept, problems, best.threshold, best.answered, best.wrong)
-    # The first step of each walk is its most cautious; report the walk that needs fewer problems.
+    # The first threshold of a walk is its most cautious one. Of the two first thresholds, report
+    # the one that needs fewer problems.
     firsts = [walk[0] for walk in walks]
     needed = [_abstention_problems_needed(problems, step, risk, share) for step in firsts]
     nearest = min(
@@ -541,7 +547,7 @@ def _steps_down(
 ) -> Iterator[_Step]:
     """Yield each threshold in twentieths, from `start` down to 0."""
     for twentieths in range(start, -1, -1):
-        is_answered = confidences >= twentieths / 20 - 1e-9  # this comparison is never true of NaN
+        is_answered = confidences >= twentieths / 20 - 1e-9  # NaN is never answered
         num_wrong = int((is_answered & is_wrong).sum())
         yield _Step(twentieths / 20, int(is_answered.sum()), num_wrong)
 
@@ -549,7 +555,7 @@ def _steps_down(
 def _abstention_problems_needed(
     problems: int, step: _Step, risk: float, share: float
 ) -> int | None:
-    """Return about how many problems would suffice at the same shares of answered and wrong ones."""
+    """Estimate how many problems certify this threshold; None if no number suffices."""
     if not step.answered:
         return None
     answers = problems_needed(step.wrong / step.answered, risk, share)

@@ -28,16 +28,17 @@ Standing = Literal["held", "unclear", "left"]
 # coins.
 COIN = 0.95
 # A rate is off target if it is outside the interval of this probability for runs whose questions
-# vary as much. The two levels differ on purpose: a working gate is called off target once in a
-# hundred runs, not once in twenty, and a rate between the two intervals is called unclear.
+# vary as much as the questions of this run. The two levels differ on purpose: a working gate is
+# called off target once in 100 runs, not once in 20. A rate outside the first interval but inside
+# the second is called unclear.
 _CLUSTERED = 0.99
 
 
 def exact_rate(rate: object, what: str = "rate") -> Fraction:
-    """Return the rate as its decimal text says: 0.4 becomes two fifths, not its nearest double.
+    """Return the rate as the exact fraction of its decimal text: 0.4 becomes 2/5, not a double.
 
-    Ranks such as ceil((n + 1)(1 - rate)) jump by one where floats round across an integer; for
-    rates in hundredths that happens for 231 of the sizes below 400.
+    With floats, a rank such as ceil((n + 1)(1 - rate)) can be wrong by one if rounding crosses an
+    integer. For rates in hundredths this happens at 231 of the sizes n below 400.
 
     :raises CalibrationInputError: naming the rate as `what`, if it is not a number in [0, 1].
 
@@ -55,7 +56,7 @@ def exact_rate(rate: object, what: str = "rate") -> Fraction:
 
 
 def check_fraction(name: str, value: float) -> None:
-    """Refuse a number that is not strictly between 0 and 1.
+    """Raise an error unless the number is strictly between 0 and 1.
 
     :raises CalibrationInputError: for a value outside (0, 1), or NaN.
     """
@@ -65,11 +66,12 @@ def check_fraction(name: str, value: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RateCheck:
-    """A realised rate compared with the nominal one.
+    """A realised rate compared with the nominal rate.
 
-    It is `held` inside `coin`, which contains 95 % of the rates of independent coins. It is `left`
-    outside `band`, which contains 99 % of the rates of runs whose questions vary as these do; so a
-    gate that works is called off target once in a hundred runs. In between it is `unclear`.
+    `standing` is "held" if the rate is inside `coin`, which contains 95 % of the rates of
+    independent coins. It is "left" if the rate is outside `band`, which contains 99 % of the rates
+    of runs whose questions vary as much. A gate that works is therefore called off target once in
+    100 runs. Between the two intervals `standing` is "unclear".
     """
 
     standing: Standing
@@ -94,8 +96,8 @@ class RateCheck:
                 f"in {_interval_text(self.band)}"
             )
         low, high = self.coin
-        # With few decisions the interval is wide, so a rate inside the interval shows little; the
-        # text therefore names the interval.
+        # With few decisions the coin's interval is wide, so a rate inside it shows little; the text
+        # therefore prints the interval.
         is_wide = (high - low) / 2 > min(self.nominal, 1 - self.nominal) / 2
         width = (
             f"; with so few decisions, the rate of a coin would be in {_interval_text(self.coin)}"
@@ -141,11 +143,11 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
 
 
 def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[float, float]:
-    """Return an interval that contains the share of `n` coins of this rate with at least this
+    """Return an interval that contains the share of heads of `n` coins with at least this
     probability.
 
     The ends are quantiles of the binomial distribution, so that no normal approximation is needed
-    for few decisions or rates near 0. Without a rate the band is [0, 1].
+    for few decisions or rates near 0. If `rate` is None, the interval is [0, 1].
 
     >>> coin_band(100, 0.2)
     (0.12, 0.28)
@@ -159,13 +161,13 @@ def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[flo
 
 
 def _clustered_reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
-    """Return how far the rate may be from the nominal rate if questions vary as these do.
+    """Return how far the realised rate may be from the nominal rate if questions vary this much.
 
-    Decisions of one question move together, so the question is the unit: the share is a ratio of
-    two sums over questions, and its standard error is the linearised one of a ratio estimator
-    (Cochran, "Sampling Techniques", chapter 6). The quantile is Student's for the number of
-    questions. This assumes that questions are independent of each other. The distance is never
-    below that of independent coins.
+    Decisions of one question are correlated, so the question is the unit. The share is a ratio of
+    two sums over questions, with the linearised standard error of a ratio estimator (Cochran,
+    "Sampling Techniques", chapter 6). The quantile is that of Student's t for the number of
+    questions, which are assumed to be independent. The distance is never below that of independent
+    coins.
     """
     count = len(rows)
     decisions = float(rows[:, 0].sum())
@@ -190,7 +192,7 @@ def split_rank(n: int, rate: Rate) -> int:
 
     A new exchangeable score is above the k-th smallest of n stored scores with probability at most
     `rate` (Vovk et al., "Algorithmic Learning in a Random World", 2005; Lei et al., 2018). If k >
-    n, so few scores cannot guarantee this rate.
+    n, there are too few scores to guarantee this rate.
 
     >>> split_rank(9, 0.3), split_rank(8, 0.1)
     (7, 9)
@@ -199,11 +201,11 @@ def split_rank(n: int, rate: Rate) -> int:
 
 
 def split_threshold(stored: Scores, rate: Rate) -> float:
-    """Return the k-th smallest stored score: escalate a score iff it is above.
+    """Return the k-th smallest stored score; scores above it are escalated.
 
-    A new exchangeable score escalates with probability in (rate - 1/(n+1), rate], over the draw of
-    stored and new scores; the lower end needs scores without ties. The threshold is +inf (never
-    escalate) if n is too small, and -inf at rate 1.
+    Over draws of stored and new scores, a new exchangeable score is escalated with a probability in
+    (rate - 1/(n+1), rate]. The lower end of this range holds only without ties. The threshold is
+    +inf (never escalate) if n is too small, and -inf at rate 1.
 
     :raises CalibrationInputError: if a score is NaN, or the scores are not one list of numbers.
     """
@@ -222,7 +224,7 @@ def split_threshold(stored: Scores, rate: Rate) -> float:
 
 
 def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, float]:
-    """Return the interval of the fraction accepted when the k-th smallest of n scores is the
+    """Return the interval of the accepted fraction if the k-th smallest of n scores is the
     threshold.
 
     For independent continuous scores that fraction has the distribution Beta(k, n + 1 - k) over
@@ -250,7 +252,7 @@ class ClusterSummary:
 
     scores: int
     clusters: int
-    icc: float  # intraclass correlation; NaN when it cannot be estimated
+    icc: float  # intraclass correlation; NaN if it cannot be estimated
     effective: float
 
     def __str__(self) -> str:
@@ -278,12 +280,13 @@ def summarise(clusters: Clusters) -> ClusterSummary:
     """Return size, one-way intraclass correlation and effective sample size.
 
     The effective size is N / (1 + (k - 1) ICC), by Kish's design effect, where k is the
-    size-weighted mean cluster size. A mean or a threshold of that many independent scores is as
-    uncertain as that of these scores. The formula assumes that clusters are independent, and that
-    the correlation between two members is the same in all clusters.
+    size-weighted mean cluster size. A mean or threshold of these scores is as uncertain as one of
+    that many independent scores. The formula assumes that clusters are independent, and that the
+    correlation between two members is the same in all clusters.
 
-    The correlation is computed without infinite scores. It is NaN for a single cluster, which counts
-    as one score, and for clusters of one score, which count in full.
+    The correlation is computed without infinite scores. The correlation is NaN for a single
+    cluster, which then counts as one score. It is also NaN if every cluster has one score; then
+    every score counts.
     """
     values = [np.asarray(scores, float) for scores in clusters.values() if len(scores)]
     sizes = np.array([len(scores) for scores in values], float)

@@ -28,20 +28,20 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 # remain at its end. Removing all of it would let noise decide which of the run's last, hardest
 # chunks escalate.
 SLACK = 0.006
-# The deficit beyond the slack is spread over the decisions left, divided by this number. A lower
-# number is too slow for runs whose scores arrive sorted.
+# The part of the deficit beyond the slack is removed over the remaining decisions divided by this
+# number. A lower number would be too slow for runs whose scores arrive sorted.
 _HASTE = 2.0
-# One decision moves the level by this number divided by the number of rollouts of a problem. A
-# smaller step leaves short runs off their rate; a larger one evens the rate out between problems,
-# although the scores should decide there.
+# One decision moves the level by this number divided by the number of rollouts of a problem. With a
+# smaller step, short runs miss their rate. With a larger step, all problems get about the same
+# rate, although the scores should decide which problems get more.
 _PROBLEM_STEP = 0.016
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """Distance to the end of a run."""
+    """The distance to the end of a run."""
 
-    left: float = math.inf  # decisions left, the next one included
+    left: float = math.inf  # number of decisions left, including the next one
     slack: float = 0.0  # the deficit that may remain at the end, in decisions
 
 
@@ -64,7 +64,7 @@ class Controller(Persisted):
     ) -> float:
         """Return the fraction of chunks like this one to escalate now.
 
-        A chunk escalates iff its p-value is above 1 - current_rate.
+        A chunk is escalated if and only if its p-value is above 1 - current_rate.
         """
         return self._rate
 
@@ -73,25 +73,26 @@ class Controller(Persisted):
     ) -> None:
         """Record the action that was carried out on a chunk.
 
-        `nonconformity` is None if the chunk was decided on without a score.
+        `nonconformity` is None if the decision was taken without a score.
         """
 
     def forget(self, question: str) -> None:
-        """Drop the data that only this question needs, once no more decisions on it will come."""
+        """Drop the data of this question, after the last decision on it."""
 
 
 class Adaptive(Controller):
     """Adaptive conformal inference on the escalation rate (Gibbs and Candès, 2021).
 
-    After a decision the level moves by step * (rate - escalated), without a clamp. At or below 0
-    nothing escalates, at or above 1 everything does. So for any sequence |realised - rate| is at
-    most (max(rate, 1 - rate) + step) / (step * T). With d decisions in flight between deciding and
-    observing, it is at most (max(rate, 1 - rate) + (d + 1) step) / (step * T).
+    After a decision the level moves by step * (rate - escalated), without a clamp. At a level of 0
+    or less every chunk is accepted; at a level of 1 or more every chunk is escalated. So for any
+    sequence |realised - rate| is at most (max(rate, 1 - rate) + step) / (step * T). With d
+    decisions taken but not yet observed, the bound is (max(rate, 1 - rate) + (d + 1) step) / (step
+    * T).
 
-    If the number of decisions left is roughly known, a deficit beyond a slack is removed over half
-    of them, however small the step. So if at least that half really comes, the sum of errors ends
-    within one decision of the slack, for any sequence. Each decision that is missing from that half
-    adds at most max(rate, 1 - rate).
+    If the number of remaining decisions is roughly known, the part of the deficit beyond a slack is
+    removed over half of these decisions, however small the step. If at least that half is really
+    taken, the final sum of errors is within one decision of the slack, for any sequence. Each
+    decision that is missing from that half adds at most max(rate, 1 - rate).
     """
 
     __slots__ = ("_level", "_step")
@@ -108,7 +109,7 @@ class Adaptive(Controller):
         self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
     ) -> float:
         lead = self._level - self._rate
-        # The lead is the step times the deficit so far.
+        # `lead` is the step times the deficit so far.
         deficit = max(0.0, abs(lead) / self._step - end.slack)
         pace = _HASTE * deficit / max(_HASTE, end.left)
         if pace <= abs(lead):
@@ -123,8 +124,9 @@ class Adaptive(Controller):
         self._level += self._step * (self._rate - escalated)
 
     def merge(self, state: Any) -> None:
-        # Both levels started at the rate, so their distances from the rate are added. A fresh
-        # controller copies the other level, so that a restored controller is bit-identical.
+        # Both controllers started with the rate as their level, so the distances of their levels
+        # from the rate are added. A new controller copies the level instead, so that a restored
+        # controller is bit-identical.
         if self._level == self._rate:
             self._level = float(state["level"])
         else:
@@ -132,13 +134,13 @@ class Adaptive(Controller):
 
 
 class Feedback(Controller):
-    """A controller that moves the rate on the logit scale by the deficits of question, turn and
-    stream.
+    """A controller that shifts the logit of the rate by the deficits of question, turn and stream.
 
-    Each gain multiplies a deficit, the running sum of (rate - escalated). `order` favours decisions
-    that agree with earlier ones of the same (question, turn): a chunk worse than escalated siblings
-    should escalate, and a chunk better than accepted siblings should not. Beyond `limit` the
-    question's deficit alone decides, so for any scores it stays within limit + 1 of zero.
+    A deficit is a running sum of (rate - escalated), which its gain multiplies. `order` favours
+    decisions that agree with earlier ones of the same (question, turn): a chunk worse than
+    escalated siblings should escalate, and a chunk better than accepted siblings should not. If the
+    question's deficit is beyond `limit`, it alone decides; so for any scores it stays within limit
+    + 1 of zero.
     """
 
     __slots__ = (
@@ -187,15 +189,16 @@ class Feedback(Controller):
         turn_deficit = self._turns.get(turn, 0.0)
         lean = by_question * deficit + by_turn * turn_deficit + overall * self._overall
         if self._order:
-            # At most three inverted siblings count, so that they do not outweigh the deficits.
+            # At most three siblings that contradict the order count, so that they do not outweigh
+            # the deficits.
             inversions = self._inversions(nonconformity, question, turn)
             lean += self._order * max(-3, min(3, inversions))
-        # without this limit, exp would overflow
+        # exp would overflow beyond 700
         logit = max(-700.0, min(700.0, self._logit + lean))
         return 1 / (1 + math.exp(-logit))
 
     def _inversions(self, nonconformity: float, question: str, turn: int) -> int:
-        """Return the number of escalated siblings below this score, minus the accepted ones above
+        """Return the number of escalated siblings below this score, minus accepted siblings above
         it.
         """
         siblings = self._siblings.get((question, turn))
@@ -225,36 +228,38 @@ class Feedback(Controller):
 class Tuning:
     """The constants of the modes.
 
-    The defaults were chosen on the even questions of one recorded run, for all rates at once.
+    The defaults were chosen on the questions with even numbers of one recorded run, for all rates
+    together.
     """
 
     aci_step: float = 0.002  # for 8 rollouts a problem; see `for_rollouts`
-    # The pull on the logit scale per decision of deficit, times the variance rate * (1 - rate).
+    # The gains: the shift of the logit per decision of deficit, times the variance rate * (1 -
+    # rate).
     question_gain: float = 0.23
     turn_gain: float = 0.035
     overall_gain: float = 0.02
-    order: float = 0.144  # pull per sibling whose decision contradicts the order of scores
-    limit: float = 4.0  # largest deficit of a question; beyond it, the decisions are forced
-    shrinkage: float = 1.0  # weight, in scores, of the mean of all questions in the mean of one
-    # weight, in scores, of the turn's pool next to the question's residuals
+    order: float = 0.144  # shift per sibling whose decision contradicts the order
+    limit: float = 4.0  # beyond this deficit of a question, its scores no longer matter
+    shrinkage: float = 1.0  # the mean of all questions counts as so many scores
+    # the turn's pool counts as so many scores in addition to the question's residuals
     residuals: float = 20.0
-    siblings: float = 24.0  # weight, in scores, of the scores of the same question and turn
+    siblings: float = 24.0  # in a sibling pool, the other pool counts as so many scores
 
     @classmethod
     def for_rollouts(cls, samples: int) -> Tuning:
-        """Return the defaults for so many rollouts of a problem, which share the problem's step.
+        """Return the defaults for `samples` rollouts per problem, whose steps add up to a constant.
 
-        Rollouts of a problem find the same parts hard. If each of them moved the level by a full
-        step, a hard problem with many rollouts would use up the rate before it is solved, and its
-        later chunks would not be escalated although their scores say they should.
+        Rollouts of a problem find the same parts hard. If each rollout moved the level by a full
+        step, a hard problem with many rollouts would lower the level too far. Its later chunks
+        would then be accepted although their scores are bad.
         """
         return cls(aci_step=_PROBLEM_STEP / max(1, samples))
 
     def limit_at(self, rate: float) -> float:
         """Return the greatest deficit a question may have at this rate.
 
-        One escalation too many matters more among few, so the limit is tighter at rates near 0 and
-        1.
+        One extra escalation matters more if few chunks are escalated, so the limit is lower at
+        rates near 0 and 1.
         """
         rarer = min(rate, 1 - rate)
         return min(self.limit, 1.35 + 13 * rarer * rarer)

@@ -1,7 +1,7 @@
 """Test whether a run's scores are distributed like the stored scores.
 
-The last part examines stored scores: the thresholds that they give at a rate, and warnings about
-them.
+The last part examines stored scores: it computes their thresholds at a rate, and warns about
+faults.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from atts.calibration.state import DefaultTable, Persisted
 from atts.errors import CalibrationInputError, OptionError
 from atts.sampling import binomial_tail, normal_quantile
 
-# Up to this share of repeated scores there is no warning.
+# There is no warning if at most this share of the scores are repeated.
 FEW = 0.02
-# Certain chunks may have equal scores this near to the end of the scale, without one being a copy.
+# Different chunks may have equal scores if the model is certain of them, so equal scores this near
+# to the better end of the scale do not count as copies.
 _CERTAIN = 1e-6
 
 
@@ -43,22 +44,23 @@ class DuplicateScores:
     """The shares of stored scores that equal another stored score; 0 for scores on a coarse grid,
     which are often equal by chance.
 
-    Rollouts that wrote the same chunk have the same score, which is not a fault: they count as one
-    draw in the effective sample size. Equal scores in two questions cannot have this reason.
+    Rollouts that wrote the same chunk have the same score. This is not a fault: such rollouts count
+    as one draw in the effective sample size. But two questions do not have the same chunks, so
+    equal scores in two questions are a fault.
     """
 
     # The share of scores that repeat another score of the same question, or of any question if
     # questions are not known.
     within: float
-    across: float  # the share of scores that another question also has
+    across: float  # the share of scores that also occur in another question
     distinct: float  # the share of questions without repeated scores
     clustered: bool
 
     @classmethod
     def of(cls, stored: StoredScores) -> DuplicateScores:
-        """Count the repeats of stored scores.
+        """Compute the shares of repeated scores among stored scores.
 
-        Ratings out of ten are often equal, so no repeats are counted if most scores are round numbers.
+        Ratings out of ten are often equal, so all shares are 0 if most scores are round numbers.
         """
         raw = np.asarray(stored.scores, float)
         raw = raw[np.isfinite(raw)]
@@ -81,9 +83,9 @@ class DuplicateScores:
 
     @property
     def fault(self) -> str:
-        """Describe the repeats that sampling does not explain; empty if there are none.
+        """Describe repeated scores that sampling does not explain; return "" if there are none.
 
-        A model that writes the same chunk twice does so in most questions. So repeats in most
+        A model that often writes the same chunk twice does so in most questions. So repeats in most
         questions may come from the model; only live questions can show this (`copied_p_value`).
         """
         within = f"{100 * self.within:.0f} % of the stored scores"
@@ -93,7 +95,7 @@ class DuplicateScores:
                 "but different chunks have different scores: scores were copied"
             )
         if self.within > FEW and not self.clustered:
-            return f"{within} equal another stored score, and the questions of the scores are not known"
+            return f"{within} equal another stored score; they may be copies, because their questions are not known"
         if self.within > FEW and self.distinct >= 0.5:
             few = f"{100 * (1 - self.distinct):.0f} % of the questions"
             return f"{within} equal another score of the same question, but only in {few}: scores were copied"
@@ -101,9 +103,10 @@ class DuplicateScores:
 
     @property
     def doubt(self) -> str:
-        """Describe repeats that are either a fault or rollouts that wrote the same chunk.
+        """Describe repeated scores that come either from a fault or from rollouts with the same
+        chunk.
 
-        The text is empty if few scores repeat.
+        The text is empty if few scores are repeated.
         """
         if self.fault or self.within <= FEW:
             return ""
@@ -114,11 +117,11 @@ class DuplicateScores:
 
 
 def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> float:
-    """Return the p-value of "live questions repeat as often as the stored ones do".
+    """Return the p-value of "scores repeat in live questions as often as in stored questions".
 
-    It is the binomial probability of at least as many live questions without repeats. One stored
-    question without repeats is added for smoothing. The p-value is 1 if there are too few live
-    rollouts.
+    It is the binomial probability that at least as many live questions have no repeated scores. One
+    stored question without repeats is added for smoothing. The p-value is 1 if there are too few
+    live rollouts.
     """
     depth = stored.depth(live)
     theirs = _are_distinct(stored.questions, depth)
@@ -128,12 +131,12 @@ def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> f
 
 
 def _are_distinct(questions: Sequence[Sequence[float]], depth: int) -> list[bool]:
-    """Return whether the first `depth` scores differ, for each question that has so many scores."""
+    """Return whether the first `depth` scores all differ, for each question with so many scores."""
     return [len(set(scores[:depth])) == depth for scores in questions if len(scores) >= depth]
 
 
 Floats = NDArray[np.float64]
-# The spread of a question is compared if the question has at least this number of scores.
+# Spreads are compared only if at least this many scores of each question are compared.
 _SPREAD_FROM = 3
 
 
@@ -167,7 +170,7 @@ class QuestionSample:
 
     @property
     def half(self) -> int:
-        """Return the number of scores after which a live question is compared with `early`."""
+        """Return how many scores of a live question make the mean that is ranked among `early`."""
         return max(1, math.ceil(self.size / 2))
 
     @property
@@ -179,8 +182,9 @@ class QuestionSample:
     def depth(self, live: Sequence[Sequence[float]]) -> int:
         """Return how many scores of each question to compare.
 
-        Questions with fewer scores are left out, so a larger depth compares fewer questions. The
-        depth returned gives the difference of the means the smallest variance.
+        Questions with fewer scores are left out, so with a larger depth fewer questions are
+        compared. The depth returned is the one at which the difference of the means has the
+        smallest variance.
         """
         counts = np.array([len(scores) for scores in live])
         stored = np.array([len(scores) for scores in self.questions])
@@ -190,7 +194,7 @@ class QuestionSample:
             ours = int((counts >= depth).sum())
             theirs = int((stored >= depth).sum())
             variance = (1 / ours + 1 / theirs) * (self.icc + (1 - self.icc) / depth)
-            # the largest of equally good depths, so that the spread can be compared too
+            # of equally good depths take the largest, so that spreads can be compared too
             if variance <= least:
                 best_depth = depth
                 least = variance
@@ -200,8 +204,8 @@ class QuestionSample:
 def question_features(questions: Sequence[Sequence[float]], depth: int) -> Floats:
     """Return the level and log-spread of each question's first scores: [questions, 1 or 2].
 
-    Questions with fewer than `depth` scores are left out. So is the spread, if `depth` is too
-    small.
+    Questions with fewer than `depth` scores are left out. If `depth` is too small for spreads,
+    there is only one column, the level.
     """
     heads = [scores[:depth] for scores in questions if len(scores) >= depth]
     rows = np.array(heads, float).reshape(-1, depth)  # [questions, depth]
@@ -214,7 +218,7 @@ def question_features(questions: Sequence[Sequence[float]], depth: int) -> Float
 def normal_scores(values: Floats, reference: Floats) -> Floats:
     """Return the normal quantile of each value's rank in the reference, column by column.
 
-    Ranks replace the values, so that no outlier decides.
+    Ranks replace the values, so that no outlier decides the test.
     """
     ordered = np.sort(reference, axis=0)
     ranks = list[NDArray[np.int64]]()  # twice the mid-rank, so that ties stay integers
@@ -228,38 +232,41 @@ def normal_scores(values: Floats, reference: Floats) -> Floats:
     return np.asarray(np.vectorize(normal_quantile, otypes=[float])(inside), float)
 
 
-_MOST = 256  # the most live questions, and the most stored questions, that are compared
-_DRAWS = 4_999  # simulated clean runs
-# The first simulation draws this many runs. More are drawn only if its p-value is at most `_DOUBT`.
+_MOST = 256  # at most so many live questions and so many stored questions are compared
+_DRAWS = 4_999  # number of simulated runs without drift
+# The first simulation draws this many runs; only if its p-value is at most `_DOUBT` does a second
+# simulation draw `_DRAWS` runs.
 _GLANCE = 499
 _DOUBT = 0.1
-# The weight of squared normal scores next to the scores. They make a wider or narrower distribution
-# show sooner.
+# The weight of the squared normal scores relative to the normal scores. The squares detect a wider
+# or narrower distribution sooner.
 _BEND = 0.5
-_DIGITS = 9  # compared digits of a statistic, since rounding may make equal statistics differ
+_DIGITS = 9  # statistics that agree in so many digits count as equal, because of rounding
 
-# The mixture of the likelihood ratio: normal distributions with other means, widths and
-# correlations than the stored one.
+# The likelihood ratio is against a mixture of this many normal distributions, whose means, widths
+# and correlations differ from those of the stored scores.
 _COMPONENTS = 128
-# The correlation of the shifts: another model's scores are often both higher and wider spread.
+# The correlation between the shifts of level and of spread, because the scores of another model are
+# often both higher and more spread.
 _TOGETHER = 0.9
 # The standard deviation of the logarithm of the change of width.
 _STRETCH = 0.3
-# The standard deviation of the transformed correlation, in the half of the components whose
-# correlation differs.
+# The standard deviation of the transformed correlation. Half of the components have the stored
+# scores' correlation; in the other half the correlation varies by this much.
 _TIES = 0.5
-_AT_ONCE = 1024  # weightings that are processed together, which limits the memory
+_AT_ONCE = 1024  # rows of weights that are processed at once, which limits the memory
 _FLAT = 0.1  # a column that hardly varies counts as if it varied this much
 
 
 @dataclass(frozen=True, slots=True)
 class TwoSampleTest:
-    """The p-values of one look at the live questions.
+    """The p-values of one test of the live questions.
 
-    `drawn` is the p-value of "the live questions are draws of the stored ones". `exchangeable` is
-    the p-value of "both are draws of one distribution"; it is larger, because the stored questions
-    then are only a sample. Both are valid for any scores, because they are ranks among statistics
-    of simulated clean runs. The second is computed only if the first is at most `significance`.
+    `drawn` is the p-value of "the live questions are draws from the stored questions".
+    `exchangeable` is the p-value of "live and stored questions are draws from one distribution"; it
+    is larger, because it treats the stored questions as a sample too. Both p-values are valid for
+    any scores, because they are ranks among statistics of simulated runs without drift.
+    `exchangeable` is computed only if `drawn` is at most `significance`.
     """
 
     drawn: float
@@ -270,19 +277,19 @@ class TwoSampleTest:
 def two_sample_test(
     stored: QuestionSample, live: Sequence[Sequence[float]], significance: float, seed: int
 ) -> TwoSampleTest:
-    """Compare means and spreads of the latest live questions with those of the stored ones.
+    """Compare means and spreads of the latest live questions with those of the stored questions.
 
-    They are compared as whole distributions, by two statistics. An energy distance (Székely and
-    Rizzo, 2004) detects any difference. A likelihood ratio against a mixture of shifted and
-    stretched distributions detects sooner the differences that another model causes.
+    The two distributions are compared by two statistics. An energy distance (Székely and Rizzo,
+    2004) detects any difference. A likelihood ratio against a mixture of shifted and stretched
+    distributions detects sooner the differences that another model causes.
     """
     latest = live[-_MOST:]
     depth = stored.depth(latest)
     stride = -(-len(stored.questions) // _MOST)
     theirs = question_features(stored.questions[::stride], depth)
     ours = question_features(latest, depth)
-    # The random draws depend on the run and repeat in a replay. With the same draws for all runs,
-    # all runs would err to the same side.
+    # The random draws depend on the run's scores, so a replay repeats them. If all runs had the
+    # same draws, all runs would have the same error.
     draw = np.random.default_rng([seed, zlib.crc32(np.sort(ours, axis=None).tobytes())])
     drawn = _drawn_p_value(ours, theirs, _GLANCE, draw)
     if drawn <= max(_DOUBT, significance):
@@ -296,15 +303,17 @@ def two_sample_test(
 def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Generator) -> float:
     """Return the p-value of the live questions among runs simulated from the stored questions.
 
-    It is the rank of the run among clean runs, drawn from the stored questions with replacement. So
-    it is valid for any scores if live questions are independent draws of the stored ones (a
-    bootstrap whose null is the stored questions).
+    The p-value is the rank of the run among simulated runs, which are drawn from the stored
+    questions with replacement (a bootstrap). It is valid for any scores if live questions are
+    independent draws from the stored questions.
     """
     n = len(ours)
     k = len(theirs)
-    # A draw of question q in run r gets the number r * k + q, so one bincount counts all runs.
+    # A draw of question q in run r gets the number r * k + q, so one call of `bincount` counts all
+    # runs.
     drawn = draw.integers(k, size=(draws, n)) + k * np.arange(draws)[:, None]
-    # Each row has one run's weights of the n questions in `ours` and the k in `theirs`.
+    # Each row has the weights of one run: n weights of the questions in `ours`, then k of those in
+    # `theirs`.
     weights = np.zeros((draws + 1, n + k))
     weights[0, :n] = 1 / n  # the run that is tested
     weights[1:, n:] = np.bincount(drawn.ravel(), minlength=draws * k).reshape(draws, k) / n
@@ -312,14 +321,15 @@ def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Gen
     stored = normal_scores(theirs, theirs)
     both = np.concatenate([live, stored])
     distances = _distances(both)
-    # 2 E|X - Y| - E|X - X'|; E|Y - Y'| is the same for all runs.
+    # The energy distance is 2 E|X - Y| - E|X - X'| - E|Y - Y'|; its last term is the same for all
+    # runs, so it is left out.
     to_stored = 2 * weights @ distances[:, n:].mean(axis=1)
     within = np.einsum("ij,ij->i", weights @ distances, weights)
     return _joint_rank(to_stored - within, mixture_ratios(both, stored, weights, n))
 
 
 def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator) -> float:
-    """Return the p-value of the live questions among random choices of as many of all questions.
+    """Return the p-value of the live questions among random choices of as many questions from both.
 
     This permutation test is exact if both samples are drawn from one distribution (Dwass, 1957).
     """
@@ -333,7 +343,8 @@ def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator
     chosen[0, :n] = 1  # the run that is tested
     positions = np.argpartition(draw.random((_DRAWS, n + k)), n - 1, axis=1)[:, :n]
     np.put_along_axis(chosen[1:], positions, 1.0, axis=1)
-    # Sums of distances among the chosen questions, from the chosen to all, and among all.
+    # Three sums of distances: among the chosen questions, from the chosen questions to all
+    # questions, and among all questions.
     inside = np.einsum("ij,ij->i", chosen @ distances, chosen)
     reach = chosen @ distances.sum(axis=1)
     whole = float(distances.sum())
@@ -344,8 +355,9 @@ def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator
 def _joint_rank(*statistics: Floats) -> float:
     """Return the share of runs whose product of p-values is at most that of the first run.
 
-    Each statistic becomes a p-value by its rank among all runs. The products of these p-values
-    (Fisher's combination) are ranked again, so the statistics need not be independent.
+    Each statistic becomes a p-value by its rank among all runs. The products of a run's p-values
+    (Fisher's combination) are then ranked among all runs, so the statistics need not be
+    independent.
     """
     surprise = np.zeros(len(statistics[0]))
     for each in statistics:
@@ -364,12 +376,12 @@ def _distances(scores: Floats) -> Floats:
 
 
 def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions: int) -> Floats:
-    """Return the log likelihood ratio of `questions` questions, for each row of weights.
+    """Return the log likelihood ratio of a run of `questions` questions, for each row of `weights`.
 
-    The weights are over the rows of `scores`. The ratio compares a normal fit of the rows of
+    A row of `weights` weighs the rows of `scores`. The ratio compares a normal fit of the rows of
     `reference` with a fixed mixture of normal distributions that have other means, widths and
-    correlations. Scores that are not normal cost power but raise no false alarms, because the
-    ratios are only compared with one another.
+    correlations. Scores that are not normal cost power but raise no false alarms, because a ratio
+    is compared only with the ratios of simulated runs.
     """
     centre = reference.mean(axis=0)
     width = np.maximum(reference.std(axis=0), _FLAT)
@@ -391,8 +403,8 @@ def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions
 def _components(size: int, tie: float) -> tuple[Floats, Floats]:
     """Return means [components, size] and covariances [components, size, size] of the mixture.
 
-    The components vary a standard normal distribution with correlation `tie`; they do not change
-    between calls.
+    The components are variations of a standard normal distribution with correlation `tie`. They are
+    the same in every call.
     """
     draw = np.random.default_rng(0)
     common = draw.standard_normal((_COMPONENTS, 1))
@@ -405,7 +417,7 @@ def _components(size: int, tie: float) -> tuple[Floats, Floats]:
 
 
 def _spread(widths: Floats, ties: Floats) -> Floats:
-    """Return covariances [components, size, size] of these widths and correlations."""
+    """Return covariances [components, size, size] with these widths and correlations."""
     spread = widths[:, :, None] * widths[:, None, :]
     off = ~np.eye(widths.shape[1], dtype=bool)
     spread[:, off] *= np.reshape(ties, (-1, 1))
@@ -413,7 +425,7 @@ def _spread(widths: Floats, ties: Floats) -> Floats:
 
 
 def _terms(means: Floats, spreads: Floats) -> Floats:
-    """Return the log density of each normal as weights of `_moments`, up to a common constant."""
+    """Return each normal distribution's log density as weights of `_moments`, up to a constant."""
     precise = np.linalg.inv(spreads)
     pull = np.einsum("lij,lj->li", precise, means)
     constant = -0.5 * (np.linalg.slogdet(spreads)[1] + np.einsum("li,li->l", means, pull))
@@ -422,7 +434,7 @@ def _terms(means: Floats, spreads: Floats) -> Floats:
 
 
 def _moments(plain: Floats) -> Floats:
-    """Return 1, each column, and all products of two: [rows, 1 + size + size * size]."""
+    """Return 1, each column, and all products of two columns: [rows, 1 + size + size * size]."""
     products = plain[:, :, None] * plain[:, None, :]
     parts = [np.ones((len(plain), 1)), plain, products.reshape(len(plain), -1)]
     return np.concatenate(parts, axis=1)
@@ -435,7 +447,7 @@ def _log_mean_exp(logs: Floats) -> Floats:
 
 # The probability that a question like the stored ones is called out of domain.
 LEVEL = 0.05
-# With fewer scores than this, the mean of a question says too little.
+# A question with fewer scores than this is not checked, because its mean says too little.
 _LEAST = 3
 # Scores are capped at this quantile of the stored scores, so that one extreme chunk does not make
 # its question look out of domain.
@@ -444,11 +456,11 @@ _CAP = 0.98
 
 @dataclass(frozen=True, slots=True)
 class DomainCheck:
-    """The mean score of every stored question, each score capped.
+    """The mean score of every stored question, where each score is limited to a cap.
 
-    A new question's mean is ranked among them: if it is exchangeable with the stored questions, its
-    conformal p-value is at most `LEVEL` with at most that probability. A question of another kind
-    may have similar scores; the check does not detect it.
+    The mean of a new question is ranked among these means. If the question is exchangeable with the
+    stored questions, its conformal p-value is at most `LEVEL` with at most that probability. The
+    check does not detect a question of another domain if its scores are similar.
     """
 
     means: tuple[float, ...]
@@ -468,8 +480,8 @@ class DomainCheck:
         return cls(tuple(_mean(values, cap) for values in questions.values()), cap, stored.scale)
 
     def p_value(self, scores: Sequence[float]) -> float:
-        """Return the p-value of the scores' mean among the stored questions' means; a higher mean
-        gives a smaller p-value.
+        """Return the p-value of the scores' mean among the means of the stored questions; a higher
+        mean gives a smaller p-value.
         """
         mean = _mean([self.scale.nonconformity(score) for score in scores], self.cap)
         return (1 + sum(other >= mean for other in self.means)) / (len(self.means) + 1)
@@ -496,10 +508,10 @@ DriftPolicy = Literal["recalibrate", "widen", "escalate", "report"]
 DRIFT_POLICIES: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
 Kind = Literal["duplicates", "shift", "martingale"]
 
-# The looks at the live questions: each comes after so many scores of the stored turn and spends
-# this share of the false-alarm probability. The look at 300 scores, where the power is needed, has
-# three quarters. All shares, including those of the martingale and of the repeats, add up to at
-# most 1.
+# The tests of the live questions: (number of scores of the stored turn after which it is made,
+# share of the false-alarm probability that it spends). The test at 300 scores, where the power is
+# needed, has three quarters. All shares, including those of the martingale and of the tests for
+# copies, add up to at most 1.
 _MAIN = 300
 _LOOKS = (
     (64, 0.03),
@@ -510,24 +522,24 @@ _LOOKS = (
     (1500, 0.03),
     (4800, 0.03),
 )
-# If other turns are among the first 300 scores, there is an extra look at the 300th score of all
-# turns. It spends this part of the main look's share.
+# If other turns are among the first 300 scores, there is an extra test at the 300th score of all
+# turns. It spends this part of the share of the test at 300 scores.
 _EARLY = 0.2
-# The share that each look spends in addition, on the test whether stored questions have repeats
+# Each look spends this share in addition, to test whether stored questions have repeated scores
 # that live questions lack.
 _COPIED = 0.003
 _MARTINGALE = 0.029
-# The p-value that treats the stored questions as a sample must also be small for an alarm: below
-# this many times the look's share.
+# An alarm also needs the p-value that treats the stored questions as a sample to be small: at most
+# this many times the significance of the look.
 _SLACK = 3.5
-_FEWEST = 4  # fewest live questions at a look, and fewest stored questions
+_FEWEST = 4  # a test needs so many live questions and so many stored questions
 _KEPT = 512  # largest number of live questions that are remembered
 _BETS = (-1.0, -0.5, 0.0, 0.5, 1.0)
-_JUMP = 0.01  # the share of the capital that moves between the bets at each step
+_JUMP = 0.01  # the share of its capital that each bet gives up at each step
 
 
 class SimpleJumper(Persisted):
-    """The simple jumper martingale: five bets, between which a little capital moves at each step.
+    """The simple jumper martingale: five bets, which exchange a little capital at each step.
 
     (Vovk et al., "Retrain or not retrain", 2021.) If p-values are independent and uniform, like the
     smoothed online conformal p-values of exchangeable values, its capital ever reaches 1 / a with
@@ -570,7 +582,7 @@ class SimpleJumper(Persisted):
         return self._log_total
 
     def alarm(self, significance: float) -> bool:
-        """Return whether the capital has ever reached 1 / significance."""
+        """Return whether the capital has reached 1 / significance at any time."""
         return self.log_peak >= -math.log(significance)
 
 
@@ -587,20 +599,20 @@ class DriftEvent:
 
 
 class DriftMonitor(Persisted):
-    """A monitor that compares the questions of a run with the stored ones during the run.
+    """A monitor that compares the questions of a run with the stored questions during the run.
 
-    The unit is the question, because scores of one question move together. The monitor looks at the
-    latest questions after 64, 100, 160, 300, 600, 1,500 and 4,800 scores of the stored turn, and
-    after 300 scores of all turns. At each look it compares the distributions of their means and
-    spreads with those of the stored questions. Between the looks a martingale bets on the smoothed
-    rank of each question among all before it. Each look and the martingale spend a share of
-    `significance`; the look at 300 scores spends three quarters. So `significance` bounds the
-    probability of a false alarm in a whole run whose questions are draws of the stored ones. If the
-    stored questions are only a sample of the distribution that the run draws from, the bound is 3.5
-    times `significance`.
+    The unit is the question, because scores of one question are correlated. The monitor looks at
+    the latest questions after 64, 100, 160, 300, 600, 1,500 and 4,800 scores of the stored turn,
+    and after 300 scores of all turns. At each look it compares the means and spreads of the live
+    questions with those of the stored questions. Between the looks a martingale bets on the
+    smoothed rank of each question among all earlier questions. Each look and the martingale spend a
+    share of `significance`; the look at 300 scores spends three quarters. So `significance` bounds
+    the probability of a false alarm in a whole run whose questions are draws of the stored ones. If
+    the stored questions are only a sample of the distribution that the run draws from, the bound is
+    3.5 times `significance`.
 
-    Repeated scores that sampling cannot explain raise an alarm at once. Repeats that may come from
-    rollouts writing the same chunk raise one if the live rollouts do not repeat.
+    Repeated scores that sampling cannot explain raise an alarm at once. Repeated scores that may
+    come from rollouts with the same chunk raise an alarm only if live scores do not repeat.
     """
 
     saved = ("_live", "_scores", "_seen", "_looks", "_ranked", "_martingale")
@@ -625,11 +637,11 @@ class DriftMonitor(Persisted):
         self._live = DefaultTable(str, list[float])
         self._scores = 0  # all live scores
         self._seen = 0  # live scores of the stored turn
-        self._looks = 0  # number of looks that were due
+        self._looks = 0  # number of looks made
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
         self._repeats = DuplicateScores.of(stored)
-        # whether there are enough stored questions to compare with, and no alarm was raised yet
+        # whether there are enough stored questions, and no alarm was raised yet
         self.watching = len(self._reference.questions) >= _FEWEST
         if self._repeats.fault:
             self._alarm("duplicates", 0.0, self._repeats.fault)
@@ -652,7 +664,7 @@ class DriftMonitor(Persisted):
 
     def _take(self, nonconformity: float, question: str, theta: float) -> None:
         self._seen += 1
-        key = question or f"chunk {self._scores}"  # a chunk without a question counts as a question
+        key = question or f"chunk {self._scores}"  # a chunk without a question is its own question
         scores = self._live[key]
         if len(scores) < self._reference.size:
             scores.append(nonconformity)
@@ -670,8 +682,8 @@ class DriftMonitor(Persisted):
         if not is_due:
             share = 0.0
         elif due_at == _MAIN < self._scores:
-            # Other turns were among the first 300 scores, so the early look below has spent its
-            # part.
+            # Other turns were among the first 300 scores, so the extra test below has already spent
+            # its part of the share.
             share -= _EARLY
         if self._scores == _MAIN:
             share = max(share, _EARLY)
@@ -681,7 +693,7 @@ class DriftMonitor(Persisted):
             self._looks += 1
 
     def judge_alone(self) -> None:
-        """Raise an alarm for repeats that only a run's scores could explain, if no run will follow."""
+        """Raise an alarm for scores that may be copies; call this if no run will be observed."""
         if self.watching and self._repeats.doubt:
             self._alarm(
                 "duplicates",
@@ -690,8 +702,8 @@ class DriftMonitor(Persisted):
             )
 
     def _bet(self, mean: float, theta: float) -> None:
-        # The smoothed rank of each question among all before it is uniform and independent of the
-        # earlier ones if questions are exchangeable, which is what the martingale needs.
+        # The martingale needs independent uniform values. If questions are exchangeable, the
+        # smoothed ranks of each question among all earlier questions are independent and uniform.
         below, equal = self._ranked.counts(mean)
         self._martingale.update((below + theta * (1 + equal)) / (len(self._ranked) + 1))
         self._ranked.add(mean)
@@ -723,19 +735,19 @@ class DriftMonitor(Persisted):
         return {**super().state(), "events": [asdict(event) for event in self.events]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that another monitor of the same stored scores returned."""
+        """Restore a state that a monitor with the same stored scores returned."""
         self._ranked = Ranks()
         self.merge(state)
         self.events = [DriftEvent(**event) for event in state["events"]]
         self.watching = not self.events and len(self._reference.questions) >= _FEWEST
 
 
-_HALVES = 400  # random splits of the questions in two
+_HALVES = 400  # number of random splits of the questions into halves
 
 
 @dataclass(frozen=True, slots=True)
 class TurnHealth:
-    """A summary of one turn's stored scores; thresholds are on the scale of the scores."""
+    """A summary of the stored scores of one turn; the threshold is a score, not a nonconformity."""
 
     turn: int
     scores: int
@@ -752,16 +764,17 @@ class Health:
     clusters: ClusterSummary
     infinite: int
     repeats: DuplicateScores
-    threshold: float  # the split-conformal threshold, above which a score escalates
-    # 90 % interval of the threshold's long-run rate, if the scores were independent
+    threshold: float  # the split-conformal threshold; worse scores are escalated
+    # 90 % interval of the long-run rate at the threshold, if the scores were independent
     long_run: tuple[float, float]
-    # the interval of the rate for the effective number of scores
+    # the same interval for the effective number of scores, because scores of a question are
+    # correlated
     long_run_clustered: tuple[float, float]
-    # Standard deviation of the rate when one half of the questions sets the threshold for the other
+    # Standard deviation of the rate if one half of the questions gives the threshold for the other
     # half.
     half_split: float
     turns: tuple[TurnHealth, ...]
-    measure: Measure  # whether differences are taken between the logarithms of these scores
+    measure: Measure  # whether to compare scores or their logarithms
     score_kind: str | None  # the rule that made the scores, if the fingerprint names it
 
     @property
@@ -829,7 +842,7 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
 def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> DriftMonitor:
     """Return a drift monitor of the stored scores that has observed the live scores in order.
 
-    Without live scores, repeats that live scores could explain raise an alarm.
+    If there are no live scores, repeated scores that may be copies raise an alarm.
     """
     monitor = DriftMonitor(stored, policy="report")
     if live is None:
@@ -844,10 +857,10 @@ def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> Drift
 
 
 def _half_split_spread(clusters: list[NDArray[np.float64]], rate: Rate, seed: int) -> float:
-    """Return the standard deviation of one half's rate at the other half's threshold.
+    """Return the standard deviation of the rate of one half at the threshold of the other half.
 
-    This estimates the uncertainty of the threshold without a model of how scores cluster. It is
-    slightly too large, because each half has only half of the questions.
+    This estimates the uncertainty of the threshold without a model of how scores cluster. The
+    estimate is slightly too large, because each half has only half of the questions.
     """
     if len(clusters) < 4:
         return math.nan

@@ -33,8 +33,8 @@ def with_spaced_percent(text: str) -> str:
     return re.sub(r"(?<=\d)%", " %", text)
 
 
-# A run of known size may end while it still expects one in this many of its decisions, because the
-# estimate of its length is a few percent off at the end.
+# A run of known size may end when it still expects 1 / `_LAST` of its decisions, because the
+# estimate of its length is wrong by a few percent at the end.
 _LAST = 20
 
 
@@ -50,7 +50,7 @@ class Facts:
     events: Sequence[DriftEvent]
     # decisions expected before the run ends; infinite if that number is not known
     left: float = math.inf
-    cap: Fraction | None = None  # hard cap: of any first n decisions at most ceil(cap * n) escalate
+    cap: Fraction | None = None  # at most ceil(cap * n) of any first n decisions escalate
 
     @property
     def count(self) -> int:
@@ -64,7 +64,8 @@ class Facts:
 
     @property
     def spread(self) -> float:
-        """Return how far the rate of as many independent coins may be from the nominal rate (95 %).
+        """Return how far the rate of this many independent coins may be from the nominal rate (95
+        %).
 
         This is the bound of mode "marginal": smoothed online conformal p-values of exchangeable
         scores are independent and uniform (Vovk, Gammerman and Shafer, 2005), so the decisions are
@@ -76,18 +77,19 @@ class Facts:
     def aci_bound(self) -> float:
         """Return the bound on the sum of errors of mode "aci", for any sequence.
 
-        The level starts at the rate and moves by step * (rate - escalated). It can pass 0 or 1 by
-        one step at most, because beyond them decisions are forced the other way. Dividing its range
-        by the step bounds the sum of errors (Gibbs and Candès, 2021, proposition 4.1).
+        The level starts at the rate and moves by step * (rate - escalated). The level can pass 0 or
+        1 by one step at most: at or below 0 every chunk is accepted, and at or above 1 every chunk
+        is escalated. Its range divided by the step bounds the sum of errors (Gibbs and Candès,
+        2021, proposition 4.1).
         """
         step = self.tuning.aci_step
         return (max(self.rate, 1 - self.rate) + step) / step
 
     @property
     def aci_now(self) -> str:
-        """Return the text of the bound for any sequence, now or at the end of a run of known size.
+        """Return the text of the bound for any sequence: now, or at the end if the size is known.
 
-        The text is empty if so few decisions were taken that the bound excludes no rate.
+        The text is empty if too few decisions were taken for the bound to exclude any rate.
         """
         bound = self.aci_bound
         side = max(self.rate, 1 - self.rate)
@@ -103,7 +105,8 @@ class Facts:
 
     @property
     def aci_likely(self) -> str:
-        """Return the text of the 0.95 bound on the rate of mode "aci"; empty if it is vacuous.
+        """Return the text of the 95 % bound on the rate of mode "aci"; empty if the bound is
+        vacuous.
 
         This assumes exchangeable scores. The deficit shrinks by a share g before every decision and
         moves by a martingale difference of range 1, so it is sub-Gaussian with v' = (1 - g)^2 v +
@@ -128,7 +131,7 @@ class Facts:
 
     @property
     def aci_promise(self) -> str:
-        """Return the text of both bounds, without a bound that is vacuous after so few decisions."""
+        """Return the texts of both bounds of mode "aci"; a vacuous bound is left out."""
         parts: list[str] = []
         if self.aci_likely:
             parts.append(
@@ -148,21 +151,21 @@ class Facts:
 
     @property
     def least_bounded(self) -> int:
-        """Return the smallest number of decisions at which a question's bound excludes some rate."""
+        """Return the smallest number of decisions for which a question's bound excludes any rate."""
         return math.floor(self.question_bound / max(self.rate, 1 - self.rate)) + 1
 
     @property
     def question_bound(self) -> float:
         """Return the bound on the sum of errors of each question, for any sequence.
 
-        At the limit, decisions are forced the other way whatever the scores, so the sum passes the
-        limit by one decision at most.
+        At the limit, every decision reduces the deficit whatever the score, so the sum of errors
+        passes the limit by one decision at most.
         """
         return self.tuning.limit_at(self.rate) + 1
 
     @property
     def draw(self) -> str:
-        """Return the text of the interval of the long-run rate at these stored scores."""
+        """Return the text on the interval of the long-run rate that these stored scores give."""
         summary = self._clusters()
         effective = max(1, int(summary.effective if summary else self.count))
         low, high = long_run(effective, self.rate)
@@ -188,7 +191,7 @@ class Facts:
 
 
 def _sub_gaussian_reach(variance: float) -> float:
-    """Return the 95 % bound of a sub-Gaussian variable with this variance proxy."""
+    """Return the 95 % bound on a sub-Gaussian variable with this variance proxy."""
     return math.sqrt(2 * variance * math.log(2 / 0.05))
 
 
@@ -211,6 +214,6 @@ def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[s
             f"rate of {100 * facts.rate:g} %."
         )
     for event in facts.events:
-        # an alarm has already voided this guarantee
+        # a drift alarm voids the guarantee
         voided_by += f"; ALREADY VOID after {event.scores} scores: {event.message} ({event.action})"
     return f"{realised} {guarantee[:1].upper()}{guarantee[1:]}", voided_by

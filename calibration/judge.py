@@ -1,4 +1,4 @@
-"""Learned judge: the advantage of a takeover, predicted from numbers that are known of a chunk."""
+"""A learned judge, which predicts the advantage of a takeover from the features of a chunk."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from atts.errors import CalibrationInputError
 
 Floats = NDArray[np.float64]
 PENALTIES = (1.0, 10.0, 100.0, 1000.0)
-"""The ridge penalties that are tried. A penalty of 1 weighs as much as one example of each
-standardised feature.
+"""The ridge penalties that are tried. A penalty of 1 weighs as much as one example.
 """
 _FOLDS = 5
 _RESAMPLES = 1000
@@ -35,11 +34,12 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageJudge:
-    """A linear prediction of a takeover's gain, and the measured gain of its gate over a coin.
+    """A linear prediction of a takeover's gain, and the measured gain of a gate with this
+    prediction over a coin.
 
     The gain over a coin is the gain per chunk of escalating the share `rate` with the best
-    predictions, minus the gain of escalating as many chunks at random. It is cross-validated by
-    problem: each chunk is ranked by a judge that saw no chunk of its problem.
+    predictions, minus the gain of escalating as many chunks at random. The gain is cross-validated
+    by problem: each chunk is ranked by a judge that was fitted without the chunks of its problem.
     """
 
     names: tuple[str, ...]
@@ -49,18 +49,18 @@ class AdvantageJudge:
     mean_gain: float
     penalty: float
     rate: float
-    over_coin: tuple[float, float, float]  # the gain in accuracy, and its 95 % interval
+    over_coin: tuple[float, float, float]  # gain in accuracy per chunk, and its 95 % interval
     chunks: int
     problems: int
     fingerprint: Mapping[str, object] = field(default_factory=dict[str, object])
 
     @property
     def beats_coin(self) -> bool:
-        """Return whether the interval of the gain over a coin is above 0."""
+        """Return whether the whole interval of the gain over a coin is above 0."""
         return self.over_coin[1] > 0
 
     def advantage(self, features: Sequence[float]) -> float:
-        """Return the predicted gain of a takeover; NaN where a feature is not a number."""
+        """Return the predicted gain of a takeover; NaN if a feature is NaN."""
         total = self.mean_gain
         for value, mean, scale, weight in zip(
             features, self.means, self.scales, self.weights, strict=True
@@ -145,7 +145,7 @@ def fit_judge(
 
 
 def cross_validated(examples: Examples, seed: int = 0) -> list[float]:
-    """Return each chunk's predicted gain by a judge that saw no chunk of its problem."""
+    """Predict each chunk's gain with a judge that was fitted without the chunks of its problem."""
     features = np.asarray(examples.features, dtype=np.float64)
     gains = np.asarray(examples.gains, dtype=np.float64)
     names = sorted(set(examples.problems))
@@ -164,7 +164,7 @@ def cross_validated(examples: Examples, seed: int = 0) -> list[float]:
 def gain_over_coin(
     predicted: Floats, gains: Floats, groups: NDArray[np.int64], rate: float, seed: int
 ) -> tuple[float, float, float]:
-    """Return the gain per chunk of a gate that ranks by these predictions, over a coin, and its 95
+    """Return the gain per chunk, over a coin, of a gate that ranks by these predictions, with a 95
     % interval.
     """
     generator = np.random.default_rng(seed)
@@ -185,7 +185,7 @@ def gain_over_coin(
 
 
 class _Ridge:
-    """Ridge regression on standardised features; the mean is not penalised."""
+    """A ridge regression on standardised features; the intercept is not penalised."""
 
     def __init__(self, features: Floats, gains: Floats, penalty: float) -> None:
         self.means = features.mean(0)
@@ -203,7 +203,7 @@ class _Ridge:
 
 
 def _best_penalty(features: Floats, gains: Floats, groups: NDArray[np.int64], seed: int) -> float:
-    """Return the penalty with the least squared error on problems that were left out."""
+    """Return the penalty with the least squared error in a cross-validation by problem."""
     _, groups = np.unique(groups, return_inverse=True)
     folds = _folds(int(groups.max()) + 1, seed)[groups]
     errors: list[float] = []
@@ -218,7 +218,7 @@ def _best_penalty(features: Floats, gains: Floats, groups: NDArray[np.int64], se
 
 
 def _folds(groups: int, seed: int) -> NDArray[np.int64]:
-    """Return a fold for each group, all folds of about one size."""
+    """Return the number of a fold for each group; all folds have about the same size."""
     order = np.random.default_rng(seed).permutation(groups)
     folds = np.empty(groups, dtype=np.int64)
     folds[order] = np.arange(groups) % _FOLDS

@@ -1,7 +1,6 @@
 """The online calibrator, which decides on each score and learns from the actions carried out.
 
-The last part replays recorded scores through a calibrator, and measures how well it controls the
-rate.
+The last part replays recorded scores through a calibrator, and measures its rate control.
 """
 
 from __future__ import annotations
@@ -37,17 +36,19 @@ from atts.core import Action, Decision, Origin
 from atts.errors import CalibrationInputError, OptionError
 
 Group = int | tuple[str, int] | None
-"""The stored scores to compare with: those of a turn, of a question and turn, or all."""
+"""The group of stored scores to compare with: a turn, a (question, turn), or all scores (None)."""
 
 HOLD = 64
-"""The default number of scores that may wait for an earlier issue."""
+"""The default number of scores that may wait for the score of an earlier chunk."""
 
 _KIND = "atts calibrator"
 _VERSION = 1
 _NORMAL = NormalDist()
-# With fewer known scores than this, a run of known size escalates less, because ranks say little.
+# While fewer scores than this are known, a run of known size escalates less, because ranks among
+# few scores say little.
 _FEW = 40
-# After a "widen" alarm the current rate is _WIDER times as high for _WIDENED decisions.
+# After an alarm with the action "widen", the current rate is multiplied by `_WIDER` for `_WIDENED`
+# decisions.
 _WIDENED = 500
 _WIDER = 1.5
 # Exceptions that reading a state may raise if someone edited it or another program wrote it.
@@ -72,12 +73,13 @@ class PendingScore(NamedTuple):
 
 
 class ReorderBuffer:
-    """A buffer that releases an issue once every earlier issue was pushed or skipped.
+    """A buffer that releases the score of an issue once every earlier issue was pushed or skipped.
 
     Short chunks finish first, so pools filled in order of completion would be biased towards short
-    chunks. Issues count up from 0 without gaps; a chunk that never gets a score must be skipped. At
-    most `limit` scores wait. Beyond that the buffer gives up the oldest missing issues and counts
-    them in `given_up`; if one arrives after all, it is released at once.
+    chunks. Issues number the chunks from 0 without gaps; a chunk that never gets a score must be
+    skipped. At most `limit` scores wait. If more would wait, the buffer gives up the oldest missing
+    issues and counts them in `given_up`. If the score of such an issue arrives later, it is
+    released at once.
     """
 
     __slots__ = ("_limit", "_next", "_skipped", "_waiting", "given_up")
@@ -96,7 +98,7 @@ class ReorderBuffer:
         self.given_up = 0
 
     def push(self, issue: int, score: PendingScore) -> list[PendingScore]:
-        """Add the score of an issue; return all scores that may now be released, in order of issue.
+        """Add the score of an issue; return all scores that this releases, in order of issue.
 
         :raises CalibrationInputError: for a negative issue.
         """
@@ -108,14 +110,14 @@ class ReorderBuffer:
         return self._release()
 
     def skip(self, issue: int) -> list[PendingScore]:
-        """Stop waiting for this issue; return all scores that may now be released."""
+        """Stop waiting for this issue; return all scores that this releases."""
         if issue >= self._next:
             self._skipped.add(issue)
         return self._release()
 
     @property
     def next_issue(self) -> int:
-        """Return the number after the highest issue that was pushed or skipped."""
+        """Return the highest issue that was pushed or skipped, plus one."""
         return max([self._next, *(issue + 1 for issue in (*self._waiting, *self._skipped))])
 
     def has_waiting(self, question: str) -> bool:
@@ -139,7 +141,7 @@ class ReorderBuffer:
             elif self._next in self._skipped:
                 self._skipped.discard(self._next)
             elif len(self._waiting) > self._limit:
-                # A score that never arrives must not keep all later scores from the pools.
+                # A score that never arrives must not keep all later scores out of the pools.
                 self.given_up += 1
             else:
                 return released
@@ -168,9 +170,9 @@ class ReorderBuffer:
 class Calibrator(Persisted):
     """A calibrator that decides on a stream of scores and keeps the share of escalations at `rate`.
 
-    The mode sets how closely and over which chunks the rate is kept. `decide` changes nothing: it
+    The mode sets how strictly the rate is kept, and over which chunks. `decide` changes nothing: it
     may be called repeatedly, in any order, and for chunks that are dropped later. `observe` stores
-    the score and the action carried out. Both methods are deterministic given the seed.
+    the score and the action carried out. Both methods are deterministic for a given seed.
 
     >>> calibrator = Calibrator(rate=0.25, mode="marginal", stored=[1.1, 1.2, 1.3, 1.4])
     >>> decision = calibrator.decide(9.0, question="q7")
@@ -198,13 +200,14 @@ class Calibrator(Persisted):
         by_length: bool = False,
         cap: Rate | None = None,
     ) -> None:
-        """Create a calibrator: `stored` are scores of a calibration run, `drift` is what an alarm does.
+        """Create a calibrator from the scores of a calibration run; `drift` names the action of an
+        alarm.
 
-        `fingerprint` are the conditions of this run. `hold` is how many scores may wait for an
-        earlier issue; it must be at least the number of chunks in flight. With `by_length` every
-        mode replaces a score by its rank among chunks of about the same length. At most ceil(`cap`
-        * n) of the first n decisions escalate, for every n, if each decision is observed before the
-        next one is taken.
+        `fingerprint` are the conditions of this run. `hold` is the number of scores that may wait
+        for an earlier issue; it must be at least the number of chunks in flight. With `by_length`
+        every mode replaces a score by its rank among chunks of about the same length. At most
+        ceil(`cap` * n) of the first n decisions escalate, for every n, if each decision is observed
+        before the next one is taken.
 
         :raises CalibrationInputError: for an impossible rate, cap, window, decay or stored score;
             mode "split" without stored scores; or `by_length` with stored scores whose lengths are
@@ -224,7 +227,7 @@ class Calibrator(Persisted):
         self.scale = self.stored.scale
         self.fingerprint = dict(self.stored.fingerprint if fingerprint is None else fingerprint)
         check_stored(self.stored, self.fingerprint, mode, by_length=by_length)
-        # The names of the options in the state; the last two are present only if the options are
+        # The names of these options in the saved state; "cap" and "by_length" are present only if
         # used.
         self._options: dict[str, object] = {
             "drift": drift,
@@ -242,15 +245,16 @@ class Calibrator(Persisted):
         self._pool, self._controller = build_mode(mode, self._nominal, window, decay, tuning)
         self._order = ReorderBuffer(hold)
         self._end = RunEnd()
-        # questions to forget once none of their scores is waiting for its issue
+        # finished questions, whose data is dropped once none of their scores waits for an earlier
+        # issue
         self._over = set[str]()
-        # the action after an alarm, and the number of decisions for which "widen" still lasts
+        # the action after an alarm, and the number of decisions left for which "widen" applies
         self._alert: DriftPolicy | None = None
         self._widened = 0
         self._take_stored(drift)
 
     def _take_stored(self, drift: DriftPolicy) -> None:
-        """Put the stored scores into the pools one after the other, then create the drift monitor."""
+        """Add the stored scores to the pools in order, then create the drift monitor."""
         for position, (nonconformity, question, turn, length) in enumerate(self.stored.rows()):
             value = self._pool_value(nonconformity, "", 0, position, length)
             self._pool.add(value, question or f"stored {position}", turn, live=False)
@@ -271,10 +275,10 @@ class Calibrator(Persisted):
     ) -> Decision:
         """Return the decision on a chunk with this score; store nothing.
 
-        It depends only on stored scores and on decisions that were observed. `left` is the share of
-        the run's decisions that is expected to be left, including this one; None if it is not
-        known. `length` is the length of the chunk, in tokens or any other unit; it is used if ranks
-        are by length.
+        The decision depends only on stored scores and on observed decisions. `left` is the share of
+        the run's decisions that is expected to be left, including this decision; None if the share
+        is not known. `length` is the length of the chunk, in tokens or any other unit; it is used
+        if ranks are by length.
 
         :raises CalibrationInputError: if the score is not in the declared domain, a turn or sample
             is below 0, `left` is not in [0, 1], or ranks are by length and the length is missing or
@@ -292,8 +296,8 @@ class Calibrator(Persisted):
         p = rank.p(theta)
         rate = self._controller.current_rate(value, question, turn, self._end)
         if left is not None and self.mode == "aci" and rate < 1:
-            # A rank among few scores says little. The escalations saved now become a deficit, which
-            # is spent later, when ranks say more.
+            # A rank among few scores says little, so escalate less now. This leaves a deficit,
+            # which later escalations remove when ranks say more.
             rate *= min(1.0, rank.size / _FEW)
         if self._alert == "escalate":
             rate = 1.0
@@ -325,25 +329,25 @@ class Calibrator(Persisted):
         )
 
     def _run_end(self, left: float | None) -> RunEnd:
-        """Return the number of decisions expected to be left, given the share that is left."""
+        """Return the distance to the end of the run, given the share of decisions that is left."""
         expected = math.inf
         if left is not None and left < 1:
             expected = self.decided * left / (1 - left)
         return RunEnd(expected, SLACK * (self.decided + expected))
 
     def _is_cap_reached(self) -> bool:
-        """Return whether one more escalation would pass ceil(cap * n), in exact arithmetic."""
+        """Return whether one more escalation would exceed ceil(cap * n), in exact arithmetic."""
         if self.cap is None:
             return False
         return self.escalated >= math.ceil(self.cap * (self.decided + 1))
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
-        """Record a decision; `escalated` says what was really done if that differs from the
+        """Record a decision; `escalated` says what was really done if this differs from the
         decision.
 
-        The two differ under a hard cap or an override. The decision counts at once, and its score
-        joins the pools in order of issue. A decision without a score (verification was skipped or
-        failed) counts only for the rate.
+        This happens if another rule, such as a hard cap, overrides the decision. The decision
+        counts at once, and its score joins the pools in order of issue. A decision without a score
+        (verification was skipped or failed) counts only for the rate.
 
         :raises CalibrationInputError: if the score of the decision is not in the declared domain.
         """
@@ -369,16 +373,16 @@ class Calibrator(Persisted):
         self._learn_all(self._order.skip(issue))
 
     def forget(self, question: str) -> None:
-        """Drop the state that only served a question that is over.
+        """Drop the state that is needed only for this question, which is over.
 
-        Its scores stay in the pools of all questions, so decisions on other questions do not
-        change. Memory then grows only with the number of open questions.
+        The question's scores stay in the pools of all questions, so decisions on other questions do
+        not change. Memory then grows only with the number of open questions.
         """
         self._over.add(question)
         self._forget_over()
 
     def _forget_over(self) -> None:
-        # A score that waits for its issue would bring its question back when it is released.
+        # A waiting score would create the state of its question again when it is released.
         ready = [question for question in self._over if not self._order.has_waiting(question)]
         for question in ready:
             self._over.discard(question)
@@ -397,14 +401,15 @@ class Calibrator(Persisted):
         return self._order.next_issue
 
     def settle(self) -> None:
-        """End the run: add all waiting scores to the pools, and wait for no missing score.
+        """End the run: add all waiting scores to the pools without waiting for missing ones.
 
-        States can be merged only after this.
+        The states of two calibrators can be merged only after this call.
         """
         self._learn_all(self._order.flush())
 
     def p_value(self, score: float, group: Group = None, length: float | None = None) -> float:
-        """Return the conformal p-value of a score against the stored ones, without a coin.
+        """Return the conformal p-value of a score among the stored scores, without random
+        tie-breaking.
 
         P(p <= a) <= a if stored and new scores are exchangeable.
 
@@ -432,7 +437,7 @@ class Calibrator(Persisted):
 
     @property
     def guarantee(self) -> str:
-        """Return the guarantee of this mode, for which sequences it holds, and the current numbers."""
+        """Return the text of the mode's guarantee, with its assumptions and current numbers."""
         return self._promise()[0]
 
     @property
@@ -441,8 +446,8 @@ class Calibrator(Persisted):
         return self._promise()[1]
 
     def resume(self) -> None:
-        """End the action that an alarm started ("escalate" or "widen"), after someone has checked
-        it.
+        """End the action that an alarm started ("escalate" or "widen"), after someone checked the
+        alarm.
         """
         self._alert = None
         self._widened = 0
@@ -456,12 +461,12 @@ class Calibrator(Persisted):
     def _learn_all(self, released: Sequence[PendingScore]) -> None:
         for pending in released:
             self._learn(pending)
-        if self._over:  # some of the removed scores may have been the last of a question
+        if self._over:  # some of the released scores may be the last of a question
             self._forget_over()
 
     def _learn(self, pending: PendingScore) -> None:
         nonconformity, question, turn, length = pending
-        # No sample has number -1, so these random numbers differ from those of the decision.
+        # No sample has the number -1, so the random numbers here differ from those of `decide`.
         value = self._pool_value(nonconformity, question, turn, -1, length)
         self._store_length(nonconformity, length)
         self._pool.add(value, question, turn)
@@ -488,10 +493,10 @@ class Calibrator(Persisted):
         sample: int | None,
         length: float | None,
     ) -> float:
-        """Return the value that stands for the score in pools and controllers.
+        """Return the value that replaces the score in pools and controllers.
 
-        It is the score itself or, if ranks are by length, the normal quantile of its rank among
-        chunks of about this length. Pools then hold one distribution for all lengths.
+        It is the score itself or, if ranks are by length, the normal quantile of the score's rank
+        among chunks of about this length. Pools then contain one distribution for all lengths.
         """
         if self._strata is None:
             return nonconformity
@@ -514,7 +519,7 @@ class Calibrator(Persisted):
     ) -> float:
         """Return the uniform random number of this chunk.
 
-        It is the same in every replay, whatever was decided before.
+        The number is the same in every replay, whatever was decided before.
         """
         position = self.decided if sample is None else sample
         text = f"{self.seed}\x1f{question}\x1f{turn}\x1f{position}\x1f{nonconformity!r}{purpose}"
@@ -580,8 +585,8 @@ class Calibrator(Persisted):
             if fingerprint is not None:
                 check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
             calibrator = cls._from_state(state)
-            # The state must come back unchanged, so that nothing was removed, rounded or added by
-            # hand.
+            # Compare the state of the new calibrator with the given state, to find entries that
+            # were removed, rounded or added by hand.
             is_whole = (
                 same(calibrator.state(), state)
                 and type(calibrator.seed) is int
@@ -614,7 +619,7 @@ class Calibrator(Persisted):
         calibrator.fingerprint = dict(state["fingerprint"])
         super(Calibrator, calibrator).merge(state)
         if calibrator._strata is not None:
-            calibrator._strata = LengthStrata()  # the state also contains the stored scores
+            calibrator._strata = LengthStrata()  # the state has the stored scores too
             calibrator._strata.merge(state["lengths"])
         calibrator._order.restore(state["order"])
         calibrator._monitor.restore(state["monitor"])
@@ -643,10 +648,10 @@ class Calibrator(Persisted):
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add the live scores of another calibrator with the same rate, mode and stored scores.
 
-        The other one's alarms are not added, because the monitor here has not seen its scores.
+        Alarms of the other calibrator are not added, because this monitor has not seen its scores.
 
         :raises CalibrationInputError: if rate, mode, stored scores or options differ, or if scores
-            of the other one are waiting for an issue.
+            of the other calibrator wait for an earlier issue.
         :raises FingerprintError: if the conditions differ.
         """
         check_fingerprint("the calibrator to merge", state["fingerprint"], self.fingerprint)
@@ -680,13 +685,13 @@ METRICS = (
     "agreement_with_sorted",
 )
 
-# Groups of turns, so that each bin has enough decisions. Later turns are in none of the bins.
+# Ranges of turns, so that each bin has enough decisions. Turns after the last range are ignored.
 TURN_BINS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 5), (6, 9), (10, 14))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """Every decision in arrival order, with metrics of how well the rate was controlled."""
+    """Every decision of a replay in arrival order, with metrics of its rate control."""
 
     rate: float
     mode: Mode
@@ -719,7 +724,7 @@ def replay_scores(
     by_length: bool = False,
     cap: float | Fraction | None = None,
 ) -> ReplayResult:
-    """Decide on each record {"question", "turn", "score"} from the records before it.
+    """Decide on each record {"question", "turn", "score"}, and learn from it before the next one.
 
     The records are in arrival order. Three fields are optional: "sample"; "left", the share of
     decisions expected to be left; and "issue", a number from 0 without gaps. Scores with an issue
@@ -770,7 +775,7 @@ def replay_scores(
 
 
 def _decide(calibrator: Calibrator, record: Mapping[str, Any], number: int) -> Decision:
-    """Decide on a record; errors name its number in the file."""
+    """Decide on a record; an error message contains the record's number in the file."""
     for name in ("question", "turn", "score"):
         if name not in record:
             raise CalibrationInputError(f"record {number}", dict(record), f"a field '{name}'")
@@ -803,8 +808,8 @@ def rate_metrics(
 ) -> dict[str, float]:
     """Return six metrics of rate control from sequences of equal length in arrival order.
 
-    Larger nonconformity is worse. A metric is NaN if the stream cannot give it (no pair to rank,
-    fewer than 500 decisions); an empty stream gives only NaN.
+    Larger nonconformity is worse. A metric is NaN if the stream has too little data for it: no pair
+    to rank, or fewer than 500 decisions. All metrics of an empty stream are NaN.
     """
     if not len(questions):
         return dict.fromkeys(METRICS, math.nan)
@@ -826,7 +831,7 @@ def rate_metrics(
 
 
 def turn_rms(turns: Ints, escalated: Floats, rate: float) -> float:
-    """Return the root mean square over turn bins of (realised - nominal), weighted by decisions."""
+    """Return the root mean square of the rate's error over bins of turns, weighted by decisions."""
     total = 0.0
     for low, high in TURN_BINS:
         inside = (turns >= low) & (turns <= high)
@@ -836,9 +841,9 @@ def turn_rms(turns: Ints, escalated: Floats, rate: float) -> float:
 
 
 def worst_rolling(escalated: Floats, rate: float, width: int = 500) -> float:
-    """Return the largest |realised - nominal| over any `width` consecutive decisions.
+    """Return the largest |realised - nominal rate| over any `width` consecutive decisions.
 
-    NaN for a shorter stream.
+    The result is NaN for a stream with fewer decisions.
     """
     sums = np.concatenate([[0.0], np.cumsum(escalated)])
     if len(sums) <= width:
@@ -858,7 +863,8 @@ def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float
     for members in np.split(order, bounds):
         over = nonconformity[members][escalated[members] == 1]
         kept = np.sort(nonconformity[members][escalated[members] == 0])
-        # Counting from below and from above counts each tie once, which is twice its half.
+        # `below` leaves out ties and `up_to` includes them, so half of the sum counts each tie as
+        # one half.
         below = np.searchsorted(kept, over, "left")
         up_to = np.searchsorted(kept, over, "right")
         wins += float((below + up_to).sum()) / 2
@@ -867,11 +873,10 @@ def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float
 
 
 def sorted_decisions(questions: Any, turns: Any, nonconformity: Any, rate: float) -> Floats:
-    """Return the decisions of the synchronous rule, which decides on a whole (question, turn)
-    group.
+    """Return the decisions of the rule that decides on all chunks of a (question, turn) at once.
 
-    The rule escalates the worst chunks of each group; rounding errors carry over to the question's
-    next turn.
+    The rule escalates the worst chunks of each group; the rounding error of a group is carried over
+    to the question's next turn.
     """
     q = np.asarray(questions)
     t = np.asarray(turns)

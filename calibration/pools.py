@@ -18,7 +18,7 @@ from atts.calibration.conformal import check_fraction
 from atts.calibration.state import DefaultTable, GroupTable, Persisted
 from atts.errors import CalibrationInputError
 
-# Scores per block after a split; an insertion moves at most twice as many.
+# Number of scores in a block after a split; an insertion moves at most twice as many scores.
 _LOAD = 4096
 _TOP: Callable[[Any], float] = itemgetter(-1)
 
@@ -26,8 +26,8 @@ _TOP: Callable[[Any], float] = itemgetter(-1)
 class Ranks:
     """Sorted scores of eight bytes each, in blocks of bounded size.
 
-    Adding, counting and selecting cost O(log n) comparisons, one bounded move and a sum of n / 4096
-    sizes. Infinities and ties are ordinary values; the caller must refuse NaN.
+    An insertion, a count or a selection costs O(log n) comparisons, one move of bounded size and a
+    sum over n / 4096 blocks. Infinities and ties are accepted; the caller must refuse NaN.
 
     >>> pool = Ranks([3.0, 1.0, 3.0])
     >>> pool.add(2.0)
@@ -94,7 +94,7 @@ class Ranks:
         return below, equal
 
     def kth(self, k: int) -> float:
-        """Return the k-th smallest stored score, counted from 1.
+        """Return the k-th smallest stored score; `k` counts from 1.
 
         :raises IndexError: unless 1 <= k <= len.
         """
@@ -116,21 +116,21 @@ class WeightedRank(NamedTuple):
     def p(self, theta: float) -> float:
         """Return the smoothed conformal p-value, near 1 for a worse score.
 
-        With `theta` uniform on [0, 1] it is exactly uniform if the n + 1 scores are exchangeable,
-        ties included (Vovk, Gammerman and Shafer, 2005). With `theta` 1 it is the deterministic
-        p-value (1 + #{stored <= score}) / (n + 1), for which P(p <= a) <= a.
+        If `theta` is uniform on [0, 1] and the n + 1 scores are exchangeable, the p-value is
+        exactly uniform, even with ties (Vovk, Gammerman and Shafer, 2005). If `theta` is 1, it is
+        the deterministic p-value (1 + #{stored <= score}) / (n + 1), for which P(p <= a) <= a.
         """
         return (self.below + theta * (1 + self.equal)) / (self.size + 1)
 
     def plus(self, other: WeightedRank) -> WeightedRank:
-        """Return the rank among the scores behind either of the two ranks."""
+        """Return the rank among the scores of both ranks together."""
         return WeightedRank(
             self.below + other.below, self.equal + other.equal, self.size + other.size
         )
 
 
 class Window:
-    """The last `width` scores, or all of them when the width is None."""
+    """The last `width` scores, or all scores if the width is None."""
 
     __slots__ = ("_order", "_ranks", "_width")
 
@@ -141,7 +141,7 @@ class Window:
             )
         self._width = width
         self._ranks = Ranks()
-        self._order = deque[float]()  # stays empty if the pool has no width
+        self._order = deque[float]()  # stays empty if the width is None
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -164,10 +164,11 @@ class Window:
 class Fading:
     """All scores, with weights that shrink by the factor `decay` with every newer score.
 
-    Fixed weights give weighted p-values for slow drift: their error is at most the weighted sum of
-    total-variation distances between old and new scores (Barber et al., 2023). Old weights stay the
-    same and newer scores get larger ones; all are scaled back before they overflow. Scores with
-    less than a billionth of the newest weight are dropped, so about 21 / (1 - decay) scores remain.
+    Weights that do not depend on the scores give weighted p-values for slow drift. The error of
+    such p-values is at most the weighted sum of total-variation distances between old and new
+    scores (Barber et al., 2023). Old weights stay the same, and newer scores get larger weights;
+    all weights are scaled down before they overflow. Scores whose weight is below a billionth of
+    the newest weight are dropped, so about 21 / (1 - decay) scores remain.
     """
 
     __slots__ = ("_decay", "_kept", "_next", "_order", "_scores", "_weights")
@@ -177,7 +178,7 @@ class Fading:
         self._decay = decay
         self._kept = math.ceil(21 / -math.log(decay))
         self._next = 1.0  # the weight of the score added next
-        self._order = deque[float]()  # oldest first
+        self._order = deque[float]()  # scores, oldest first
         self._scores = array("d")
         self._weights = array("d")  # in ascending order of the scores, equal scores oldest first
 
@@ -210,30 +211,30 @@ class Fading:
 
 
 ScoreHistory = Window | Fading
-"""Scores among which a new score is ranked; adding all its items to an empty history restores it.
+"""The scores among which a new score is ranked; an empty history is restored by adding all items.
 """
 
 
 # A stratum is split once it has `_LEAST` scores and at least one in `_SHARE` of all scores.
 _LEAST = 30
 _SHARE = 16
-# The slope is shrunk towards 0 as if this many more scores had shown no slope.
+# The slope is shrunk towards 0, as if this many additional scores had slope 0.
 _RIDGE = 2.0
 
 Point = tuple[float, float]
-"""A chunk: the logarithm of its length, and its nonconformity."""
+"""The logarithm of a chunk's length, and the chunk's nonconformity."""
 Sums = list[float]
-"""Sums over points: of ones, log-lengths, scores, squared log-lengths, and log-length times score.
+"""Five sums over points: of 1, log-length, score, squared log-length, and log-length times score.
 """
 
 
 class _Stratum:
-    """Chunks of about one length; `split_from` is the size at which a split is tried next."""
+    """Chunks of similar length; `split_from` is the size at which a split is tried next."""
 
     __slots__ = ("flat", "ranks", "split_from", "sums")
 
     def __init__(self, points: Iterable[Point] = (), split_from: int = _LEAST) -> None:
-        # length, score, length, score, ...: as objects they would take eight times the memory
+        # length, score, length, score, ...: point objects would take eight times the memory
         self.flat = array("d")
         self.ranks = Ranks()
         self.split_from = split_from
@@ -257,7 +258,7 @@ class _Stratum:
         self.sums = [old + new for old, new in zip(self.sums, terms, strict=True)]
 
     def halves(self) -> tuple[list[Point], list[Point]]:
-        """Return the shorter and the longer chunks, so that no length is in both halves.
+        """Return the shorter and the longer chunks; chunks of equal length are in the same half.
 
         One half is empty if all chunks have the same length.
         """
@@ -274,13 +275,14 @@ class _Stratum:
 
 
 class LengthStrata(Persisted):
-    """Scores grouped by length into about thirty strata at most, split at the median as they fill.
+    """Scores grouped by length into at most about thirty strata; a full stratum is split at its
+    median.
 
     Ranks within a stratum are Mondrian conformal p-values with the length as category: they are
-    uniform among chunks of about one length if those are exchangeable. While many chunks are in
-    flight, shorter chunks are known first, also within a stratum. The current slope of scores on
-    log-length, in the stratum and its neighbours, removes this remaining bias. So a rank costs two
-    searches and never a pass over the scores.
+    uniform if chunks of similar length are exchangeable. While many chunks are in flight, shorter
+    chunks finish first, also within a stratum. The current slope of scores on log-length, in the
+    stratum and its neighbours, corrects this bias. A rank costs two searches, not a pass over all
+    scores.
 
     >>> strata = LengthStrata()
     >>> strata.add(1.0, 200.0)
@@ -291,7 +293,7 @@ class LengthStrata(Persisted):
     __slots__ = ("_bounds", "_count", "_strata")
 
     def __init__(self) -> None:
-        self._bounds = list[float]()  # the greatest log-length of every stratum but the last
+        self._bounds = list[float]()  # the largest log-length of each stratum except the last one
         self._strata = [_Stratum()]
         self._count = 0
 
@@ -318,7 +320,7 @@ class LengthStrata(Persisted):
             self._split(at)
 
     def _slope(self, at: int) -> float:
-        """Return the ridge slope of scores on log-length, here and in the adjacent strata."""
+        """Return the ridge slope of scores on log-length, in this stratum and its neighbours."""
         near = [stratum.sums for stratum in self._strata[max(0, at - 1) : at + 2]]
         count, lengths, scores, squares, products = [sum(sums) for sums in zip(*near, strict=True)]
         spread = squares - lengths * lengths / count
@@ -329,7 +331,7 @@ class LengthStrata(Persisted):
     def _split(self, at: int) -> None:
         stratum = self._strata[at]
         shorter, longer = stratum.halves()
-        # nearly all chunks have the same length, for example because a limit cuts them
+        # a half is too small, because nearly all chunks have one length (a limit may cut them)
         if min(len(shorter), len(longer)) < _LEAST // 4:
             stratum.split_from = 2 * len(stratum)
             return
@@ -337,15 +339,15 @@ class LengthStrata(Persisted):
         self._strata[at : at + 1] = [_Stratum(shorter), _Stratum(longer)]
 
     def state(self) -> Any:
-        """Return every stratum with its sums, whose rounding depends on the order of the scores."""
+        """Return all strata with their sums, because a sum's rounding depends on the order."""
         rows = [[stratum.split_from, stratum.sums, list(stratum.flat)] for stratum in self._strata]
         return {"bounds": list(self._bounds), "strata": rows}
 
     def merge(self, state: Any) -> None:
-        """Copy the strata of a state into empty ones, or add those scores of the state that are
-        missing.
+        """Copy the strata of a state if there are none yet; else add the scores that are missing
+        here.
 
-        Both sides started from the same stored scores, which must not count twice.
+        Both calibrators started from the same stored scores, which must not count twice.
         """
         points = [list(zip(row[2][::2], row[2][1::2], strict=True)) for row in state["strata"]]
         if self._count:
@@ -364,17 +366,18 @@ class LengthStrata(Persisted):
         self._count = sum(map(len, self._strata))
 
 
-# The number of scores that a turn's pool needs before it replaces the pool of all turns.
+# The pool of a turn is used once it has this many scores; until then the pool of all turns is used.
 MINIMUM = 20
 
-_FORGOTTEN = "\x1fforgotten"  # the key that stores the sums of finished questions
+_FORGOTTEN = "\x1fforgotten"  # the key under which the sums of finished questions are added up
 HistoryFactory = Callable[[], ScoreHistory]
 
 
 class ScorePool(Persisted, ABC):
     """The stored and live scores among which a new score is ranked.
 
-    If `question` or `turn` is None, any of them is meant. The state contains the live scores only.
+    If `question` or `turn` is None, the score may be of any question or turn. The state contains
+    the live scores only.
     """
 
     __slots__ = ()
@@ -392,7 +395,7 @@ class ScorePool(Persisted, ABC):
         """Drop the stored scores of the calibration run, but keep the live ones."""
 
     def forget(self, question: str) -> None:
-        """Drop the data that only this question needs, once no more of its scores will come."""
+        """Drop the data that is needed only for this question, after its last score."""
 
 
 class Pooled(ScorePool):
@@ -427,7 +430,7 @@ class Pooled(ScorePool):
 class Frozen(Pooled):
     """A pool of stored scores only, so that thresholds never change.
 
-    Live scores replace the stored ones once a drift alarm has dropped those.
+    Once a drift alarm has dropped the stored scores, live scores replace them.
     """
 
     __slots__ = ()
@@ -439,7 +442,7 @@ class Frozen(Pooled):
 
 
 class ByTurn(ScorePool):
-    """A pool per turn, and a pool of all turns that is used while a turn has too few scores.
+    """One pool per turn, and a pool of all turns, which is used while a turn has too few scores.
 
     Without a minimum there are no pools per turn, and the pool of all turns is always used.
     """
@@ -475,10 +478,10 @@ class ByTurn(ScorePool):
 class SiblingPool(ScorePool):
     """A pool that blends another pool with the scores of the same question and turn.
 
-    The siblings count by their number, and the other pool's answer counts as `prior` siblings: this
-    is the predictive distribution of a Dirichlet process with the pool as its base (Ferguson,
-    1973). The first sample of a question is ranked by the pool alone, later samples increasingly by
-    their siblings. Such p-values are predictive ranks, not exact conformal ones.
+    Each sibling counts once, and the rank in the other pool counts as `prior` siblings. This is the
+    predictive distribution of a Dirichlet process whose base is the other pool (Ferguson, 1973).
+    The first sample of a question is ranked by the other pool alone, later samples increasingly by
+    their siblings. These p-values are predictive ranks, not exact conformal p-values.
     """
 
     __slots__ = ("_base", "_groups", "_prior")
@@ -515,11 +518,12 @@ class Residuals(ScorePool):
     """A pool of scores minus the expected score of their question, ranked by turn.
 
     The expected score of a question is its running mean, shrunk towards the running mean of all
-    questions as if `shrinkage` more scores had equalled that mean. So the first score of a new
-    question is compared with the pooled mean, but its tenth mostly with the question's mean. With
-    `prior`, the rank among the question's residuals is blended in as in `SiblingPool`, for
-    questions with a wider or narrower spread. Infinite scores rank at their end of the scale and
-    are never stored, because one of them would shift a mean for ever.
+    questions as if `shrinkage` additional scores had equalled that mean. So the first score of a
+    new question is compared with the mean of all questions, but the tenth mostly with the
+    question's own mean. With `prior`, the rank among the question's residuals is blended in as in
+    `SiblingPool`, for questions with a wider or narrower spread. Infinite scores rank at their end
+    of the scale but are never stored, because one infinite score would make a mean infinite for
+    ever.
     """
 
     # `_own` has the residuals of each question; the name is part of the file format
@@ -634,13 +638,13 @@ class _Means(Persisted):
 
 
 def _blend(rank: WeightedRank, few: Ranks, value: float, prior: float) -> WeightedRank:
-    """Return the rank among few values, with the pool's answer counted as `prior` more values.
+    """Return the rank among few values, where the rank in the pool counts as `prior` more values.
 
-    The p-value is (prior * p of the pool + number of `few` below) / (prior + len(few)). Ties are
-    broken by the same random number.
+    The p-value is (prior * p of the pool + number of `few` below) / (prior + len(few)). One random
+    number breaks the ties in both.
     """
     below, equal = few.counts(value)
-    # number of the pool's scores that weigh as much as one score of `few`
+    # so many scores of the pool weigh as much as one of `few`
     worth = (rank.size + 1) / prior
     return WeightedRank(
         below=rank.below + below * worth,

@@ -20,17 +20,18 @@ from atts.files import from_json, read_ordinary
 Worse = Literal["higher", "lower"]
 Measure = Literal["log", "linear"]
 
-# Rounding may put sums of float32 log-probs this far outside the domain.
+# Rounding may put a sum of float32 log-probabilities outside the domain by this much.
 _SLACK = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The domain and orientation that a score declares.
+    """The domain of a score, and which of its ends is worse.
 
-    `low` and `high` are the bounds of the domain, which includes them. `worse` names the end that
-    weak chunks are near. `measure` says whether differences are taken between logarithms (for
-    perplexities) or between the scores themselves (for mean log-probs and judge marks).
+    `low` and `high` are the bounds of the domain, which includes them. `worse` says whether weak
+    chunks have higher or lower scores. `measure` says whether scores are compared by their
+    logarithms ("log", for perplexities) or directly ("linear", for mean log-probabilities and the
+    marks of a judge).
     """
 
     name: str
@@ -50,7 +51,7 @@ class Scale:
     def nonconformity(self, score: object, what: str = "score") -> float:
         """Return the score as a nonconformity, for which larger is always worse.
 
-        It is never NaN, and infinite only if the score is.
+        The nonconformity is never NaN, and it is infinite only if the score is infinite.
 
         :raises CalibrationInputError: naming the score as `what`, if it is not a number, is NaN, or
         lies outside the domain.
@@ -58,12 +59,12 @@ class Scale:
         >>> PERPLEXITY.nonconformity(1.0), LOG_PROB.nonconformity(-2.5)
         (0.0, 2.5)
         """
-        # a shortcut for the usual case, a float, because every decision calls this function
+        # a fast path for floats, because every decision calls this function
         if type(score) is float:
             value = score
         else:
             value = plain_number(what, score, f"a number, {self.domain}")
-        if not self.low <= value <= self.high:  # this comparison is also true of NaN
+        if not self.low <= value <= self.high:  # true for NaN too
             if not self.low - _SLACK <= value <= self.high + _SLACK:
                 raise CalibrationInputError(what, value, self.domain)
             value = min(max(value, self.low), self.high)
@@ -78,7 +79,7 @@ class Scale:
 
 
 def plain_number(what: str, value: object, expected: str = "a number") -> float:
-    """Return any real number, also of numpy, as a float.
+    """Return any real number as a float, including numbers of numpy.
 
     :raises CalibrationInputError: naming the value as `what`, if it is not a number; texts and
     booleans are refused.
@@ -126,7 +127,7 @@ class _State(Struct):
 
 @dataclass(frozen=True, slots=True)
 class StoredScores:
-    """Scores of a calibration run, and the conditions under which they were made.
+    """The scores of a calibration run, and the conditions under which they were made.
 
     Each score has a question and a turn. An empty question means that the question is unknown; such
     scores count as independent, which they rarely are. `lengths` has the length of each chunk in
@@ -171,7 +172,7 @@ class StoredScores:
     ) -> StoredScores:
         """Return stored scores of turn 0, in the order given.
 
-        With `per_question`, each run of that many consecutive scores belongs to one question.
+        With `per_question`, every group of that many consecutive scores belongs to one question.
 
         :raises CalibrationInputError: if the last question would be incomplete, or a value is not a
         score.
@@ -219,7 +220,7 @@ class StoredScores:
             for number, row in enumerate(rows, 1)
         ]
         lengths = list[float]()
-        if all(row.get("length") for row in rows):  # lengths count only if every record has one
+        if all(row.get("length") for row in rows):  # else no lengths are used
             lengths = [
                 plain_number(f"length of record {number}", row["length"])
                 for number, row in enumerate(rows, 1)
@@ -250,7 +251,7 @@ class StoredScores:
 
     @property
     def clustered(self) -> bool:
-        """Return whether every score names its question."""
+        """Return whether the question of every score is known."""
         return bool(self.questions) and all(self.questions)
 
     def __len__(self) -> int:
@@ -318,7 +319,7 @@ def labels_of(records: Iterable[Mapping[str, Any]]) -> tuple[bool | None, ...]:
 
 
 def whole_number(what: str, value: object) -> int:
-    """Return the value if it is a whole number from 0.
+    """Return the value if it is a whole number of at least 0.
 
     :raises CalibrationInputError: naming the value as `what`, if it is anything else.
     """
@@ -328,7 +329,8 @@ def whole_number(what: str, value: object) -> int:
 
 
 def check_fingerprint(what: str, stored: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Refuse a state made under other conditions: every field that either side names must be equal.
+    """Raise an error if conditions differ: fields that `stored` or `now` contains must be equal in
+    both.
 
     :raises FingerprintError: naming each difference, if a field differs.
     """
@@ -346,7 +348,7 @@ def check_fingerprint(what: str, stored: Mapping[str, object], now: Mapping[str,
 def check_stored(
     stored: StoredScores, now: Mapping[str, object], mode: str, *, by_length: bool
 ) -> None:
-    """Refuse stored scores that a calibrator of this mode cannot start from.
+    """Raise an error if a calibrator of this mode cannot start from these stored scores.
 
     :raises FingerprintError: if the scores were made under other conditions.
     :raises CalibrationInputError: if mode "split" has no stored scores, or if lengths are needed
@@ -376,8 +378,8 @@ def read_scores(
 ) -> StoredScores:
     """Return the scores of a file.
 
-    It is JSON Lines of records, a published .npy array, JSON {question: [scores]}, or a saved
-    state. A .npy file is read without unpickling: one that holds Python objects is refused.
+    The format is JSON Lines of records, an .npy array, JSON {question: [scores]}, or a saved state.
+    An .npy file is read without unpickling: a file that contains Python objects is refused.
 
     :raises CalibrationInputError: if the file has none of these formats, or contains something that
     is not a score.
@@ -396,7 +398,7 @@ def read_scores(
 
 
 def is_state(text: str) -> bool:
-    """Return whether a file's text is a saved state, not one record per line."""
+    """Return whether the text of a file is a saved state instead of one record per line."""
     return text.startswith('{"kind": "atts ')
 
 

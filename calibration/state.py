@@ -19,15 +19,15 @@ V = TypeVar("V")
 class Persisted:
     """A part of a calibrator whose state is the attributes that `saved` names.
 
-    The file names them without their leading underscore. A merge adds numbers and collections of
-    scores, and copies lists. So merging a state into a fresh part restores the state.
+    The file contains these names without their leading underscore. A merge adds numbers and
+    collections of scores, and copies lists. So merging a state into a new, empty part restores it.
     """
 
     __slots__ = ()
     saved: ClassVar[tuple[str, ...]] = ()
 
     def state(self) -> Any:
-        """Return everything that the next answer depends on, as JSON."""
+        """Return everything that later decisions depend on, as JSON."""
         return {name.lstrip("_"): _as_json(getattr(self, name)) for name in self.saved}
 
     def merge(self, state: Any) -> None:
@@ -37,7 +37,7 @@ class Persisted:
 
 
 class DefaultTable(dict[K, V], Persisted):
-    """A dictionary that creates missing values; `key` reads keys back from JSON."""
+    """A dictionary that creates missing values; `key` converts the keys of the JSON file."""
 
     def __init__(self, key: Callable[[Any], K], make: Callable[[], V]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class DefaultTable(dict[K, V], Persisted):
 
 
 class GroupTable(DefaultTable[tuple[str, int], tuple[V, ...]]):
-    """A table with several values for each (question, turn); one row of the file has all of them."""
+    """A table with several values for each (question, turn), which form one row in the file."""
 
     def __init__(self, make: Callable[[], tuple[V, ...]]) -> None:
         super().__init__(lambda key: (str(key[0]), int(key[1])), make)
@@ -71,7 +71,7 @@ class GroupTable(DefaultTable[tuple[str, int], tuple[V, ...]]):
             del self[key]
 
     def state(self) -> Any:
-        """Return one row per key."""
+        """Return one row per key, with the key and its values."""
         return [[*key, *map(_as_json, values)] for key, values in self.items()]
 
     def merge(self, state: Any) -> None:

@@ -43,7 +43,7 @@ def checked_losses(losses: ArrayLike, low: float = 0.0) -> Losses:
     array = np.asarray(losses, float)
     if array.ndim != 1 or not len(array):
         raise CalibrationInputError(
-            "losses", array.shape, "one number per problem, at least one problem"
+            "losses", array.shape, "one number per problem, for at least one problem"
         )
     outside = ~((array >= low) & (array <= 1))  # NaN counts as outside
     if outside.any():
@@ -396,7 +396,7 @@ def _chains(
         raise CalibrationInputError("candidates", [], "at least one policy")
     if len({len(candidate.losses) for candidate in candidates}) > 1:
         raise CalibrationInputError(
-            "candidates", "losses that differ in length", "one loss for each of the same problems"
+            "candidates", "losses that differ in length", "losses on the same problems for every candidate"
         )
     check_fraction("epsilon", epsilon)
     check_fraction("delta", delta)

@@ -91,8 +91,8 @@ class RateCheck:
             return f"{share}: off target, because the share is outside the band {_interval_text(self.band)}"
         if self.standing == "unclear":
             return (
-                f"{share}: too few questions to say whether the rate is on target. Independent coins stay in "
-                f"{_interval_text(self.coin)}; {self.questions:,} questions with this variance stay "
+                f"{share}: too few questions to say whether the rate is on target. The rate of independent coins stays in "
+                f"{_interval_text(self.coin)}; the rate of {self.questions:,} questions with this variance stays "
                 f"in {_interval_text(self.band)}"
             )
         low, high = self.coin
@@ -125,7 +125,7 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
         raise CalibrationInputError(
             "questions",
             list(questions)[:5],
-            "(decisions, escalated) of each question, with at least one decision",
+            "a pair (decisions, escalated) per question, with at least one decision",
         )
     decisions = int(rows[:, 0].sum())
     share = float(rows[:, 1].sum() / rows[:, 0].sum())

@@ -495,7 +495,7 @@ class DomainCheck:
             return ""
         return (
             f"out of domain: the {len(scores)} chunks of this problem score worse than {100 * (1 - p):.1f} % of the "
-            f"{len(self.means)} questions behind the stored scores; gate and models may "
+            f"{len(self.means)} questions of the calibration run; the gate and the models may "
             "be unsuitable for this problem"
         )
 
@@ -698,7 +698,7 @@ class DriftMonitor(Persisted):
             self._alarm(
                 "duplicates",
                 1.0,
-                f"{self._repeats.doubt}; compare the stored scores with the scores of a run (--live)",
+                f"{self._repeats.doubt}; use --live to compare the stored scores with the scores of a run",
             )
 
     def _bet(self, mean: float, theta: float) -> None:

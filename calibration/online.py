@@ -666,7 +666,7 @@ class Calibrator(Persisted):
                 )
         if theirs["order"]["held"]:
             raise CalibrationInputError(
-                "calibrator to merge", "scores that wait for an issue number", "a finished one"
+                "calibrator to merge", "scores that wait for an earlier issue", "a finished one"
             )
         super().merge(theirs)
         if self._strata is not None:

@@ -182,7 +182,7 @@ class StoredScores:
         )
         if per_question is not None and (per_question < 1 or len(values) % per_question):
             raise CalibrationInputError(
-                "per_question", per_question, f"a divisor of {len(values)} scores"
+                "per_question", per_question, f"a number that divides {len(values)} scores evenly"
             )
         if per_question is None:
             questions = [""] * len(values)

@@ -1,4 +1,4 @@
-"""Evaluation: answers from texts, verdicts on answers, rates with intervals, benchmarks."""
+"""Evaluation: extraction of answers, verdicts on answers, rates with intervals, and benchmarks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -106,12 +106,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-if not TYPE_CHECKING:  # a type checker sees only the imports above, so it rejects a misspelt name
+# type checkers do not see `__getattr__`, so they still report a misspelt name
+if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Import a public name's module on first use, so that grading does not load numpy for
-        metrics.
-        """
+        """Import the module of a public name on first use, so that grading does not load numpy."""
         if name not in _HOME:
             raise AttributeError(f"module 'atts.evaluators' has no attribute {name!r}")
         return getattr(import_module(f"atts.evaluators.{_HOME[name]}"), name)

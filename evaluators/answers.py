@@ -1,4 +1,4 @@
-"""Extraction of the final answer from a reasoning text, and of answers from boxes."""
+"""Extraction of the final answer from a reasoning text, such as a box at its end."""
 
 import re
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from atts.evaluators.programs import find_program
 from atts.evaluators.syntax.vocabulary import Tables
 
 _DATA = Tables(Path(__file__).with_name("answers.toml"))
-PATTERNS = _DATA.patterns()  # regular expressions that find answers
+PATTERNS = _DATA.patterns()  # the regular expressions of `answers.toml`, by name
 OPENING = re.compile(r"\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _PLACEHOLDERS = {"", *_DATA.table("placeholders", list[str])}
 
 Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "program", "box", "marker", "statement", "number", "cut", "none"]
-MOST_CHARACTERS = 1_000_000  # characters at the end of a text that are searched for an answer
-_TAIL = 4_000  # characters at the end of a text that are searched for a statement
+MOST_CHARACTERS = 1_000_000  # only so many final characters are searched for an answer
+_TAIL = 4_000  # only so many final characters are searched for a statement
 _NUMBER = PATTERNS["number"]
 _MATHS = PATTERNS["span"]
 _RUN = PATTERNS["run"]
@@ -38,7 +38,7 @@ _CLOSINGS = {'"': r'(?<!\\)"', "'": "'", "[": r"\]"}
 
 
 class Box(NamedTuple):
-    """A complete box, with its content and the positions at which its text begins and ends."""
+    """A complete LaTeX box: its content, and where its text begins and ends."""
 
     content: str
     start: int
@@ -46,7 +46,7 @@ class Box(NamedTuple):
 
 
 def closing(text: str, at: int) -> int | None:
-    """Return the position after the brace that closes the open one; None if it is never closed."""
+    """Return the position after the brace that closes an open brace; None if it is never closed."""
     depth = 1
     while depth:
         mark = _BRACE.search(text, at)
@@ -60,7 +60,7 @@ def closing(text: str, at: int) -> int | None:
 def boxes(text: str) -> tuple[list[Box], int | None]:
     """Return the boxes of a text, and the position of a box that is never closed.
 
-    A box that contains boxes counts once.
+    A box inside another box is not returned separately.
     """
     complete: list[Box] = []
     at = 0
@@ -98,10 +98,10 @@ def inner(content: str) -> str:
 
 
 def last_group(complete: list[Box], text: str) -> list[str]:
-    """Return the content of the last box with an answer, or the contents of the last few boxes that
-    the text joins.
+    """Return the contents of the last box that is not empty, or of the last few boxes if the text
+    joins them.
 
-    Each content appears once.
+    Equal contents are returned once.
     """
     group: list[str] = []
     begins = 0
@@ -139,8 +139,8 @@ def extract(
     """Return the final answer of a reasoning text, or None if the text has no answer.
 
     The last box that is not empty counts. If the text joins the last boxes ("\\boxed{3} and
-    \\boxed{5}"), all of them count. Without a box, an explicit mark counts ("Answer: 5", "#### 5").
-    Without a mark, the default fallback reads a last sentence that states a value, and
+    \\boxed{5}"), all joined boxes count. Without a box, an explicit mark counts ("Answer: 5", "####
+    5"). Without a mark, the default fallback reads a last sentence that states a value, and
     fallback="number" reads the last number of the text. A box that is never closed gives no answer.
 
     >>> extract(r"So $x = \\boxed{\\frac{1}{2}}$.")
@@ -154,8 +154,8 @@ def extraction(
 ) -> Extraction:
     """Return the answer that `extract` returns, with the rule that found it.
 
-    Boxes count first, then marks, then what `fallback` allows. Raises OptionError for an unknown
-    kind or fallback.
+    Boxes count before marks, and marks before the statements or numbers that `fallback` allows.
+    Raises OptionError for an unknown kind or fallback.
     """
     for name, asked, known in (("kind", kind, AnswerKind), ("fallback", fallback, Fallback)):
         if asked not in get_args(known):
@@ -165,14 +165,14 @@ def extraction(
         return Extraction(program, "none" if program is None else "program")
     text = _final_part(_first_turn(_with_plain_blanks(text[-MOST_CHARACTERS:])))
     firsts = [mark.end() for name in ("marks", "box") if (mark := PATTERNS[name].search(text))]
-    # a question that is asked after an answer
+    # a second question after the answer
     again = PATTERNS["again"].search(text, min(firsts)) if firsts else None
     if again:
         text = text[: again.start()]
     complete, open_at = boxes(text) if firsts else ([], None)
     group = last_group(complete, text)
     if kind == "choice" and group and not any(map(_has_choice, group)):
-        # the box has a value, but the text may state the choice's letter next to the box
+        # the box contains no letter, but the text may state the letter of the choice elsewhere
         choice = _stated_choice(text, fallback)
         if choice is not None:
             return choice
@@ -203,7 +203,7 @@ def extraction(
 
 
 def _first_turn(text: str) -> str:
-    """Return the text before the next speaker begins."""
+    """Return the first turn of the text: everything before the next speaker begins."""
     opening = PATTERNS["opening"].match(text)
     begins = opening.end() if opening else 0
     for speaker in PATTERNS["turn"].finditer(text):
@@ -213,9 +213,9 @@ def _first_turn(text: str) -> str:
 
 
 def _with_plain_blanks(text: str) -> str:
-    """Return the text with runs of blanks and of blank lines shortened.
+    """Return the text with long runs of spaces and of empty lines shortened.
 
-    Patterns that skip blanks would take quadratic time on long runs of blanks.
+    Regular expressions that skip spaces would take quadratic time on long runs.
     """
     text = text.translate(_BLANKS)
     text = _BLANK_RUN.sub("  ", text)
@@ -238,7 +238,7 @@ def _has_choice(content: str) -> bool:
 
 
 def _stated_choice(text: str, fallback: Fallback) -> Extraction | None:
-    """Return the letter that a mark or the last sentence states."""
+    """Return the letter of the choice that a mark or the last sentence states."""
     answer = marked(text, "choice")
     if answer:
         return Extraction(answer, "marker")
@@ -266,9 +266,10 @@ def is_cut(text: str) -> bool:
 
 
 def unmarked(text: str) -> int:
-    """Return how many characters at the beginning of a growing text need no second search.
+    """Return how many leading characters of a growing text need not be searched again.
 
-    These are whole lines that end 400 characters before any turn, mark or box.
+    They are whole lines that end at least 400 characters before the end and before any turn, mark
+    or box.
     """
     starts = [len(text)]
     begins = max(0, len(text) - MOST_CHARACTERS)
@@ -282,7 +283,7 @@ def unmarked(text: str) -> int:
 def marked(text: str, kind: AnswerKind) -> str | None:
     """Return the value after the last explicit mark, such as "Answer:", that has one.
 
-    The value is empty if the text ends inside it.
+    The result is "" if the text ends inside the value.
     """
     for mark in [*PATTERNS["marks"].finditer(text)][:-21:-1]:
         sign = mark[0].rstrip()
@@ -306,9 +307,7 @@ def marked(text: str, kind: AnswerKind) -> str | None:
 
 
 def _value(following: str, kind: AnswerKind) -> str | None:
-    """Return the value at the start of the text after a mark, or in the first sentence of that
-    text.
-    """
+    """Return the value at the start of the text after a mark, or else in its first sentence."""
     if kind == "choice":
         if several := PATTERNS["several_letters"].match(following[:200]):
             return ", ".join(re.findall("[A-J]", several[1]))
@@ -341,7 +340,8 @@ def _value(following: str, kind: AnswerKind) -> str | None:
 
 
 def _closed(following: str) -> str:
-    """Return the text after a mark, without the end of a macro or of maths around the mark.
+    """Return the text after a mark, without the closing brace or "$" of a macro or formula that
+    began before the mark.
 
     After "\\textbf{Answer: }" and in "\\mathbf{Answer: 13}" the closing brace does not belong to
     the value.
@@ -360,13 +360,13 @@ def _closed(following: str) -> str:
 
 
 def _listed(run: str) -> str:
-    """Return several values as one answer, each without its dollar signs."""
+    """Join several values to one answer, without the dollar signs around each value."""
     items = [_MATHS.sub(_inside, item[0]) for item in PATTERNS["item"].finditer(run)]
     return (" or " if re.search(r"\bor\b", run) else ", ").join(items)
 
 
 def _inside(match: re.Match[str]) -> str:
-    """Return the maths between its delimiters, without the end of a sentence."""
+    """Return the maths between its delimiters, without the punctuation that ends a sentence."""
     width = 2 if match[0][:2] in ("$$", "\\(", "\\[") else 1
     inside = match[0][width:-width].strip()
     return inside.rstrip(".,;").strip() if inside[-1:] in ".,;" and inside[-2:] != "\\," else inside
@@ -424,7 +424,7 @@ def _last_number(text: str) -> str | None:
 
 
 def stated(text: str, kind: AnswerKind) -> str | None:
-    """Return the value of the last sentence that states one, or of a last line without words."""
+    """Return the value of the last sentence that states one, or of a final line without words."""
     text = PATTERNS["end_of_proof"].sub("", text[-_TAIL:].rstrip("` \n")).rstrip("` \n")
     text = PATTERNS["end_in_maths"].sub(" ", text)
     # displayed maths of several lines counts as one part of its sentence
@@ -449,7 +449,7 @@ def stated(text: str, kind: AnswerKind) -> str | None:
 
 
 def _bare(line: str) -> str | None:
-    """Return the value of a line without words: its maths, its values, or after its last =."""
+    """Return the value of a line without words: its formula, its values, or the part after "="."""
     *_, line = PATTERNS["arrow"].split(line)
     whole = _MATHS.match(line)
     if whole and not line[whole.end() :].strip(" .*"):
@@ -467,9 +467,10 @@ def _bare(line: str) -> str | None:
 
 
 def _choice(text: str, first: bool = False) -> str | None:
-    """Return the letter that a text chooses, ignoring letters that it rules out.
+    """Return the letter of the choice that a text makes; letters that the text rules out are
+    ignored.
 
-    With `first` the letter at the start of the text counts before any other.
+    With `first`, a letter at the start of the text has priority.
     """
     plain = " ".join(PATTERNS["typesetting"].sub(" ", text).split())
     only = plain.strip("().: ")
@@ -483,7 +484,7 @@ def _choice(text: str, first: bool = False) -> str | None:
         settled = [*PATTERNS["leading_letter"].finditer(text)][:1]
     if not settled:
         settled = [*_LETTER.finditer(rest)]
-        if len(plain.split()) >= 13:  # in a long text a lone letter is not a choice
+        if len(plain.split()) >= 13:  # in a long text a single letter is not a choice
             return None
     if not settled:
         return None

@@ -1,1 +1,1 @@
-"""Datasets: benchmarks by name, the Hugging Face hub, files, and generated arithmetic."""
+"""Datasets: known benchmarks, datasets of the Hugging Face hub, files, and generated arithmetic."""

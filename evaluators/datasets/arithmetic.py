@@ -1,7 +1,8 @@
 """Arithmetic word problems generated from a seed, with worked solutions, for the embedded models."""
 
-# A problem's level is its number of steps: 2, 3, 4, 5-6, 7-8 for levels 1 to 5. The splits have no
-# computation in common: a hash of a problem's operations, whatever its wording, chooses its split.
+# The number of steps gives the level of a problem: 2, 3, 4, 5-6 and 7-8 steps are levels 1 to 5.
+# The splits have no computation in common: a hash of a problem's operations, whatever its wording,
+# chooses its split.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ Operator = Literal["+", "-", "*", "/"]
 
 LIMIT = 199  # the largest number that a problem or its solution may contain
 LEVELS: dict[int, tuple[int, ...]] = {1: (2,), 2: (3,), 3: (4,), 4: (5, 6), 5: (7, 8)}
-"""Numbers of steps by level."""
+"""The possible numbers of steps of each level."""
 
 _WORDS = Tables(Path(__file__).with_name("arithmetic.toml"))
 _NAMES, _ITEMS, _OPENERS = (_WORDS.table(name, list[str]) for name in ("names", "items", "openers"))
@@ -30,7 +31,8 @@ _INSTRUCTIONS, _EVENTS = (
 )
 _RELATIONS, _GROUPS = (_WORDS.table(name, dict[str, str]) for name in ("relations", "groups"))
 _COMPUTED: dict[Operator, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv}
-# test and calibration have one of these parts each, so a problem of a benchmark costs ten draws
+# number of equal parts of all computations; test and calibration are one part each, so each of
+# their problems costs about ten draws
 _BUCKETS = 10
 
 
@@ -48,7 +50,7 @@ class Operation:
         return _COMPUTED[self.operator](self.left, self.right)
 
     def middle(self) -> str:
-        """Return the intermediate step that a careful person writes down; empty if none is needed."""
+        """Return the intermediate step of the computation; empty if no such step is needed."""
         tens = self.right // 10 * 10
         ones = self.right % 10
         match self.operator:
@@ -65,7 +67,7 @@ class Operation:
                 return ""
 
     def worked(self) -> str:
-        """Return the computation as the reference solutions write it."""
+        """Return the text of the computation in a reference solution."""
         middle = self.middle()
         steps = [f"{self.left} {self.operator} {self.right}", middle, str(self.value)]
         return " = ".join(step for step in steps if step)
@@ -73,7 +75,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One line of a solution: words around a computation."""
+    """One line of a solution: a computation with the words before and after it."""
 
     before: str
     operation: Operation
@@ -105,7 +107,7 @@ class Exercise:
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """Return the solution as a model should write it.
+        """Return the chunks of the solution as a model should write them.
 
         A blank line ends each step; the last chunk boxes the answer.
         """
@@ -121,7 +123,7 @@ class Exercise:
 
     @property
     def canonical(self) -> str:
-        """Return the operations, which are the same for two wordings of one computation."""
+        """Return the operations as text, which is the same for all wordings of a computation."""
         operations = (step.operation for step in self.steps)
         return "|".join(f"{item.left}{item.operator}{item.right}" for item in operations)
 
@@ -139,7 +141,7 @@ def problems(
 ) -> list[Problem]:
     """Return `count` distinct problems that cycle through the levels.
 
-    A longer call with the same seed starts with the problems of a shorter one.
+    With the same seed, a larger `count` only adds problems at the end.
 
     :raises OptionError: for an unknown split, an unknown level or a negative count.
 
@@ -163,7 +165,7 @@ def problems(
 def exercises(
     split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
 ) -> list[Exercise]:
-    """Return the problems that `problems` makes, in the same order, with their worked solutions."""
+    """Return the problems that `problems` returns, in the same order, with worked solutions."""
     if count < 0:
         raise OptionError("count", f"{count} is negative")
     distinct = dict[str, Exercise]()
@@ -214,7 +216,7 @@ def _next_operation(random: Random, value: int) -> Operation:
     }
     choices: list[Operator] = [operator for operator, most in largest.items() if most >= 2]
     if 2 <= value <= LIMIT // 4:
-        # listed twice, because there are fewer chances to multiply or divide than to add
+        # listed twice, because multiplication and division are possible less often than addition
         choices.append("*")
     if divisors:
         choices.extend(("/", "/"))
@@ -224,7 +226,7 @@ def _next_operation(random: Random, value: int) -> Operation:
 
 
 def _chain(random: Random, count: int) -> list[Operation]:
-    """Draw operations, each of which uses the result of the one before."""
+    """Draw operations, each of which uses the result of the operation before it."""
     operations = [_next_operation(random, random.randint(2, 99))]
     while len(operations) < count:
         operations.append(_next_operation(random, operations[-1].value))
@@ -285,7 +287,7 @@ def _variables(random: Random, count: int) -> Exercise:
 
 
 def _story(random: Random, count: int) -> Exercise | None:
-    """Write a story of one person's things; each event takes one or two steps."""
+    """Write a story about the things of one person; each event takes one or two steps."""
     name = random.choice(_NAMES)
     item = random.choice(_ITEMS)
     value = random.randint(5, 99)
@@ -317,7 +319,9 @@ def _story(random: Random, count: int) -> Exercise | None:
 
 
 def _comparison(random: Random, count: int) -> Exercise | None:
-    """Compare several people, each with an earlier one; ask for the last number or the total."""
+    """Write how many things several people have, each compared with an earlier person; ask for the
+    last number or the total.
+    """
     together = count % 2 == 0 and random.random() < 0.5
     relations = count // 2 if together else count
     item = random.choice(_ITEMS)
@@ -326,7 +330,7 @@ def _comparison(random: Random, count: int) -> Exercise | None:
     sentences = [f"{names[0]} has {values[0]} {item}s."]
     steps = list[Step]()
     for index, name in enumerate(names[1:]):
-        # if the question is about the last person, all steps must matter
+        # if the question is about the last person, all steps must be needed for it
         earlier_index = index if not together else random.randint(0, index)
         change = _next_operation(random, values[earlier_index])
         other = names[earlier_index]
@@ -349,7 +353,7 @@ def _comparison(random: Random, count: int) -> Exercise | None:
 
 
 def _shopping(random: Random, count: int) -> Exercise | None:
-    """List several goods with their prices; ask for the bill or the change."""
+    """Write a list of goods with their prices; ask for the bill or the change."""
     name = random.choice(_NAMES)
     goods = random.sample(_ITEMS, (count + 1) // 2)
     bills = [Operation(random.randint(2, 9), "*", random.randint(2, 30)) for _ in goods]

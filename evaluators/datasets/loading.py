@@ -36,10 +36,11 @@ DATA = ("*.jsonl", "*.json", "*.csv", "*.tsv", "*.parquet")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The rule that chooses problems: by id, level and subject, then by a draw, then by a slice.
+    """The rule that selects problems: by id, level and subject, then by a random sample, then by a
+    slice.
 
-    `sample` draws that many with `random.Random(seed).sample`, in the order drawn; problems chosen
-    by id come in the order of `ids`.
+    `sample` is the number of problems drawn by `random.Random(seed).sample`; they stay in the order
+    drawn. Problems selected by id have the order of `ids`.
     """
 
     ids: tuple[str, ...] = ()
@@ -80,7 +81,7 @@ def split_slice(name: str) -> tuple[str, Selection]:
 def select(
     problems: Sequence[Problem], selection: Selection, source: str = "selection"
 ) -> list[Problem]:
-    """Return the problems selected.
+    """Return the selected problems.
 
     Raises DatasetError for an id, level or subject that no problem has, and for an empty result.
     """
@@ -140,13 +141,13 @@ def _by(
 
 @dataclass(frozen=True, slots=True)
 class HubSnapshot:
-    """One commit of a hub dataset on this machine, in the folder of its name."""
+    """One commit of a hub dataset in the cache of this machine."""
 
     repo: str
     folder: Path
 
     def files(self, patterns: Sequence[str]) -> list[Path]:
-        """Return the files that match the patterns, in order of pattern and name.
+        """Return the files that match the patterns, ordered by pattern, then by name.
 
         The result is empty if a pattern matches no file.
         """
@@ -171,8 +172,8 @@ class HubSnapshot:
 def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSnapshot:
     """Return the commit of the requested revision, from the cache or from the hub.
 
-    A cached branch is not updated, so its cached commit is returned. Raises DatasetError, whose
-    message tells the user how to get the files.
+    A branch in the cache is not updated, so its cached commit is returned. Raises DatasetError,
+    whose message tells the user how to get the files.
     """
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -213,7 +214,7 @@ def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSna
 def cached_snapshot(
     repo: str, revision: str, patterns: Sequence[str], cache: Path | None
 ) -> HubSnapshot | None:
-    """Return the snapshot if this machine has all requested files; never use the network."""
+    """Return the cached snapshot if it has all requested files; never use the network."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -244,8 +245,8 @@ def _download(
 def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
     """Return the data files of one split of a dataset that is not in the catalogue.
 
-    File names show the split. Raises DatasetError, which lists the files, if the split or the
-    configuration is not clear.
+    The split is recognised by the names of the files. Raises DatasetError, which lists the files,
+    if the split or the configuration is not clear.
     """
 
     def parted(name: str, word: str) -> bool:
@@ -263,7 +264,9 @@ def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
     if len({Path(name).parent for name in chosen}) != 1:
         problem = f"{'no' if not chosen else 'more than one'} set of files is split {split!r}"
         raise DatasetError(
-            here.repo, problem, f"Name split and config; the data files are {', '.join(names[:12])}"
+            here.repo,
+            problem,
+            f"Give the split and the configuration; the data files are {', '.join(names[:12])}",
         )
     return [here.folder / name for name in sorted(chosen)]
 
@@ -279,7 +282,7 @@ def _absent(repo: str, revision: str, problem: str) -> DatasetError:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Problems and their origin, which suffices to load the same problems again and to check them.
+    """Problems and their origin, from which the same problems can be loaded again and checked.
 
     `revision` is the hub commit, the sha256 of the file, or the generator's arguments; `digest` is
     the digest of the problems.
@@ -317,7 +320,7 @@ def load_dataset(
     whole = _load(bare, options, selection, cut)
     problems = whole.problems
     notes = [*whole.notes]
-    # generated datasets were selected and sliced when they were made
+    # generated datasets are already selected and sliced
     parts = () if whole.source == "generated" else (selection, cut)
     for part in parts:
         words = part.words()
@@ -337,7 +340,7 @@ def load_dataset(
 
 
 def digest(problems: Sequence[Problem]) -> str:
-    """Return the sha256 of the problems' contents in order, which does not depend on their file."""
+    """Return the sha256 of the problems' contents in their order, whatever file they came from."""
     state = sha256()
     for it in problems:
         fields: list[Any] = [it.id, it.text, it.answer, it.kind, it.level, it.subject]
@@ -374,7 +377,7 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
                     return _copy(known, copy, options)
         copy = HubSource(repo[1], DATA, Columns())
         return _copy(Benchmark.unknown(repo[1]), copy, options)
-    # the reader's error message names the file types that the reader accepts
+    # an unknown file type is refused by the reader, whose message lists the types
     if path.exists() or (kind_of(path) and not is_hub):
         return _file(path, options, Benchmark.unknown(name))
     raise OptionError(
@@ -383,7 +386,7 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
 
 
 def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Dataset:
-    """Load one copy of a benchmark from the hub."""
+    """Load a benchmark from one of its copies on the hub."""
     here = snapshot(copy.repo, copy.files, options)
     if benchmark.hubs:
         files = here.files(copy.files)
@@ -404,7 +407,7 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
             rows=tuple(table.rows[i] for i in kept),
             places=tuple(table.places[i] for i in kept),
         )
-    # The copy may have lost optional columns since; problems need only a text.
+    # Newer commits of the copy may lack optional columns, such as the level.
     needed = ("text", "answer", "choices", "distractors")
     gone = {
         field: name
@@ -419,7 +422,7 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
 
 
 def _file(path: Path, options: LoadOptions, benchmark: Benchmark) -> Dataset:
-    """Load a file; if it has the columns of a hub copy, read it as that copy."""
+    """Load a file; if it has the columns of a hub copy of the benchmark, read it like that copy."""
     table = read_table([path], str(path))
     copies = [copy.columns for copy in benchmark.hubs] or [Columns()]
     for columns in copies:
@@ -435,7 +438,7 @@ def _file(path: Path, options: LoadOptions, benchmark: Benchmark) -> Dataset:
 def _dataset(
     benchmark: Benchmark, table: RowTable, columns: Columns, options: LoadOptions
 ) -> Dataset:
-    """Return the table's problems, using these columns unless the caller names others."""
+    """Return the problems of a table; the caller's columns take precedence over `columns`."""
     problems, notes = problems_of(Reader(table, options.asked or columns, benchmark, options))
     if benchmark.sample:
         whole = BENCHMARKS[benchmark.prefix].size
@@ -472,8 +475,8 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
     rest = replace(selection, sample=None, levels=())
     wanted = range(count)[cut.start : cut.stop : cut.step]
     is_whole = rest.words() or not wanted
-    # A call for fewer problems gives the first problems of a call for more, so the problems after the
-    # slice need not be generated.
+    # The problems after the end of the slice need not be generated, because they do not change the
+    # earlier problems.
     generated = _generated(split, count if is_whole else max(wanted) + 1, selection.seed, levels)
     if is_whole:
         problems = select(select(generated, rest, name), cut, name)
@@ -487,5 +490,7 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
 def _generated(
     split: arithmetic.Split, count: int, seed: int, levels: tuple[int, ...]
 ) -> tuple[Problem, ...]:
-    """Return the first exercises of a seed; they are cached, because each takes a millisecond."""
+    """Return the first exercises of a seed; they are cached, because each takes a millisecond to
+    make.
+    """
     return tuple(arithmetic.problems(split, count, seed=seed, levels=levels))

@@ -27,22 +27,24 @@ from atts.evaluators.verdict import STRICT, changed
 from atts.files import from_json, open_ordinary
 
 AnswerForm = Literal["plain", "integer", "final"]
-"""The form of a reference: plain, a whole number (025, 27.0, 336°), or after the last "####"."""
+"""The form of a reference: a plain answer, a whole number (025, 27.0, 336°), or a solution that
+ends with "####" and the answer.
+"""
 Answers = Literal["required", "optional"]
 Network = Literal["auto", "never"]
-""""auto" fetches what the cache lacks, unless HF_HUB_OFFLINE forbids it; "never" uses the cache
-only.
+""""auto" downloads files that are not in the cache, unless HF_HUB_OFFLINE forbids it; "never" uses
+only the cache.
 """
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 LISTED = Tables(Path(__file__).with_name("benchmarks.toml"))
-ALIASES = LISTED.table("columns", dict[str, str])  # the usual names of each field's column
+ALIASES = LISTED.table("columns", dict[str, str])  # the usual column names of each field
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The column of each field. For an empty name, atts tries the usual column names, and ignores
-    upper and lower case.
+    """The name of the column of each field. If a name is empty, atts tries the usual column names,
+    in upper or lower case.
 
     `distractors` names the columns of wrong choices if `answer` contains the correct choice. The
     column `context` comes before the text. The columns `unit` and `tolerance` describe the answer;
@@ -86,8 +88,8 @@ class HubSource:
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A benchmark with its copies; the first of `hubs` that is cached is read, else the first is
-    fetched.
+    """A benchmark with its copies on the hub: atts reads the first cached copy, or else downloads
+    the first copy.
     """
 
     name: str
@@ -97,9 +99,10 @@ class Benchmark:
     form: AnswerForm = "plain"
     grading: Grading = Grading()
     aliases: tuple[str, ...] = ()
-    sample: tuple[int, int] | None = None  # size and seed of the subset with this name
+    # size and seed, if the name means a random sample of a benchmark
+    sample: tuple[int, int] | None = None
     hubs: tuple[HubSource, ...] = ()
-    prefix: str = ""  # prefix of the problems' ids, if the prefix differs from the dataset's name
+    prefix: str = ""  # prefix of the problems' ids, if it is not the dataset's name
     note: str = ""
 
     @classmethod
@@ -114,7 +117,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def find_benchmark(name: str) -> Benchmark | None:
-    """Return the benchmark of that name or alias, in any case, with or without hyphens."""
+    """Return the benchmark of that name or alias; the name's case and hyphens do not matter."""
     for benchmark in BENCHMARKS.values():
         if _bare(name) in (_bare(benchmark.name), *benchmark.aliases):
             return benchmark
@@ -127,7 +130,8 @@ def _bare(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options for a source beyond its name; the defaults read every known benchmark.
+    """Options for loading a dataset, in addition to its name; every known benchmark loads with the
+    defaults.
 
     `file` reads a known benchmark from that file instead of the hub; `seed` shuffles the choices of
     multiple choice; `grading` overrides fields of the benchmark's policy.
@@ -142,9 +146,9 @@ class LoadOptions:
     answers: Answers = "required"
     seed: int = 0
     grading: Mapping[str, float | str | None] = field(default_factory=dict[str, float | str | None])
-    shots: Path | None = None  # a file of worked examples; every prompt begins with these examples
+    shots: Path | None = None  # a file of worked examples, with which every prompt begins
     network: Network = "auto"
-    cache: Path | None = None  # None: the cache of huggingface_hub
+    cache: Path | None = None  # None means the cache of huggingface_hub
 
     def __post_init__(self) -> None:
         for option, known in (("answers", Answers), ("network", Network), ("kind", AnswerKind)):
@@ -163,8 +167,9 @@ class LoadOptions:
 # ---- rows
 
 Row = Mapping[str, object]
-_MOST_BYTES = 1 << 30  # after decompression; the largest benchmark has a hundredth of that
-_ROW_BYTES = 256  # memory in bytes that a row needs in addition to its values
+# The limit of the size of a file after decompression, a hundred times the largest benchmark.
+_MOST_BYTES = 1 << 30
+_ROW_BYTES = 256  # bytes of memory that a row takes in addition to its values
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
@@ -178,7 +183,7 @@ class RowTable:
     digest: str  # sha256 of the files' bytes, in order
 
     def place(self, index: int) -> str:
-        """Return the origin of a row, for a message that already names the source."""
+        """Return the origin of a row, without the source, which the message already names."""
         return self.places[index].removeprefix(f"{self.source}: ")
 
     @property
@@ -210,7 +215,7 @@ def read_table(paths: Sequence[Path], source: str) -> RowTable:
 
 
 def kind_of(path: Path) -> str:
-    """Return the suffix that says how to read the file, without `.gz`; "" for an unknown one."""
+    """Return the suffix that says how to read the file, without `.gz`; "" for an unknown suffix."""
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     return suffix.lower() if suffix.lower() in SUFFIXES else ""
 
@@ -218,8 +223,8 @@ def kind_of(path: Path) -> str:
 def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[tuple[int, Row]]:
     """Yield the object on each line, with the line's number; blank lines are skipped.
 
-    `place` comes before the number in messages, for a source of several files. Raises DatasetError
-    for a line that is not a JSON object.
+    `place` names the file in messages, if the source has several files. Raises DatasetError for a
+    line that is not a JSON object.
     """
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -232,7 +237,7 @@ def json_line(line: str, number: int, source: str, place: str = "") -> Row:
         value = from_json(line)
     except ValueError as error:
         problem = f"{place}line {number} is not JSON ({error})"
-        raise DatasetError(source, problem, "Each line must be one JSON object") from None
+        raise DatasetError(source, problem, "Write one JSON object per line") from None
     return _row(value, f"{place}line {number}", source)
 
 
@@ -258,7 +263,7 @@ def _too_large(path: Path, source: str) -> DatasetError:
 
 
 def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]:
-    """Return the values that should be rows, each with its line or row number."""
+    """Return the values of a file that should be rows, each with its line or row number."""
     match kind_of(path):
         case ".parquet":
             return enumerate(_parquet(path, data, source), 1)
@@ -277,7 +282,7 @@ def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]
 
 def _text(path: Path, data: bytes, source: str) -> str:
     try:
-        return data.decode("utf-8-sig")  # a byte order mark is common in exported CSV
+        return data.decode("utf-8-sig")  # exported CSV files often begin with a byte order mark
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         problem = f"{path.name} line {line} is not UTF-8 (byte {data[error.start]:#04x} at offset {error.start})"
@@ -295,7 +300,7 @@ def _json_list(text: str, path: Path, source: str) -> list[object]:
             f"{path.name} is not JSON ({error})",
             "Rename it to .jsonl if it has one object per line",
         ) from None
-    if isinstance(value, dict):  # {"data": [...]} is a common wrapping
+    if isinstance(value, dict):  # some files wrap the list: {"data": [...]}
         lists = [part for part in cast(dict[str, object], value).values() if isinstance(part, list)]
         value = lists[0] if len(lists) == 1 else value
     if not isinstance(value, list):
@@ -321,7 +326,7 @@ def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[i
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         for row in reader:
-            if None in row:  # DictReader keeps cells without a header under None
+            if None in row:  # DictReader collects cells without a header under the key None
                 problem = f"{path.name} line {reader.line_num} has more fields than the header's {len(row) - 1}"
                 raise DatasetError(source, problem, "Quote fields that contain the delimiter")
             yield reader.line_num, dict(row)
@@ -332,7 +337,7 @@ def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[i
 
 
 def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
-    try:  # imported by name: pyarrow is optional and ships no types
+    try:  # imported by name, because pyarrow is optional and has no types
         pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
         advice = "Install it: pip install 'atts-llm[parquet]'"
@@ -344,7 +349,8 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
     try:
         file = parquet.ParquetFile(pyarrow.BufferReader(data))
         groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-        # a value can be as large as its chunk, and a few bytes can repeat the value in every row
+        # the column may repeat a value of the whole chunk's size in every row, encoded in a few
+        # bytes
         rows_at_once = _MOST_BYTES // max((group.total_byte_size for group in groups), default=1)
         for batch in file.iter_batches(batch_size=max(1, min(1024, rows_at_once))):
             bytes_read += batch.nbytes + _ROW_BYTES * len(batch)
@@ -426,7 +432,7 @@ class Reader:
         stated = self.text(index, self.columns.tolerance)
         absolute = self.options.grading.get("absolute")
         if stated:
-            try:  # each entry of a tuple has a tolerance, and the largest is used for all
+            try:  # a tuple has a tolerance per entry; the largest is used for all entries
                 absolute = max(map(float, stated.strip("()").split(",")))
             except ValueError:
                 problem = f"has the tolerance {stated!r}, which is not a number"
@@ -435,7 +441,7 @@ class Reader:
         return policy if policy != STRICT else None
 
     def choices(self, index: int, name: str, answer: str) -> tuple[tuple[str, ...], str]:
-        """Return the choices in their final order, and the letter of the correct one."""
+        """Return the choices in their final order, and the letter of the correct choice."""
         listed = self.columns.choices and self.table.rows[index].get(self.columns.choices)
         if self.columns.distractors:
             texts = (answer, *(self.text(index, column) for column in self.columns.distractors))
@@ -455,7 +461,7 @@ class Reader:
         return tuple(choices[at] for at in order), letter
 
     def position(self, index: int, answer: str, choices: Sequence[str]) -> int:
-        """Return the index of the correct choice, given as index, letter or text."""
+        """Return the index of the correct choice, which the row gives as index, letter or text."""
         raw = self.table.rows[index].get(self.columns.answer)
         if isinstance(raw, int) and 0 <= raw < len(choices):
             return raw
@@ -472,7 +478,7 @@ class Reader:
         )
 
     def error(self, index: int, problem: str) -> DatasetError:
-        """Return an error that names the row and its columns that are not empty."""
+        """Return an error that names the row and those of its columns that have a value."""
         filled = [name for name, value in self.table.rows[index].items() if cell(value).strip()]
         advice = (
             f"That row has values in {', '.join(filled) or 'no column'}; map columns with "
@@ -505,7 +511,7 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
     answers = "optional" if has_tests(table) else reader.options.answers
     columns = find_columns(table, reader.columns, answers)
     if has_tests(table):
-        columns = replace(columns, level="")  # the column contains words, not numbers
+        columns = replace(columns, level="")  # the column of levels contains words, not numbers
     reader = replace(reader, columns=columns)
     problems = [reader.problem(index) for index in range(len(table.rows))]
     uses = Counter(problem.id for problem in problems)
@@ -524,7 +530,7 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
 
 
 def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
-    """Return the columns to read: the requested ones, and the usual names for the rest.
+    """Return the columns to read: the requested columns, and the usual names for all other fields.
 
     Raises DatasetError for a column that is missing.
     """
@@ -566,7 +572,7 @@ def cell(value: object) -> str:
 
 
 def letter_order(seed: int, name: str, count: int) -> tuple[int, ...]:
-    """Return the seeded order of a question's choices, which is the same on every machine."""
+    """Return the random order of a question's choices, which is the same on every machine."""
 
     def key(at: int) -> bytes:
         return blake2b(f"{seed}\x1f{name}\x1f{at}".encode(), digest_size=8).digest()
@@ -589,7 +595,7 @@ def _level(text: str) -> int | None:
 
 
 def _choice_texts(value: object) -> list[str]:
-    # choices as {"text": [...], "label": [...]}, or {"A": ..., "B": ...}
+    # the cell has the form {"text": [...], "label": [...]}, or {"A": ..., "B": ...}
     if isinstance(value, Mapping):
         choices = cast(Mapping[str, object], value)
         if isinstance(choices.get("text"), list):
@@ -602,7 +608,7 @@ def _choice_texts(value: object) -> list[str]:
 
 
 def _plain(answer: str) -> str:
-    """Return the answer without dollar signs around it, or around each part of a list."""
+    """Return the answer without the dollar signs around it or around each part of a list."""
     if re.fullmatch(r"\$[^$]+\$(\s*,\s*\$[^$]+\$)*", answer):
         return ", ".join(part.strip() for part in re.findall(r"\$([^$]+)\$", answer))
     return answer

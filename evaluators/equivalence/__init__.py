@@ -1,1 +1,1 @@
-"""Equivalence of two answers under the written policy, in bounded time."""
+"""Equivalence of two answers under the grading policy, in bounded time."""

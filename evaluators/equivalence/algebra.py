@@ -1,4 +1,4 @@
-"""Ask sympy about expressions, through one worker process that starts with the first question."""
+"""Ask sympy whether two expressions are equal, in one worker process that starts when needed."""
 
 import atexit
 import json
@@ -17,12 +17,12 @@ from typing import Any
 from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import OutOfTime, Undecided
 
-SECONDS = 5.0  # time limit of one question
-_TIMEOUTS = 2  # number of timeouts after which atts asks sympy nothing more about an expression
+SECONDS = 5.0  # time limit for one pair of expressions
+_TIMEOUTS = 2  # an expression with so many timeouts is not sent again
 _START = 60.0  # seconds for the worker to import sympy, on a busy machine
-_KEPT = 4096  # number of answers of sympy that are remembered
-_NODES = 400  # largest number of nodes of both trees together that sympy is asked about
-_FAILURES = 5  # number of failed starts after which atts starts no worker
+_KEPT = 4096  # number of replies of sympy in the cache
+_NODES = 400  # a pair with more nodes is not sent to sympy
+_FAILURES = 5  # after so many failed starts the worker is not started again
 
 
 _trial = threading.local()
@@ -30,7 +30,9 @@ _trial = threading.local()
 
 @contextmanager
 def without_asking() -> Generator[list[str]]:
-    """Answer only from memory in this thread, and list the questions that would have been asked."""
+    """Use only the cached replies in this thread; yield a list of the questions that are not
+    cached.
+    """
     questions: list[str] = []
     _trial.questions = questions
     try:
@@ -44,8 +46,8 @@ def are_equal(one: Node, two: Node, positive: frozenset[str] = frozenset()) -> b
 
     The variables in `positive` are positive; the others are real.
 
-    Raises Undecided if sympy proves nothing, and OutOfTime if the time is up. Only trees of our
-    parser reach the worker, never text.
+    Raises Undecided if sympy proves nothing, and OutOfTime at the time limit. The worker receives
+    only trees of our parser, never text.
     """
     if len(one.walk()) + len(two.walk()) > _NODES:
         raise Undecided("too large for algebra")
@@ -65,21 +67,22 @@ def _tree(node: Node) -> list[Any]:
 
 
 class Worker:
-    """One child process, its pipes, and the answers it has given."""
+    """A child process that runs sympy, its pipes, and a cache of its replies."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        self.owner = 0  # the process that started the worker; a fork has to start another one
+        # the process that started the worker; a forked process starts its own worker
+        self.owner = 0
         self.failures = 0
         self.buffer = b""
         self.answers: dict[tuple[str, str, str], Any] = {}
         self.timeouts = Counter[str]()
 
     def ask(self, one: str, two: str, positive: str = "[]") -> Any:
-        """Return the reply about two trees, from memory if the question was asked before."""
-        # look before taking the lock, because a waiting thread keeps the lock until the worker
-        # replies
+        """Return the worker's reply on two trees, from the cache if the pair was sent before."""
+        # read the cache without the lock, because another thread may hold the lock while its worker
+        # computes
         with suppress(KeyError):
             return self.answers[one, two, positive]
         questions = getattr(_trial, "questions", None)
@@ -89,7 +92,7 @@ class Worker:
         with self.lock:
             if (one, two, positive) in self.answers:
                 return self.answers[one, two, positive]
-            larger = max(one, two, key=len)  # the larger expression determines the time
+            larger = max(one, two, key=len)  # the larger expression causes the timeouts
             if self.timeouts[larger] >= _TIMEOUTS:
                 return "time"
             if len(self.answers) >= _KEPT:
@@ -103,7 +106,9 @@ class Worker:
             return reply
 
     def reply(self, question: str) -> Any:
-        """Send a question and wait for the reply; kill the worker if it does not reply."""
+        """Send a question to the worker and return its reply; kill the worker if it does not reply
+        in time.
+        """
         if not self.start():
             return None
         assert self.process is not None
@@ -112,7 +117,7 @@ class Worker:
             self.process.stdin.write(question.encode() + b"\n")
             self.process.stdin.flush()
             line = self.line(SECONDS + 3)
-        except OSError:  # the worker has ended: out of memory, or killed
+        except OSError:  # the worker ran out of memory, or was killed
             line = None
         if line is None:
             has_ended = self.process.poll() is not None
@@ -137,9 +142,9 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # only the parent handles an interrupt from the terminal
+                start_new_session=True,  # only the parent receives Ctrl-C
             )
-        except OSError:  # no process can be started here, so pairs stay undecided
+        except OSError:  # without a worker, pairs stay undecided
             self.failures += 1
             return False
         if self.line(_START) == b"ready":
@@ -149,7 +154,7 @@ class Worker:
         return False
 
     def line(self, seconds: float) -> bytes | None:
-        """Return the next line from the worker; None if the worker ends or the time is up."""
+        """Return the next line from the worker; None if the worker ends or `seconds` have passed."""
         assert self.process is not None
         assert self.process.stdout is not None
         pipe = self.process.stdout.fileno()
@@ -181,7 +186,7 @@ class Worker:
         if is_ours:
             process.wait()
         else:
-            # after a fork, the worker belongs to the parent, which waits for it
+            # only the process that started the worker may wait for it
             process.returncode = 0
 
 

@@ -1,4 +1,4 @@
-"""Compare two parsed answers part by part under the written policy."""
+"""Compare two parsed answers part by part under the grading policy."""
 
 from collections import Counter
 from contextlib import suppress
@@ -39,16 +39,17 @@ from atts.evaluators.syntax.tree import (
 from atts.evaluators.syntax.vocabulary import is_generic, measure
 from atts.evaluators.verdict import STRICT, Limits, TooLarge, Undecided, Undefined
 
-# up to this many unordered members are compared pairwise; more are first matched by structure
+# sets with more members are first matched by structure, because comparing all pairs is slow
 _PAIRWISE = 64
 Labels = dict[Node, Node]
 COLLECTIONS = ("list", "set", "tuple", "matrix", "union")
 
 
-_OF_FAMILIES = ("list", "builder")  # kinds of nodes that may state the set of a parameter
-_HUGE = ("factorial", "double_factorial", "binom")  # sympy computes every digit of these
-_OF_LINES = ("parallel", "perp")  # relations that may be read from either side
-_SYMBOLIC = ("sum", "opaque", "matrix")  # kinds that rules decide instead of evaluation
+_OF_FAMILIES = ("list", "builder")  # kinds of nodes that may be a family, such as "k pi, k in Z"
+# functions of which sympy would compute every digit
+_HUGE = ("factorial", "double_factorial", "binom")
+_OF_LINES = ("parallel", "perp")  # symmetric relations
+_SYMBOLIC = ("sum", "opaque", "matrix")  # kinds of nodes that cannot be evaluated numerically
 
 
 def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
@@ -57,7 +58,7 @@ def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
         return False
     inside = gold.walk() + answer.walk()
     if isinstance(undecided, TooLarge) and sum(node.kind == "sum" for node in inside) > 1:
-        return False  # nested products only give numbers that are too large to compute
+        return False  # nested sums and products only give numbers that are too large
     if has(gold, *_SYMBOLIC) or has(answer, *_SYMBOLIC):
         return True
     if isinstance(undecided, TooLarge):
@@ -68,7 +69,7 @@ def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
 
 
 def _turned(node: Node) -> Node | None:
-    """Return a < b as b > a; None if the node is not a single inequality."""
+    """Return the inequality a < b as b > a; None if the node is not a single inequality."""
     if node.kind != "relation" or len(node.args) != 2 or node.text not in FLIPPED:
         return None
     return Node("relation", node.args[::-1], FLIPPED[node.text])
@@ -77,7 +78,7 @@ def _turned(node: Node) -> Node | None:
 class Comparer:
     """One comparison of two answers; `rule` names the rule that decided last.
 
-    With strict brackets, (1,2,3) and [1,2,3] differ as (1,2) and [1,2] always do.
+    With strict brackets, (1,2,3) and [1,2,3] are different; (1,2) and [1,2] are always different.
     """
 
     def __init__(
@@ -93,12 +94,12 @@ class Comparer:
         self.rule = "structure"
 
     def ruled(self, rule: str, verdict: bool) -> bool:
-        """Record the rule that decided and return its verdict."""
+        """Record the rule that decided, and return the verdict."""
         self.rule = rule
         return verdict
 
     def agree(self, gold: Node, answer: Node) -> bool:
-        """Return the result of `same`, or False if it is undecided."""
+        """Return the result of `same`, or False if no rule can decide."""
         try:
             return self.same(gold, answer)
         except Undecided:
@@ -107,7 +108,7 @@ class Comparer:
     def same(self, gold: Node, answer: Node) -> bool:
         """Return whether two answers are the same under the policy.
 
-        Raises Undecided if no rule can tell.
+        Raises Undecided if no rule can decide.
         """
         if gold == answer:
             return self.ruled("structure", True)
@@ -154,10 +155,10 @@ class Comparer:
     def by_family(
         self, one: Family | None, two: Family | None, gold: Node, answer: Node
     ) -> bool | None:
-        """Compare families of values by their classes, or under a change of their parameter.
+        """Compare two families of values, such as "k pi, k in Z", by residue classes or by a change
+        of parameter.
 
-        Returns None if the usual comparison is to be used, which ignores statements about the
-        parameter.
+        Returns None if the usual comparison applies, which ignores statements such as "k in Z".
         """
         stated = one or two
         assert stated is not None
@@ -185,13 +186,13 @@ class Comparer:
         return self.ruled("set", False)
 
     def as_stated(self, gold: Node, answer: Node, left: Node, right: Node) -> bool | None:
-        """Compare a value with one that an equation states; return None for other pairs."""
+        """Compare a value with the value that an equation states; return None for other pairs."""
         is_stated = [node.kind in ("relation", "congruence") for node in (left, right)]
         if is_stated[0] == is_stated[1]:
             return None
         equation, other, value = (gold, answer, right) if is_stated[0] else (answer, gold, left)
         if value.kind in ("list", "builder", "add") and views.progression(value):
-            return None  # the value is itself a class of residues
+            return None  # the value is a residue class itself
         stated = views.stated_value(equation, other)
         if stated is None:
             return None
@@ -202,8 +203,8 @@ class Comparer:
     def by_label(
         self, one: Labels | None, two: Labels | None, gold: Node, answer: Node
     ) -> bool | None:
-        """Compare values by their names; values without names are compared in the order of the
-        names.
+        """Compare named values by their names; compare unnamed values in the order of the other
+        answer's names.
 
         Returns None if the names do not decide the comparison.
         """
@@ -225,7 +226,7 @@ class Comparer:
         return self.each(tuple(labels.values()), other.args, "tuple")
 
     def both_named(self, left: Named, right: Named, gold: Node, answer: Node) -> bool:
-        """Compare values of one name, or of names that can mean the same thing."""
+        """Compare two named values, whose names must be equal or able to mean the same thing."""
         one = left.name
         two = right.name
         value = left.value
@@ -238,17 +239,19 @@ class Comparer:
             pairs = zip(one.args, two.args, strict=False)
             value = substituted(value, {arg.text: other for arg, other in pairs})
         if {value.kind, right.value.kind} == {"congruence", "number"}:
-            return self.ruled("congruence", False)  # x = 5, and x = 5 modulo 9
+            return self.ruled("congruence", False)  # "x = 5" differs from "x = 5 modulo 9"
         is_one_thing = one == two or views.may_name_one(one, two)
         return self.ruled("name", is_one_thing) and self.same(value, right.value)
 
     # ---- relations
 
     def relations(self, gold: Node, answer: Node) -> bool:
-        """Compare equations up to a factor, inequalities up to a positive one, chains by sides."""
+        """Compare equations up to a factor, inequalities up to a positive factor, and chains side
+        by side.
+        """
         if gold.kind != "relation" or answer.kind != "relation":
             return self.ruled("relation", False)
-        if has(gold, "ratio") or has(answer, "ratio"):  # a:b = 2:3 is a/b = 2/3
+        if has(gold, "ratio") or has(answer, "ratio"):  # a:b = 2:3 means a/b = 2/3
             gold = views.with_quotients(gold)
             answer = views.with_quotients(answer)
         one = gold.text.split()
@@ -268,7 +271,9 @@ class Comparer:
         return self.ruled("relation", verdict)
 
     def as_regions(self, gold: Node, answer: Node) -> bool | None:
-        """Compare both answers as sets of reals; return None if either is not a set of reals."""
+        """Compare the answers as sets of real numbers; return None if one of them is not such a
+        set.
+        """
         names = {views.variable_of(gold), views.variable_of(answer)} - {""}
         line = Line(self.prober)
         regions = list[Region | None]()
@@ -294,7 +299,7 @@ class Comparer:
     # ---- values that are not relations
 
     def values(self, gold: Node, answer: Node) -> bool:
-        """Compare two answers that are not relations, by their kinds."""
+        """Compare two answers that are not relations by the rule for their kinds of nodes."""
         if has(gold, "plusminus") or has(answer, "plusminus"):
             return self.unordered(views.members(gold), views.members(answer), "set")
         try:
@@ -316,7 +321,7 @@ class Comparer:
             gold = views.progression(gold) or gold
             answer = views.progression(answer) or answer
             kinds = {gold.kind, answer.kind}
-        if kinds == {"word", "congruence"}:  # odd, and n is odd
+        if kinds == {"word", "congruence"}:  # such as "odd" and "n is odd"
             gold = stated_property(gold.text) if gold.kind == "word" else gold
             answer = stated_property(answer.text) if answer.kind == "word" else answer
             kinds = {gold.kind, answer.kind}
@@ -336,12 +341,14 @@ class Comparer:
             kinds == {"symbol", "mul"}
             and len(views.letters(gold)) == len(views.letters(answer)) > 1
         ):
-            # one side is a name such as AB, the other the segment \overline{AB}
+            # one answer is a name such as AB, the other answer the segment \overline{AB}
             return self.ruled("text", views.letters(gold) == views.letters(answer))
         return self.plain(gold, answer)
 
     def special(self, gold: Node, answer: Node, kinds: set[str]) -> bool:
-        """Compare classes by a modulus, times of day, sets by a condition, and values by cases."""
+        """Compare residue classes, times of day, sets given by a condition, or values given by
+        cases.
+        """
         if "cases" in kinds:
             return self.by_cases(gold, answer)
         if "clock" in kinds:
@@ -360,8 +367,8 @@ class Comparer:
         return self.ruled("congruence", turns.denominator == 1)
 
     def by_cases(self, gold: Node, answer: Node) -> bool:
-        """Compare two values by cases: as functions if their conditions can be evaluated, else case
-        by case.
+        """Compare two values that are given by cases: as functions if their conditions can be
+        evaluated, else case by case.
         """
         if not has(gold, "word", *COLLECTIONS) and not has(answer, "word", *COLLECTIONS):
             return self.numbers(gold, answer)
@@ -377,7 +384,9 @@ class Comparer:
         return self.ruled("cases", verdict)
 
     def lists(self, gold: Node, answer: Node) -> bool:
-        """Compare lists and sets; the order matters only if one side is a tuple or names its parts."""
+        """Compare lists and sets; the order matters only if one answer is a tuple or names its
+        parts.
+        """
         if gold.kind == "tuple" or answer.kind == "tuple":
             pair, other = (gold, answer) if gold.kind == "tuple" else (answer, gold)
             if len(other.args) == 1 and other.args[0].kind == "tuple":
@@ -397,14 +406,14 @@ class Comparer:
             return self.ruled("logic", False)
         one = views.members(gold)
         two = views.members(answer)
-        fractional_parts = [  # {x} is the fractional part
+        fractional_parts = [  # {x} may mean the fractional part of x
             node
             for node in (gold, answer)
             if node.kind == "set" and [arg.kind for arg in node.args] == ["symbol"]
         ]
         if len(fractional_parts) == 1 and len(one) == len(two):
             return self.ruled("set", False)
-        # one side states a single value in two forms
+        # one answer states a single value in several forms
         if (len(one) == 1 and answer.text == "or") or (len(two) == 1 and gold.text == "or"):
             return all(self.same(a, b) for a in one for b in two)
         if len(one) == len(two) and views.counts_apart(one) != views.counts_apart(two):
@@ -417,7 +426,7 @@ class Comparer:
         return self.ruled("set", not is_counted or self.as_often(one, two))
 
     def as_often(self, one: tuple[Node, ...], two: tuple[Node, ...]) -> bool:
-        """Return whether two sides with the same values also repeat them equally often."""
+        """Return whether two collections with the same values repeat each value equally often."""
         if len(one) != len(two):
             return False
         if len(one) == len({*one}) == len({*two}):
@@ -451,9 +460,9 @@ class Comparer:
         return self.ruled(rule, is_matched and all(self.is_among(node, one) for node in right))
 
     def is_among(self, node: Node, others: tuple[Node, ...]) -> bool:
-        """Return whether an equal member is among the others.
+        """Return whether one of the other members is equal to this member.
 
-        Raises Undecided when none is equal and one is undecided.
+        Raises Undecided if no member is equal and a comparison is undecided.
         """
         undecided: Undecided | None = None
         for other in others:
@@ -484,7 +493,7 @@ class Comparer:
         return self.each(gold.args, answer.args, "tuple")
 
     def each(self, one: tuple[Node, ...], two: tuple[Node, ...], rule: str) -> bool:
-        """Return whether entries are the same, one by one."""
+        """Return whether both sides have the same entries in the same order."""
         verdict = len(one) == len(two) and all(
             self.same(a, b) for a, b in zip(one, two, strict=True)
         )
@@ -507,23 +516,23 @@ class Comparer:
             return self.ratios(gold, answer)
         if "based" in kinds:
             return self.ruled("base", views.same_numeral(gold, answer))
-        # the sign is missing on one side, or part of the value
+        # the degree sign is missing on one side, or it is part of the value
         if "degree" in kinds and kinds[0] != kinds[1]:
             bare = [node.args[0] if node.kind == "degree" else node for node in (gold, answer)]
             return self.same(*bare) or self.ruled("degrees", self.numbers(gold, answer))
         letters = [node.text.upper() for node in (gold, answer) if node.kind == "symbol"]
-        if len(letters) == 2 and {*letters} <= {*"ABCDEFGHIJ"}:  # choices
+        if len(letters) == 2 and {*letters} <= {*"ABCDEFGHIJ"}:  # letters of choices
             return self.ruled("text", letters[0] == letters[1])
         infinite = [views.infinity(node) for node in (gold, answer)]
         if any(infinite) and not has(gold, *_SYMBOLIC) and not has(answer, *_SYMBOLIC):
             return self.ruled("infinity", infinite[0] == infinite[1])
-        if "percent" in kinds and kinds[0] != kinds[1]:  # 10 % equals 0.1, not 10
+        if "percent" in kinds and kinds[0] != kinds[1]:  # 10 % is equal to 0.1, not to 10
             return self.ruled("percent", self.numbers(gold, answer))
         return self.numbers(gold, answer)
 
     def quantities(self, gold: Node, answer: Node) -> bool:
-        """Compare amounts; units must not contradict each other, and a missing or unknown unit is
-        ignored.
+        """Compare amounts; their units must not contradict each other, but a missing or unknown
+        unit is ignored.
         """
         left = gold.args[0] if gold.kind == "quantity" else gold
         right = answer.args[0] if answer.kind == "quantity" else answer
@@ -539,7 +548,7 @@ class Comparer:
         if self.grading.units == "required" and gold.kind != answer.kind:
             if any(unit and unit[0] and not is_generic(unit[0]) for unit in (one, two)):
                 return self.ruled("unit", False)
-        # a value of 1 marks a unit that the lexer only guessed
+        # a node's value of 1 means that the lexer only guessed the unit
         if any(node.kind == "quantity" and node.value is not None for node in (gold, answer)):
             return self.ruled("unit", False)
         return self.same(left, right)
@@ -559,7 +568,9 @@ class Comparer:
         return self.ruled("ratio", is_number and self.numbers(quotient(*ratio.args), other))
 
     def numbers(self, gold: Node, answer: Node) -> bool:
-        """Compare expressions by value; if they differ, compare again with sizes positive."""
+        """Compare expressions by value; if they differ, compare again with positive values for
+        sizes.
+        """
         undecided: Undecided | None = None
         try:
             if self.settled(gold, answer, frozenset()):
@@ -577,7 +588,7 @@ class Comparer:
         return self.ruled(rule, False)
 
     def settled(self, gold: Node, answer: Node, positive: frozenset[str]) -> bool:
-        """Compare expressions by value; ask sympy if evaluation does not decide."""
+        """Compare expressions by value; ask sympy if their values do not decide."""
         self.prober.positive = positive
         try:
             return self.evaluated(gold, answer)
@@ -593,7 +604,9 @@ class Comparer:
             self.prober.positive = frozenset()
 
     def evaluated(self, gold: Node, answer: Node) -> bool:
-        """Compare values, then a long decimal as the rounding of the other value."""
+        """Compare values; if they differ, check whether a long decimal is the rounding of the other
+        value.
+        """
         if "huge" in (gold.kind, answer.kind):
             return self.ruled("exact", False)
         if has(gold, *COLLECTIONS) or has(answer, *COLLECTIONS):

@@ -1,4 +1,6 @@
-"""Evaluate a tree exactly while numbers stay rational, else with a running error bound."""
+"""Evaluate a tree exactly while its numbers are rational, or else approximately with an error
+bound.
+"""
 
 import hashlib
 import math
@@ -26,11 +28,13 @@ from atts.evaluators.verdict import (
 
 
 class NotRational(Exception):
-    """These rules cannot show that the value is rational; it can still be approximated."""
+    """The value is not known to be rational; it can still be approximated."""
 
 
 def digits_in_base(node: Node) -> int:
-    """Return the integer that a numeral denotes; raise Undefined for a digit its base lacks."""
+    """Return the integer that a numeral denotes; raise Undefined for a digit that its base does not
+    have.
+    """
     assert node.value is not None
     try:
         return int(node.text, int(node.value))
@@ -39,7 +43,7 @@ def digits_in_base(node: Node) -> int:
 
 
 def rational_power(base: Fraction, exponent: Fraction, limits: Limits) -> Fraction:
-    """Return base ** exponent if it is rational; odd roots of negative numbers are the real roots.
+    """Return base ** exponent if it is rational; odd roots of negative numbers are real.
 
     Raises Undefined for zero to a negative power, NotRational for irrational roots, TooLarge past
     the bit cap.
@@ -65,12 +69,12 @@ def _rational_root(base: Fraction, index: int) -> Fraction:
 
 
 def _integer_root(value: int, index: int) -> int:
-    """Return the exact integer root; raise NotRational when there is none."""
+    """Return the integer root of an integer; raise NotRational if the root is not an integer."""
     if index == 2 or value < 2:
         root = math.isqrt(value)
     else:
         root = 1 << -(-value.bit_length() // index)
-        while True:  # Newton from above
+        while True:  # Newton's method, from a start above the root
             better = ((index - 1) * root + value // root ** (index - 1)) // index
             if better >= root:
                 break
@@ -132,7 +136,7 @@ def _mod(args: list[Fraction], limits: Limits) -> Fraction:
 def remainder(node: Node, modulus: int) -> int | None:
     """Return a whole value modulo `modulus`; None if the value is not shown to be whole.
 
-    Powers are reduced while they are computed, so they never become large.
+    Powers are reduced modulo `modulus` while they are computed, so they never become large.
     """
     if node.kind == "number" and node.value is not None and node.value.denominator == 1:
         return int(node.value) % modulus
@@ -153,9 +157,7 @@ def remainder(node: Node, modulus: int) -> int | None:
 
 
 def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
-    """Return the rule of a function that is rational at one point only; a logarithm has no value at
-    0.
-    """
+    """Return the rule of a function whose value is rational at one point only, such as cos at 0."""
 
     def rule(args: list[Fraction], limits: Limits) -> Fraction:
         if args[0] == at:
@@ -191,15 +193,15 @@ EXACT: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
 # ---- approximation
 
 
-Number = Any  # an mpf or mpc of the thread's context; mpmath has no types
-NOTHING = -(10**9)  # the magnitude of zero
-MAX_MAGNITUDE = 1 << 24  # bits of exponent beyond which a value is not computed
+Number = Any  # an mpf or mpc of the thread's context; mpmath has no type annotations
+NOTHING = -(10**9)  # stands for the magnitude of zero
+MAX_MAGNITUDE = 1 << 24  # values whose exponent has more bits are not computed
 
 _local = threading.local()
 
 
 def context(bits: int) -> Any:
-    """Return this thread's arithmetic at `bits` of precision."""
+    """Return this thread's mpmath context with a precision of `bits` bits."""
     arithmetic = getattr(_local, "context", None)
     if arithmetic is None:
         arithmetic = _local.context = mpmath.MPContext()
@@ -207,8 +209,8 @@ def context(bits: int) -> Any:
     return arithmetic
 
 
-# all threads share mpmath's cache of constants, which is filled without a lock; so fill it here,
-# once, beyond any precision used
+# all threads share mpmath's cache of constants, which mpmath fills without a lock; so fill it here
+# once, with more bits than any precision used
 _CONSTANTS = [+getattr(context(6_500), name) for name in ("pi", "e", "ln2", "ln10")]
 
 
@@ -221,7 +223,9 @@ class Approx:
 
     @property
     def magnitude(self) -> int:
-        """Return the exponent m with |value| < 2**m, at most two too large."""
+        """Return an exponent m with |value| < 2**m, which exceeds the smallest such m by at most
+        two.
+        """
         return magnitude(self.value)
 
     @property
@@ -231,7 +235,7 @@ class Approx:
 
     @property
     def is_negative(self) -> bool:
-        """Return whether the value is a negative real number, or close to one."""
+        """Return whether the value is a negative real number within its error."""
         return not self.is_complex and bool(self.value.real < 0)
 
     @property
@@ -241,7 +245,7 @@ class Approx:
 
 
 def magnitude(value: Number) -> int:
-    """Return the exponent m with |value| < 2**m, at most two too large; NOTHING for zero."""
+    """Return an exponent m with |value| < 2**m, at most two above the smallest; NOTHING for zero."""
     parts = getattr(value, "_mpc_", None)
     if parts is None:
         _, mantissa, exponent, bits = value._mpf_
@@ -251,10 +255,10 @@ def magnitude(value: Number) -> int:
 
 
 class Arithmetic:
-    """Arithmetic at one precision; every result has a bound on its accumulated error.
+    """Arithmetic at one precision, whose results have a bound on the accumulated rounding error.
 
     `spread` is the precision that the computation needs, in bits between the largest and the
-    smallest term. `has_left_reals` says that some intermediate value is not a real number.
+    smallest term. `has_left_reals` is true if some intermediate value was not a real number.
     """
 
     def __init__(self, bits: int) -> None:
@@ -264,12 +268,14 @@ class Arithmetic:
         self.has_left_reals = False
 
     def widen(self, bits: int) -> None:
-        """Record how many bits lie between the largest and the smallest magnitude in one operation."""
+        """Record the bits between the largest and the smallest magnitude in one operation."""
         if bits > 32:
             self.spread = max(self.spread, bits)
 
     def rounded(self, value: Number, error: int) -> Approx:
-        """Return a value with the error `error` of its inputs, and add the error of rounding."""
+        """Return the value with an error bound: `error`, which comes from the inputs, plus the
+        rounding error.
+        """
         return Approx(value, max(error, magnitude(value) - self.bits) + 1)
 
     def rational(self, value: Fraction) -> Approx:
@@ -316,7 +322,7 @@ class Arithmetic:
         return self.rounded(value, magnitude(value) + relative + growth)
 
     def exp(self, item: Approx) -> Approx:
-        """Return e to the power of the item."""
+        """Return e raised to the power of a value."""
         if item.magnitude > 22:
             raise TooLarge("an exponential of enormous size")
         value = self.mp.exp(item.value)
@@ -325,13 +331,13 @@ class Arithmetic:
         )
 
     def by_direction(self, name: str, item: Approx) -> Approx:
-        """Return a function whose slope is 1/x: the logarithm, or its imaginary part."""
+        """Return the logarithm of a value, or the imaginary part of the logarithm."""
         if item.may_vanish:
             raise Undefined(f"the {name} of zero")
         return self.rounded(getattr(self.mp, name)(item.value), item.error - item.magnitude + 3)
 
     def sign(self, item: Approx) -> Approx:
-        """Return the sign; raise Undecided if rounding errors hide it."""
+        """Return the sign of a value; raise Undecided if the rounding error is too large to tell."""
         if item.may_vanish:
             raise Undecided("a sign too close to call")
         return Approx(self.mp.sign(item.value), NOTHING)
@@ -340,7 +346,7 @@ class Arithmetic:
 def _smooth(
     name: str, slope: Callable[[Any, Number], Number]
 ) -> Callable[[Arithmetic, Approx], Approx]:
-    """Return a rule for a function of mpmath, with the derivative by which its error grows."""
+    """Return a rule for a function of mpmath; its derivative gives the growth of the error."""
 
     def rule(arithmetic: Arithmetic, item: Approx) -> Approx:
         if item.magnitude > 100:
@@ -402,11 +408,11 @@ NOWHERE: Environment = {}
 
 
 class Budget:
-    """The work that one comparison may do, in evaluation steps weighted by their digits.
+    """The work that one comparison may do: evaluation steps, weighted by the number of digits.
 
-    Counted work is the same on every machine, so that no verdict depends on the clock. The thread's
-    clock is a last defence in case a cap is missing. It is read rarely, and only after some work,
-    because reading it costs as much as a comparison.
+    The counted work is the same on every machine, so no verdict depends on the clock. The thread's
+    clock is a last defence in case a cap is missing. The clock is read rarely, and only after some
+    work, because a reading costs as much as a comparison.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -437,10 +443,10 @@ class Budget:
 
 
 def exact(node: Node, limits: Limits, env: Environment = NOWHERE) -> Fraction:
-    """Return the value of the tree with its variables bound by `env`.
+    """Return the value of the tree, where `env` gives the values of its variables.
 
-    Raises NotRational if rationals do not suffice, Undefined for a division by zero, and TooLarge
-    beyond a cap.
+    Raises NotRational if a value is not rational, Undefined for a division by zero, and TooLarge if
+    a cap is exceeded.
     """
     value = Evaluator(0, limits, env).value(node)
     assert isinstance(value, Fraction)
@@ -448,8 +454,8 @@ def exact(node: Node, limits: Limits, env: Environment = NOWHERE) -> Fraction:
 
 
 class Evaluator(Arithmetic):
-    """An evaluator of trees under one environment: exact while numbers stay rational, else at one
-    precision.
+    """An evaluator of trees for one set of variable values: exact while numbers are rational, else
+    at one precision.
 
     At a precision of 0 bits an irrational value raises NotRational. A tree that is not a number
     raises Undecided.
@@ -465,7 +471,7 @@ class Evaluator(Arithmetic):
         self.steps = 0
 
     def value(self, node: Node) -> Value:
-        """Return the value of a tree, with an error bound if it is not exact."""
+        """Return the value of a tree, with an error bound if the value is not exact."""
         self.steps += 1
         if self.steps > self.limits.steps:
             raise TooLarge("evaluation takes too long")
@@ -479,21 +485,25 @@ class Evaluator(Arithmetic):
             if node.kind in _SMALL and isinstance(result, Fraction):
                 return result
             return self.checked(result)
-        except (ZeroDivisionError, ValueError) as error:  # mpmath's message for a pole
+        except (ZeroDivisionError, ValueError) as error:  # mpmath raises ValueError at a pole
             raise Undefined(f"no value: {error}") from error
 
     def size_of(self, result: Value) -> int:
-        """Return the bits that a step worked on."""
+        """Return the number of bits of the values that an evaluation step works on."""
         if isinstance(result, Fraction):
             return result.numerator.bit_length() + result.denominator.bit_length()
         return 4 * self.bits  # a function of mpmath costs several multiplications
 
     def lacking(self, why: str) -> Exception:
-        """Return the error for a tree without a number: Undecided at a precision, else NotRational."""
+        """Return the error for a tree that is not a number: Undecided at a finite precision, else
+        NotRational.
+        """
         return Undecided(why) if self.bits else NotRational(why)
 
     def checked(self, result: Value) -> Value:
-        """Return the value, approximated if it is too long; raise an error if it is not finite."""
+        """Return the value, approximated if it has too many digits; raise an error if it is not
+        finite.
+        """
         if isinstance(result, Fraction):
             return result if self.fits(result) else self.approximate(result)
         if not self.mp.isfinite(result.value):
@@ -508,7 +518,7 @@ class Evaluator(Arithmetic):
         return max(value.numerator.bit_length(), value.denominator.bit_length()) <= self.limits.bits
 
     def approximate(self, value: Value) -> Approx:
-        """Return a value as an approximation; raise NotRational if everything has to be exact."""
+        """Return a value as an approximation; raise NotRational if only exact values are allowed."""
         if isinstance(value, Approx):
             return value
         if not self.bits and self.fits(value):
@@ -518,14 +528,14 @@ class Evaluator(Arithmetic):
         return self.rational(value)
 
     def symbol(self, node: Node) -> Value:
-        """Return the value that the environment gives a variable."""
+        """Return the value of a variable, from `env`."""
         bound = self.env.get(node.text)
         if bound is None:
             raise self.lacking(f"no value for {node.text}")
         return bound
 
     def constant(self, node: Node) -> Value:
-        """Return pi, e or i; they have no rational value."""
+        """Return pi, e or i, which are never rational."""
         if not self.bits:
             raise NotRational(node.text)
         if node.text == "i":
@@ -563,7 +573,7 @@ class Evaluator(Arithmetic):
     def split(
         self, node: Node, operation: Callable[[Fraction, Fraction], Fraction], start: Fraction
     ) -> tuple[Fraction, list[Approx]]:
-        """Combine the exact arguments; return the result and the other arguments."""
+        """Combine the exact arguments; return their result and the arguments that are not exact."""
         whole = start
         others = list[Approx]()
         for arg in node.args:
@@ -577,7 +587,9 @@ class Evaluator(Arithmetic):
         return whole, others
 
     def pow(self, node: Node) -> Value:
-        """Return a power; raise Undefined for a varying power of a negative number."""
+        """Return a power; raise Undefined for a negative number to a power that contains a
+        variable.
+        """
         base, exponent = node.args
         power = self.value(exponent)
         left = self.value(base)
@@ -587,7 +599,7 @@ class Evaluator(Arithmetic):
         return self.power(left, power)
 
     def power(self, base: Value, power: Value) -> Value:
-        """Return base to any power, exactly if the result is rational."""
+        """Return a base to any power, exactly if the result is rational."""
         if isinstance(base, Fraction) and isinstance(power, Fraction):
             try:
                 return rational_power(base, power, self.limits)
@@ -620,7 +632,7 @@ class Evaluator(Arithmetic):
         return self.value(Node("mul", (*node.args, *_SCALES[node.kind])))
 
     def sum(self, node: Node) -> Value:
-        """Return a sum or product written out, term by term."""
+        """Return the value of a sum or product over an index, term by term."""
         body, variable, lower, upper = node.args
         low = self.value(lower)
         high = self.value(upper)
@@ -644,7 +656,7 @@ class Evaluator(Arithmetic):
         return total
 
     def cases(self, node: Node) -> Value:
-        """Return the value of the first case that applies."""
+        """Return the value of the first case whose condition is true."""
         for value, condition in zip(node.args[::2], node.args[1::2], strict=True):
             if self.holds(condition):
                 return self.value(value)
@@ -668,7 +680,9 @@ class Evaluator(Arithmetic):
         )
 
     def compare(self, left: Node, sign: str, right: Node) -> bool:
-        """Return whether this relation between two sides is true; a congruence uses its modulus."""
+        """Return whether a relation between two sides is true; a congruence is tested modulo its
+        modulus.
+        """
         if right.kind == "congruence" and sign in ("=", "!="):
             turns = self.difference(left, right.args[0]) / self.difference(right.args[1], number(0))
             return (turns.denominator == 1) == (sign == "=")
@@ -677,7 +691,7 @@ class Evaluator(Arithmetic):
         return _ORDERS[sign](self.difference(left, right), 0)
 
     def difference(self, left: Node, right: Node) -> Fraction:
-        """Return a difference as a fraction, or only its sign if it is irrational."""
+        """Return the difference of two values as a fraction, or only its sign if it is irrational."""
         gap = self.value(minus(left, right))
         if isinstance(gap, Fraction):
             return gap
@@ -686,7 +700,9 @@ class Evaluator(Arithmetic):
         return Fraction(1 if gap.value.real > 0 else -1)
 
     def call(self, node: Node) -> Value:
-        """Return a reproducible arbitrary number for each unknown function and argument."""
+        """Return an arbitrary number, which is always the same for an unknown function and its
+        arguments.
+        """
         parts = [self.approximate(self.value(arg)) for arg in node.args]
         key = node.text + "".join("/" + self.mp.nstr(part.value, 40) for part in parts)
         digest = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
@@ -722,14 +738,16 @@ class Evaluator(Arithmetic):
             raise Undecided(f"the function {node.text}")
         size = near[0].magnitude
         if size != NOTHING:
-            # tanh and similar functions differ from 1 by as little as 2**-(3 << 2 size), so that
-            # many bits are needed
+            # tanh and similar functions can be as close to 1 as 2**-(3 << 2 size), so many bits are
+            # needed
             is_flat = node.text in ("tanh", "coth", "erf") and size > 0
             self.widen(3 << min(2 * size, 20) if is_flat else 2 * abs(size))
         return rule(self, near[0])
 
     def stepped(self, name: str, item: Approx) -> Approx:
-        """Return floor or ceiling; a value whose error bound contains an integer counts as that integer."""
+        """Return the floor or ceiling; a value within its error bound of an integer counts as that
+        integer.
+        """
         if item.is_complex:
             raise Undecided("a step of a complex number")
         nearest = self.mp.nint(item.value)
@@ -745,7 +763,7 @@ def _is_whole(value: Value) -> TypeGuard[Fraction]:
     return isinstance(value, Fraction) and value.denominator == 1
 
 
-# exact values were limited in size where they were made
+# the size of exact values was already limited when they were computed
 _SMALL = frozenset({"number", "symbol", "add", "mul"})
 _SCALES = {"percent": (number(Fraction(1, 100)),), "degree": (number(Fraction(1, 180)), PI)}
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {

@@ -235,7 +235,7 @@ class Approx:
 
     @property
     def is_negative(self) -> bool:
-        """Return whether the value is a negative real number within its error."""
+        """Return whether the approximate value is a negative real number."""
         return not self.is_complex and bool(self.value.real < 0)
 
     @property

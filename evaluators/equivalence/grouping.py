@@ -41,22 +41,22 @@ from atts.evaluators.syntax.tree import (
 from atts.evaluators.syntax.vocabulary import measure, squashed
 from atts.evaluators.verdict import LIMITS, Limits, OutOfTime, Undecided, Undefined
 
-# if more answers than this have one loose key, each is compared with only the first few of them
+# if more answers than this share a loose key, each is compared with the first few of them only
 _CROWD = 48
-_FEW = 16  # up to this many different answers are all compared pairwise, whatever their keys
+_FEW = 16  # so few different answers are all compared pairwise, even without a common key
 
 
 def group(
     answers: Sequence[str | None], kind: AnswerKind = "math", *, limits: Limits = LIMITS
 ) -> list[int]:
-    """Return the class of each answer, numbered by first appearance; -1 abstains.
+    """Return the number of each answer's class, by first appearance; -1 means that it abstains.
 
     None and empty answers abstain.
 
-    Two answers in one class are equal under `equivalent`; equal answers share a class unless that
-    would join answers that differ (10 and 0.1 stay apart even if 10 % is among the answers). The
-    partition does not depend on the order. Time grows nearly linearly: answers get keys from their
-    values, and only answers that share a key are compared.
+    Two answers in one class are equal under `equivalent`; equal answers share a class unless this
+    would join different answers (10 and 0.1 stay apart even if 10 % is among the answers). The
+    classes do not depend on the order of the answers. Time grows nearly linearly: answers get keys
+    from their values, and only answers that share a key are compared.
 
     >>> group(["1/2", "0.5", "2", None, r"\\frac{2}{4}"])
     [0, 0, 1, -1, 0]
@@ -76,15 +76,15 @@ def group(
 
 
 def takes_long(answers: Sequence[str | None], kind: AnswerKind = "math") -> bool:
-    """Return whether `group` would wait for sympy's worker; if so, call `group` in a thread."""
+    """Return whether `group` would wait for sympy's worker; if it would, call `group` in a thread."""
     with without_asking() as questions:
         group(answers, kind)
     return bool(questions)
 
 
 class _Classes:
-    """One grouping: by strong keys first, then by comparisons in an order that depends only on the
-    texts.
+    """One grouping of answers: first by strong keys, then by comparisons, whose order depends only
+    on the texts.
     """
 
     def __init__(self, kind: AnswerKind, limits: Limits) -> None:
@@ -92,10 +92,10 @@ class _Classes:
         self.limits = limits
         self.keys = Keys(limits)
         self.verdicts: dict[tuple[int, int], str] = {}
-        self.texts: list[str] = []  # the shortest text of each strong key
+        self.texts: list[str] = []  # the first text with each strong key
 
     def of(self, texts: Sequence[str]) -> dict[str, int]:
-        """Return a class number for each of the sorted, distinct texts."""
+        """Return the number of the class of each text; `texts` are sorted and distinct."""
         strong: dict[str, int] = {}
         index_of: dict[str, int] = {}
         loose: dict[str, list[int]] = defaultdict(list)
@@ -113,7 +113,7 @@ class _Classes:
         return {text: merged[index] for text, index in index_of.items()}
 
     def merge(self, loose: dict[str, list[int]]) -> list[int]:
-        """Join representatives that share a loose key and are equal; keep all others apart."""
+        """Join the classes of representatives that share a loose key and are equal."""
         parent = list(range(len(self.texts)))
         inside: dict[int, list[int]] = {index: [index] for index in parent}
         pairs = _pairs(loose)
@@ -131,7 +131,7 @@ class _Classes:
         return parent
 
     def verdict(self, left: int, right: int) -> str:
-        """Return the status of two representatives, computed once."""
+        """Return the verdict on two representatives, which is computed once."""
         pair = (min(left, right), max(left, right))
         if pair not in self.verdicts:
             one = self.texts[pair[0]]
@@ -141,8 +141,8 @@ class _Classes:
 
 
 def _pairs(loose: dict[str, list[int]]) -> set[tuple[int, int]]:
-    """Return the answers to compare: those with the same key, and decimals with values they may
-    round.
+    """Return the pairs to compare: answers with the same key, and decimals with the values that
+    they may round.
     """
     pairs: set[tuple[int, int]] = set()
     for token, indices in loose.items():
@@ -160,14 +160,14 @@ _NOT_VALUES = (*_COLLECTIONS, "word", "relation", "plusminus", "opaque", "huge",
 
 
 class Keys:
-    """A factory of the keys of parsed answers."""
+    """A factory of keys: answers that may be equal share a key."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.values: dict[int, tuple[Node, Value]] = {}
 
     def value(self, node: Node) -> Value:
-        """Return the value at an integer point; the values of the last few trees are cached."""
+        """Return the value of a tree at an integer point; the values of the last trees are cached."""
         if id(node) not in self.values:
             if len(self.values) > 60:
                 self.values.clear()
@@ -175,11 +175,11 @@ class Keys:
         return self.values[id(node)][1]
 
     def strong(self, reading: Reading) -> str:
-        """Return a key whose answers are all equal under the policy."""
+        """Return a strong key: answers with the same strong key are equal under the policy."""
         if not reading.trees:
             return "text:" + spaceless(reading.text)
         node = reading.trees[0]
-        if reading.lettered:  # the letter of the choice counts as well as its value
+        if reading.lettered:  # both the choice's letter and its value must be equal
             return f"choice:{reading.choice}:{node!r}"
         if not has(node, *_NOT_VALUES, "percent", "degree") and not is_decimal(node):
             with suppress(NotRational, Undecided, Undefined):
@@ -189,8 +189,8 @@ class Keys:
     def loose(self, reading: Reading) -> frozenset[str]:
         """Return loose keys: two equal answers share at least one key, or both are texts.
 
-        A key that ends in "<" belongs to a decimal. The decimal may be the rounding of an answer
-        with the same key but ">" at its end.
+        A decimal gets keys that end in "<". It may be the rounding of an answer whose key is the
+        same but ends in ">".
         """
         phrases = {reading.squashed, unframed(reading.squashed)} - {""}
         keys = {"text:" + phrase for phrase in phrases}
@@ -201,7 +201,7 @@ class Keys:
         return frozenset(keys)
 
     def tokens(self, node: Node) -> set[str]:
-        """Return the loose keys of one tree that can be computed, except those for roundings."""
+        """Return the loose keys of one tree that can be computed, without the keys for roundings."""
         keys = set[str]()
         with suppress(Undecided, Undefined, OutOfTime):
             keys.update(self._tokens(bound_alike(node)))
@@ -227,7 +227,9 @@ class Keys:
             yield from self.value_tokens(node)
 
     def value_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the value at an integer point, and the values without a sign, unit or base."""
+        """Yield keys of a value at an integer point, and of the value without its sign, unit or
+        base.
+        """
         if node.kind in ("percent", "degree", "quantity"):
             yield from self._tokens(node.args[0])
         if node.kind == "quantity" and (unit := measure(node.text)):
@@ -258,8 +260,8 @@ class Keys:
             yield "constants:" + written(prober.value(minus(*ends)))
 
     def near(self, node: Node) -> set[str]:
-        """Return five digits of a decimal and its neighbours, or of a value that a decimal may
-        round.
+        """Return keys of five digits: of a decimal and its two neighbours, or of a value that a
+        decimal may round.
         """
         value = named(node).value
         if value.kind in _COLLECTIONS and value.args:
@@ -273,8 +275,8 @@ class Keys:
         return {f"near:{_digits(size + step * unit, 5)}<" for step in (-1, 0, 1)}
 
     def rounded(self, node: Node) -> Any | None:
-        """Return a decimal, or a value that a decimal may round, to full precision; None for other
-        nodes.
+        """Return the full precision of a decimal, or of a value that a decimal may round; None for
+        other nodes.
         """
         with suppress(Undecided, Undefined, OutOfTime):
             value = None if variables(node) else self.value(node)
@@ -284,7 +286,9 @@ class Keys:
         return None
 
     def nearly_all(self, nodes: list[Node]) -> set[str]:
-        """Return three digits of each entry, if some entry may be a rounding or may have one."""
+        """Return a key of three digits per entry, if some entry may be a rounding or may be
+        rounded.
+        """
         sizes = [(node, self.rounded(node)) for node in nodes[:_MANY]]
         if all(size is None for _, size in sizes):
             return set()
@@ -295,8 +299,8 @@ class Keys:
         return {f"near:{';'.join(shown)}{'<' if has_decimals else '>'}"}
 
     def relation_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the keys of the values that a relation names or describes, and of an equation up to
-        a factor.
+        """Yield the keys of the values that a relation names or describes, and for equations that
+        differ by a factor.
         """
         value = named(node).value
         if value.kind != "relation":
@@ -305,7 +309,7 @@ class Keys:
         if stated is not None:
             yield from self.tokens(stated)
         yield from self.region_tokens(node)
-        if len(node.args) == 2:  # the ratio of the difference of its sides at two points
+        if len(node.args) == 2:  # left minus right, at one point divided by another
             sides = minus(*node.args)
             prober = Prober(self.limits)
             first, second = (prober.value(sides, _at(variables(sides), index)) for index in (0, 1))
@@ -314,14 +318,16 @@ class Keys:
             yield self.collected(node.args)
 
     def region_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the key of the set of reals that an answer describes, by its ends."""
+        """Yield the key of the set of real numbers that an answer describes, made from the set's
+        ends.
+        """
         region = Line(Prober(self.limits)).region(node)
         if region:
             yield self.collected(end.value for end in region)
 
     def collection_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the keys of a collection: those of its members together, and those of a single
-        member.
+        """Yield the keys of a collection: one of all members together, and the keys of single
+        members.
         """
         inside = members(node) if node.kind in ("list", "set") else _entries(node)
         yield self.collected(inside)
@@ -334,15 +340,15 @@ class Keys:
             yield from self.region_tokens(node)
 
     def collected(self, nodes: Iterable[Node]) -> str:
-        """Return one key for members in any order, from the least key of each."""
+        """Return one key for a set of members in any order, from the first key of each member."""
         return "all:" + ";".join(sorted(set(map(self.least, nodes))))
 
     def least(self, node: Node) -> str:
-        """Return the least key of a member, "?" where none can be computed."""
+        """Return the alphabetically first key of a member; "?" if no key can be computed."""
         return min(self.tokens(named(node).value), default="?")
 
 
-_MANY = 40  # entries of a collection that are checked for roundings
+_MANY = 40  # only so many entries of a collection are checked for roundings
 
 
 def _digits(value: Any, count: int) -> str:

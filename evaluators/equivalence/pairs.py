@@ -44,13 +44,14 @@ from atts.evaluators.verdict import (
     Verdict,
 )
 
-_MOST = 3  # constants of one answer whose letters are exchanged
-# the letters of constants of integration, those of numbered ones, and those of any constant
+_MOST = 3  # with more arbitrary constants, not all assignments of letters are tried
+# letters of constants of integration, of numbered constants, and of any arbitrary constant
 _INTEGRATION = re.compile(r"[CcKk](?:_\d)?|const")
 _NUMBERED = re.compile(r"[CcKk]_\d")
 _ARBITRARY = re.compile(r"[A-Da-dKk](?:_\d)?|alpha|beta|const")
 _PARAMETERS = frozenset("tskmnruvlj") | {"lambda", "mu"}
-# Constants of physics with their values, each with a letter that shows that the other side uses it.
+# Physical constants with their values. Each has a letter whose presence in the other answer shows
+# that the other answer uses the constant.
 _DEFINED = {
     "hbar": (quotient(symbol("h"), Node("mul", (TWO, PI))), "h"),
     "k": (quotient(number(1), Node("mul", (number(4), PI, symbol("epsilon_0")))), "epsilon_0"),
@@ -60,15 +61,16 @@ _FUNCTIONS = ("y", "u", "w")  # names of an unknown function that are written wi
 
 
 def arbitrary(names: frozenset[str]) -> frozenset[str]:
-    """Return the letters that are used for arbitrary constants."""
+    """Return those of the letters that usually stand for arbitrary constants."""
     return frozenset(name for name in names if _ARBITRARY.fullmatch(name))
 
 
 def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield pairs that are equal if the answers are equal up to the choice of their constants.
+    """Yield pairs of trees; if one pair is equal, the answers are equal up to their arbitrary
+    constants.
 
-    Most answers give no pair: a letter is an arbitrary constant only in a solution (y = Cx, f(x) =
-    cx), as a term of its own (x^2 + C), or as one of several numbered coefficients.
+    Most answers give no pair: a letter is an arbitrary constant only in the solution of an equation
+    (y = Cx, f(x) = cx), as a separate term (x^2 + C), or as one of several numbered coefficients.
     """
     one = views.named(gold)
     two = views.named(answer)
@@ -85,7 +87,7 @@ def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
     if left != right or len(left) > 1:
         yield from _renamed(gold, answer, left, right, is_solution)
     yield from _shifted(one.value, two.value)
-    # an antiderivative never has a logarithm of base 10
+    # a log in an antiderivative is natural
     if _terms(one.value) and _terms(two.value):
         natural = _natural(one.value), _natural(two.value)
         if natural != (one.value, two.value):
@@ -98,7 +100,7 @@ def _names_a_function(name: Node | None) -> bool:
 
 
 def _written_out(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield the pair with a constant of physics written in the letters of the other side."""
+    """Yield the pair with a physical constant replaced by its value in the other answer's letters."""
     left = variables(gold)
     right = variables(answer)
     for name, (meaning, needed) in _DEFINED.items():
@@ -108,7 +110,7 @@ def _written_out(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _with_one_parameter(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield (t, t+1) and (s, s+1) with the same letter, because a family's parameter may have any
+    """Yield pairs such as (t, t+1) and (s, s+1) with one letter, because a parameter may have any
     letter.
     """
     if gold.kind != "tuple" or answer.kind != "tuple":
@@ -123,7 +125,7 @@ def _with_one_parameter(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]
 def _renamed(
     gold: Node, answer: Node, left: frozenset[str], right: frozenset[str], is_solution: bool
 ) -> Iterator[tuple[Node, Node]]:
-    """Yield the pair with the answer's constants renamed to those of the reference."""
+    """Yield the pairs in which the answer's constants get the letters of the reference's constants."""
     exchanged = _ARBITRARY if is_solution else _NUMBERED
     shared = {name for name in left & right if exchanged.fullmatch(name)}
     ours = sorted((left - right) | shared)
@@ -151,15 +153,16 @@ def _are_arbitrary(names: list[str], others: list[str], body: Node, is_solution:
         return True
     if not variables(body) - set(names):
         return False
-    if len(names) > 1:  # A cos t + B sin t needs c_1 and c_2 on the other side
+    # A and B in A cos t + B sin t count only if the other answer has constants such as c_1, c_2
+    if len(names) > 1:
         return any(all(map(_NUMBERED.fullmatch, each)) for each in (names, others))
     is_of_integration = all(_INTEGRATION.fullmatch(name) for name in (*names, *others))
     return is_of_integration and _is_term(body, names[0])
 
 
 def _shifted(one: Node, two: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield the difference of two antiderivatives and its value at one point; it may be any
-    constant.
+    """Yield the difference of two antiderivatives and its value at one point; the difference may be
+    any constant.
     """
     for left in _terms(one):
         for right in _terms(two):
@@ -167,7 +170,7 @@ def _shifted(one: Node, two: Node) -> Iterator[tuple[Node, Node]]:
                 continue
             whole = minus(_without(one, left), _without(two, right))
             names = sorted(variables(whole))
-            # an arbitrary constant must be added to a function: 2 + C is not an antiderivative
+            # the constant must be added to a function: 2 + C is not an antiderivative
             if not names or not variables(_without(one, left)) or not _is_of_functions(names):
                 continue
             point = {name: number(Fraction(1, 2 + at)) for at, name in enumerate(names)}
@@ -175,7 +178,7 @@ def _shifted(one: Node, two: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _natural(node: Node) -> Node:
-    """Return the tree with log as the natural logarithm."""
+    """Return the tree with every log read as the natural logarithm."""
     args = tuple(map(_natural, node.args))
     name = "ln" if node.kind == "func" and node.text == "log" else node.text
     return replace(node, args=args, text=name) if args else node
@@ -190,7 +193,7 @@ def _terms(body: Node) -> list[str]:
 
 
 def _is_of_functions(names: list[str]) -> bool:
-    """Return whether one of the letters is a usual variable, and none is another constant."""
+    """Return whether one of the letters is a usual variable and none is a letter of constants."""
     return any(name in "xyztsuvr" or name in ("theta", "phi") for name in names) and not any(
         map(_ARBITRARY.fullmatch, names)
     )
@@ -201,7 +204,7 @@ def _without(body: Node, name: str) -> Node:
 
 
 def _is_term(node: Node, name: str) -> bool:
-    """Return whether a letter is added to the rest, times a number at most."""
+    """Return whether a letter is a term of the sum, perhaps with a numeric factor."""
     if node.kind == "symbol":
         return node.text == name
     if node.kind not in ("add", "mul"):
@@ -213,7 +216,7 @@ def _is_term(node: Node, name: str) -> bool:
 
 
 def _is_linear(node: Node, names: frozenset[str]) -> bool:
-    """Return whether letters are coefficients: added, and never multiplied by one another."""
+    """Return whether the letters are coefficients in a sum, never multiplied by one another."""
     if node.kind == "symbol" or not variables(node) & names:
         return True
     if node.kind not in ("add", "mul"):
@@ -224,7 +227,7 @@ def _is_linear(node: Node, names: frozenset[str]) -> bool:
     return all(_is_linear(arg, names) for arg in inside)
 
 
-_PHRASE = 4  # words
+_PHRASE = 4  # a text of words
 _BOLD = re.compile(r"\\(?:mathbf|bold|bm|pmb|bf)")
 _FORMULA = re.compile(r"\\mathrm\s*\{\s*(?:[A-Z][a-z]?)+\s*\}")
 _MATRIX_FACTOR = re.compile(
@@ -245,7 +248,7 @@ def equivalent(
     limits: Limits = LIMITS,
     grading: Grading = STRICT,
 ) -> Verdict:
-    """Return whether `answer` is the reference answer `gold`, or any of several.
+    """Return the verdict whether `answer` equals the reference answer `gold`, or one of several.
 
     The verdict is symmetric; the comparison is thread-safe, and bounded in time and memory.
     `grading` says how far numbers may differ and whether units may be missing. No text is evaluated
@@ -282,12 +285,14 @@ def equivalent(
 
 
 def _shown(text: str) -> str:
-    """Return the beginning of an answer, as it was read, for messages."""
+    """Return the beginning of a parsed answer, for messages."""
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _best(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the best verdict over several references: equal, else unscored, else different."""
+    """Return the best verdict over several references; equal is best, then unscored, then
+    different.
+    """
     if not verdicts:
         return Verdict("unscored", "no reference")
     order = ("equal", "unscored", "different")
@@ -301,10 +306,10 @@ def matches_reference(
     *,
     grading: Grading = STRICT,
 ) -> Verdict:
-    """Return the verdict on an answer, which may be stated more or less closely than its reference.
+    """Return the verdict on an answer, which may be more or less explicit than the reference.
 
-    Where units may be missing, an answer may leave out the reference's percent sign: 28 is accepted
-    for 28 %. The converse is not: 28 % is not accepted for 28. An answer may name the modulus of a
+    If units may be missing, the answer may leave out the percent sign of the reference: 28 is
+    accepted for 28 %, but 28 % is not accepted for 28. An answer may name the modulus of a
     remainder: 6 (mod 11) is accepted for 6, but 6 is not accepted for the class 6 (mod 11).
     """
     if not isinstance(reference, str):
@@ -325,7 +330,7 @@ def matches_reference(
 
 
 def _is_remainder(reference: str, answer: str) -> bool:
-    """Return whether an answer is the reference number with a modulus that exceeds the number."""
+    """Return whether an answer is the reference number with a modulus larger than the number."""
     one = read(reference, LIMITS).trees
     two = read(answer, LIMITS).trees
     if not one or not two or two[0].kind != "congruence" or one[0].value is None:
@@ -346,7 +351,7 @@ def _unscored(error: Undecided | Undefined) -> Verdict:
 
 
 def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
-    """Return the verdict if the texts alone decide it: they have the same spelling, or are choices."""
+    """Return the verdict if the texts alone decide it, because they are spelt alike or are choices."""
     if not one.text:
         return Verdict("unscored", "no reference")
     if not two.text:
@@ -355,7 +360,8 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
         return Verdict("equal", "same text")
     formulas = [_FORMULA.fullmatch(reading.text) for reading in (one, two)]
     if all(formulas) and one.text.lower() == two.text.lower():
-        return Verdict("different", "text")  # case matters: CS is a compound, Cs an element
+        # upper and lower case matter: CS is a compound, Cs an element
+        return Verdict("different", "text")
     products = [_matrix_product(reading.text) for reading in (one, two)]
     if products[0] is not None and products[1] is not None:
         if "-" in one.text or "-" in two.text:
@@ -374,8 +380,8 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
 def _matrix_product(text: str) -> list[tuple[str, int]] | None:
     """Return the factors of a product of matrices in order; None for any other text.
 
-    The inverse of a product has the inverses in the reverse order; a factor next to its inverse
-    cancels.
+    The inverse of a product has the inverses in the reverse order; a factor cancels with its
+    inverse beside it.
     """
     if not _MATRICES.fullmatch(text):
         return None
@@ -396,7 +402,7 @@ def _matrix_product(text: str) -> list[tuple[str, int]] | None:
 
 
 def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> Verdict:
-    """Return equal if any pair of readings is equal, else the verdict on the first pair."""
+    """Return "equal" if any pair of readings is equal, else the verdict on the first pair."""
     first: Verdict | None = None
     has_bold = _BOLD.search(one.text) or _BOLD.search(two.text)
     for gold, answer in product(one.trees, two.trees):
@@ -413,7 +419,7 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
             verdict = _unscored(error)
         except OutOfTime:
             verdict = Verdict("unscored", "time", "the comparison took too long")
-        except RecursionError:  # the caller left little of the stack
+        except RecursionError:  # the caller has used most of the stack
             verdict = _unscored(TooLarge("too deep for the stack at hand"))
         if verdict.is_equal:
             return verdict
@@ -424,7 +430,7 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
 
 
 def _are_restated(gold: Node, answer: Node, limits: Limits, policy: Grading) -> bool:
-    """Return whether two answers are equal except for the choice of arbitrary constants."""
+    """Return whether two answers are equal up to the choice of arbitrary constants."""
     for one, two in restated(gold, answer):
         with suppress(Undecided, Undefined, OutOfTime, RecursionError):
             if Comparer(limits, policy).same(one, two):
@@ -447,7 +453,7 @@ def _unread(one: Reading, two: Reading) -> Verdict:
         return Verdict("different", "malformed", str(problem))
     if type(problem) is Prose and readable.trees:
         return Verdict("different", "prose", str(problem))
-    # only names and dates, not sentences
+    # names and dates only, because sentences have many equal wordings
     are_short = all(len(reading.squashed.split()) <= _PHRASE for reading in (one, two))
     if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and are_short:
         return Verdict("different", "text")

@@ -1,4 +1,4 @@
-"""Decide whether two expressions are equal, exactly if rational, else by values at chosen points."""
+"""Decide whether two expressions are equal, by exact arithmetic or by their values at some points."""
 
 import math
 import random
@@ -37,21 +37,22 @@ _STEPS = words("stepping")
 _TURNS = words("turning")
 _SWITCHES = words("switching") | _STEPS | _WHOLE | _NATURAL
 _INDICES = frozenset("nmkjNMK")  # letters that are usually integers, such as n in floor(n/2)
-# points for expressions without a branch: analytic expressions that agree at one generic point
-# agree everywhere
+# number of points for expressions without branches: analytic expressions that agree at one generic
+# point agree everywhere
 _SMOOTH = 6
 _SCATTERED = 24
 _CONSTANTS = 14
-_SWEEP = 120  # up to this modulus all residues are tried
+_SWEEP = 120  # for a modulus up to this, all residues are tried
 
 
 # ---- points
 
 
 def domains(*nodes: Node) -> dict[str, Domain]:
-    """Return the domain of each variable, from the functions that it is an argument of.
+    """Return the domain of each variable, found from the functions that are applied to the
+    variable.
 
-    The domain is real, integer, positive integer or small integer.
+    A domain is real, integer, positive integer or small integer.
     """
     ranks = {name: 0 for node in nodes for name in variables(node)}
     for node in nodes:
@@ -66,7 +67,7 @@ def domains(*nodes: Node) -> dict[str, Domain]:
 
 
 def _demand(node: Node) -> tuple[int, Node]:
-    """Return the rank of the domain that a node requires of the variables in one of its parts."""
+    """Return the rank of the domain that a node requires for the variables in one of its arguments."""
     if node.kind == "func":
         is_turn = node.text in _TURNS and any(each.text == "pi" for each in node.walk())
         rank = int(node.text in _STEPS or is_turn)
@@ -81,7 +82,9 @@ def _demand(node: Node) -> tuple[int, Node]:
 
 @lru_cache(maxsize=8192)
 def _coordinate(name: str, index: int, domain: Domain) -> Fraction:
-    """Return the value of a variable at a generic point, which depends on its name and the index."""
+    """Return a variable's coordinate at a generic point, which depends on its name and the point's
+    index.
+    """
     draw = random.Random(f"{name}@{index}")
     if domain == "natural":
         return Fraction(draw.randrange(2, 12) + index)
@@ -99,15 +102,18 @@ def _coordinate(name: str, index: int, domain: Domain) -> Fraction:
 
 
 def generic(ranges: dict[str, Domain], index: int) -> Point:
-    """Return a seeded point; the first two are positive, the first six of moderate size."""
+    """Return the point with this index; the first two points are positive, the first six have
+    moderate size.
+    """
     return {name: _coordinate(name, index, domain) for name, domain in ranges.items()}
 
 
 def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
-    """Yield generic points, then scattered and nearby points if either side has branches.
+    """Yield generic points; if one of the trees has branches, also scattered points and nearby
+    points.
 
-    Nearby points are around the constants of the expressions and around the points where they
-    switch.
+    Nearby points are close to the constants of the expressions and to the points at which a branch
+    changes.
     """
     ranges = domains(left, right)
     switches = tuple(dict.fromkeys(each for node in (left, right) for each in _switches(node)))
@@ -119,7 +125,7 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
         yield generic(ranges, index)
     constants = tuple(_constants((left, right), limits))
     conditions = [each for node in (left, right) for each in node.walk() if each.kind == "relation"]
-    # counts begin at 0 if a condition mentions 0
+    # an integer may be 0 if a condition mentions 0
     least = 1 - any(arg.value == 0 for each in conditions for arg in each.args)
     for base in (generic(ranges, 0), generic(ranges, 3))[: len(ranges)]:
         for name, domain in ranges.items():
@@ -132,7 +138,7 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
                 values = _whole_around(marks, domain, least)
             for value in values:
                 yield base | {name: value}
-    # points at which all variables are about as large as a constant
+    # at these points all variables are close to a constant
     if len(ranges) > 1 and set(ranges.values()) == {"real"}:
         for mark in constants:
             for factor in (Fraction(3), Fraction(-3), Fraction(1, 7)):
@@ -141,8 +147,8 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
 
 
 def _switches(node: Node) -> Iterator[Node]:
-    """Yield the nodes that decide a branch: arguments of switching functions, radicands,
-    conditions.
+    """Yield the nodes whose sign selects a branch: arguments of functions such as abs, radicands,
+    and conditions.
     """
     for each in node.walk():
         if not variables(each):
@@ -161,7 +167,7 @@ def _switches(node: Node) -> Iterator[Node]:
 
 
 def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
-    """Yield the constant parts of the trees as numbers, their square roots and quotients."""
+    """Yield the constant parts of the trees as numbers, with their square roots and quotients."""
     sizes: dict[Fraction, None] = {}
     has_logarithm = False
     for node in nodes:
@@ -177,7 +183,7 @@ def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
         if value > 3:
             yield Fraction(math.isqrt(int(value)))
     yield from {one / two for one in kept[:6] for two in kept[:6] if one != two}
-    if has_logarithm:  # points at which a logarithm crosses a constant
+    if has_logarithm:  # at these points a logarithm equals a constant
         for base in (math.e, 10):
             for value in kept:
                 if 1 < value < 300:
@@ -185,7 +191,9 @@ def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
 
 
 def rational(node: Node, limits: Limits, point: Point | None = None) -> Fraction | None:
-    """Return a tree's value as a fraction of moderate size, square roots to nine digits."""
+    """Return a tree's value as a fraction of moderate size; square roots are rounded to nine
+    digits.
+    """
     try:
         if node.kind == "root" and node.args[1].value == 2:
             square = abs(exact(node.args[0], limits, point or {}))
@@ -197,7 +205,7 @@ def rational(node: Node, limits: Limits, point: Point | None = None) -> Fraction
 
 
 def _marks(switch: Node, name: str, base: Point, limits: Limits) -> Iterator[Fraction]:
-    """Yield the points at which a switch that is linear in the variable crosses 0, 1 and -1."""
+    """Yield the points at which a linear function of the variable crosses 0, 1 and -1."""
     if name not in variables(switch):
         return
     first, second, third = (rational(switch, limits, base | {name: Fraction(x)}) for x in range(3))
@@ -209,7 +217,9 @@ def _marks(switch: Node, name: str, base: Point, limits: Limits) -> Iterator[Fra
 
 
 def around(marks: Iterable[Fraction]) -> list[Fraction]:
-    """Return reals on both sides of each mark and its negative, between them and beyond the last."""
+    """Return reals on both sides of each mark and of its negative, between marks, and beyond the
+    last mark.
+    """
     crowd = sorted({Fraction(0), *(sign * mark for mark in marks for sign in (1, -1))})
     close = Fraction(1, 10**6)
     between = [(one + two) / 2 for one, two in pairwise(crowd)]
@@ -218,11 +228,13 @@ def around(marks: Iterable[Fraction]) -> list[Fraction]:
 
 
 def _whole_around(marks: Iterable[Fraction], domain: Domain, least: int) -> list[Fraction]:
-    """Return the integers at, near and twice each mark, and all residues of small ones."""
+    """Return integers at each mark, near it and at twice the mark, and all residues modulo small
+    marks.
+    """
     known = sorted({abs(math.floor(mark)) for mark in marks})
     values = {mark + step for mark in known for step in (-1, 0, 1, mark)}
     values |= set(range(1, max((mark for mark in known if mark <= _SWEEP), default=0) + 1))
-    # arguments at which 2n+1 and the like are multiples of an odd modulus
+    # at these integers, terms such as 2n+1 are multiples of an odd modulus
     for slope in range(2, 8):
         for modulus in known[:8]:
             if modulus > _SWEEP and math.gcd(slope, modulus) == 1:
@@ -237,15 +249,15 @@ def _whole_around(marks: Iterable[Fraction], domain: Domain, least: int) -> list
 
 _BITS = 200
 _MOST_BITS = 6_000
-_ENOUGH = 3  # points with a real value on both sides that must agree
-# the difference that rounding may leave, and the difference from which two numbers are called
-# different
+_ENOUGH = 3  # both sides must have equal real values at so many points
+# two values differ if their difference exceeds the error bound by so many bits
 _SLACK = 12
-_COMPLEX = frozenset({"i", "re", "im", "arg"})  # names that mean that complex numbers are expected
+# with one of these names, complex numbers are expected
+_COMPLEX = frozenset({"i", "re", "im", "arg"})
 
 
 class _AtPoint(NamedTuple):
-    """Two values at one point: which are real, and whether they are the same."""
+    """The comparison of two values at a point: which values are real, and whether they are equal."""
 
     is_first_real: bool
     is_second_real: bool
@@ -253,19 +265,20 @@ class _AtPoint(NamedTuple):
 
 
 class Prober:
-    """An evaluator with one budget of work, which tries exact arithmetic first."""
+    """An evaluator with a budget of work, which tries exact arithmetic first."""
 
     def __init__(self, limits: Limits, budget: Budget | None = None) -> None:
         self.limits = limits
         self.budget = budget or Budget(limits)
-        # the variables that stand for sizes, which are positive at every point
+        # variables that stand for sizes; these are positive at every point
         self.positive = frozenset[str]()
-        # whether the compared expressions have variables and do not mention complex numbers
+        # whether the expressions are real functions: they have variables and do not mention complex
+        # numbers
         self.is_of_reals = False
-        self.apart = 0  # points at which one side alone has a value
+        self.apart = 0  # number of points at which only one side has a value
 
     def value(self, node: Node, env: Environment = NOWHERE, bits: int = _BITS) -> Value:
-        """Return the exact value, or an approximation when there is none.
+        """Return the exact value, or an approximation if the value is not rational.
 
         Raises Undefined if the expression has no value, and Undecided beyond a cap or if it is not
         a number.
@@ -273,7 +286,9 @@ class Prober:
         return self.measured(node, env, bits)[0]
 
     def measured(self, node: Node, env: Environment, bits: int) -> tuple[Value, int, bool]:
-        """Return the value, the bits of precision that it needs, and whether a part is not real."""
+        """Return the value, the bits of precision that it needs, and whether an intermediate value
+        is not real.
+        """
         evaluator = Evaluator(bits, self.limits, env, self.budget)
         value = evaluator.value(node)
         spread = 0 if isinstance(value, Fraction) else evaluator.spread
@@ -292,9 +307,9 @@ class Prober:
         return self.apart >= _ENOUGH
 
     def equal(self, left: Node, right: Node) -> bool:
-        """Return whether two expressions have the same value, and are real, at the same points.
+        """Return whether two expressions have equal values, and are real at the same points.
 
-        Raises Undecided if too few points can be evaluated or the precision does not suffice.
+        Raises Undecided if too few points can be evaluated, or if the precision is too low.
         """
         if not variables(left) and not variables(right):
             return self.compare_at(left, right, {}, sure=True).is_same
@@ -323,7 +338,7 @@ class Prober:
         raise Undecided("too few points where both have a value")
 
     def comparisons(self, left: Node, right: Node) -> Iterator[_AtPoint]:
-        """Yield the comparison at every point where both sides can be evaluated."""
+        """Yield a comparison of the values at each point at which both sides can be evaluated."""
         for point in points(left, right, self.limits):
             env = point
             if self.positive:
@@ -359,9 +374,9 @@ class Prober:
         return True
 
     def compare_at(self, left: Node, right: Node, env: Environment, sure: bool = False) -> _AtPoint:
-        """Compare two values at a point, with more precision if rounding hides the difference.
+        """Compare two values at a point; increase the precision if rounding hides the difference.
 
-        With `sure` two computed values are called the same only if they also agree at a higher
+        With `sure`, two approximate values count as equal only if they also agree at a higher
         precision.
         """
         bits = _BITS
@@ -369,7 +384,7 @@ class Prober:
             first, one, is_first_out = self.measured(left, env, bits)
             second, two, is_second_out = self.measured(right, env, bits)
             needed = max(one, two) + _BITS
-            if needed > bits:  # more bits make a small term next to a large one visible
+            if needed > bits:  # with more bits, a small term added to a large term shows
                 bits = needed
                 continue
             are_exact = isinstance(first, Fraction) and isinstance(second, Fraction)
@@ -383,7 +398,7 @@ class Prober:
         raise TooLarge("rounding hides the difference")
 
     def agree(self, first: Value, second: Value, bits: int = _BITS) -> bool:
-        """Return whether two values coincide within their errors.
+        """Return whether two values are equal within their error bounds.
 
         Raises Undecided if the errors are too large to decide.
         """
@@ -406,10 +421,10 @@ class Prober:
         return Evaluator(bits, self.limits).approximate(value)
 
     def proportional(self, left: Node, right: Node) -> int:
-        """Return the sign of the constant c with right = c * left at every point; 0 if there is
-        none.
+        """Return the sign of a constant c with right = c * left at every point; 0 if there is no
+        such c.
 
-        Raises Undecided if no point decides.
+        Raises Undecided if too few points can be evaluated.
         """
         is_one_zero = False
         for env in points(left, right, self.limits):
@@ -433,7 +448,7 @@ class Prober:
         raise Undecided("too few points where both have a value")
 
     def divide(self, top: Value, bottom: Value) -> Value:
-        """Return the quotient; raise Undefined for a zero divisor."""
+        """Return the quotient of two values; raise Undefined if the divisor is zero."""
         if is_zero(bottom):
             raise Undefined("a division by zero")
         if isinstance(top, Fraction) and isinstance(bottom, Fraction):
@@ -444,20 +459,20 @@ class Prober:
 
 
 def is_real(value: Value) -> bool:
-    """Return whether a value has no imaginary part beyond its error."""
+    """Return whether the imaginary part of a value is within its error bound of zero."""
     if isinstance(value, Fraction) or not hasattr(value.value, "_mpc_"):
         return True
     return magnitude(value.value.imag) <= value.error + _SLACK
 
 
 def sign_of(value: Value) -> int:
-    """Return the sign of a real number; 0 for a complex one."""
+    """Return the sign of a real number; 0 for a complex number."""
     size = value if isinstance(value, Fraction) else value.value
     return 0 if hasattr(size, "_mpc_") else (size > 0) - (size < 0)
 
 
 def is_zero(value: Value) -> bool:
-    """Return whether a value is zero within its error."""
+    """Return whether a value is within its error bound of zero."""
     if isinstance(value, Fraction):
         return value == 0
     return value.magnitude <= max(value.error + _SLACK, NOTHING)
@@ -477,7 +492,7 @@ def written(value: Value) -> str:
 
 
 def _component(part: Any, whole: Approx) -> str:
-    """Return a real or imaginary part as text: zero, a small fraction, or thirty digits."""
+    """Return a real or imaginary part as text: "0", a small fraction, or thirty digits."""
     if magnitude(part) <= max(whole.error + _SLACK, whole.magnitude - 130):
         return "0/1"
     sign, mantissa, exponent, _ = part._mpf_

@@ -38,22 +38,22 @@ class End(NamedTuple):
 
 
 Region = tuple[End, ...]
-"""A set of reals, which begins at the first end, stops at the second, begins again at the third,
-and so on.
+"""A set of reals as its sorted ends: intervals begin at the first, third, ... end and stop at the
+second, fourth, ... end.
 """
 _LOWEST = End(BELOW, True)
 _HIGHEST = End(INFINITY, False)
 
 
 def is_inequality(node: Node) -> bool:
-    """Return whether an answer limits its variable by inequalities."""
+    """Return whether an answer restricts its variable by inequalities."""
     if node.kind == "list":
         return bool(node.args) and all(is_inequality(arg) for arg in node.args)
     return node.kind == "relation" and not set(node.text.split()) - {"<", ">", "<=", ">=", "!="}
 
 
 def speaks_of_reals(node: Node) -> bool:
-    """Return whether an answer is a set of reals that is not a single interval in brackets."""
+    """Return whether an answer is a set of reals, other than a single interval in brackets."""
     return is_inequality(node) or any(
         each.kind in _REAL_SETS or each.text == "cap" for each in node.walk()
     )
@@ -61,7 +61,7 @@ def speaks_of_reals(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Line:
-    """A builder of regions; ends without variables are compared as numbers."""
+    """A builder of sets of reals, whose ends are compared as numbers if they have no variables."""
 
     prober: Prober
 
@@ -84,7 +84,7 @@ class Line:
         return self.related(node) if node.kind == "relation" else None
 
     def combined(self, node: Node) -> Region | None:
-        """Return the members of a union, list, difference or intersection of sets."""
+        """Return the set of reals that a union, list, difference or intersection of sets describes."""
         parts = list[Region]()
         for arg in node.args:
             part = self._region(arg)
@@ -103,11 +103,11 @@ class Line:
         if node.kind == "union" or node.text == "or" or not (node.text or is_inequality(node)):
             return either
         both = self.shared(parts, len(parts))
-        # x < 1, x > 3 without "and" cannot mean that both conditions are true
+        # in "x < 1, x > 3" at most one of the conditions can be true
         return either if not both and node.kind == "list" and not node.text else both
 
     def built(self, member: Node, condition: Node) -> Region | None:
-        """Return the set {x : condition}; x may be declared real."""
+        """Return the set {x : condition}; the condition may also declare that x is real."""
         if member.kind == "relation" and member.text == "in" and member.args[1] == REALS:
             member = member.args[0]
         if member.kind != "symbol" or variables(condition) != frozenset({member.text}):
@@ -115,7 +115,9 @@ class Line:
         return self._region(condition)
 
     def whole(self, node: Node) -> Node:
-        """Return the list of integers that meet a condition; the node itself if there are many."""
+        """Return the integers that meet a condition, as a list; return the node unchanged if there
+        are too many.
+        """
         member, condition = node.args
         is_whole = member.kind == "relation" and member.text == "in"
         if not is_whole or member.args[1].text != "mathbb:Z":
@@ -130,7 +132,7 @@ class Line:
         return Node("set", tuple(number(x, str(x)) for x in members))
 
     def related(self, node: Node) -> Region | None:
-        """Return the set on which a relation or a chain of relations holds."""
+        """Return the set on which a relation, or every relation of a chain, is true."""
         signs = node.text.split()
         sides = node.args
         if signs in (["in"], ["notin"]):
@@ -151,7 +153,9 @@ class Line:
         return parts[0] if len(parts) == 1 else self.shared(parts, len(parts))
 
     def solved(self, left: Node, sign: str, right: Node) -> Region | None:
-        """Return the set on which left < right, or another relation, holds for its one variable."""
+        """Return the set of values of the variable for which left < right, or another relation, is
+        true.
+        """
         if sign in ("!=", "="):
             suffix = "" if sign == "!=" else "="
             below = self.solved(left, "<" + suffix, right)
@@ -172,7 +176,7 @@ class Line:
         return self.polynomial(minus(left, right), sign)
 
     def absolute(self, inside: Node, sign: str, bound: Node) -> Region | None:
-        """Return the set on which an absolute value is below or above a bound."""
+        """Return the set on which an absolute value is below (or above) a bound."""
         one = self.solved(inside, sign, bound)
         two = self.solved(inside, FLIPPED[sign], Node("mul", (MINUS_ONE, bound)))
         if one is None or two is None:
@@ -180,8 +184,8 @@ class Line:
         return self.shared([one, two], 1 if sign in (">", ">=") else 2)
 
     def polynomial(self, node: Node, sign: str) -> Region | None:
-        """Return the set on which a polynomial of degree one or two is below zero, or another
-        relation holds.
+        """Return the set on which a polynomial of degree one or two is below zero, or in another
+        relation to zero.
         """
         (name,) = variables(node)
         try:
@@ -223,7 +227,7 @@ class Line:
         return _ray(sign if direction > 0 else FLIPPED[sign], root) if direction else None
 
     def order(self, one: Node, two: Node) -> int:
-        """Return -1, 0 or 1 as one number is below, at or above the other.
+        """Return -1, 0 or 1 if the first number is below, equal to or above the second.
 
         Raises Undecided for ends with variables.
         """
@@ -241,12 +245,12 @@ class Line:
         return 1 if size > 0 else -1
 
     def before(self, one: End, two: End) -> int:
-        """Return -1, 0 or 1 as one end is before, at or after the other."""
+        """Return -1, 0 or 1 if the first end is before, equal to or after the second."""
         return self.order(one.value, two.value) or one.after - two.after
 
     def shared(self, regions: Sequence[Region], least: int) -> Region:
-        """Return the points that are in at least `least` of these sets: their union for 1, their
-        intersection for all.
+        """Return the points that are in at least `least` of the sets: 1 gives the union, the number
+        of sets gives the intersection.
         """
         stretches = [
             pair for region in regions for pair in zip(region[::2], region[1::2], strict=True)
@@ -285,7 +289,7 @@ def _ray(sign: str, end: Node) -> Region:
 
 
 def _rest(region: Region) -> Region:
-    """Return the complement."""
+    """Return the complement of a set of reals."""
     begun = region[1:] if region and region[0].value == BELOW else (_LOWEST, *region)
     return begun[:-1] if begun and begun[-1].value == INFINITY else (*begun, _HIGHEST)
 
@@ -296,10 +300,10 @@ _MOST_CLASSES = 2_000
 
 
 def same_classes(prober: Prober, one: Family, two: Family) -> bool | None:
-    """Return whether two families of an integer have the same values; None if that is not clear.
+    """Return whether two families with an integer parameter have the same values; None if unknown.
 
     Each family is a union of arithmetic progressions, perhaps one for even and one for odd
-    integers. With a common period, two families are the same if they have the same remainders.
+    integers. Two families are the same if they have the same remainders modulo a common period.
     """
     try:
         sides = [_progressions(prober, each) for each in (one, two)]
@@ -339,7 +343,9 @@ def same_classes(prober: Prober, one: Family, two: Family) -> bool | None:
 
 
 def _progressions(prober: Prober, family: Family) -> list[tuple[Node, Node]]:
-    """Return the starts and steps of a family's progressions; empty if it has other values."""
+    """Return the starts and steps of a family's arithmetic progressions; empty if the family has
+    other values.
+    """
     found = list[tuple[Node, Node]]()
     for member in members(family.value):
         value = named(member).value
@@ -361,7 +367,7 @@ def _progressions(prober: Prober, family: Family) -> list[tuple[Node, Node]]:
 
 
 def _share(prober: Prober, part: Node, unit: Node) -> Fraction | None:
-    """Return part / unit as a fraction, None if it is not a simple one."""
+    """Return part / unit as a fraction; None if it is not a fraction with a small denominator."""
     value = prober.value(quotient(part, unit))
     if isinstance(value, Fraction):
         return value

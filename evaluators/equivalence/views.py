@@ -1,4 +1,4 @@
-"""Views of a parsed answer, such as its names, members, labels, signs, matrix and digits."""
+"""Functions that extract a part of a parsed answer, such as its name, members, labels or matrix."""
 
 import re
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Named(NamedTuple):
 
 
 def unapplied(node: Node, names: frozenset[str]) -> Node:
-    """Return the tree with g(a+b) as a product where g is a variable elsewhere."""
+    """Return the tree with g(a+b) as a product if g is a variable elsewhere in the tree."""
     args = tuple(unapplied(arg, names) for arg in node.args)
     if node.kind == "call" and node.text in names and [arg.kind for arg in args] == ["add"]:
         return Node("mul", (symbol(node.text), *args))
@@ -54,7 +54,7 @@ def unapplied(node: Node, names: frozenset[str]) -> Node:
 
 
 def is_name(node: Node) -> bool:
-    """Return whether a side of an equation only names a value, such as x, f(x), AB or |AB|."""
+    """Return whether one side of an equation is only a name, such as x, f(x), AB or |AB|."""
     if node.kind in ("symbol", "word"):
         return True
     if node.kind == "call":
@@ -71,14 +71,18 @@ def is_name(node: Node) -> bool:
 
 
 def _is_point(node: Node) -> bool:
-    """Return whether a node is a capital letter, as the end of a segment, or a product of them."""
+    """Return whether a node is a capital letter, which may name a point, or a product of such
+    letters.
+    """
     if node.kind == "mul":
         return all(map(_is_point, node.args))
     return node.kind == "symbol" and node.text[0].isupper()
 
 
 def named(node: Node) -> Named:
-    """Return x = 5 as 5 named x, 5 + 6 = 11 as 11, and any other equation unchanged."""
+    """Split "x = 5" into the name x and the value 5; "5 + 6 = 11" is the value 11 without a name.
+    Any other equation stays whole, without a name.
+    """
     # A(1, 2)
     if [arg.kind for arg in node.args] == ["symbol", "tuple"] and _is_point(node.args[0]):
         return Named(*node.args)
@@ -99,7 +103,7 @@ def named(node: Node) -> Named:
     sides = list(node.args)
     if len(sides) == 2 and has(sides[0], "call") and not has(sides[1], "call", "symbol"):
         return Named(sides[0], sides[1])
-    # an approximate value counts only if there is no exact one
+    # an approximate value is used only if there is no exact value
     while signs[-1] == "~" and (len(sides) > 2 or not is_name(sides[0])):
         signs.pop()
         sides.pop()
@@ -109,7 +113,7 @@ def named(node: Node) -> Named:
 
 
 def _of_chain(sides: list[Node]) -> Named:
-    """Return the name and value of sides joined by equality signs."""
+    """Return the name and the value of a chain of equalities."""
     last = variables(sides[-1])
     between = [names for names in map(variables, sides[1:-1]) if names]
     is_tied = last and any(not names & last for names in between)  # x = 2y = 3z
@@ -118,7 +122,7 @@ def _of_chain(sides: list[Node]) -> Named:
     if len(sides) == 2 and sides[1].kind != "word" and is_name(sides[1]):
         if not _mentions(sides[0], sides[1]):
             return Named(sides[1], sides[0])
-    # otherwise the node is an equation of its variables
+    # a chain without a name is an equation of its variables
     is_result = (
         (len(sides) > 2 and last <= variables(sides[0]))
         or not any(map(variables, sides))
@@ -139,7 +143,7 @@ def may_name_one(one: Node, two: Node) -> bool:
         call, other = (one, two) if one.kind == "call" else (two, one)
         if call.kind != "call" or other.kind != "symbol":
             return True
-        # a function's value at a point is not a variable, and a function is not its argument
+        # "f(2)" does not name the same value as "x", and a function is not its argument
         return call.args[0].kind != "number" and other not in call.args
     if one.kind == "word":
         few, many = sorted(({*name.text.split()} for name in (one, two)), key=len)
@@ -155,7 +159,7 @@ def may_name_one(one: Node, two: Node) -> bool:
 
 
 def shortened(node: Node, other: Node) -> Node:
-    """Return m+n = 100+13 = 113 as m+n = 113, if the other answer is such an equation."""
+    """Return m+n = 100+13 = 113 as m+n = 113, if the other answer is also an equation."""
     if node.kind != "relation" or other.kind != "relation" or {*node.text.split()} != {"="}:
         return node
     first, *results = node.args
@@ -165,7 +169,7 @@ def shortened(node: Node, other: Node) -> Node:
 
 
 def unbold(node: Node, other: Node) -> Node:
-    """Return bold letters as the other answer writes them: under an arrow, or plain."""
+    """Return the tree with bold letters as the other answer writes them: as vectors, or plain."""
     names = [each.text for each in node.walk() if each.text.startswith("bold ")]
     if not names:
         return node
@@ -175,7 +179,9 @@ def unbold(node: Node, other: Node) -> Node:
 
 
 def concluded(node: Node, other: Node) -> Node:
-    """Return m=3, n=17, m+n=20 as its last equation, if the other answer is not a list."""
+    """Return the last equation of a list such as m=3, n=17, m+n=20, if the other answer is not a
+    list.
+    """
     if node.kind != "list" or node.text == "or" or other.kind in ("list", "set", "tuple"):
         return node
     *given, last = node.args
@@ -188,11 +194,11 @@ def concluded(node: Node, other: Node) -> Node:
 
 
 def stated_value(equation: Node, other: Node) -> Node | None:
-    """Return v of an equation `expression = v`, if the other answer is such a value.
+    """Return v of an equation `expression = v`, if the other answer is a value without an equation.
 
-    m+n = 46, |z| = 5 and N = 25 modulo 1000 state the requested value with names that the other
-    answer lacks. Some equations are themselves the answer, so they are not changed: an equation with
-    0, an equation of a curve in x, y and z, or a residue class of an unknown.
+    For example, m+n = 46 and |z| = 5 state a value, but the other answer has no names. Some
+    equations are themselves the answer, so they are not changed: an equation with 0, an equation of
+    a curve in x, y and z, or a residue class of an unknown.
     """
     if equation.kind == "congruence":
         return equation.args[0] if _is_of_digits(equation) else None
@@ -213,13 +219,15 @@ def stated_value(equation: Node, other: Node) -> Node | None:
 
 
 def _is_of_digits(congruence: Node) -> bool:
-    """Return whether a class gives the last digits of a number: its modulus is 100 or 1000."""
+    """Return whether a residue class gives the last digits of a number: its modulus is 100, 1000,
+    ...
+    """
     modulus = congruence.args[1].value
     return modulus is not None and re.fullmatch("100+", str(modulus)) is not None
 
 
 def _is_multiple(node: Node) -> bool:
-    """Return whether this is a number times one unknown, as in 2x = 3, which is to be solved."""
+    """Return whether a side is a number times one unknown, as in 2x = 3, which can be solved."""
     if node.kind != "mul" or len(node.args) != 2:
         return False
     factor, unknown = node.args
@@ -228,7 +236,7 @@ def _is_multiple(node: Node) -> bool:
 
 
 def with_quotients(node: Node) -> Node:
-    """Return an equation of ratios of two parts as one of quotients."""
+    """Return an equation of ratios with two parts as an equation of quotients."""
     sides = [
         quotient(*side.args) if side.kind == "ratio" and len(side.args) == 2 else side
         for side in node.args
@@ -237,14 +245,14 @@ def with_quotients(node: Node) -> Node:
 
 
 def residue(node: Node) -> Node:
-    """Return 3 mod 7, written as a value, as the class of 3."""
+    """Return the value "3 mod 7" as the residue class of 3 modulo 7."""
     if node.kind != "func" or node.text != "mod" or any(arg.value is None for arg in node.args):
         return node
     return Node("congruence", node.args)
 
 
 def with_terms(node: Node, limit: int) -> Node:
-    """Return a list such as 1, 3, ..., 9 with the missing terms, if its terms are evenly spaced."""
+    """Return a list such as 1, 3, ..., 9 with all its terms, if the terms are evenly spaced."""
     at = [index for index, arg in enumerate(node.args) if arg.text == "…"]
     if node.kind not in ("set", "list") or len(at) != 1:
         return node
@@ -265,7 +273,9 @@ def with_terms(node: Node, limit: int) -> Node:
 
 
 def _is_curve(node: Node, names: frozenset[str]) -> bool:
-    """Return whether a polynomial in x, y and z is more than their plain sum or product."""
+    """Return whether a side is a polynomial in x, y and z, other than a plain sum or product of
+    them.
+    """
     if len(names) < 2 or not names <= {"x", "y", "z"}:
         return False
     for each in node.walk():
@@ -273,7 +283,7 @@ def _is_curve(node: Node, names: frozenset[str]) -> bool:
             continue
         is_power = each.kind == "pow" and (each.args[1].value or 0) >= 1
         if each.kind not in ("add", "mul", "symbol") and not is_power:
-            return False  # curves with logarithms, quotients and the like are unusual
+            return False  # equations of curves seldom have logarithms or quotients
     if node.kind == "mul":
         return any(factor.kind != "symbol" for factor in node.args)
     terms = node.args if node.kind == "add" else (node,)
@@ -288,7 +298,9 @@ def _is_curve(node: Node, names: frozenset[str]) -> bool:
 
 
 def signs_expanded(node: Node) -> tuple[Node, ...]:
-    """Return the values that +- signs abbreviate; in a pair, -+ has the sign opposite to +-."""
+    """Return the two values that an expression with +- signs abbreviates; -+ has the opposite sign
+    of +-.
+    """
     signs = [each.text for each in node.walk() if each.kind == "plusminus"]
     if len(signs) > 4:
         raise TooLarge("too many double signs")
@@ -310,7 +322,9 @@ def _signed(node: Node, choice: list[int]) -> Node:
 
 
 def labelled(node: Node) -> dict[Node, Node] | None:
-    """Return several named values by their names, as in x=4, y=6 and (x,y)=(4,6)."""
+    """Return a dictionary of several named values by name, for answers such as x=4, y=6 or
+    (x,y)=(4,6).
+    """
     pairs: Sequence[tuple[Node | None, Node]] = [
         (each.args[0], each.args[1]) for each in equations(node)
     ]
@@ -327,7 +341,7 @@ def labelled(node: Node) -> dict[Node, Node] | None:
 
 
 def equations(node: Node) -> tuple[Node, ...]:
-    """Return x=y=1 as x=1 and y=1; an empty result for any other node."""
+    """Return a chain such as x=y=1 as the equations x=1 and y=1; empty for any other node."""
     *names, value = node.args or (node,)
     is_chain = node.kind == "relation" and {*node.text.split()} == {"="}
     if not is_chain or variables(value) or len(names) < 2:
@@ -338,7 +352,9 @@ def equations(node: Node) -> tuple[Node, ...]:
 
 
 def grouped(node: Node) -> Node:
-    """Return x=1, y=8 or x=2, y=7 as two points of named values; return other nodes unchanged."""
+    """Return "x=1, y=8 or x=2, y=7" as two points with named coordinates; return other nodes
+    unchanged.
+    """
     if node.kind != "list":
         return node
     names = [named(arg).name for arg in node.args]
@@ -361,7 +377,7 @@ class Family(NamedTuple):
 
 
 def family(node: Node) -> Family | None:
-    """Return "k pi, k in Z", or the set of these values, as a family; None for anything else."""
+    """Return "k pi, k in Z", or the set of these values, as a family; None for any other node."""
     if node.kind == "builder":
         values = [node.args[0]]
         home = node.args[1]
@@ -413,7 +429,9 @@ def free(node: Node, other: Node) -> Node:
 
 
 def implied(node: Node, other: Family) -> Family | None:
-    """Return an answer as a family of its only usual parameter letter, like the other answer."""
+    """Return an answer as a family if the other answer is one, and one of its letters is a usual
+    parameter.
+    """
     value = named(node).value if node.kind != "list" else node
     parts = [named(arg).value for arg in value.args] if value.kind == "list" else [value]
     names = frozenset[str]().union(*map(variables, parts))
@@ -423,7 +441,7 @@ def implied(node: Node, other: Family) -> Family | None:
 
 
 def entries(node: Node) -> tuple[Node, ...]:
-    """Return the values of a point, whose coordinates may have names."""
+    """Return the coordinates of a point, without their names."""
     if labels := labelled(node):
         return tuple(value for _, value in sorted(labels.items(), key=lambda item: item[0].text))
     value = named(node).value
@@ -431,7 +449,7 @@ def entries(node: Node) -> tuple[Node, ...]:
 
 
 def says_alike(gold: Node, answer: Node) -> bool:
-    """Return whether two phrases are equal, or one only adds a frame, as in "Bob" and "Bob wins"."""
+    """Return whether two phrases are equal except for framing words, as in "Bob" and "Bob wins"."""
     one = spelt(gold)
     two = spelt(answer)
     if one == two:
@@ -447,13 +465,14 @@ def says_alike(gold: Node, answer: Node) -> bool:
 
 
 def unframed(phrase: str) -> str:
-    """Return a phrase without its frame."""
+    """Return a phrase without its framing words, such as "wins"."""
     framed = FORMS["framed_phrase"].fullmatch(phrase)
     return framed[1] if framed else phrase
 
 
 def spelt(node: Node) -> str | None:
-    """Return the form in which a word, or a product of letters, is compared; None for other trees.
+    """Return the spelling by which a word or a product of letters is compared; None for other
+    trees.
 
     Case matters only inside a word: NaCl is not NaCL.
     """
@@ -475,7 +494,7 @@ def letters(node: Node) -> str:
 
 
 def bound_alike(node: Node) -> Node:
-    """Return the tree with integer parameters, as in "k pi, k in Z", named by their order."""
+    """Return the tree with its integer parameters, as in "k pi, k in Z", renamed by their order."""
     if node.kind not in ("list", "builder"):
         return node
     inside = node.walk()
@@ -491,7 +510,7 @@ def bound_alike(node: Node) -> Node:
 
 
 def members(node: Node) -> tuple[Node, ...]:
-    """Return the members of an unordered answer, with double signs written out."""
+    """Return the members of an unordered answer, with each +- sign written out as two members."""
     inside = named(node).value if node.kind == "relation" else node
     if inside.kind in ("list", "set"):
         parts = list[Node]()
@@ -502,13 +521,13 @@ def members(node: Node) -> tuple[Node, ...]:
 
 
 def are_of_one_function(*lists: Node) -> bool:
-    """Return whether two lists contain only forms of one function, such as f(x)=0 and f(x)=x."""
+    """Return whether two lists contain only equations for one function, such as f(x)=0 and f(x)=x."""
     names = {named(arg).name for node in lists for arg in node.args}
     return len(names) == 1 and all(name is not None and name.kind == "call" for name in names)
 
 
 def counts_apart(nodes: tuple[Node, ...]) -> bool:
-    """Return whether members count different things or carry different names."""
+    """Return whether the members count different things or have different names."""
     kinds = list[object]()
     for node in nodes:
         unit = measure(node.text) if node.kind == "quantity" else None
@@ -517,7 +536,7 @@ def counts_apart(nodes: tuple[Node, ...]) -> bool:
 
 
 def variable_of(node: Node) -> str:
-    """Return the single variable that a set of reals is about; empty if it is not named."""
+    """Return the one variable that a set of reals restricts; empty if there is no such variable."""
     names = [] if has(node, "builder") else list(variables(node))
     return names[0] if len(names) == 1 else ""
 
@@ -526,9 +545,10 @@ def variable_of(node: Node) -> str:
 
 
 def matrix(node: Node) -> Node | None:
-    """Return the matrix that a node writes, also as rows or transposed; None for any other node.
+    """Return the matrix that a node denotes, also if it is written as rows or transposed; None for
+    any other node.
 
-    Raises Undecided for sums, products and powers of matrices, because sympy decides these.
+    Raises Undecided for sums, products and powers of matrices, which only sympy can compute.
     """
     if node.kind == "matrix":
         return node
@@ -548,7 +568,7 @@ def matrix(node: Node) -> Node | None:
 
 
 def infinity(node: Node) -> int:
-    """Return 1 or -1 for plus or minus infinity, 0 for anything else."""
+    """Return 1 for plus infinity, -1 for minus infinity, and 0 for any other node."""
     if node.kind == "constant" and node.text == "inf":
         return 1
     if node.kind == "mul" and len(node.args) == 2:
@@ -561,7 +581,9 @@ def infinity(node: Node) -> int:
 
 
 def same_numeral(gold: Node, answer: Node) -> bool:
-    """Return whether two numerals with a base are equal; a plain number is compared by its digits."""
+    """Return whether two numerals with a base are equal; a numeral without a base is compared by
+    its digits.
+    """
     if gold.kind == answer.kind:
         with suppress(Undefined):
             return digits_in_base(gold) == digits_in_base(answer)
@@ -571,7 +593,7 @@ def same_numeral(gold: Node, answer: Node) -> bool:
 
 
 def progression(node: Node) -> Node | None:
-    """Return 8k+3, for an integer k, as the class of 3 modulo 8; None for anything else."""
+    """Return 8k+3, for an integer k, as the residue class of 3 modulo 8; None for any other node."""
     value, *homes = node.args if node.kind in ("list", "builder") else (node,)
     names = variables(value)
     are_whole = all(each.text == "in" and each.args[1].text == "mathbb:Z" for each in homes)
@@ -589,7 +611,9 @@ def progression(node: Node) -> Node | None:
 
 
 def clock(node: Node) -> str | None:
-    """Return the time of day, in 24 hours, that a node states or, as a ratio, could state."""
+    """Return the time of day in 24 hours that a node states, or that a ratio such as 3:45 may
+    state.
+    """
     hours, *rest = [arg.text for arg in node.args] if node.kind == "ratio" else node.text.split(":")
     could_be = (
         node.kind == "ratio"
@@ -600,7 +624,7 @@ def clock(node: Node) -> str | None:
 
 
 def mark(node: Node) -> str:
-    """Return the sign of a value's measure: percent, degree, rad, another unit, or nothing."""
+    """Return the unit sign of a value: percent, degree, rad, another unit, or "" for no unit."""
     if node.kind in ("percent", "degree"):
         return node.kind
     unit = measure(node.text) if node.kind == "quantity" else None
@@ -619,14 +643,17 @@ def is_unnamed(one: Dimension, two: Dimension) -> bool:
 
 
 def is_part(one: Dimension, two: Dimension) -> bool:
-    """Return whether one side counts the same things more precisely, as in marbles and red marbles."""
+    """Return whether one side names the counted things more precisely, as in "marbles" and "red
+    marbles".
+    """
     few, many = sorted((one, two), key=len)
     return set(few) < set(many) and all(name.startswith("#") and size == 1 for name, size in many)
 
 
 # ---- sizes
 
-# letters of positions, angles and counts, and letters that nearly always stand for a size
+# first the letters of positions, angles and counts; then letters that nearly always stand for a
+# size
 _SIGNED = words("signed_letters")
 _SIZES = words("letters_of_sizes")
 _EVEN = ("abs", "sign", "max", "min", "re", "im", "arg", "floor", "ceil")
@@ -657,7 +684,7 @@ def sizes(grading: Grading, gold: Node, answer: Node) -> frozenset[str]:
 
 
 def _depends_on_signs(node: Node) -> bool:
-    """Return whether a node, such as a root, has another form if its variables are positive."""
+    """Return whether a node, such as a root, can be simplified if its variables are positive."""
     if node.kind == "pow":
         power = node.args[1].value
         return bool(variables(node.args[0])) and (power is None or power.denominator != 1)
@@ -668,7 +695,9 @@ def _depends_on_signs(node: Node) -> bool:
 
 
 def decimal_digits(node: Node) -> int:
-    """Return the significant digits of a decimal literal, without final zeros; 0 for other nodes."""
+    """Return the number of significant digits of a decimal literal, without final zeros; 0 for
+    other nodes.
+    """
     if node.kind != "number" or "." not in node.text or "e" in node.text.lower():
         return 0
     return len(node.text.replace(".", "").strip("-0"))
@@ -701,7 +730,9 @@ def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
 
 
 def policy_for(grading: Grading, gold: Node) -> Grading:
-    """Return the policy for one reference: only a decimal has a relative tolerance."""
+    """Return the policy for one reference; its relative tolerance applies only if the reference is
+    a decimal.
+    """
     is_rounded = any(each.kind == "number" and set(each.text) & set(".eE") for each in gold.walk())
     return grading if is_rounded or not grading.relative else replace(grading, relative=0.0)
 

@@ -1,8 +1,8 @@
-"""Worker process that compares two expressions by sympy, and imports no module of atts."""
+"""A worker process that compares two expressions with sympy, and imports no module of atts."""
 
-# Run as a script by `algebra.py`. A question is a line of JSON with two trees; the reply is a line
-# with true, false or null. sympy objects are built from the trees, node by node: no text of an
-# answer is ever parsed or evaluated here.
+# Run as a script by `algebra.py`. A question is one line of JSON with two trees; the reply is one
+# line: true, false or null (undecided). sympy objects are built from the trees, node by node: no
+# text of an answer is ever parsed or evaluated here.
 
 import importlib
 import json
@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-sympy: Any = importlib.import_module("sympy")  # imported by name: its types do not help here
+# imported by name, because the types of sympy do not help here
+sympy: Any = importlib.import_module("sympy")
 
-_MEMORY = 3 << 30  # bytes of address space
+_MEMORY = 3 << 30  # limit of the address space, in bytes
 _DIGITS = 40
-_CLEARLY = sympy.Float(10) ** -12  # relative difference that is larger than any error of quadrature
+# a relative difference above this is larger than any error of numerical integration
+_CLEARLY = sympy.Float(10) ** -12
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ln": sympy.log,
@@ -44,7 +46,7 @@ _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 _DIRECTIONS = {"lim": "+-", "lim+": "+", "lim-": "-"}
 
-Tree = tuple[str, str, str, list[Any]]  # kind, text, value as a fraction, children
+Tree = tuple[str, str, str, list[Any]]  # a node as JSON: kind, text, value as a fraction, children
 
 
 class Unknown(Exception):
@@ -52,21 +54,23 @@ class Unknown(Exception):
 
 
 class TimeIsUp(BaseException):
-    """The question took too long; this is not an Exception, so that no error handler catches it."""
+    """The time limit of a question is reached; this is a BaseException, so that no handler of sympy
+    catches it.
+    """
 
 
 class Builder:
-    """A builder of sympy objects from trees; a name gives the same symbol in both trees."""
+    """A builder of sympy objects from trees; equal names in both trees give the same symbol."""
 
     def __init__(self, *trees: Tree, positive: Sequence[str] = ()) -> None:
         self.assumptions = {name: {"positive": True} for name in positive}
-        self.indefinite = False  # an integral without bounds is defined up to a constant
+        self.indefinite = False  # an integral without bounds is known only up to a constant
         for tree in trees:
             self.assume(tree)
 
     def assume(self, tree: Tree) -> None:
-        """Record the properties of variables that the trees show: a count is a positive integer, and
-        x is positive if a tree contains x > 0.
+        """Record the properties of variables that the trees imply: a count is a positive integer,
+        and x is positive if a tree contains x > 0.
         """
         kind, text, _, args = tree
         if kind == "sum":
@@ -80,7 +84,9 @@ class Builder:
             self.assume(arg)
 
     def symbol(self, name: str) -> Any:
-        """Return the symbol of a name, real unless more is known."""
+        """Return the sympy symbol of a name; the symbol is real, or has the properties that
+        `assume` recorded.
+        """
         return sympy.Symbol(name, **self.assumptions.get(name, {"real": True}))
 
     def build(self, tree: Tree) -> Any:
@@ -133,7 +139,7 @@ class Builder:
                 raise Unknown(kind)
 
     def region(self, tree: Tree) -> Any:
-        """Return a set; only here does a pair mean an interval."""
+        """Return the sympy set of a tree; only in a set does a pair mean an interval."""
         kind, text, _, args = tree
         if kind == "tuple" and text in ("()", "[]", "(]", "[)") and len(args) == 2:
             low, high = (self.build(arg) for arg in args)
@@ -141,7 +147,7 @@ class Builder:
         return self.build(tree)
 
     def root(self, radicand: Any, index: Any) -> Any:
-        """Return the root; odd ones of negative numbers are real."""
+        """Return the root; odd roots of negative numbers are real."""
         if index.is_odd and radicand.is_negative:
             return -sympy.root(-radicand, index)
         return sympy.root(radicand, index)
@@ -157,7 +163,7 @@ class Builder:
         raise Unknown(name)
 
     def operator(self, kind: str, text: str, args: list[Tree]) -> Any:
-        """Return a sum, product, integral, limit, derivative or intersection, worked out."""
+        """Return the value of a sum, product, integral, limit, derivative or intersection."""
         if text == "cap":
             return sympy.Intersection(*(self.region(arg) for arg in args))
         parts = [self.build(arg) for arg in args]
@@ -177,7 +183,7 @@ class Builder:
         raise Unknown(text)
 
     def piecewise(self, args: list[Tree]) -> Any:
-        """Return the value of the first case that applies."""
+        """Return the sympy expression that selects the value of the first true case."""
         pairs = [
             (self.build(value), self.condition(condition))
             for value, condition in zip(args[::2], args[1::2], strict=True)
@@ -185,7 +191,7 @@ class Builder:
         return sympy.Piecewise(*pairs)
 
     def condition(self, tree: Tree) -> Any:
-        """Return a condition on variables."""
+        """Return the sympy form of a condition on variables."""
         kind, text, _, args = tree
         if kind == "word" and text == "otherwise":
             return True
@@ -200,7 +206,7 @@ class Builder:
 
 
 def _where_it_converges(whole: Any) -> Any:
-    """Return the closed form that a series or integral has if it converges."""
+    """Return the closed form of a series or integral, on the assumption that it converges."""
     is_conditional = isinstance(whole, sympy.Piecewise) and len(whole.args) == 2
     if is_conditional and whole.args[1][0].has(sympy.Sum, sympy.Integral, sympy.Product):
         return whole.args[0][0]
@@ -241,7 +247,7 @@ def _matrices(left: Any, right: Any) -> bool | None:
 
 
 def _antiderivatives(left: Any, right: Any, one: Tree, two: Tree) -> bool | None:
-    """Compare integrals without bounds up to the constant that the other side has to name."""
+    """Compare integrals without bounds; the other side must have an arbitrary constant."""
     written = one if one[0] != "opaque" else two
     integral = two if written is one else one
     if integral[0] != "opaque" or len(integral[3]) != 2:
@@ -256,14 +262,17 @@ def _antiderivatives(left: Any, right: Any, one: Tree, two: Tree) -> bool | None
 
 
 def _expressions(left: Any, right: Any) -> bool | None:
-    """Compare two expressions: by a proof if sympy finds one, or else by clearly different values."""
+    """Compare two expressions: they differ if their values clearly differ, and are equal if sympy
+    finds a proof.
+    """
     if left == right:
         return True
     infinite = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
     if left in infinite or right in infinite:
         return None if sympy.nan in (left, right) or sympy.zoo in (left, right) else False
     gap = left - right
-    if _has_clear_gap(left, right):  # values come before proofs, because they take less time
+    # values are compared before proofs are tried, because values take less time
+    if _has_clear_gap(left, right):
         return False
     with suppress(Exception):  # if one method of proof fails, the next methods are still tried
         if sympy.simplify(gap) == 0:
@@ -282,7 +291,7 @@ def _expressions(left: Any, right: Any) -> bool | None:
 
 
 def _is_zero_on_each_side(gap: Any) -> bool:
-    """Return whether a gap vanishes for positive and for negative values of its variable."""
+    """Return whether a difference is zero for positive and for negative values of its variable."""
     names = [name for name in gap.free_symbols if not name.is_integer and not name.is_positive]
     if len(names) != 1:
         return False
@@ -291,7 +300,7 @@ def _is_zero_on_each_side(gap: Any) -> bool:
 
 
 def _has_clear_gap(left: Any, right: Any) -> bool:
-    """Return whether the values differ at two of a few points, far beyond any error."""
+    """Return whether two expressions differ at two of a few points by far more than any error."""
     names = sorted(left.free_symbols | right.free_symbols, key=str)
     seen = 0
     for index in range(4):

@@ -1,4 +1,4 @@
-"""Grade records: give a verdict on each answer or text against its reference, and count them."""
+"""Grade records: compare each answer or text with its reference, and count the verdicts."""
 
 import re
 from collections import Counter
@@ -23,21 +23,23 @@ _KINDS: dict[str, AnswerKind] = {
     "answer": "math",
 }
 _PERCENT_AFTER_BOX = re.compile(r"\}\$?\s*(?:\\?%|percent\b)[^{}]*\Z")
-# from this number of characters on, a reference counts as a worked solution with an answer in it
+# a reference with at least this many characters counts as a worked solution that contains the
+# answer
 _PROSE = 200
 
 
 @dataclass(frozen=True, slots=True)
 class GradedRecord:
-    """One record's verdict, with the answer and how the answer was extracted from a text."""
+    """The verdict on one record, with the answer and the rule that extracted it from a text."""
 
     index: int
     id: str
     verdict: Verdict
     answer: str | None
     found_by: str  # "given", or the name of the rule that extracted the answer
-    expected: bool | None = None  # the verdict that the record itself contains, if any
-    golds: tuple[str, ...] = ()  # the references, in the form in which they were compared
+    expected: bool | None = None  # the verdict that the record contains already, if any
+    # the references as they were compared, without the rest of a worked solution
+    golds: tuple[str, ...] = ()
     kind: AnswerKind = "math"
 
     def as_json(self) -> dict[str, object]:
@@ -66,7 +68,7 @@ class BadRecord:
 
 
 def read_records(lines: Iterable[str], source: str) -> Iterator[Mapping[str, Any] | DatasetError]:
-    """Yield the object on each line that is not blank, or an error for a line without an object."""
+    """Yield the JSON object on each line that is not blank, or an error for a line without one."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -83,13 +85,13 @@ def grade(
     grading: Grading = STRICT,
     source: str = "records",
 ) -> Iterator[GradedRecord]:
-    """Yield a verdict for each record that has `gold` and either `answer` or `text`, in order.
+    """Yield the verdict on each record in order; a record has `gold` and either `answer` or `text`.
 
-    If `gold` is a list, each of its references is correct. A record's `kind`, `relative`,
-    `absolute`, `units`, `rounding` and `variables` take precedence over the arguments. If a
-    `problem` states that its numbers are positive, its variables count as positive. Raises
-    DatasetError at the first record that cannot be graded; `grade_all` reports such records and
-    continues.
+    If `gold` is a list, an answer equal to any of its references is correct. A record's `kind`,
+    `relative`, `absolute`, `units`, `rounding` and `variables` take precedence over the arguments.
+    If the record has a `problem` that says its numbers are positive, the variables count as
+    positive. Raises DatasetError at the first record that cannot be graded; `grade_all` reports
+    such records and continues.
     """
     for each in grade_all(records, kind, fallback=fallback, grading=grading, source=source):
         if isinstance(each, BadRecord):
@@ -107,7 +109,7 @@ def grade_all(
 ) -> Iterator[GradedRecord | BadRecord]:
     """Yield the verdicts of `grade`, with a BadRecord for each record that cannot be graded.
 
-    An error among `records` stands for a line that could not be read.
+    An error among `records` means that a line could not be read.
     """
     for index, record in enumerate(records):
         if isinstance(record, DatasetError):
@@ -181,7 +183,9 @@ class GradeTally:
             self.agreed["false_equal"] += graded.verdict.is_equal and not graded.expected
 
     def as_json(self) -> dict[str, object]:
-        """Return the tally as one line of output; accuracy counts unscored as not correct."""
+        """Return the counts as one line of output; in the accuracy, unscored answers count as
+        wrong.
+        """
         n = sum(self.status.values())
         share = self.status["equal"] / n if n else None
         tally: dict[str, object] = {
@@ -204,7 +208,7 @@ class GradeTally:
 
 
 def reference(gold: str, kind: AnswerKind = "math") -> str:
-    """Return the answer in a reference that may be a worked solution.
+    """Return the answer that a reference contains; the reference may be a worked solution.
 
     A short reference without boxes is the answer itself.
     """
@@ -218,7 +222,7 @@ def reference(gold: str, kind: AnswerKind = "math") -> str:
 
 
 def judge(problem: Problem, answer: str) -> Verdict:
-    """Return the verdict on an answer to a problem with a reference, by the problem's policy."""
+    """Return the verdict on an answer to a problem, by the problem's reference and grading policy."""
     assert problem.answer is not None, "the problem does not have a reference to grade against"
     if problem.kind == "code":
         return judge_program(problem.answer, answer)
@@ -231,7 +235,7 @@ def judge(problem: Problem, answer: str) -> Verdict:
 
 
 def _for_problem(grading: Grading, text: str) -> Grading:
-    """Return the policy with positive variables if the problem says that its numbers are positive."""
+    """Return the policy; its variables are positive if the problem says that its numbers are."""
     if grading.variables != "formula" or not FORMS["says_positive"].search(text):
         return grading
     return replace(grading, variables="positive")
@@ -240,7 +244,7 @@ def _for_problem(grading: Grading, text: str) -> Grading:
 def _answer(
     record: Mapping[str, Any], kind: AnswerKind, fallback: Fallback, where: str
 ) -> Extraction:
-    """Return the answer that a record gives, or extract it from the record's text."""
+    """Return the answer of a record, or extract it from the record's text."""
     if "text" in record:
         text = _text(record, "text", where)
         return extraction(text, "math" if kind == "text" else kind, fallback=fallback)
@@ -256,7 +260,7 @@ def _answer(
 
 
 def _references(record: Mapping[str, Any], where: str) -> list[str]:
-    """Return the reference of a record, or its list of references, each of which is correct."""
+    """Return the reference of a record, or its list of alternative references."""
     gold = record.get("gold")
     if not isinstance(gold, list):
         return [_text(record, "gold", where)]

@@ -1,9 +1,9 @@
-"""A child process that runs one untrusted program and imports nothing of atts."""
+"""A child process that runs one untrusted program, and imports no module of atts."""
 
-# Run as a script by `programs.py`, in a session of its own, with a clean environment. Its input and
-# output files are open already. After `_confine` it can open only files of Python's library; it
-# cannot start or signal a process, nor open a socket. Only the parent has the expected outputs and
-# compares them.
+# `programs.py` runs this file as a script, in its own session and with a clean environment. Its
+# input and output files are already open. After `_confine` the process can open only files of
+# Python's library; it cannot start or signal a process, or open a socket. Only the parent process
+# has the expected outputs, and compares them.
 
 import contextlib
 import ctypes
@@ -17,31 +17,34 @@ import sys
 from typing import Any
 
 _MEBIBYTE = 1 << 20
-_ALLOW = 0x7FFF0000  # possible results of a filter of system calls
+_ALLOW = 0x7FFF0000  # the two results of a seccomp filter: the call is allowed, or it fails
 _ERRNO = 0x00050000
-_X86_64 = 0xC000003E  # the processor's number as filters see it
+_X86_64 = 0xC000003E  # the number of x86-64 that a seccomp filter checks
 _CLONE, _CLONE3, _CLONE_THREAD = 56, 435, 0x10000
-# numbers from here on are system calls of another interface of the same processor
+# from this number on, system calls belong to the x32 interface
 _X32 = 0x40000000
-# System calls of x86-64 that are refused: sockets and other channels, processes and signals, rights
-# and times of files (which the rules on opening files do not cover), limits, and the system's own.
+# Refused system calls of x86-64: sockets and other channels, processes and signals, limits, system
+# administration, and the rights and times of files, which Landlock does not restrict.
 _REFUSED = (
-    *(41, 42, 43, 44, 46, 49, 50, 53, 288, 425),  # sockets, and calls submitted through a ring
-    *(57, 58, 59, 322, 101, 310, 311, 312),  # fork, vfork, execve, execveat, ptrace, others' memory
-    *(62, 129, 200, 234, 297, 424, 434, 438),  # signals, and handles on other processes
+    *(41, 42, 43, 44, 46, 49, 50, 53, 288, 425),  # sockets, and io_uring
+    # fork, vfork, execve, execveat, ptrace, memory of other processes
+    *(57, 58, 59, 322, 101, 310, 311, 312),
+    *(62, 129, 200, 234, 297, 424, 434, 438),  # signals, and handles of other processes
     *(109, 112, 160, 302, 141, 142, 144, 203, 314),  # sessions, limits, priorities
-    *(29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 241),  # memory and queues that outlive a process
+    # shared memory and message queues, which outlive a process
+    *(29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 241),
     *(90, 91, 92, 93, 94, 260, 268, 452, 132, 235, 261, 280),  # rights, owners and times of files
     *(188, 189, 190, 197, 198, 199),  # extended attributes
     *(105, 106, 113, 114, 116, 117, 119, 122, 123, 126),  # other users and capabilities
-    *(155, 161, 165, 166, 167, 168, 169, 170, 171, 172, 173, 163, 179),  # mounts, host, devices
-    *(159, 164, 227, 305, 175, 176, 246, 313, 320),  # clocks, modules, kernels
-    *(248, 249, 250, 272, 298, 304, 308, 321, 323),  # keys, namespaces, events, handles of files
+    # mounts, host name, devices
+    *(155, 161, 165, 166, 167, 168, 169, 170, 171, 172, 173, 163, 179),
+    *(159, 164, 227, 305, 175, 176, 246, 313, 320),  # clocks, kernel modules, loading of kernels
+    *(248, 249, 250, 272, 298, 304, 308, 321, 323),  # keys, namespaces, events, file handles
 )
 
 
 def main() -> None:
-    """Run the program of job.json in the working directory."""
+    """Run the program in job.json in the working directory."""
     with open("job.json", encoding="utf-8") as file:
         job = json.load(file)
     with open("program.py", encoding="utf-8") as file:
@@ -49,13 +52,13 @@ def main() -> None:
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     if job["function"]:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)  # what a function prints is not a result
+        os.dup2(nowhere, 1)  # the result of a function is its return value, not its prints
     try:
         _confine(job)
     except OSError as error:
         sys.stderr.write(f"cannot confine: {error}\n")
         sys.stderr.flush()
-        os._exit(1)  # before the program's first line
+        os._exit(1)  # no line of the program has run yet
     sys.setrecursionlimit(20_000)
     space: dict[str, Any] = {"__name__": "__main__" if not job["function"] else "program"}
     exec(compile(source, "program.py", "exec"), space)
@@ -66,7 +69,7 @@ def main() -> None:
 
 
 def _called(space: dict[str, Any], name: str, arguments: list[Any]) -> dict[str, Any]:
-    """Call the function, or the method of a class Solution, and return what it returned."""
+    """Call the function, or the method of class Solution, and return its result."""
     if "Solution" in space:
         function = getattr(space["Solution"](), name)
     else:
@@ -75,7 +78,9 @@ def _called(space: dict[str, Any], name: str, arguments: list[Any]) -> dict[str,
 
 
 def _confine(job: dict[str, Any]) -> None:
-    """Drop all rights that a program does not need; raise OSError if the system cannot do so."""
+    """Drop all rights that a program does not need; raise OSError if the system does not support
+    this.
+    """
     if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
         raise OSError(
             errno.ENOSYS, f"programs can run only on Linux on x86-64, not on {platform.machine()}"
@@ -87,7 +92,7 @@ def _confine(job: dict[str, Any]) -> None:
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_STACK, 64 * _MEBIBYTE)
     libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.prctl(38, 1, 0, 0, 0))  # forbid new rights, which both rules below require
+    _check(libc.prctl(38, 1, 0, 0, 0))  # forbid new privileges; Landlock and seccomp require this
     _restrict_files(libc)
     _restrict_calls(libc)
 
@@ -104,7 +109,7 @@ def _check(result: int) -> int:
 
 
 def _restrict_files(libc: ctypes.CDLL) -> None:
-    """Allow only files of Python's library to be opened, and only for reading (Landlock)."""
+    """Allow only files of Python's library to be opened, and only for reading, by Landlock."""
     version = _check(libc.syscall(444, None, 0, 1))
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     handled = ctypes.create_string_buffer(struct.pack("<Q", rights), 8)
@@ -121,7 +126,7 @@ def _restrict_files(libc: ctypes.CDLL) -> None:
 
 
 def _restrict_calls(libc: ctypes.CDLL) -> None:
-    """Refuse system calls that reach beyond the process (seccomp)."""
+    """Refuse system calls that affect anything outside the process, by seccomp."""
 
     def line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
         return struct.pack("<HBBI", code, yes, no, value)
@@ -136,13 +141,13 @@ def _restrict_calls(libc: ctypes.CDLL) -> None:
         line(at_least, _X32, 0, 1),
         refused,
         line(equal, _CLONE3, 0, 1),
-        line(back, _ERRNO | errno.ENOSYS),  # the C library then falls back to clone
+        line(back, _ERRNO | errno.ENOSYS),  # after this error the C library calls clone instead
     ]
     for number in _REFUSED:
         filters += [line(equal, number, 0, 1), refused]
     filters += [
         line(equal, _CLONE, 0, 3),
-        line(load, 16),  # the flags of clone: a thread is allowed, a process is not
+        line(load, 16),  # check the flags of clone: a new thread is allowed, a new process is not
         line(any_bit, _CLONE_THREAD, 1, 0),
         refused,
         line(back, _ALLOW),

@@ -1,4 +1,4 @@
-"""Programs as answers, which are run on tests in a confined process, judged and grouped."""
+"""Programs as answers: they are run on tests in a confined process, judged, and grouped for votes."""
 
 import ast
 import base64
@@ -33,16 +33,16 @@ _LANGUAGES = ("", "python", "python3", "py")
 _WORKER = Path(__file__).with_name("program_worker.py")
 # seconds to start a child process on a busy machine, in addition to the program's time
 _STARTING_SECONDS = 5.0
-_MOST_OUTPUT = 8  # mebibytes
+_MOST_OUTPUT = 8  # memory limit of a program, in MiB
 _AT_ONCE = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
 
 End = Literal["done", "error", "time", "memory", "output"]
-"""The end of a program's run; "done" is a normal end with any output."""
+"""The way a program's run ended; "done" is a normal end with any output."""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One test: input and expected output as text; for a function they are JSON, one argument per
-    line.
+    """One test: the input and the expected output as text. For a function the texts are JSON, with
+    one argument per line.
     """
 
     input: str
@@ -50,7 +50,9 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class ProgramTests(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The reference of a code task: its tests, of which the first `public` may decide the vote."""
+    """The reference of a code task: its tests; the first `public` tests are public, and votes may
+    use them.
+    """
 
     cases: tuple[Case, ...]
     public: int = 0
@@ -70,7 +72,7 @@ class ProgramTests(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class ProgramRun:
-    """One run of a program; `output` is its text, or the JSON of what was returned."""
+    """One run of a program; `output` is the printed text, or the JSON of the returned value."""
 
     end: End
     output: str = ""
@@ -80,7 +82,7 @@ class ProgramRun:
 def find_program(text: str) -> str | None:
     """Return the last complete fenced block of Python in a text, or None.
 
-    Blocks inside explicit reasoning count only if no block comes after it.
+    Blocks inside explicit reasoning count only if no block comes after the reasoning.
 
     >>> find_program("Try:\\n```python\\nprint(1)\\n```\\nBetter:\\n```python\\nprint(2)\\n```\\n")
     'print(2)\\n'
@@ -115,7 +117,7 @@ def judge_program(reference: str, program: str) -> Verdict:
     """Return whether a program passes all tests; the runs stop at the first failed test."""
     tests = ProgramTests.read(reference)
     total = len(tests.cases)
-    # one test at a time, because most wrong programs fail early and each run takes a process
+    # run one test at a time, because each run needs a process and most wrong programs fail early
     step = total if tests.function else 1
     for begin in range(0, total, step):
         cases = tests.cases[begin : begin + step]
@@ -145,7 +147,7 @@ class ProgramVotes:
         self._keys: dict[str, str | None] = {}
 
     def prepare(self, programs: Sequence[str | None]) -> None:
-        """Run the programs that have not been run before, which may take seconds."""
+        """Run the programs that have not been run yet, which may take seconds."""
         for program in programs:
             if program is not None and program not in self._keys:
                 self._keys[program] = self._key(program)
@@ -182,7 +184,7 @@ def layout_free(program: str) -> str:
 
 @cache
 def check_confinement() -> None:
-    """Check, before any program runs, that the system can confine programs.
+    """Check that the system can confine programs, before any program runs.
 
     :raises UsageError: the system cannot; the message names the missing feature.
     """
@@ -213,7 +215,9 @@ def tests_of_row(row: Mapping[str, object]) -> tuple[ProgramTests, str]:
 
 
 def _cases(value: object) -> list[tuple[str, Case]]:
-    """Return tests with their kinds from a list, from JSON, or from LiveCodeBench's packed form."""
+    """Return tests with their kinds from a list, from JSON, or from the packed format of
+    LiveCodeBench.
+    """
     if value is None or value == "":
         return []
     tests: Any = value
@@ -237,15 +241,15 @@ def _cases(value: object) -> list[tuple[str, Case]]:
 
 
 class _TextOnly(pickle.Unpickler):
-    """A reader of pickles that contain a text; it refuses to create objects of any class."""
+    """An unpickler for pickled texts, which refuses to create objects of any class."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuse every class."""
+        """Raise an error for every class."""
         raise ValueError(f"packs an object of {module}.{name} instead of a text")
 
 
 def _unpacked(text: str) -> str:
-    """Return the JSON of packed private tests, which are a pickled, deflated text in base64."""
+    """Return the JSON of packed private tests, which are pickled, compressed and encoded in base64."""
     try:
         value = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load()
     except (ValueError, zlib.error, pickle.UnpicklingError, EOFError) as error:
@@ -279,7 +283,7 @@ def _call_function(program: str, inputs: Sequence[str], tests: ProgramTests) -> 
 def _child(
     program: str, job: Mapping[str, object], text: str, tests: ProgramTests
 ) -> tuple[End, str, str]:
-    """Run the worker once, and return how it ended, its output, and the last line of its errors."""
+    """Run the worker once; return how the run ended, its output, and the last line of its errors."""
     limits = {
         "seconds": tests.seconds,
         "megabytes": tests.megabytes,
@@ -329,7 +333,9 @@ def _child(
 
 
 def _same_output(expected: str, output: str, *, is_value: bool) -> bool:
-    """Compare outputs as JSON values, or word by word in each line; numbers compare by value."""
+    """Compare two outputs as JSON values, or else line by line and word by word; numbers are
+    compared by value.
+    """
     if is_value:
         return bool(json.loads(expected) == json.loads(output))
     one = _words(expected)

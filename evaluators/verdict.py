@@ -1,4 +1,4 @@
-"""Verdicts on answers, the limits of a comparison, and the errors that end one."""
+"""Verdicts on answers, the limits of a comparison, and the errors that end a comparison."""
 
 import math
 from collections.abc import Mapping
@@ -53,12 +53,14 @@ RULES = {
     "limits": "the two answers exceed a limit on size or computation",
     "time": "the comparison took too long",
 }
-"""The meaning of each rule of a verdict, as a text for people."""
+"""The meaning of each rule of a verdict, as a text for users."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Equal, different or unscored, with the rule that decided; `detail` is for people."""
+    """The verdict equal, different or unscored, with the rule that decided; `detail` is a text for
+    users.
+    """
 
     status: Status
     rule: str
@@ -66,32 +68,32 @@ class Verdict:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether the answer counts as the reference."""
+        """Return whether the answer counts as equal to the reference."""
         return self.status == "equal"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Caps on a comparison; a comparison that would exceed a cap is left undecided."""
+    """Caps on the work of a comparison; a comparison that would exceed a cap is undecided."""
 
-    raw_characters: int = 250_000  # characters that are read in order to drop spacing and wrappers
-    characters: int = 20_000  # characters that are parsed after that
+    raw_characters: int = 250_000  # longest text that is read at all, in characters
+    characters: int = 20_000  # longest text after cleaning, in characters
     tokens: int = 12_000
     depth: int = 40  # greatest depth of values within values
     items: int = 4_000  # most items of a list, set, tuple or matrix
     bits: int = 100_000  # most bits of any exact integer
     terms: int = 400  # most terms of a written-out sum or product
     steps: int = 20_000  # most steps of one numeric evaluation
-    # most work for all evaluations of one pair; a step counts more if it has more digits
+    # most work for all evaluations of one pair, where steps on numbers with more digits count more
     work: int = 200_000
-    seconds: int = 60  # a last defence in case a cap is missing; no verdict depends on it
+    seconds: int = 60  # a time limit in case a cap is missing; no verdict should depend on it
 
 
 LIMITS = Limits()
 
 
 def changed(grading: Grading, given: Mapping[str, Any]) -> Grading:
-    """Return the policy with the given fields changed; a field that is None stays as it is.
+    """Return the policy with the given fields changed; fields given as None stay unchanged.
 
     Raises OptionError for a value that a field cannot have.
     """
@@ -112,25 +114,23 @@ class Undecided(Exception):
 
 
 class Malformed(Undecided):
-    """The text cannot be an answer: brackets unbalanced, an argument missing, an operator left
-    hanging.
-    """
+    """The text cannot be an answer: a bracket, an argument or an operand is missing."""
 
 
 class Prose(Undecided):
-    """Words deny, condition or replace the value."""
+    """Words in the answer negate, restrict or replace its value."""
 
 
 class UnknownWords(Prose):
-    """Words next to the value are unknown, so they may change it."""
+    """Words next to the value are unknown, so they may change the value."""
 
 
 class TooLarge(Undecided):
-    """A cap of `Limits` would be exceeded."""
+    """The comparison would exceed a cap of `Limits`."""
 
 
 class OutOfTime(Exception):
-    """A comparison took longer than any cap should allow."""
+    """The comparison took longer than the caps should allow."""
 
 
 class Undefined(Exception):

@@ -429,9 +429,7 @@ def free(node: Node, other: Node) -> Node:
 
 
 def implied(node: Node, other: Family) -> Family | None:
-    """Return an answer as a family if the other answer is one, and one of its letters is a usual
-    parameter.
-    """
+    """Return an answer as a family, like the other answer, if its only letter is a usual parameter."""
     value = named(node).value if node.kind != "list" else node
     parts = [named(arg).value for arg in value.args] if value.kind == "list" else [value]
     names = frozenset[str]().union(*map(variables, parts))

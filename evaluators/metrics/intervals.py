@@ -1,4 +1,4 @@
-"""Interval estimates clustered by problem: samples of one problem are not independent."""
+"""Interval estimates clustered by problem, because samples of one problem are not independent."""
 
 import math
 from collections.abc import Iterable
@@ -14,13 +14,13 @@ from atts.sampling import normal_quantile, student_quantile
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# A share may be outside [0, 1] by this much, because it may be a sum of floats.
+# Rounding may put a share, which may be a sum of floats, outside [0, 1] by this much.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A number with its interval and sample size; if it is undefined, it is NaN and has a `note`."""
+    """An estimate with its interval and sample size; an undefined estimate is NaN and has a `note`."""
 
     value: float
     low: float
@@ -50,7 +50,9 @@ class Estimate:
 
     @property
     def doubt(self) -> str:
-        """Return a note on how many could not be scored and how much they could change."""
+        """Return a note on the unscored problems: how many there are, and how much they could
+        change.
+        """
         if self.if_right is None:
             return ""
         value, low, high = self.if_right
@@ -59,8 +61,8 @@ class Estimate:
         )
 
     def brief(self, missing: str = "undefined") -> str:
-        """Return the number with its interval and a note on unscored ones; `missing` if there is no
-        number.
+        """Return the estimate with its interval and a note on unscored problems; `missing` if it is
+        undefined.
         """
         if math.isnan(self.value):
             return missing
@@ -68,7 +70,7 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]{note}"
 
     def counted(self) -> str:
-        """Return a share with its count; a realised rate is exact, so it has no interval."""
+        """Return a share with its count but without an interval, because a realised rate is exact."""
         if math.isnan(self.value):
             return "nothing to count"
         return f"{self.value:.3f} ({self.value * self.n_samples:,.0f} of {self.n_samples:,})"
@@ -78,8 +80,8 @@ class Estimate:
         return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
     def with_best_case(self, best: "Estimate", unscored: int) -> "Estimate":
-        """Return this estimate, with the value that it would have if all unscored answers were
-        correct.
+        """Return this estimate, with the estimate `best` that would result if all unscored problems
+        were correct.
         """
         if not unscored:
             return self
@@ -94,7 +96,7 @@ class Estimate:
 def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> Estimate:
     """Return the mean of one value per problem, each in [0, 1], with Wilson's interval.
 
-    The interval is for the population of problems. A NaN makes the estimate undefined.
+    The interval is for the population of problems. The estimate is undefined if any value is NaN.
 
     :raises OptionError: if a value is outside [0, 1], or the level outside (0, 1).
     """
@@ -116,7 +118,7 @@ def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> 
 
 
 def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
-    """Return the share of correct problems; None marks an unscored problem and counts as wrong.
+    """Return the share of correct problems; None marks an unscored problem, which counts as wrong.
 
     The estimate also says how much the unscored problems could change.
     """
@@ -128,7 +130,7 @@ def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
 
 
 def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) -> Estimate:
-    """Return a share over pairs (counted, total), one per problem: Wilson, clustered by problem.
+    """Return the share of all counted items, with Wilson's interval clustered by problem.
 
     A problem with a larger total has more weight, unlike in `mean_estimate`.
 
@@ -148,10 +150,11 @@ def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) ->
 def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: float) -> Estimate:
     """Return a ratio of totals over problems, with Wilson's interval at its effective n.
 
-    The effective n is the number of independent draws that would vary as much as the problems'
-    residuals. Half a problem that is all correct and half a problem that is all wrong are added.
-    Without them, intervals near 0 and 1 are too short, as are those of Student's t and the
-    bootstrap (`scripts/bench statistics`; tests/evaluators/test_intervals.py repeats the edges).
+    The effective n is the number of independent draws that would vary as much as the residuals of
+    the problems. Half a problem with only correct samples and half a problem with only wrong
+    samples are added. Without these halves, intervals near 0 and 1 are too short; so are the
+    intervals of Student's t and the bootstrap (`scripts/bench statistics`;
+    tests/evaluators/test_intervals.py repeats the edges).
     """
     problems = len(of)
     total = float(of.sum())
@@ -166,17 +169,18 @@ def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: fl
     n: float = problems
     if 0 < value < 1 and problems > 1:
         n = effective_n(moderate, squares / total**2, *range_of_n)
-    # the effective n is estimated from the spread, so use t instead of the normal
+    # the effective n is estimated from the spread, so use Student's t instead of the normal
+    # distribution
     freedom = problems - 1 if samples > problems > 1 else math.inf
     low, high = wilson_interval(value, n, reach(freedom, level))
     return Estimate(value, low, high, problems, samples, "wilson", level=level)
 
 
 def effective_n(mean: float, variance: float, units: int, samples: int) -> float:
-    """Return how many independent draws would give this variance of the mean.
+    """Return the number of independent draws whose mean would have this variance.
 
-    The number is at least that of the units and at most that of the samples. If all samples are
-    correct, or all are wrong, the spread is unknown; then the units count.
+    It is at least the number of units and at most the number of samples. If all samples are
+    correct, or all are wrong, the spread is unknown, and the number of units is returned.
     """
     if samples <= units or mean in (0.0, 1.0) or math.isnan(variance):
         return float(units)
@@ -185,7 +189,7 @@ def effective_n(mean: float, variance: float, units: int, samples: int) -> float
 
 
 def undefined_estimate(n_problems: int, n_samples: int, level: float, note: str) -> Estimate:
-    """Return an estimate without a number, with the reason as its note."""
+    """Return an undefined estimate, with the reason as its note."""
     return Estimate(
         math.nan, math.nan, math.nan, n_problems, n_samples, "none", level=level, note=note
     )
@@ -198,7 +202,9 @@ def check_level(level: float) -> None:
 
 
 def reach(freedom: float, level: float) -> float:
-    """Return how many standard deviations cover `level`: Student's t, or the normal at infinity."""
+    """Return how many standard errors on each side cover `level`, by Student's t or, for infinite
+    degrees of freedom, by the normal distribution.
+    """
     tail = (1 + level) / 2
     return normal_quantile(tail) if math.isinf(freedom) else student_quantile(tail, freedom)
 

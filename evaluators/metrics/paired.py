@@ -24,14 +24,13 @@ from atts.evaluators.metrics.intervals import (
 )
 from atts.sampling import binomial_cdf, binomial_pmf, student_tail
 
-# A difference that is this many times smaller than its standard deviation cannot be shown by any
-# number of problems.
+# A difference this many times smaller than its standard deviation counts as impossible to show.
 _MOST_SPREAD = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The second run compared with the first, problem by problem.
+    """The second run compared with the first run, problem by problem.
 
     `p_value` is two-sided and comes from the same statistic as the interval: it is below 1 - level
     exactly if the interval excludes 0. `problems_needed` problems would show a difference of this
@@ -64,7 +63,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class McNemar:
-    """McNemar's exact test of one answer per problem and run; only problems on which the runs
+    """McNemar's exact test of two runs with one answer per problem; only problems on which the runs
     disagree count.
     """
 
@@ -73,14 +72,15 @@ class McNemar:
     second_only: int
     neither: int
     p_value: float  # two-sided p-value of the exact test
-    # the mid-p-value, which is less conservative: the observed outcome has half its weight
+    # the mid-p-value, which is less conservative because the observed outcome has half its weight
     mid_p: float
 
 
 def compare_runs(
     first: ArrayLike, second: ArrayLike, *, level: float = 0.95, n_samples: int = 0
 ) -> Comparison:
-    """Compare two values per problem, such as shares of correct samples, in the same order.
+    """Compare two runs by one value per problem, such as the share of correct samples; both runs
+    have the problems in the same order.
 
     The interval is for the mean difference over problems, and the p-value comes from the same
     statistic; see `difference_estimate`. Raises OptionError if lengths differ or values are
@@ -113,7 +113,7 @@ def compare_runs(
 
 
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
-    """Return the exact test on one verdict per problem and run.
+    """Return McNemar's exact test of two runs with one verdict per problem.
 
     >>> mcnemar([True, True, False, False], [True, False, True, True]).p_value
     1.0
@@ -129,7 +129,9 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
 
 
 def difference_p(delta: Floats) -> float:
-    """Return the two-sided p-value of a mean difference, by Student's t with the interval's error."""
+    """Return the two-sided p-value of a mean difference, by Student's t with the standard error of
+    the interval.
+    """
     if delta.size < 2 or np.isnan(delta).any():
         return 1.0
     mean = float(delta.mean())
@@ -139,7 +141,7 @@ def difference_p(delta: Floats) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number by Holm's method, in the same order.
+    """Return the p-values corrected for multiple testing by Holm's method, in the same order.
 
     If the hypotheses with a corrected p-value below 0.05 are rejected, the probability of any false
     rejection is at most 5 %. This holds for any dependence among the p-values.
@@ -147,7 +149,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
-    known = [1.0 if math.isnan(p) else p for p in p_values]  # an unknown p-value rejects nothing
+    known = [1.0 if math.isnan(p) else p for p in p_values]  # NaN counts as 1
     order = sorted(range(len(known)), key=known.__getitem__)
     corrected = [1.0] * len(known)
     largest = 0.0
@@ -174,7 +176,7 @@ def problems_needed(
             "cannot be planned for",
         )
     needed = freedom = math.inf
-    for _ in range(51):  # t depends on n, so iterate; the iteration converges
+    for _ in range(51):  # the quantile of t depends on n, so iterate until n stays the same
         again = max(
             2.0,
             (reach(freedom, level) + reach(freedom, 2 * power - 1)) ** 2
@@ -188,11 +190,11 @@ def problems_needed(
 
 
 def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) -> Estimate:
-    """Return the mean of one difference per problem with its interval.
+    """Return the mean difference of two runs, from one difference per problem, with its interval.
 
-    The interval is Student's, with an error that is also valid if few problems differ. If no
-    problem differs, the interval contains the mean differences that rare problems, absent from this
-    sample, may cause.
+    The interval is that of Student's t, with a standard error that is also valid if few problems
+    differ. If no problem differs, the interval contains the mean differences that rare problems,
+    absent from this sample, may cause.
     """
     if delta.size < 2 or np.isnan(delta).any():
         note = "needs two problems" if delta.size < 2 else "undefined for some problem"
@@ -202,11 +204,11 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
     half = reach(delta.size - 1, level) * _error(delta)
     if not delta.any():
         method = "no spread"
-        # a larger share of differing problems would probably have been observed
+        # if the share of differing problems were larger, one would probably be in the sample
         half = 1 - (1 - level) ** (1 / delta.size)
     low = mean - half
     high = mean + half
-    if np.abs(delta).max() <= 1:  # differences of shares
+    if np.abs(delta).max() <= 1:  # these are differences of shares
         low = max(low, -1.0)
         high = min(high, 1.0)
     return Estimate(mean, low, high, delta.size, n_samples, method, level=level)
@@ -215,11 +217,11 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
 def _error(delta: Floats) -> float:
     """Return the standard error of a mean difference, with the correction of Agresti and Min.
 
-    Half a won problem, half a lost problem and a tied problem are added to the differences. The added
-    differences are about as large as the observed differences: 1 if each problem has one answer, but
-    small if each problem has the average of many samples. A part of the squared mean is subtracted
-    from the mean square. The part is a quarter if few problems differ, because a further difference
-    would matter, and the whole squared mean if every problem differs.
+    Half a won problem, half a lost problem and one tied problem are added. The added differences
+    are about as large as the observed differences: 1 if each problem has one answer, but small if
+    each problem has the average of many samples. The variance is the mean square minus a part of
+    the squared mean. This part is a quarter if few problems differ, because one more differing
+    problem would matter, and it is all of the squared mean if every problem differs.
     """
     scale = float(np.abs(delta).max())
     if scale == 0:
@@ -236,7 +238,9 @@ def _error(delta: Floats) -> float:
 
 
 def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
-    """Return both sides as arrays; raise OptionError if lengths differ or values are infinite."""
+    """Return the values of both runs as arrays; raise OptionError if lengths differ or a value is
+    infinite.
+    """
     try:
         a = np.asarray(first, dtype=np.float64)
         b = np.asarray(second, dtype=np.float64)
@@ -257,9 +261,11 @@ def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
 
 
 Settled = Literal["better", "worse", "alike", "undecided"]
-"""The second run compared with the first; "alike" means that they differ by at most some points."""
+"""The verdict on the second run compared with the first; "alike" means a difference of at most a
+given number of points.
+"""
 
-_STEPS = 200  # number of candidate differences per unit
+_STEPS = 200  # number of candidates between a difference of 0 and a difference of 1
 _STAKES = np.arange(0.05, 1.0, 0.1)
 
 
@@ -268,10 +274,10 @@ class Sequential:
     """The result of a comparison that was tested after every problem."""
 
     settled: Settled
-    problems: int  # problems compared until the comparison was settled, or all problems
+    problems: int  # number of problems compared until a decision, or of all problems
     low: float
     high: float
-    points: float  # differences of at most this many percentage points count as equal
+    points: float  # accuracies that differ by at most this many percentage points count as alike
     level: float = 0.95
 
     def __str__(self) -> str:
@@ -281,19 +287,19 @@ class Sequential:
         return f"{result} after {self.problems:,} problems; {interval}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as plain data, with its text."""
+        """Return the result as a dictionary for JSON, with its text."""
         return {**asdict(self), "words": str(self)}
 
 
 class ConfidenceSequence:
     """A confidence sequence for the mean of differences in [-1, 1], one difference per problem.
 
-    For each candidate mean m, a capital is spread over fixed stakes. Each difference multiplies the
-    capital of a stake by 1 + stake (difference - m). If m is the mean of each next difference, given
-    the earlier differences, the capital is a martingale. It then ever exceeds 1 / (1 - level) with
-    probability at most 1 - level (Ville). Candidates whose capital exceeded this limit are excluded
-    for good, so the intervals after all numbers of problems are valid simultaneously. The order of
-    problems must not depend on their results.
+    For each candidate mean m, a capital is divided among fixed stakes. Each difference multiplies
+    the capital of a stake by 1 + stake (difference - m). If m is the mean of each next difference,
+    given the earlier differences, the capital is a martingale. It then ever exceeds 1 / (1 - level)
+    with probability at most 1 - level (Ville). Candidates whose capital exceeded this limit are
+    excluded permanently, so the intervals after every number of problems are valid simultaneously.
+    The order of problems must not depend on their results.
     """
 
     def __init__(self, level: float = 0.95) -> None:
@@ -316,7 +322,8 @@ class ConfidenceSequence:
             raise OptionError("difference", f"{difference!r} is outside [-1, 1]")
         self.problems += 1
         self._logs += np.log1p(self._bets * (difference - self._means))
-        # the log of the mean capital over the stakes, without overflow
+        # the logarithm of the mean capital over the stakes; the maximum is factored out to avoid
+        # overflow
         top = self._logs.max(axis=0, initial=-math.inf)
         left = top + np.log(np.exp(self._logs - top).mean(axis=0)) < self._bar
         if not left.all():
@@ -326,15 +333,16 @@ class ConfidenceSequence:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Return the range of the remaining candidates, up to the nearest excluded ones."""
-        if not self._means.size:  # this happens with probability at most 1 - level
+        """Return the range of the remaining candidates, widened to the nearest excluded candidates."""
+        # if all candidates are excluded, which has probability at most 1 - level
+        if not self._means.size:
             return math.nan, math.nan
         low = max(-1.0, float(self._means[0]) - 1 / _STEPS)
         high = min(1.0, float(self._means[-1]) + 1 / _STEPS)
         return low, high
 
     def answer(self, points: float = 0.0) -> Sequential:
-        """Return the result so far."""
+        """Return the result after the problems added so far."""
         low, high = self.interval
         settled: Settled = "undecided"
         if (self._means > 0).all():
@@ -349,7 +357,7 @@ class ConfidenceSequence:
 def compare_in_order(
     differences: Iterable[float], points: float = 0.0, level: float = 0.95
 ) -> Sequential:
-    """Test after every problem, and stop at the first problem that decides the comparison.
+    """Compare two runs with a test after every problem, and stop at the first problem that decides.
 
     >>> str(compare_in_order([1.0] * 20))
     'better, decided after 8 problems; difference in [+0.050, +1.000] (95 % after every problem)'
@@ -364,16 +372,18 @@ def compare_in_order(
 
 
 POINTS = (1.0, 3.0)
-"""The differences in accuracy, in points, for which dry runs print the number of problems needed.
+"""The differences in accuracy, in percentage points, for which dry runs print the number of
+problems needed.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class VarianceSplit:
-    """The variance of one rollout's correctness, between problems and within them.
+    """The variance of whether a rollout is correct, split into a part between problems and a part
+    within them.
 
-    More samples of a problem average out `within`; only more problems average out `between`. A
-    paired comparison on the same problems does not depend on `between`.
+    More samples per problem reduce the error from `within`; only more problems reduce the error
+    from `between`. A paired comparison on the same problems does not depend on `between`.
     """
 
     between: float
@@ -402,7 +412,8 @@ class VarianceSplit:
 def variance_split(correct: Sequence[Sequence[bool]]) -> VarianceSplit | None:
     """Split the variance of correctness; `correct` has one row of samples per problem.
 
-    Both parts are unbiased. The result is None if fewer than two problems have two samples.
+    Both parts are unbiased estimates. The result is None if fewer than two problems have two
+    samples.
     """
     rows = [row for row in correct if len(row) > 1]
     if len(rows) < 2:
@@ -419,9 +430,9 @@ class Power:
     """The difference in single-rollout accuracy that a paired comparison of two methods can show.
 
     `needed` has the number of problems for each difference of `POINTS`; `detectable` is the
-    smallest difference, in points, that the planned problems show with 80 % power. Both assume that
-    the methods differ by the same amount on every problem; if they do not, more problems are
-    needed.
+    smallest difference, in points, that the planned problems show with 80 % power. Both numbers
+    assume that the methods differ by the same amount on every problem; if this is false, more
+    problems are needed.
     """
 
     samples: int
@@ -475,10 +486,10 @@ def paired_power(split: VarianceSplit, problems: int, samples: int, spread: floa
 def difference_spread(
     first: Sequence[Sequence[bool]], second: Sequence[Sequence[bool]]
 ) -> float | None:
-    """Return the variance over problems of the true difference, without sampling noise; None if
-    unknown.
+    """Return the variance over problems of the true difference, without the noise of sampling; None
+    if unknown.
 
-    The rows of both runs are the same problems in the same order.
+    The rows of both runs belong to the same problems in the same order.
     """
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if len(a) > 1 and len(b) > 1]
     if len(pairs) < 2:

@@ -30,7 +30,7 @@ from atts.sampling import binomial_pmf, hypergeometric_tail
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """For each problem, the number of samples `n` and the number of correct samples `c`."""
+    """The number of samples `n` and the number of correct samples `c` of each problem."""
 
     n: Ints
     c: Ints
@@ -39,7 +39,7 @@ class Counts:
 def count(correct: Sequence[Sequence[bool | None]]) -> Counts:
     """Count the samples and the correct samples per problem; None marks an unknown verdict.
 
-    Only samples that are present count, not the configured number.
+    Only the samples in `correct` are counted, even if the run was configured for more.
     """
     n = np.array([len(row) for row in correct], dtype=np.int64)
     c = np.array([sum(bool(one) for one in row) for row in correct], dtype=np.int64)
@@ -81,7 +81,7 @@ def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
         raise OptionError(
             "c", "the number of correct samples is negative or larger than the number of samples"
         )
-    # exact fractions, because 0.28 * 25 is 7.000000000000001 in floats
+    # exact fractions, because in floats 0.28 * 25 is 7.000000000000001, whose ceiling is 8
     least = max(1, math.ceil(Fraction(str(tau)) * k))
     return hypergeometric_tail(least, counts, right, k)
 
@@ -92,9 +92,9 @@ def avg_at_n(counts: Counts) -> Floats:
 
 
 def rate(values: ArrayLike, n: ArrayLike, *, level: float = 0.95) -> Estimate:
-    """Return the mean of per-problem values with its interval; `n` are the samples per problem.
+    """Return the mean of one value per problem with its interval; `n` has their numbers of samples.
 
-    A problem whose value is NaN (too few samples) makes the mean undefined.
+    If the value of a problem is NaN, because it has too few samples, the mean is undefined.
     """
     array = np.asarray(values, dtype=np.float64)
     counts = np.asarray(n, dtype=np.int64)
@@ -108,8 +108,8 @@ def rate(values: ArrayLike, n: ArrayLike, *, level: float = 0.95) -> Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """One problem's samples in a vote: the sizes and values of the classes, and the number of
-    samples without a class.
+    """The vote of one problem: the sizes and values of the classes of equal answers, and the number
+    of samples without an answer.
     """
 
     sizes: tuple[int, ...]
@@ -123,9 +123,9 @@ class Votes:
 
 
 def votes(labels: Sequence[Hashable | None], correct: Sequence[bool | float | None]) -> Votes:
-    """Return the classes with their values; a value is the share of members that are correct.
+    """Return the classes with their values; a class's value is the share of its correct members.
 
-    None counts as wrong; a sample without a label does not vote.
+    A verdict of None counts as wrong; a sample without a label does not vote.
     """
     if len(labels) != len(correct):
         raise OptionError("labels", f"there are {len(labels)} labels for {len(correct)} verdicts")
@@ -143,8 +143,8 @@ def votes(labels: Sequence[Hashable | None], correct: Sequence[bool | float | No
 def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
     """Return the probability, per problem, that the majority of k samples is correct; NaN if n < k.
 
-    Samples are drawn without replacement. Each tied class wins with equal probability; a draw
-    without any answer is wrong. The order in which samples finished does not matter.
+    The k samples are drawn without replacement. Tied classes win with equal probability; a draw in
+    which no sample has an answer is wrong. The order in which samples finished does not matter.
     """
     if k < 1:
         raise OptionError("k", f"{k} is not at least 1")
@@ -158,7 +158,7 @@ def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
 
 
 def _whole(problem: Votes) -> float:
-    """Return the value of the vote of all samples."""
+    """Return the value of the class that wins the vote of all samples; ties are averaged."""
     most = max(problem.sizes, default=0)
     winners = [
         value for size, value in zip(problem.sizes, problem.values, strict=True) if size == most
@@ -167,8 +167,8 @@ def _whole(problem: Votes) -> float:
 
 
 def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
-    """Return the sum over classes of value times probability to win, for problems with n > k
-    samples.
+    """Return, for problems with n > k samples, the sum over classes of the value times the
+    probability to win.
     """
     rows = [
         (at, label)
@@ -178,7 +178,7 @@ def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
     ]
     of = [group[at] for at, _ in rows]
     sizes = np.array([group[at].sizes[label] for at, label in rows], dtype=np.int64)
-    # the number of rival classes of each size
+    # number of the other classes of each size
     rivals = np.array(
         [np.bincount(problem.sizes, minlength=n + 1) for problem in of], np.float64
     ).reshape(-1, n + 1)
@@ -196,23 +196,24 @@ def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
 
 
 def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floats:
-    """Return per row the expected share of a win over k of n samples.
+    """Return for each row the expected share of the win that its class gets in a vote of k of n
+    samples.
 
     The row's class has `sizes` of the n samples. The share is 1 / (1 + tied rivals), or 0 if a
-    rival has more samples.
+    rival class has more samples among the k.
 
-    The result is exact, but no subset is enumerated. If the row's class is drawn j times, the
-    rivals' generating function is evaluated at roots of unity; 1 / (ties + 1) is the integral of
-    w^ties over [0, 1], which Gauss-Legendre nodes give exactly. Draws are binomial with probability
-    k/n per sample, conditioned on k draws in total. That is the same distribution, but its numbers
-    do not overflow.
+    The result is exact, but no subset is enumerated. For each number j of draws of the row's class,
+    the generating function of the rivals is evaluated at roots of unity. 1 / (ties + 1) is the
+    integral of w^ties over [0, 1], which Gauss-Legendre nodes compute exactly. Draws are binomial
+    with probability k/n per sample, on the condition that there are k draws in total. This is the
+    same distribution, but its numbers do not overflow.
     """
     chance = k / n
-    # a real polynomial of degree <= n is known from half of the n + 1 roots; the rest are
+    # a real polynomial of degree <= n needs only half of the n + 1 roots; the other values are
     # conjugates
     roots = np.exp(-2j * np.pi * np.arange((n + 1) // 2 + 1) / (n + 1))
     rival_sizes = np.flatnonzero(rivals.any(axis=0))
-    # for each rival size, of fewer than j draws
+    # for each size of a rival: the part with fewer than j draws
     below = np.zeros((rival_sizes.size, roots.size), dtype=np.complex128)
     quiet = silent[:, None] * np.log(1 - chance + chance * roots)[None, :]
     result = np.zeros(sizes.size)
@@ -235,7 +236,7 @@ def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Fl
 
 
 SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
-"""The status of a sample: graded, cut at a limit, without an answer, unscored, or timed out."""
+"""The status of a sample: graded, cut at a limit, without an answer, not scored, or timed out."""
 
 
 def status_of(
@@ -251,10 +252,11 @@ def status_of(
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One problem's samples: correct or not (None: unknown), class in the vote, status.
+    """The samples of one problem: whether each is correct (None if unknown), its class in the vote,
+    and its status.
 
-    `labels` come from grouping by equivalence and are None for samples without an answer; without
-    labels there is no vote. Raises OptionError if the lengths differ.
+    `labels` number the classes of equivalent answers, with None for a sample without an answer; if
+    `labels` is missing, there is no vote. Raises OptionError if the lengths differ.
     """
 
     problem: str
@@ -276,8 +278,8 @@ class Samples:
 class GradedSample(Protocol):
     """A finished sample, as an argument of `samples_of`.
 
-    It has an answer (or None), the reason it ended, a verdict ("correct", "wrong" or "unscored";
-    None if it was not graded) and the rule of the grader.
+    A sample has an answer (or None), the reason why it ended, a verdict ("correct", "wrong" or
+    "unscored"; None if it was not graded) and the rule of the grader.
     """
 
     @property
@@ -291,11 +293,13 @@ class GradedSample(Protocol):
 
 
 Grouper = Callable[[Sequence[str]], Sequence[int]]
-"""A function that gives each text the number of its class of equal texts."""
+"""A function that returns, for each text, the number of its class of equal texts."""
 
 
 def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) -> Samples | None:
-    """Return one problem's samples for `score`; None if there are none, or one is not graded."""
+    """Return the samples of one problem for `score`; None if a sample is not graded, or there is
+    none.
+    """
     if not samples or any(one.verdict is None for one in samples):
         return None
     return Samples(
@@ -317,7 +321,7 @@ def answer_classes(answers: Sequence[str | None], group: Grouper) -> tuple[int |
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The number of samples behind a rate, and how many of them were not graded for which reason."""
+    """The number of samples of a rate, and the numbers of samples that were not graded, by reason."""
 
     problems: int
     samples: int
@@ -367,9 +371,9 @@ def score(
 ) -> Scorecard:
     """Return pass@1, and for every k pass@k, maj@k, pass^k and G-pass@k at one half.
 
-    All are unbiased, with intervals over problems. `ks` defaults to the powers of two up to the
-    fewest samples of a problem, and that number itself. Unscored samples count as wrong, and each
-    rate says how much they could change.
+    All rates are unbiased, with intervals over problems. By default `ks` are the powers of two up
+    to the smallest number of samples of a problem, and that number itself. Unscored samples count
+    as wrong; each rate says how much it would change if they were correct.
     """
     counts = count([problem.correct for problem in problems])
     fewest = int(counts.n.min(initial=10**9)) if problems else 0
@@ -390,7 +394,7 @@ def score(
 
 
 def _at_k(problems: Sequence[Samples], counts: Counts, k: int) -> dict[str, Floats]:
-    """Return the per-problem values of every rate at k, by name."""
+    """Return every rate at k by name, as one value per problem."""
     if k < 2:
         return {}
     named = {
@@ -406,7 +410,7 @@ def _at_k(problems: Sequence[Samples], counts: Counts, k: int) -> dict[str, Floa
 
 @dataclass(frozen=True, slots=True)
 class LabelledChunk:
-    """A chunk's score (larger is worse), and whether its rollout was wrong."""
+    """The score of a chunk (larger is worse), and whether the chunk's rollout was wrong."""
 
     question: Hashable
     score: float
@@ -414,11 +418,11 @@ class LabelledChunk:
 
 
 def within_question_auroc(chunks: Sequence[LabelledChunk], *, level: float = 0.95) -> Estimate:
-    """Return the probability that a chunk of a wrong rollout scores worse than one of a correct
-    rollout.
+    """Return the probability that a chunk of a wrong rollout scores worse than a chunk of a correct
+    rollout of the same question.
 
-    Only pairs within a question count, and a tie counts as one half; a coin has 0.5. The interval
-    is over questions, so the chunks of one question or rollout stay together.
+    A tie counts as one half, so random scores give 0.5. The interval is over questions, so the
+    chunks of one question or rollout stay together.
     """
     wins: list[float] = []
     pairs: list[float] = []
@@ -437,9 +441,10 @@ def gain_over_coin(
     """Return how many more of the wrong rollouts' chunks the score escalates than a coin, as a
     share.
 
-    In each question the worst `rate` of the chunks escalate; a coin of this rate escalates the
-    share `rate` of the wrong rollouts' chunks. The difference of the two shares is 0 for an
-    uninformative score. A chunk at the boundary, and chunks with equal scores, count in part.
+    In each question the share `rate` of the chunks with the worst scores is escalated; a coin of
+    this rate escalates the share `rate` of the wrong rollouts' chunks. For an uninformative score
+    the difference of the two shares is 0. A chunk at the boundary, and chunks with equal scores,
+    count as a fraction.
 
     :raises OptionError: if the rate is outside [0, 1].
     """
@@ -457,7 +462,7 @@ def gain_over_coin(
 def _mixed(chunks: Sequence[LabelledChunk]) -> list[tuple[Floats, Floats]]:
     """Return the scores of wrong and of correct rollouts, for questions that have both.
 
-    A score that is not a number ranks worst, because a gate escalates it.
+    NaN ranks worst, because a gate escalates a chunk without a score.
     """
     wrong: dict[Hashable, list[float]] = {}
     right: dict[Hashable, list[float]] = {}
@@ -474,8 +479,8 @@ def _mixed(chunks: Sequence[LabelledChunk]) -> list[tuple[Floats, Floats]]:
 
 
 def _share_escalated(wrong: Floats, right: Floats, rate: float) -> float:
-    """Return how many of the wrong scores are among the worst `rate` of all scores; ties count in
-    part.
+    """Return how many scores of wrong rollouts are in the worst share `rate` of all scores; ties
+    count as fractions.
     """
     both = np.concatenate([wrong, right])
     left = rate * len(both)
@@ -501,10 +506,10 @@ def _ratio(
 ) -> Estimate:
     """Return a ratio of sums over questions, with a t interval over questions.
 
-    The variance includes an additional question of average weight with the value `centre`, which an
-    uninformative score has. Without this question, a few questions that agree by chance would give an
-    interval of width 0. Questions are weighted by their pairs, so the degrees of freedom come from
-    the effective number of questions.
+    The variance includes an additional question of average weight, whose value is `centre`, the
+    value of an uninformative score. Without this question, a few questions that agree by chance
+    would give an interval of width 0. A question's weight is its number of pairs, so the degrees of
+    freedom come from the effective number of questions.
     """
     check_level(level)
     count = len(parts)

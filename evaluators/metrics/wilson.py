@@ -1,13 +1,13 @@
-"""Compute Wilson's score interval without numpy, so that grading commands start fast."""
+"""Compute Wilson's score interval without numpy, so that the commands for grading start fast."""
 
 import math
 
-NORMAL_95 = 1.959963984540054  # standard deviations on each side of the mean that contain 95 %
+NORMAL_95 = 1.959963984540054  # this many standard deviations on each side of the mean contain 95 %
 
 
 def wilson_interval(mean: float, n: float, reach: float = NORMAL_95) -> tuple[float, float]:
-    """Return the interval of a rate over `n` independent draws, with `reach` deviations on each
-    side.
+    """Return the interval of a rate over `n` independent draws, with `reach` standard deviations on
+    each side.
     """
     scale = 1 + reach * reach / n
     centre = (mean + reach * reach / (2 * n)) / scale

@@ -33,7 +33,7 @@ _LANGUAGES = ("", "python", "python3", "py")
 _WORKER = Path(__file__).with_name("program_worker.py")
 # seconds to start a child process on a busy machine, in addition to the program's time
 _STARTING_SECONDS = 5.0
-_MOST_OUTPUT = 8  # memory limit of a program, in MiB
+_MOST_OUTPUT = 8  # limit of the output of a program, in MiB
 _AT_ONCE = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
 
 End = Literal["done", "error", "time", "memory", "output"]
@@ -333,9 +333,7 @@ def _child(
 
 
 def _same_output(expected: str, output: str, *, is_value: bool) -> bool:
-    """Compare two outputs as JSON values, or else line by line and word by word; numbers are
-    compared by value.
-    """
+    """Compare two outputs: as JSON values, or else word by word in each line, and numbers by value."""
     if is_value:
         return bool(json.loads(expected) == json.loads(output))
     one = _words(expected)

@@ -56,7 +56,7 @@ def rational_power(base: Fraction, exponent: Fraction, limits: Limits) -> Fracti
         return base ** (exponent.numerator % 2)
     size = max(base.numerator.bit_length(), base.denominator.bit_length())
     if base and size * abs(exponent.numerator) > limits.bits + size:
-        raise TooLarge(f"a power past {limits.bits} bits")
+        raise TooLarge(f"a power with more than {limits.bits} bits")
     return base**exponent.numerator
 
 
@@ -339,7 +339,7 @@ class Arithmetic:
     def sign(self, item: Approx) -> Approx:
         """Return the sign of a value; raise Undecided if the rounding error is too large to tell."""
         if item.may_vanish:
-            raise Undecided("a sign too close to call")
+            raise Undecided("rounding hides a sign")
         return Approx(self.mp.sign(item.value), NOTHING)
 
 
@@ -595,7 +595,7 @@ class Evaluator(Arithmetic):
         left = self.value(base)
         below = left < 0 if isinstance(left, Fraction) else left.is_negative and not left.may_vanish
         if below and not _is_whole(power) and variables(exponent):
-            raise Undefined("a varying power of a negative number")
+            raise Undefined("a negative number to a variable power")
         return self.power(left, power)
 
     def power(self, base: Value, power: Value) -> Value:
@@ -651,7 +651,7 @@ class Evaluator(Arithmetic):
                 raise Undecided("a sum of terms that are not rational")
             total = total + term if node.text == "sum" else total * term
             if not self.fits(total):
-                raise TooLarge(f"an integer past {self.limits.bits} bits")
+                raise TooLarge(f"an integer with more than {self.limits.bits} bits")
         self.env = outer
         return total
 
@@ -696,7 +696,7 @@ class Evaluator(Arithmetic):
         if isinstance(gap, Fraction):
             return gap
         if gap.may_vanish or gap.is_complex:
-            raise Undecided("a condition too close to call")
+            raise Undecided("rounding hides whether a condition is true")
         return Fraction(1 if gap.value.real > 0 else -1)
 
     def call(self, node: Node) -> Value:
@@ -726,7 +726,7 @@ class Evaluator(Arithmetic):
                     raise
         near = [self.approximate(arg) for arg in args]
         if node.text not in FUNCTIONS and max(item.magnitude for item in near) > self.limits.bits:
-            raise TooLarge(f"{node.text} of a number past {self.limits.bits} bits")
+            raise TooLarge(f"{node.text} of a number with more than {self.limits.bits} bits")
         if node.text in ("floor", "ceil"):
             return self.stepped(node.text, near[0])
         if node.text == "max":
@@ -753,7 +753,7 @@ class Evaluator(Arithmetic):
         nearest = self.mp.nint(item.value)
         if magnitude(nearest - item.value) <= item.error + 8:
             if item.error > 16 - self.bits + max(item.magnitude, 0):
-                raise Undecided("a step too close to call")
+                raise Undecided("rounding hides the value of floor or ceil")
             return Approx(nearest, NOTHING)
         step = self.mp.floor if name == "floor" else self.mp.ceil
         return Approx(step(item.value), NOTHING)

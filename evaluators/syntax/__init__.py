@@ -1,1 +1,3 @@
-"""The syntax of answers: text is cleaned, tokenised and parsed into a small tree, never executed."""
+"""The syntax of answers: a text is cleaned, tokenised and parsed into a small tree, but never
+executed.
+"""

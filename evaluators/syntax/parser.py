@@ -44,7 +44,7 @@ Mode = Literal["maths", "text"]
 
 
 class Token(NamedTuple):
-    """A token of the answer; `tight` if nothing is between it and the token before."""
+    """A token of the answer; `tight` if it directly follows the previous token."""
 
     kind: TokenKind
     text: str
@@ -52,7 +52,7 @@ class Token(NamedTuple):
 
 
 END = Token("end", "")
-# kinds of token with which a factor can begin
+# kinds of tokens with which a factor can begin
 STARTS = frozenset({"number", "symbol", "command", "function", "open"})
 SIGNS = ("+", "-", "pm", "mp")
 
@@ -93,8 +93,9 @@ _ANY_CASE: dict[str, tuple[TokenKind, str]] = {
 def tokens(text: str, limits: Limits) -> Iterator[list[Token]]:
     """Yield the tokens of a cleaned answer, without an end mark.
 
-    If letters of a formula may be units, two token lists are yielded; the second reads them as
-    units. Raises Malformed for unknown commands and unclosed text, TooLarge past the token limit.
+    If letters of a formula may be units, two lists of tokens are yielded; in the second, these
+    letters are units. Raises Malformed for unknown commands and unclosed text, and TooLarge above
+    the limit of tokens.
     """
     for loose in (False, True):
         lexer = _Lexer(limits, loose)
@@ -105,14 +106,14 @@ def tokens(text: str, limits: Limits) -> Iterator[list[Token]]:
 
 
 class _Lexer:
-    """One pass over the text; text macros are read recursively, to a bounded depth."""
+    """A lexer that passes over the text once; text macros are read recursively, to a limited depth."""
 
     def __init__(self, limits: Limits, loose: bool = False) -> None:
         self.limits = limits
-        # whether letters in a formula that could be a unit's symbol are read as the unit
+        # whether to read letters in a formula as a unit if they could be the symbol of one
         self.loose = loose
         self.saw_loose = False
-        self.has_ended = False  # the rest of the line gives a reason
+        self.has_ended = False  # the rest of the line is a reason, not part of the answer
         self.tokens: list[Token] = []
         self.gap = True
 
@@ -124,11 +125,11 @@ class _Lexer:
         self.gap = False
 
     def after(self, *kinds: TokenKind) -> bool:
-        """Return whether the last token is of one of these kinds."""
+        """Return whether the last token has one of these kinds."""
         return bool(self.tokens) and self.tokens[-1].kind in kinds
 
     def run(self, text: str, mode: Mode, depth: int) -> None:
-        """Append the tokens of a text."""
+        """Append the tokens of a text to the list of tokens."""
         if depth > 8:
             raise TooLarge("text macros nested too deeply")
         position = 0
@@ -162,7 +163,9 @@ class _Lexer:
                 self.add(kind, piece)  # type: ignore[arg-type]  # the remaining groups are token kinds
 
     def unit(self, text: str, start: int, mode: Mode) -> int | None:
-        """Add the unit that begins here after a value; return its end, or None for no unit."""
+        """Add the unit that begins at this position after a value; return the end of the unit, or
+        None if there is no unit.
+        """
         follows_value = self.after("number", "close")
         if self.tokens and self.tokens[-1].text.lower() in _LIKE_NUMBERS:
             follows_value = True
@@ -177,16 +180,16 @@ class _Lexer:
         if text[end:].lstrip(" }").startswith("_"):  # not a unit, such as the H of 2 H_2O
             return None
         first, _, rest = phrase.partition(" ")
-        # plain letters of a formula are ambiguous: "5 m" may be metres or a product
+        # upright text is clear, but letters of a formula are ambiguous: "5 m" may be metres or a
+        # product
         if mode == "maths" and text[start] != "\\" and first in SYMBOLS and len(first) < 4:
             if not _FREE.match(text, end) or self._is_in_root():
                 return None
             is_word = first in vocabulary.ATTACHED or (len(first) > 2 and vocabulary.is_word(first))
             if rest[:1] == "^" and len(first) == 1 and not self.after("number"):
                 return None
-            is_part = self.gap and FORMS["amount"].match(
-                text, end
-            )  # more of the amount follows, as in 7 h 4 min
+            # another part of the amount follows, as in 7 h 4 min
+            is_part = self.gap and FORMS["amount"].match(text, end)
             is_doubtful = len(first) == 1 or (first.islower() and not is_word)
             is_product = bool(rest) and all(
                 len(part) == 1 and part != "/" for part in phrase.split()
@@ -218,7 +221,7 @@ class _Lexer:
         return False
 
     def other(self, char: str) -> None:
-        """Read a character that no other rule reads."""
+        """Add a token for a character that no other rule reads."""
         if char == "\\":
             raise Malformed("a backslash with nothing after it")
         if char == "." and self.after("number"):
@@ -229,7 +232,7 @@ class _Lexer:
             self.add("word", char)
 
     def command(self, name: str, text: str, position: int, depth: int) -> int:
-        """Add a command; return the position after its arguments."""
+        """Add the token of a command; return the position after the command."""
         if name in _COMMANDS:
             self.add(*_COMMANDS[name])
         elif name in _TEXT:
@@ -248,7 +251,7 @@ class _Lexer:
         return position
 
     def named(self, name: str, text: str, position: int) -> int:
-        """Add \\begin, \\end or \\mathbb with its argument in the token; drop column layouts."""
+        """Add a token for \\begin, \\end or \\mathbb with its argument; drop the layout of columns."""
         if name == "mathbb" and position < len(text) and text[position].isalpha():
             self.add("command", f"mathbb:{text[position]}")
             return position + 1
@@ -268,7 +271,8 @@ class _Lexer:
         is_letter = len(inside) == 1 and inside.isalpha() and inside.isascii()
         if name in _UPRIGHT and is_letter:
             self.add("symbol", inside)
-        elif name in _BOLD and is_letter and inside not in "efghijk":  # functions, unit vectors
+        # names of functions and unit vectors
+        elif name in _BOLD and is_letter and inside not in "efghijk":
             self.add("symbol", f"bold {inside}")
         else:
             self.gap = True
@@ -277,7 +281,9 @@ class _Lexer:
         return after
 
     def letters(self, run: str, mode: Mode, ahead: str = "") -> None:
-        """Add a run of letters: a separator, sign, function, variable, word, or a product."""
+        """Add the tokens of consecutive letters: a separator, sign, function, variable, word or
+        product.
+        """
         lower = run.lower()
         if lower in _ANY_CASE:
             self.add(*_ANY_CASE[lower])
@@ -307,8 +313,8 @@ class _Lexer:
         elif mode == "text" or (self._is_word(run) and not (len(run) == 2 and ahead[:1] == "^")):
             self.add("word", run)
         else:
-            # Several letters are a product, such as ab; a known function at their start, or a root
-            # or pi after one letter, is read as one symbol.
+            # Several letters are a product, such as ab. A known function at their start, or "sqrt"
+            # or "pi" after one letter, is read as one symbol.
             for piece in _FACTORS.findall(run):
                 self.letters(piece, "maths")
 
@@ -329,7 +335,7 @@ class _Lexer:
 
 
 def _group(text: str, position: int) -> tuple[str, int]:
-    """Return the content of the braces at `position`, and the position after them."""
+    """Return the content of the braces that open at `position`, and the position after the braces."""
     opening = OPENING.match(text, position)
     if opening is None:
         raise Malformed("a macro without its argument")
@@ -389,7 +395,7 @@ _RELATIONS = frozenset(
 )
 _RELATION_SPELLINGS = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
 _MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})
-"""Symbols after ^ that are not an exponent."""
+"""Symbols that are not an exponent, although they stand after ^."""
 _CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",), "⟨": "⟩"}
 _INFIX: dict[str, Callable[[Node, Node], Node]] = {
     "over": quotient,
@@ -400,15 +406,15 @@ _BLOCK_ENDS = frozenset({"rfloor", "rceil"})
 
 _CALLABLE = frozenset("fghFGH")
 _MAYBE_CALLABLE = frozenset("pquPQRSTVNMIABCDEKLXYZW")
-# functions whose name is a letter, with the arguments they may have; with other letters they are a
-# product
+# functions whose name is one letter, with the arguments that they may have; before other letters
+# the name is a factor
 _SPECIAL = {"zeta": frozenset("s"), "Gamma": frozenset("nsxzt")}
 _INVERSES = {
     name: f"arc{name}"
     for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
 }
 _MANY_ARGUMENTS = frozenset({"max", "min", "gcd", "lcm"})
-_MAX_LITERAL = 4000  # number of digits; Python refuses to convert much longer numbers
+_MAX_LITERAL = 4000  # longest number in digits; Python refuses to convert much longer numbers
 _E = Node("constant", text="e")
 _I = Node("constant", text="i")
 
@@ -422,7 +428,7 @@ _RAISED = {"squared": TWO, "cubed": number(3, "3")}
 
 
 class Stream:
-    """A token list with a position; the depth of nesting is limited."""
+    """A list of tokens with the current position and depth of nesting, which is limited."""
 
     def __init__(self, tokens: list[Token], limits: Limits) -> None:
         self.tokens = paired_bars(tokens)
@@ -438,7 +444,7 @@ class Stream:
         return END
 
     def ahead(self, distance: int = 1) -> Token:
-        """Return the token that is `ahead` positions after the next one."""
+        """Return the token that is `ahead` positions after the next token."""
         index = self.at + distance
         if index < len(self.tokens):
             return self.tokens[index]
@@ -451,23 +457,23 @@ class Stream:
         return token
 
     def is_op(self, *texts: str) -> bool:
-        """Return whether one of these signs is next."""
+        """Return whether the next token is one of these signs."""
         token = self.here
         return token.kind == "op" and token.text in texts
 
     def is_kind(self, *kinds: str) -> bool:
-        """Return whether a token of one of these kinds is next."""
+        """Return whether the next token has one of these kinds."""
         return self.here.kind in kinds
 
     def took(self, *texts: str) -> str:
-        """Move past one of these signs and return it; return "" if none of them is next."""
+        """Move past the next token and return it, if it is one of these signs; else return ""."""
         if self.is_op(*texts):
             return self.take().text
         return ""
 
     def signed(self, read: Callable[[], Node]) -> Node:
-        """Read the signs here, then the node that `read` returns; raise TooLarge beyond the nesting
-        limit.
+        """Parse plus and minus signs, then the node that `read` parses; raise TooLarge if nesting
+        is too deep.
         """
         self.depth += 1
         self.within(self.depth, "nested too deeply", self.limits.depth)
@@ -484,18 +490,18 @@ class Stream:
         return negated(node) if signs.count("-") % 2 else node
 
     def expect(self, kind: str, text: str) -> None:
-        """Move past this token; raise Malformed if another token is next."""
+        """Move past the next token; raise Malformed if it is not this token."""
         token = self.take()
         if token.kind != kind or token.text != text:
             raise Malformed(f"expected {text!r}, found {token.text or 'the end'!r}")
 
     def within(self, count: int, what: str, most: int | None = None) -> None:
-        """Raise TooLarge for more than `most` items; the default is the limit of a list."""
+        """Raise TooLarge if there are more than `most` items; the default is the limit for lists."""
         if count > (most or self.limits.items):
             raise TooLarge(what)
 
     def subscript(self) -> str:
-        """Return the text of a subscript, its braces dropped."""
+        """Return the text of a subscript, without its braces."""
         start = self.at
         level = 0
         while level or self.at == start:
@@ -510,26 +516,30 @@ class Stream:
 
 
 class Parser(Stream):
-    """Recursive descent from lists down to atoms; every method moves past the tokens that it reads."""
+    """A recursive-descent parser, from lists down to atoms; each method moves past the tokens that
+    it reads.
+    """
 
     def __init__(self, tokens: list[Token], limits: Limits) -> None:
         super().__init__(tokens, limits)
         self.integrals = 0  # number of open integrals, inside which "dx" is not a product
         self.sums_over_i = 0  # number of open sums, inside which "i" is not the imaginary unit
         self.in_set = False
-        self.currencies: set[str] = set()  # signs before the amount that is being read
+        self.currencies: set[str] = set()  # number of signs before the amount that is being parsed
 
     # ---- lists and relations
 
     def answer(self) -> Node:
-        """Parse the whole answer; raise Malformed if tokens are left over."""
+        """Parse the whole answer; raise Malformed if tokens remain."""
         node = self.items()
         if self.here.kind != "end":
             raise Malformed(f"{self.here.text!r} does not belong here")
         return node
 
     def items(self) -> Node:
-        """Parse relations between separators; return a single relation without a list."""
+        """Parse relations separated by commas or words; return a list, or the relation if there is
+        only one.
+        """
         items: list[Node] = []
         links: set[str] = set()
         while True:
@@ -541,7 +551,7 @@ class Parser(Stream):
                 break
             item = self.relation()
             *value, condition = item.args or (item,)
-            # the value's condition in brackets
+            # a condition of the value, in brackets
             if item.kind == "mul" and condition.kind == "relation":
                 items.append(joined("mul", value))
                 item = condition
@@ -568,7 +578,9 @@ class Parser(Stream):
         return Node("list", tuple(items), link)
 
     def taken_together(self, before: Node, link: str, item: Node) -> Node | None:
-        """Join a value with its condition, or two amounts; return None for two separate items."""
+        """Join a value and its condition, or two amounts, to one node; return None for two separate
+        items.
+        """
         is_statement = item.kind in ("relation", "word")
         if item.kind == "symbol" and link in ("if", "when"):
             is_statement = True
@@ -583,7 +595,7 @@ class Parser(Stream):
         return joined_quantities(before, item)
 
     def relation(self) -> Node:
-        """Parse sides joined by relation signs, such as 0 < x <= 1."""
+        """Parse expressions joined by relation signs, such as 0 < x <= 1."""
         sides = [self.side()]
         signs: list[str] = []
         while self.is_op(*_RELATIONS) and not (self.in_set and self.here.text == "mid"):
@@ -615,7 +627,7 @@ class Parser(Stream):
     # ---- amounts
 
     def quantity(self) -> Node:
-        """Parse an expression, then perhaps its unit or a remark."""
+        """Parse an expression, and the unit or remark that may follow it."""
         if not self.in_set:
             self.took(":")
         if self.here.kind == "word":
@@ -635,7 +647,7 @@ class Parser(Stream):
         return node
 
     def priced(self, node: Node) -> Node:
-        """Add the currency before an amount to it; a rate may follow, as in $8 per hour."""
+        """Parse an amount after a currency sign; a rate may follow, as in $8 per hour."""
         if len(self.currencies) > 1:
             raise Undecided("several currencies")
         unit = " ".join(self.currencies)
@@ -653,7 +665,7 @@ class Parser(Stream):
         return Node("quantity", (node,), unit)
 
     def ratio(self, first: Node) -> Node:
-        """Parse the further parts of a ratio."""
+        """Parse the parts of a ratio after the first part."""
         parts = [first]
         while self.ahead().kind in STARTS and self.took(":"):
             parts.append(self.expression())
@@ -664,7 +676,9 @@ class Parser(Stream):
     # ---- words around a value: neutral words are skipped, units and counts belong to the value
 
     def phrase_after(self, node: Node) -> Node:
-        """Parse everything after a value: unit, modulus, base, remarks, and words that change it."""
+        """Parse everything after a value: unit, modulus, base, remarks, and words that change the
+        value.
+        """
         unit = ""
         while True:
             token = self.here
@@ -687,12 +701,12 @@ class Parser(Stream):
             elif not unit:
                 return node
             else:
-                # a unit that the lexer only guessed is marked by a value of 1
+                # a value of 1 marks a unit that the lexer only guessed
                 guess = Fraction(1) if unit[0] == "~" else None
                 return Node("quantity", (node,), unit.lstrip("~"), guess)
 
     def word_after(self, node: Node, word: str) -> Node:
-        """Return the value as the word after it changes it; raise Undecided for an unknown word."""
+        """Return the value, changed by the word after it; raise Undecided for an unknown word."""
         lower = word.lower()
         if lower == "base" or (lower == "in" and self.here.text == "base"):
             return self.in_base(node)
@@ -714,12 +728,12 @@ class Parser(Stream):
         raise unknown([word])
 
     def modulo(self, node: Node) -> Node:
-        """Return the class of a value by the modulus written after it."""
+        """Return the residue class of a value, by the modulus after it."""
         modulus = self.factor() if self.take().text == "pmod" else self.expression()
         return Node("congruence", (node, modulus))
 
     def in_base(self, node: Node) -> Node:
-        """Return the value as a numeral in the base that the text names after it."""
+        """Return the value as a numeral in the base that is named after it."""
         if self.here.text == "base":
             self.take()
         base = vocabulary.base(self.take().text)
@@ -728,7 +742,9 @@ class Parser(Stream):
         return Node("based", text=node.text, value=base)
 
     def remarked(self, node: Node) -> Node:
-        """Read a bracketed remark: an approximation is skipped, another form must be equal."""
+        """Parse a remark in brackets: an approximation is skipped, and another form of the value
+        must be equal.
+        """
         self.take()
         remark: list[str] = []
         while (
@@ -752,7 +768,9 @@ class Parser(Stream):
         return Node("aliases", (node, value))
 
     def compound(self, node: Node, unit: str) -> Node:
-        """Add up the parts of an amount such as 5 feet 3 inches, in the unit of the first part."""
+        """Parse an amount such as 5 feet 3 inches; return the sum of its parts, in the unit of the
+        first part.
+        """
         if self.here.kind != "number":
             return node
         whole = joined_quantities(Node("quantity", (node,), unit), self.quantity())
@@ -761,7 +779,9 @@ class Parser(Stream):
         return whole.args[0]
 
     def phrase_before(self) -> Node | None:
-        """Read the words before a value: skip neutral words, and make labels its name."""
+        """Parse the words before a value: neutral words are skipped, and labels become the name of
+        the value.
+        """
         phrase: list[str] = []
         while self.is_kind("word", "unit"):
             phrase.append(self.take().text)
@@ -789,13 +809,13 @@ class Parser(Stream):
         return self.label(phrase, [], self.at)
 
     def end_of_label(self) -> int | None:
-        """Return the position of the sign between a name in words and its value."""
+        """Return the position of the sign (= or :) between a name in words and its value."""
         kinds = ("word", "symbol", "command", "open", "close", "number")
         depth = 0
         for at in range(self.at, min(self.at + 12, len(self.tokens))):
             token = self.tokens[at]
             depth += (token.kind == "open") - (token.kind == "close")
-            if depth < 0:  # the bracket around the words ends, as in [ABC] = 84
+            if depth < 0:  # the end of a bracket around the name, as in [ABC] = 84
                 break
             if token.kind == "op" and token.text in ("=", ":"):
                 return at
@@ -804,10 +824,11 @@ class Parser(Stream):
         return None
 
     def label(self, words: list[str], names: list[str], end: int) -> Node | None:
-        """Return the name that words and symbols give a value; None if they only announce the
+        """Return the name that words and symbols give to a value; None if they only introduce the
         value.
         """
-        names += [word for word in words if len(word) > 1 and word.isupper()]  # names of figures
+        # names of geometric figures
+        names += [word for word in words if len(word) > 1 and word.isupper()]
         words = [word.lower() for word in words if word not in names]
         known = vocabulary.NEUTRAL | vocabulary.LABELS
         if any(word not in known and measure(word) is None for word in words):
@@ -839,7 +860,8 @@ class Parser(Stream):
         while True:
             if self.took("*"):
                 factors.append(self.signed(self.factor))
-            elif product := self.took("cross", "inner"):  # a product of vectors, not of numbers
+            # the cross product of vectors, not a product of numbers
+            elif product := self.took("cross", "inner"):
                 pair = (joined("mul", factors), self.signed(self.factor))
                 factors = [_vector_product(product, *pair)]
             elif self.is_op("/"):
@@ -855,7 +877,7 @@ class Parser(Stream):
         return joined("mul", factors)
 
     def starts_factor(self) -> bool:
-        """Return whether a factor begins here."""
+        """Return whether the next token begins a factor."""
         token = self.here
         if token.kind == "op":
             return False
@@ -869,7 +891,7 @@ class Parser(Stream):
         return token.kind in STARTS
 
     def remark(self) -> bool:
-        """Return whether the bracket at this position contains words, as (approximately 0.5) does."""
+        """Return whether the bracket at this position contains words, as in (approximately 0.5)."""
         inside = self.ahead()
         return self.here.text == "(" and (
             inside.kind == "word" or inside.text in ("mod", "bmod", "or", "~")
@@ -897,7 +919,7 @@ class Parser(Stream):
         return before, after
 
     def slash_fraction(self) -> Node | None:
-        """Read a/b of plain integers, if that is next and below one."""
+        """Parse a/b of two integers, if it is next and less than one; else return None."""
         top = self.here
         bottom = self.ahead(2)
         if self.ahead().text != "/" or bottom.kind != "number":
@@ -912,7 +934,7 @@ class Parser(Stream):
         return quotient(number(int(top.text), top.text), number(int(bottom.text), bottom.text))
 
     def factor(self) -> Node:
-        """Parse an atom with its exponents, subscripts and the signs after it."""
+        """Parse an atom with its exponents, subscripts, and signs after it, such as ! or %."""
         node = self.atom()
         while self.here.kind == "op":
             text = self.here.text
@@ -935,7 +957,7 @@ class Parser(Stream):
         return node
 
     def factorial(self, node: Node) -> Node:
-        """Read the factorial signs after an atom; two of them are the double factorial."""
+        """Parse the factorial signs after an atom; two signs mean the double factorial."""
         count = 0
         while self.took("!"):
             count += 1
@@ -947,7 +969,9 @@ class Parser(Stream):
         return node
 
     def raised(self, base: Node) -> Node:
-        """Read the part after ^: an exponent, degree sign, prime, or the end of an ordinal."""
+        """Parse the part after ^: an exponent, degree sign, prime, or the ending of an ordinal such
+        as 5^th.
+        """
         self.take()
         mark = self.here.text.lower()
         length = 1
@@ -967,14 +991,14 @@ class Parser(Stream):
         return base
 
     def tower(self) -> Node:
-        """Parse an exponent: an atom with its own exponents, so that towers group to the right."""
+        """Parse an exponent: an atom with its own exponents, so that a^b^c means a^(b^c)."""
         node = self.atom()
         if self.is_op("^", "**"):
             return self.raised(node)
         return self.factorial(node) if self.is_op("!") else node
 
     def lowered(self, node: Node) -> Node:
-        """Read a subscript: the base of a numeral, or part of a variable's name."""
+        """Parse a subscript: the base of a numeral, or a part of the name of a variable."""
         self.take()
         name = self.subscript()
         if node.kind in ("number", "huge"):
@@ -1059,10 +1083,12 @@ class Parser(Stream):
         return self.called(name)
 
     def called(self, name: str) -> Node:
-        """Return the variable of this name, or the function applied to the bracket after it."""
+        """Return the variable of this name, or the function of this name applied to the bracket
+        after it.
+        """
         if name in _SPECIAL and self.here.text == "(":
             inside = self.bracketed()
-            # if i is a root of unity, zeta(1 + zeta) is a product
+            # zeta may be a root of unity; then zeta(1 + zeta) is a product
             if inside.kind == "tuple" or not variables(inside) <= _SPECIAL[name]:
                 return Node("mul", (symbol(name), inside))
             return function(name.lower(), inside)
@@ -1071,7 +1097,7 @@ class Parser(Stream):
         if name in _CALLABLE and following == ["^", "{", "-", "1", "}", "("]:
             self.at += 5
             name += "^-1"
-        # a capital before a bracket with one variable or number names a function too
+        # a capital letter before a bracket with one variable or number is a function too
         is_simple = self.ahead().kind in ("symbol", "number") and self.ahead(2).text == ")"
         is_given = is_simple and self.ahead(3).text == "="  # x(t) = 5t
         is_braced = self.here.text == "{" and self.ahead().text == "("
@@ -1118,7 +1144,7 @@ class Parser(Stream):
                 raise Undecided(f"the command \\{name}")
 
     def stepped(self, name: str) -> Node:
-        """Parse the content between the signs of a floor or a ceiling."""
+        """Parse a floor or a ceiling, up to its closing sign."""
         inside = self.items()
         self.expect("command", "r" + name[1:])
         return function(name[1:], inside)
@@ -1126,7 +1152,7 @@ class Parser(Stream):
     def argument(self, is_whole: bool = False) -> Node:
         """Parse a macro's argument: a group, or a single digit, letter or macro.
 
-        With `is_whole` all digits of a number belong to it.
+        With `is_whole` all digits of a number belong to the argument.
         """
         token = self.here
         if token.kind == "number" and is_whole:
@@ -1140,7 +1166,7 @@ class Parser(Stream):
         raise Malformed(f"{token.text or 'the end'!r} where an argument should be")
 
     def root(self) -> Node:
-        """Parse a root with its index."""
+        """Parse a root, with its index if there is one."""
         index = TWO
         if self.here.text == "[":
             self.take()
@@ -1163,7 +1189,7 @@ class Parser(Stream):
         return symbol(f"{name} {''.join(letters)}")
 
     def function(self, name: str) -> Node:
-        """Parse a function by name with its power and base, applied to what follows."""
+        """Parse a function with its power and base, and the arguments after it."""
         power: Node | None = None
         base: Node | None = None
         while sign := self.took("^", "_"):
@@ -1188,7 +1214,7 @@ class Parser(Stream):
     def arguments(self, name: str) -> tuple[Node, ...]:
         """Parse the argument of a function.
 
-        It is a bracket, or the product of the factors up to the next function or sign.
+        The argument is a bracket, or the product of the factors up to the next function or sign.
         """
         token = self.here
         if token.kind != "open":
@@ -1227,14 +1253,16 @@ class Parser(Stream):
         return _arranged(name, [row for row in rows if row])
 
     def bounds(self) -> dict[str, Node]:
-        """Parse the bounds of a big operator: the lower after "_", the upper after "^"."""
+        """Parse the bounds of a sum, product or integral: the lower bound after "_", the upper
+        bound after "^".
+        """
         bounds = dict[str, Node]()
         while sign := self.took("_", "^"):
             bounds[sign] = self.argument(is_whole=True)
         return bounds
 
     def big_operator(self, name: str) -> Node:
-        """Parse a sum or product with its bounds, or a limit, which is not evaluated."""
+        """Parse a sum or product with its bounds, or a limit; the parser does not evaluate a limit."""
         is_over_i = "{i=" in "".join(token.text for token in self.tokens[self.at : self.at + 9])
         self.sums_over_i += is_over_i
         bounds = self.bounds()
@@ -1251,7 +1279,7 @@ class Parser(Stream):
         return Node("sum", (body, *lower.args, upper), name)
 
     def integral(self) -> Node:
-        """Parse an integral, which is not evaluated."""
+        """Parse an integral; the parser does not evaluate it."""
         bounds = self.bounds()
         self.integrals += 1
         body = self.expression()
@@ -1265,7 +1293,7 @@ class Parser(Stream):
         return Node("opaque", (body, variable, *ends), "int")
 
     def fraction(self) -> Node:
-        """Parse a fraction, or d/dx with the term it is applied to."""
+        """Parse a fraction, or a derivative d/dx with the term after it."""
         top = self.argument()
         bottom = self.argument()
         derivative = _derivative(top, bottom)
@@ -1279,7 +1307,9 @@ class Parser(Stream):
 
 
 def literal(text: str) -> Node:
-    """Return a number token as a leaf; a number that is too long to compute with stays text."""
+    """Return a number token as a leaf; a number that is too long to compute with is kept as text
+    only.
+    """
     mantissa, _, exponent = text.lower().rstrip(".").partition("e")
     if len(mantissa) > _MAX_LITERAL:
         return Node("huge", text=mantissa.lstrip("0") or "0")
@@ -1291,7 +1321,7 @@ def literal(text: str) -> Node:
 
 
 def unknown(words: Sequence[str]) -> Prose:
-    """Return the error for words that give no value: denials, or unknown words."""
+    """Return the error for words that give no value, such as a denial or an unknown word."""
     denials = [word for word in words if word.lower() in vocabulary.NEGATIONS]
     if denials:
         return Prose(f"the word {denials[0]!r}")
@@ -1299,7 +1329,7 @@ def unknown(words: Sequence[str]) -> Prose:
 
 
 def stated_property(word: str) -> Node:
-    """Return the node for a statement that a number is even, odd or prime."""
+    """Return the node of a property that the answer states: even, odd or prime."""
     if word in ("even", "odd"):
         return Node("congruence", (number(int(word == "odd")), TWO))
     return Node("word", text=word)
@@ -1318,7 +1348,7 @@ def joined_quantities(first: Node, second: Node) -> Node | None:
 
 
 def _derivative(top: Node, bottom: Node) -> tuple[Node, int] | None:
-    """Return the variable and order of d/dx, written as a fraction; None for other fractions."""
+    """Return the variable and the order of a derivative such as d/dx; None for other fractions."""
     operator, order = top, 1
     if top.kind == "pow":
         operator, power = top.args
@@ -1352,7 +1382,7 @@ def _clock(node: Node, half: str) -> Node:
 
 
 def _is_proper(node: Node) -> bool:
-    """Return whether a fraction is of plain integers and below one, as in a mixed number."""
+    """Return whether a fraction consists of two integers and is below one, as in a mixed number."""
     match node:
         case Node("mul", (Node(value=Fraction() as top), Node("pow", (bottom, power)))):
             if power is not MINUS_ONE or not isinstance(bottom.value, Fraction):
@@ -1363,7 +1393,7 @@ def _is_proper(node: Node) -> bool:
 
 
 def _arranged(name: str, rows: list[list[Node]]) -> Node:
-    """Return the node that the cells of an environment form together."""
+    """Return the node of an environment, such as a matrix or cases, from its cells."""
     if not rows:
         raise Malformed(f"{name} of nothing")
     kind = name.rstrip("*")
@@ -1381,7 +1411,7 @@ def _arranged(name: str, rows: list[list[Node]]) -> Node:
 
 
 def _case(row: list[Node]) -> list[Node]:
-    """Return the value and the condition of a case, which may share a cell."""
+    """Return the value and the condition of a case, which may be in the same cell."""
     parts = row
     if len(row) == 1 and row[0].kind in ("cases", "list"):
         parts = list(row[0].args)
@@ -1391,7 +1421,9 @@ def _case(row: list[Node]) -> list[Node]:
 
 
 def _accented(accent: str, node: Node) -> Node:
-    """Return a letter with a mark as a variable; a bar over two points means their segment."""
+    """Return a letter with an accent as a variable; a bar over two points means the segment between
+    them.
+    """
     if accent == "bar" and node.kind == "mul" and all(part.text.isupper() for part in node.args):
         return node
     letters = node.args if node.kind == "mul" else (node,)
@@ -1401,7 +1433,7 @@ def _accented(accent: str, node: Node) -> Node:
 
 
 def _applied(name: str, arguments: tuple[Node, ...], base: Node | None) -> Node:
-    """Return a function of its arguments, expressed by the functions that can be computed."""
+    """Return a function applied to its arguments, expressed by functions that the evaluator knows."""
     if name in ("log", "lg", "ln"):
         if base is None:
             return function("ln" if name == "ln" else "log", *arguments)

@@ -1,4 +1,4 @@
-"""Read an answer: clean it to one plain LaTeX spelling, then parse it in each possible way."""
+"""Read an answer: convert it to one plain LaTeX spelling, then parse it in each possible way."""
 
 import re
 import unicodedata
@@ -31,9 +31,10 @@ _PAIRS = {"(": ")", "{": "}"}
 
 
 def cleaned(text: str, limits: Limits) -> str:
-    """Return one spelling of the answer: ASCII where possible, without sizes, dollars and spacing.
+    """Return the answer in one spelling: ASCII if possible, without commands for size and spacing,
+    and without dollar signs.
 
-    Thousands separators stay. Raises TooLarge if the cleaned answer is longer than the limits
+    Separators of thousands stay. Raises TooLarge if the cleaned answer is longer than the limits
     allow.
     """
     if len(text) > limits.raw_characters:
@@ -53,14 +54,14 @@ def cleaned(text: str, limits: Limits) -> str:
 
 
 def spaceless(text: str) -> str:
-    """Return the text without spaces, except those that separate words and numbers."""
+    """Return the text without spaces, except spaces that separate words or numbers."""
     return FORMS["idle_blank"].sub("", text.strip())
 
 
 def unwrapped(text: str) -> str:
-    """Return the text without redundant outer brackets, however many.
+    """Return the text without its redundant outer brackets.
 
-    A pair is dropped only when it encloses everything.
+    A pair of brackets is dropped only if it encloses the whole text.
     """
     text = text.strip()
     depth = 0
@@ -72,14 +73,15 @@ def unwrapped(text: str) -> str:
         return text
     inside = text[depth : len(text) - depth]
     levels = list(accumulate(((char in "({") - (char in ")}") for char in inside), initial=0))
-    # Brackets stay if the inside closes them before it opens others, and one pair stays if it may
-    # have a meaning.
+    # Brackets stay if the inside closes them, as in (1)(2). One pair stays if it may have a
+    # meaning.
     drop = depth + min(levels) - 1 if levels[-1] == 0 else 0
     return text[drop : len(text) - drop] if drop > 0 else text
 
 
 def unboxed(text: str) -> str:
-    """Return the contents of the boxes in an answer, joined by commas; else the text itself.
+    """Return the contents of the boxes in an answer, joined by commas; return a text without boxes
+    unchanged.
 
     Raises Malformed if a box is cut off.
     """
@@ -100,13 +102,16 @@ def _flat(signs: str) -> str:
 
 
 def _plain(text: str) -> Iterator[str]:
-    """Yield plain characters for those of Unicode, without invisible ones."""
+    """Yield the characters of a text, with ASCII for Unicode where possible, and without invisible
+    characters.
+    """
     for char in text:
         if " " <= char < "\x7f":
             yield char
             continue
         category = unicodedata.category(char)
-        if category in ("Cf", "Mn"):  # zero width, marks, direction
+        # characters of zero width, combining marks, and marks of direction
+        if category in ("Cf", "Mn"):
             continue
         if category[0] in "ZC":
             yield " "
@@ -118,13 +123,11 @@ def _plain(text: str) -> Iterator[str]:
             yield folded if is_plain else char
 
 
-# ---- steps of the rewriting, from their data file
+# ---- rewriting, by the steps of `rewrites.toml`
 
 
 class Step(NamedTuple):
-    """One replacement, which is tried only on texts that contain one of its marks, or lack all of
-    them.
-    """
+    """A replacement, which is tried only on texts that contain one of its marks (or none of them)."""
 
     marks: list[str]
     is_without: bool
@@ -133,19 +136,19 @@ class Step(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The steps of one stage in their order, with the steps that belong to each mark."""
+    """The steps of one stage in their order, and an index of steps by mark."""
 
     steps: list[Step]
     marks: tuple[str, ...]
     steps_of: dict[str, list[int]]
-    always: list[int]  # steps that run on every text, whatever marks it has
+    always: list[int]  # steps that run on every text
 
 
 def _rewritten(text: str, stage: Stage) -> str:
     """Return the text after the steps of a stage.
 
-    The marks of all steps are searched at once, which is most of the work for a short answer. After
-    a step has changed the text, the marks of each later step are searched again.
+    One search finds the marks of all steps; for a short answer this is most of the work. After a
+    step has changed the text, each later step searches for its own marks.
     """
     tried = set(stage.always)
     for mark in [mark for mark in stage.marks if mark in text]:
@@ -163,7 +166,7 @@ def _rewritten(text: str, stage: Stage) -> str:
 def _rewritten_from(text: str, steps: list[Step]) -> str:
     for marks, is_without, pattern, put in steps:
         is_tried = is_without or not marks
-        for mark in marks:  # a plain loop, because generators would take most of the time
+        for mark in marks:  # a plain loop, because generators would be much slower
             if mark in text:
                 is_tried = not is_without
                 break
@@ -173,8 +176,8 @@ def _rewritten_from(text: str, steps: list[Step]) -> str:
 
 
 def _parts(match: re.Match[str]) -> str:
-    """Return (a) 3 (b) 5 as a=3, b=5; return the text unchanged if the marks are not parts of an
-    answer.
+    """Return "(a) 3 (b) 5" as a=3, b=5; return the text unchanged if such letters do not label
+    parts.
     """
     _, *pieces = FORMS["part"].split(match[0])
     marks = " ".join(pieces[::2])
@@ -188,14 +191,16 @@ def _parts(match: re.Match[str]) -> str:
 
 
 def _unit_vectors(match: re.Match[str]) -> str:
-    """Mark every i, j and k in bold or under a hat as a vector, where there are two of them."""
+    """Mark each bold or hatted i, j and k as a unit vector, if the text has at least two of them."""
     if len({*_BASIS.findall(match[0])}) > 1:
         return _BASIS.sub(r"\\vec{\1}", match[0])
     return match[0]
 
 
 def _vector(match: re.Match[str]) -> str:
-    """Return a sum of unit vectors as its coefficients; two coefficients if there is no third."""
+    """Return a sum of unit vectors as a tuple of coefficients; a vector without k has two
+    coefficients.
+    """
     sizes = {name: f"{size}(1)" for size, name in FORMS["component"].findall(match[0])}
     names = "ijk" if "k" in sizes else "ij"
     return rf"\langle {','.join(sizes.get(name, '0') for name in names)}\rangle"
@@ -208,8 +213,8 @@ def _classes(match: re.Match[str]) -> str:
 
 
 def _chemistry(match: re.Match[str]) -> str:
-    """Return a formula of mhchem such as H2SO4 in plain LaTeX: digits after a letter are
-    subscripts.
+    """Return a chemical formula in \\ce{...}, such as H2SO4, in plain LaTeX: digits after a letter
+    are subscripts.
     """
     formula = re.sub(r"<?->|<=>", r"\\to ", match[1])
     formula = re.sub(r"(?<=[A-Za-z)\]])(\d(?!\d))", r"_\1", formula)
@@ -221,20 +226,20 @@ _UPRIGHT_MACRO = re.compile(r"\\(?:mathrm|text|rm)\s*\{((?:[^{}]|\{[^{}]*\}){0,6
 
 
 def _molecule(match: re.Match[str]) -> str:
-    """Return a formula of chemical elements without commands for upright type."""
+    """Return a chemical formula without commands for upright type."""
     formula = _UPRIGHT_MACRO.sub(r"\1", match[0]).replace(" ", "")
     return match[0] if "\\" in formula else re.sub(r"\^([+-])", r"^{\1}", formula)
 
 
 def _plain_formula(match: re.Match[str]) -> str:
-    """Return CO2 as CO_2, if it has two elements."""
+    """Return a chemical formula of at least two elements with subscripts: CO2 becomes CO_2."""
     if len(re.findall("[A-Z]", match[1])) < 2:
         return match[0]
     return re.sub(r"(\d+)", r"_{\1}", match[1])
 
 
 def _parity(match: re.Match[str]) -> str:
-    """Return "all odd integers", or "n is odd", as a class of n."""
+    """Return "all odd integers" or "n is odd" as a residue class of n."""
     return rf"{match[1] or 'n'} \equiv {1 if match[2] else 0} \pmod{{2}}"
 
 
@@ -244,12 +249,12 @@ def _power(match: re.Match[str]) -> str:
 
 
 def _formula(match: re.Match[str]) -> str:
-    """Return a formula of chemical elements without upright type, if it has indices or a charge."""
+    """Return a chemical formula without upright type, if it has subscripts or a charge."""
     return match[1] if re.search("[_^]", match[1]) else match[0]
 
 
 def _repeating(match: re.Match[str]) -> str:
-    """Return 0.1\\overline{6} as the fraction it denotes."""
+    """Return 0.1\\overline{6} as a fraction."""
     whole = match[1]
     fixed = match[2]
     cycle = match[3] or match[4]
@@ -259,12 +264,14 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _going_on(match: re.Match[str]) -> str:
-    """Return 0.1666... as a fraction; a cycle must be written twice, a single digit three times."""
+    """Return 0.1666... as a fraction; the cycle must be written twice, or three times if it is one
+    digit.
+    """
     return _repeating(match) if len(match[3] + match[4]) > 2 else match[0]
 
 
 def _inward(match: re.Match[str]) -> str:
-    """Return ]2,5] as (2,5]."""
+    """Return an interval such as ]2,5] as (2,5]."""
     opening = "(" if match[2] == "]" else "["
     closing = ")" if match[4] == "[" else "]"
     return opening + match[3] + closing
@@ -322,25 +329,25 @@ _LAST = _stage("last")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """An answer after cleaning and parsing; without trees it could not be read, and `problem` says
-    why.
+    """An answer after cleaning and parsing; if there are no trees, `problem` says why the answer
+    could not be read.
     """
 
     text: str
     trees: tuple[Node, ...]
     problem: Undecided | None = None
-    choice: str = ""  # the letter, if the answer is one choice, perhaps with its text
-    is_letter: bool = False  # nothing but the letter
-    lettered: bool = False  # the letter has a text, which is read as well
+    choice: str = ""  # the letter, if the answer is a choice, with or without its text
+    is_letter: bool = False  # whether the answer is only the letter
+    lettered: bool = False  # whether the letter has a text, which is also read
 
     @property
     def squashed(self) -> str:
-        """Return the answer as a phrase: lower case, letters and digits."""
+        """Return the answer as a phrase: its letters and digits in lower case."""
         return vocabulary.squashed(_MACRO.sub(" ", self.text))
 
 
 def read(text: str, limits: Limits) -> Reading:
-    """Return the answer as trees; the readings of long texts are not cached."""
+    """Parse the answer to trees; the readings of long texts are not cached."""
     return _read(text, limits) if len(text) <= 400 else _read.__wrapped__(text, limits)
 
 
@@ -361,15 +368,17 @@ def _read(text: str, limits: Limits) -> Reading:
     except Undecided as problem:
         choice = _CHOICE.match(_MACRO.sub("", plain)) if len(plain) < 400 else None
         return Reading(plain, (), problem, choice[1] if choice else "")
-    except RecursionError:  # the caller left little of the stack
+    except RecursionError:  # the caller has used most of the stack
         return Reading(plain, (), TooLarge("too deep for the stack at hand"))
 
 
 def _value_of_choice(bare: str) -> str:
-    """Return the text after the letter of a choice, such as 46 in (C) 46; empty for other answers."""
+    """Return the text after the letter of a choice, such as "46" in "(C) 46"; empty for other
+    answers.
+    """
     match = FORMS["lettered"].fullmatch(bare)
     text = (match[2] or match[4]).strip() if match else ""
-    excess = text.count("}") - text.count("{")  # number of braces that also contain the letter
+    excess = text.count("}") - text.count("{")  # number of open braces that contain the letter too
     while excess > 0 and text.endswith("}"):
         text = text[:-1]
         excess -= 1
@@ -377,7 +386,7 @@ def _value_of_choice(bare: str) -> str:
 
 
 def _trees_of_either(plain: str, value: str, limits: Limits) -> tuple[Node, ...]:
-    """Return the readings of an answer, and the readings of a choice's text without its letter."""
+    """Return the trees of an answer and, if it is a choice, of the text without its letter."""
     if not value:
         return tuple(_trees(plain, limits))
     trees = list[Node]()
@@ -393,18 +402,19 @@ def _trees_of_either(plain: str, value: str, limits: Limits) -> tuple[Node, ...]
 
 
 def _trees(plain: str, limits: Limits) -> list[Node]:
-    """Return the readings of a cleaned text: first with thousands joined, then as written if that
-    differs.
+    """Return the trees of a cleaned text: first with separators of thousands removed, then as
+    written.
     """
     meaning = _in_words(plain, limits) if len(plain) < 240 else None
     if meaning is not None:
         return [meaning]
-    # (1,234) are two
+    # (1,234) has two entries
     joined = FORMS["pair"].sub(lambda match: match[0].replace(",", ", "), plain)
     joined = FORMS["thousands"].sub(lambda match: match[0].replace(",", ""), joined)
     spellings = [joined] if joined == plain or FORMS["zeros"].search(plain) else [joined, plain]
     below = FORMS["below_slash"].sub(r"/(\1)", joined)
-    if below != joined:  # t/RC means t/(RC) in physics, but (t/R)C in a program
+    # t/RC means t/(RC) in physics, but (t/R)C in programs, so it is read in both ways
+    if below != joined:
         spellings.append(below)
     counted = FORMS["counted"].sub(_as_binomial, joined)
     if counted != joined:
@@ -423,7 +433,7 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
 
 
 def _as_binomial(match: re.Match[str]) -> str:
-    """Return C(6,2) and _6C_2 as a binomial, permutations as a quotient of factorials."""
+    """Return C(6,2) and _6C_2 as a binomial coefficient, and P(6,2) as a quotient of factorials."""
     parts = [part for part in match.groups() if part]
     kind = next(part for part in parts if part in "ACP")
     n, k = (part for part in parts if part != kind)
@@ -431,9 +441,11 @@ def _as_binomial(match: re.Match[str]) -> str:
 
 
 def _in_words(plain: str, limits: Limits) -> Node | None:
-    """Return the tree of an answer in words: a number, set, date or quotient with remainder."""
+    """Return the tree of an answer in words: a number, a set, a date, or a quotient with its
+    remainder.
+    """
     if FORMS["date"].fullmatch(plain):
-        raise UnknownWords("a date whose day and month are not distinguished")
+        raise UnknownWords("a date whose day and month cannot be told apart")
     phrase = FORMS["braces"].sub(" ", _MACRO.sub(" ", plain))
     if FORMS["capitals"].fullmatch(phrase.strip()):
         name = phrase.replace(" ", "")
@@ -468,7 +480,7 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
 
 
 def _fixed(words: str) -> str:
-    """Return the form in which a phrase is compared."""
+    """Return the normal form in which a phrase is compared."""
     for fixed, form in vocabulary.MEANINGS.items():
         if form.fullmatch(words):
             return fixed
@@ -476,7 +488,7 @@ def _fixed(words: str) -> str:
 
 
 def _amount_in_words(phrase: str) -> Node | None:
-    """Return an amount such as "twenty percent" or "five square feet"."""
+    """Return the tree of an amount in words, such as "twenty percent" or "five square feet"."""
     pieces = phrase.split()
     for at in range(min(len(pieces), 12) - 1, 0, -1):
         value = vocabulary.number_in_words(" ".join(pieces[:at]))

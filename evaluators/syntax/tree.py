@@ -6,25 +6,27 @@ from fractions import Fraction
 from typing import Literal
 
 Kind = Literal[
-    # A number has a value, and its text as it is written; an integer literal that is too long to
-    # compute with has only the text.
+    # A number has a value, and the text as written; an integer that is too long to compute with has
+    # only the text.
     "number", "huge",
-    # These have a text. Constants are pi, e, i and inf; a clock gives an hour and minutes.
+    # Nodes that have only a text. The constants are pi, e, i and inf; a clock is a time such as
+    # 3:45.
     "symbol", "constant", "word", "clock",
-    "add", "mul", "pow", "root",  # base and exponent; radicand and index
+    "add", "mul", "pow", "root",  # arguments: base and exponent; radicand and index
     "func", "call",  # a known or an unknown function with its name and arguments
-    "plusminus",  # both signs of one argument; text "+" or "-" says which comes first
-    "percent", "degree", "quantity",  # kinds with one argument; a quantity's text is its unit
-    "based",  # a numeral's digits, and as value its base
+    "plusminus",  # one argument with both signs; the text is the first sign, "+" or "-"
+    "percent", "degree", "quantity",  # kinds with one argument; the text of a quantity is its unit
+    "based",  # a numeral: the text is its digits, the value is its base
     "sum",  # text: sum or prod; args: body, variable, lower, upper
-    "opaque",  # integrals and limits, which are not evaluated; the text says which
-    # a tuple's text: its brackets, such as "(]"; a list's: "and" or "or" where it is written
+    "opaque",  # an integral or a limit, which is not evaluated; the text says which of them
+    # text of a tuple: its brackets, such as "(]"; text of a list: "and" or "or", if written
     "tuple", "list", "set",
     "union", "setminus", "builder",  # a set-builder has a member of the set and its conditions
-    "matrix",  # rows, each a tuple
-    "relation",  # text: operators joined by a space; args: its sides
+    "matrix",  # a matrix: its arguments are rows, and each row is a tuple
+    # a relation: the text is its operators, joined by spaces; the arguments are its sides
+    "relation",
     "ratio", "congruence",  # a congruence has a value and its modulus
-    # kinds with one value in several forms, or with pairs of a value and its condition
+    # one value in several forms; pairs of a value and its condition
     "aliases", "cases",
 ]  # fmt: skip
 
@@ -39,8 +41,8 @@ class Node:
     value: Fraction | None = None
 
     def walk(self) -> list["Node"]:
-        """Return this node and all nodes below it, without recursion, so that the depth does not
-        matter.
+        """Return this node and all nodes below it; without recursion, so that any depth is
+        possible.
         """
         nodes: list[Node] = []
         stack: list[Node] = [self]
@@ -65,21 +67,21 @@ COMMANDS = {
     "ldots": Node("symbol", text="…"),
     "mathbb:R": REALS,
 }
-"""Values of commands without arguments."""
+"""The nodes of commands without arguments."""
 
 
 def number(value: Fraction | int, text: str = "") -> Node:
-    """Return a numeric leaf."""
+    """Return the leaf of a number."""
     return Node("number", text=text, value=Fraction(value))
 
 
 def symbol(name: str) -> Node:
-    """Return a free variable."""
+    """Return the leaf of a variable."""
     return Node("symbol", text=name)
 
 
 def joined(kind: Kind, parts: Sequence[Node]) -> Node:
-    """Return a node of these parts, or the part itself if there is only one."""
+    """Return a node with these parts, or the part itself if there is only one."""
     return parts[0] if len(parts) == 1 else Node(kind, tuple(parts))
 
 
@@ -104,7 +106,7 @@ def quotient(top: Node, bottom: Node) -> Node:
 
 
 def function(name: str, *args: Node) -> Node:
-    """Return a known function applied."""
+    """Return a known function applied to arguments."""
     return Node("func", args, name)
 
 
@@ -130,7 +132,7 @@ def variables(node: Node) -> frozenset[str]:
 
 
 def substituted(node: Node, values: Mapping[str, Node]) -> Node:
-    """Return the tree with variables replaced."""
+    """Return the tree with variables replaced by the nodes of `values`."""
     if node.kind == "symbol":
         return values.get(node.text, node)
     if not node.args:
@@ -139,7 +141,7 @@ def substituted(node: Node, values: Mapping[str, Node]) -> Node:
 
 
 def canonical(node: Node) -> Node:
-    """Return the tree with sums and products flattened and their parts sorted."""
+    """Return the tree with nested sums and products flattened, and their parts sorted."""
     if not node.args:
         return node
     args = tuple(map(canonical, node.args))
@@ -152,7 +154,7 @@ def canonical(node: Node) -> Node:
 
 
 def has(node: Node, *kinds: str) -> bool:
-    """Return whether a node of one of these kinds is anywhere in the tree."""
+    """Return whether the tree contains a node of one of these kinds."""
     if node.kind in kinds:
         return True
     stack = [*node.args]

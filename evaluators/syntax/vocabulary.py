@@ -1,4 +1,4 @@
-"""The vocabulary of answers, read from data files: number words, synonymous phrases, units."""
+"""The vocabulary of answers, read from data files: number words, synonyms and units."""
 
 import re
 import tomllib
@@ -15,7 +15,7 @@ _Kind = TypeVar("_Kind")
 
 
 class Tables:
-    """One data file."""
+    """The tables of one data file."""
 
     def __init__(self, name: str | Path) -> None:
         """Read a file next to this module, or at an absolute path."""
@@ -23,13 +23,13 @@ class Tables:
         self._entries = tomllib.loads(path.read_text(encoding="utf-8"))
 
     def words(self, name: str) -> frozenset[str]:
-        """Return a list of words as a set."""
+        """Return a list of words of the file as a set."""
         return frozenset(self._entries[name].split())
 
     def patterns(self, part: str = "") -> dict[str, re.Pattern[str]]:
-        """Compile the regular expressions of the file, or of a part of it.
+        """Compile the regular expressions of the file, or of one of its sections.
 
-        Each line is an alternative; «name» is replaced by the expression of that name.
+        Each line is an alternative; «name» is replaced by the expression with that name.
         """
         entries = self._entries[part] if part else self._entries
         forms = {name: form for name, form in entries.items() if isinstance(form, str)}
@@ -41,7 +41,7 @@ class Tables:
         return {name: re.compile(written(name)) for name in forms}
 
     def table(self, name: str, kind: type[_Kind]) -> _Kind:
-        """Return an entry as a value of this type."""
+        """Return an entry of the file as a value of this type."""
         return msgspec.convert(self._entries[name], kind)
 
 
@@ -52,7 +52,9 @@ FORMS = _WORDS.patterns("forms")
 
 
 def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
-    """Return the meaning of each spelling, from the spellings of each meaning."""
+    """Return a dictionary from each spelling to its meaning; the file has the spellings of each
+    meaning.
+    """
     return {
         spelling: meaning
         for meaning, spellings in meanings.items()
@@ -60,7 +62,7 @@ def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-# words which change the meaning of the answer before them
+# words that change the meaning of the answer before them
 NEGATIONS = words("negations")
 
 LARGE = table("large", dict[str, int])
@@ -69,18 +71,18 @@ _SMALL = {word: value for value, word in enumerate(table("small", str).split())}
 _VALUES = _SMALL | {word: 20 + 10 * index for index, word in enumerate(table("tens", str).split())}
 _NAMED = spelled(table("shares", dict[str, str])).items()
 SHARES = {form: int(count) for share, count in _NAMED for form in (share, f"{share}s")}
-"""Denominators by the names of fractions: a third is one in three."""
+"""The denominators of fractions by name, such as 3 for "third"."""
 NEUTRAL = words("neutral")
 LABELS = words("labels")
 APPROXIMATE = words("rough") | words("alike")
 ATTACHED = words("attached")
-"""Letters that are a unit, not variables, if they follow a number and end the answer."""
+"""Letters that are a unit instead of a variable, if they follow a number and end the answer."""
 SETS = table("sets", dict[str, str])
 MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[str, str]).items()}
 
 
 def number_in_words(text: str) -> Fraction | None:
-    """Return the number a phrase spells: "twenty-seven", "minus four", "two thirds"."""
+    """Return the number that a phrase spells, such as "twenty-seven", "minus four" or "two thirds"."""
     whole, _, rest = text.rpartition(" and ")
     # mixed numbers such as "one and a half"
     if whole and (rest.startswith(("a ", "an ")) or " " in rest.strip()):
@@ -129,9 +131,7 @@ _MONTHS = {
 
 
 def date_in_words(phrase: str) -> str:
-    """Return a date in a fixed form, without a year if none is given; empty if the text is not a
-    date.
-    """
+    """Return a date in a fixed form, with the year if it is given; "" if the text is not a date."""
     match = FORMS["date"].fullmatch(phrase.strip().lower())
     if match is None:
         return ""
@@ -146,7 +146,7 @@ _WORDS_OF_THREE = words("words_of_three")
 
 
 def is_word(letters: str) -> bool:
-    """Return whether letters in maths are more likely a word than a product of variables."""
+    """Return whether letters in a formula are more likely a word than a product of variables."""
     lower = letters.lower()
     if len(letters) <= 2:
         return False
@@ -158,9 +158,7 @@ def is_word(letters: str) -> bool:
 
 
 def squashed(text: str) -> str:
-    """Return a phrase in the form for comparison: lower case, without punctuation or leading
-    article.
-    """
+    """Return a phrase in lower case, without punctuation and without an article at its beginning."""
     pieces = FORMS["piece"].findall(FORMS["hyphen"].sub(" ", text.lower()))
     if len(pieces) > 1 and pieces[0] in ("a", "an", "the") and pieces[1].isalnum():
         pieces = pieces[1:]
@@ -194,7 +192,7 @@ def _combined(parts: list[tuple[Measure, int]]) -> Measure:
 
 
 def _defined(text: str, known: dict[str, Measure]) -> Measure:
-    """Return the measure of a definition such as "1/1000 kg m^-1"."""
+    """Return the dimension and scale of a definition such as "1/1000 kg m^-1"."""
     words = text.split()
     scale = Fraction(words.pop(0)) if text[0].isdigit() else Fraction(1)
     parts = [each.partition("^") for each in words]
@@ -204,7 +202,7 @@ def _defined(text: str, known: dict[str, Measure]) -> Measure:
 
 
 def _catalogue() -> tuple[dict[str, Measure], dict[str, Measure]]:
-    """Return two tables of units: by symbol as written, and by name in lower case and singular."""
+    """Return two tables of units: by symbol as written, and by name in lower case in the singular."""
     symbols: dict[str, Measure] = {
         name: (((name, 1),), Fraction(1)) for name in _DATA.words("bases")
     }
@@ -236,8 +234,8 @@ _IRREGULAR = _DATA.table("irregular", dict[str, str])
 
 @lru_cache(maxsize=2048)
 def entry(word: str) -> Measure | None:
-    """Return the measure of one word; a plural noun is a unit by itself, and a counter has no
-    measure.
+    """Return the dimension and scale of one word; an unknown plural noun is a unit by itself, and a
+    counter such as "items" has no dimension.
     """
     if word in SYMBOLS:
         return SYMBOLS[word]
@@ -256,12 +254,13 @@ def entry(word: str) -> Measure | None:
 
 @lru_cache(maxsize=2048)
 def measure(unit: str) -> Measure | None:
-    """Return dimension and scale of a unit phrase such as "square feet"; None if unknown."""
+    """Return the dimension and scale of a unit phrase such as "square feet"; None if it is unknown."""
     parts: list[tuple[Measure, int]] = []
     sign = 1
     power = 1
     tokens: list[str] = re.findall(r"[A-Za-z]+(?:-[a-z]+)?|\^-?\d+|/", unit)
-    spelled_out = " ".join(_SPELLED_OUT.get(token, token) for token in tokens)  # mph and the like
+    # abbreviations such as mph
+    spelled_out = " ".join(_SPELLED_OUT.get(token, token) for token in tokens)
     for word in spelled_out.split():
         if word in ("per", "/"):
             sign = -1
@@ -285,7 +284,7 @@ def measure(unit: str) -> Measure | None:
 
 
 def is_generic(dimension: Dimension) -> bool:
-    """Return whether a unit is a square or cube of an unnamed length, as in 5 square units."""
+    """Return whether a unit is the square or cube of an unnamed length, as in "5 square units"."""
     return dimension in ((("unit", 2),), (("unit", 3),))
 
 
@@ -293,14 +292,14 @@ _GREEK = {"\\mu": "u", "\\Omega": "ohm"}
 
 
 def unit_at(text: str, start: int) -> tuple[str, int] | None:
-    """Return the longest unit phrase of known words from this position on, and the position after it.
+    """Return the longest unit phrase that begins at this position, and the position after it.
 
-    Macros and braces are skipped.
+    Macros and braces in the phrase are skipped.
     """
     position = start
     depth = 0
     phrase = list[str]()
-    has_unit = False  # number of words in the current factor
+    has_unit = False  # number of words in the current factor of the unit
     longest: tuple[str, int] | None = None
     while True:
         step = _UNITS["step"].match(text, position)

@@ -1,4 +1,4 @@
-"""Pipelines, which solve one problem by calls of a draft and a target engine."""
+"""Pipelines, which solve a problem by calls to the engines of a draft and a target."""
 
 from atts.core import Features
 from atts.pipelines.builder import (

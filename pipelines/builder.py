@@ -1,7 +1,6 @@
-"""The builder of a rollout, which writes chunks, adds turns and detects the end.
+"""The builder of a rollout, which requests chunks, adds turns and detects the end of the rollout.
 
-First comes the context of a pipeline, which has engines, a gate, answer functions, a seed and a
-listener.
+The first part is the context of a pipeline: its engines, gate, answer functions, seed and listener.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ from atts.sampling import Seed
 
 
 async def _nothing_to_prepare(answers: Sequence[str | None]) -> None:
-    """Do nothing, because these answers can be grouped without waiting."""
+    """Do nothing, which suits answers that can be grouped without waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
     """The functions that extract the answer of a reasoning text and group equal answers.
 
-    `extract` returns None if there is no answer yet. Its answer ends the rollout, so it must not
-    guess. `extract_finished` may guess: it reads a text that its model has ended without a marked
-    answer. `unmarked` returns how many characters of a text cannot contain an answer however the
-    text continues; these are not read again. `prepare` is awaited before `group` gets a new answer,
-    so that `group` need not wait.
+    `extract` returns None if there is no answer yet. It must not guess, because its answer ends the
+    rollout. `extract_finished` may guess: it reads a text that the model has ended without a marked
+    answer. `unmarked` returns how many leading characters of a text cannot contain an answer,
+    however the text continues; these characters are not read again. `prepare` is awaited before
+    `group` gets a new answer, so that `group` need not wait.
     """
 
     extract: Callable[[str], str | None]
@@ -62,7 +61,7 @@ class Answers:
     unmarked: Callable[[str], int] = lambda text: 0
     extract_finished: Callable[[str], str | None] = lambda text: None
     prepare: Callable[[Sequence[str | None]], Awaitable[None]] = _nothing_to_prepare
-    # makes the functions of one problem if classes depend on the problem; None if they do not
+    # returns the functions for a problem; None if the functions are the same for all problems
     for_problem: Callable[[Problem], Answers] | None = None
 
     def of(self, problem: Problem) -> Answers:
@@ -71,14 +70,16 @@ class Answers:
 
 
 class RolloutListener(Protocol):
-    """A listener that is called while rollouts grow; its methods must not block."""
+    """A listener whose methods are called while rollouts grow; the methods must not block."""
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
-        """Handle a chunk that was written after `rollout`; the chunk may still be discarded."""
+        """Handle a chunk that a model wrote to continue `rollout`; the chunk may still be
+        discarded.
+        """
         ...
 
     def turned(self, rollout: Rollout, turn: Turn) -> None:
-        """Handle a turn that was added to the rollout and will not change."""
+        """Handle a turn that was added to the rollout; the turn will not change."""
         ...
 
 
@@ -93,7 +94,9 @@ class NullListener:
 
 
 class RunLength:
-    """The remaining decisions of a run; this base class stands for a run of unknown size."""
+    """The expected share of a run's decisions that are left; this base class is for a run of
+    unknown size.
+    """
 
     @property
     def share(self) -> float | None:
@@ -109,49 +112,51 @@ class Planner(Protocol):
     """
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the plan for a vote among so many answers, the leading one of which has this
-        share.
+        """Return the plan after a vote; `share` is the share of votes for the leading answer,
+        `answers` the number of different answers.
         """
         ...
 
 
 class SplitPlanner:
-    """A planner that treats every vote that is not unanimous as split, and learns nothing."""
+    """A planner that learns nothing: every vote that is not unanimous counts as split."""
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the plan; with "auto" the target selects."""
+        """Return the plan; "auto" means that the target selects an answer."""
         if kind == "vote" or answers < 2:
             return CombinePlan("vote", why="the rollouts agree")
         return CombinePlan("select" if kind == "auto" else kind)
 
 
 class RolloutEngine(Engine, Protocol):
-    """An engine for one rollout, with limits, timeouts, checks, retries and perhaps a record of
-    calls.
+    """An engine for one rollout, with limits, timeouts, checks, retries and, if there is one, a
+    record of earlier calls.
     """
 
     has_recorded_calls: bool  # an earlier session recorded calls of this problem
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
-        """Return the record of this call by an earlier session, without using it up."""
+        """Return the result that an earlier session recorded for this call; the record remains for
+        the call.
+        """
         ...
 
     def recorded_length(self, request: SampleRequest) -> int:
         """Return the number of tokens that an earlier session requested at this point, but at most
-        that of this request; 0 if the earlier session made no such request.
+        `request.max_tokens`; 0 if the earlier session made no such request.
         """
         ...
 
 
 EngineBinder = Callable[[Engine, Role, Caller, float], RolloutEngine]
-"""A function that makes the engine for one rollout, with a deadline in seconds for every call."""
+"""A function that makes the engine for one rollout, with a time limit in seconds for every call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
     """The engines, gate, functions and settings that a run gives to its pipelines.
 
-    The run may wrap engines and gate to log calls; pipelines do not notice this.
+    A run may wrap the engines and the gate to log their calls, without any effect on pipelines.
     """
 
     draft: Engine
@@ -173,27 +178,28 @@ class Context:
     judge: Callable[[Sequence[float]], float] | None = None
 
 
-# If a growing text has this many characters without an answer, only its end is searched after every
-# chunk.
+# While a text is shorter than this many characters, all of it is searched for an answer after every
+# chunk; of a longer text only the end is searched.
 _READ_WHOLE = 1_200
-# The target writes this many tokens in one request if nothing checks the text in between.
-# Cancelling then interrupts a request, and the answer is searched at the end of the request.
+# If no gate judges chunks, the target writes this many tokens in one request. A cancellation then
+# interrupts the request, and the text is searched for an answer after the request.
 _LONG_PIECE = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A chunk that the drafter wrote, with everything known about it before the gate decides."""
+    """A chunk that the drafter wrote, with all that is known about it before the gate decides."""
 
     chunk: Chunk
-    position: int  # position after the chunk in the tree of all siblings' texts
+    position: int  # position after the chunk in the tree of texts (see `Siblings`)
     answer: str | None
     score: float | None = None
-    flaw: str = ""  # the reason why the score that the gate requested is missing
+    flaw: str = ""  # why the score that the gate requested is missing
     # index of the first token that the target rejects; 0 also if that index is not needed or known
     first_rejected: int = 0
-    score_reused: bool = False  # whether the score is copied from an equal chunk of a sibling
-    # beginning of the target's own version of the chunk; no gate sees it
+    score_reused: bool = False  # whether the score comes from an equal chunk of a sibling
+    # beginning of the target's own version of the chunk, which the target drew while it scored the
+    # draft's; no gate reads it
     beginning: Beginning | None = None
 
 
@@ -208,19 +214,21 @@ class KnownScore:
 
 
 class Siblings:
-    """The rollouts of one problem, keyed by sample; each builder updates the entry of its rollout.
+    """The rollouts of one problem, keyed by sample number; each builder updates the entry of its
+    rollout.
 
     The texts of all rollouts form a tree: equal chunks after equal beginnings lead to the same
-    position, whichever rollouts wrote them.
+    position, whichever rollout they belong to.
     """
 
     def __init__(self, group: Grouper) -> None:
         self._group = group
         self.rollouts: dict[int, Rollout] = {}
         self._positions: dict[tuple[int, TokenIds], int] = {}
-        # scores of chunks, keyed by the position in the tree that the chunk leads to
+        # scores of chunks, keyed by the position in the tree after the chunk
         self.scores: dict[int, KnownScore] = {}
-        self.pending_scores: dict[int, Arrival] = {}  # keyed by position in the tree
+        # futures of scores that were requested, keyed by position in the tree
+        self.pending_scores: dict[int, Arrival] = {}
 
     def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
         """Return how many siblings have answered, the share of the leading answer among them, and
@@ -241,8 +249,8 @@ class Siblings:
         return len(others), share, answer is not None and labels[-1] == lead
 
     def position(self, chunks: Iterable[Chunk], start: int = 0) -> int:
-        """Return the position in the tree that these chunks lead to from `position`; 0 is the
-        prompt.
+        """Return the position in the tree after these chunks, starting from position `start`; 0 is
+        the prompt.
         """
         for chunk in chunks:
             start = self._positions.setdefault((start, chunk.target_ids), len(self._positions) + 1)
@@ -250,13 +258,13 @@ class Siblings:
 
 
 def rollout_name(problem: str, sample: int) -> str:
-    """Return the name that all requests of a rollout carry, so that engines find its cache."""
+    """Return the name of a rollout in its requests, by which engines find the rollout's cache."""
     return f"{problem}/{sample}"
 
 
 class RolloutBuilder:
     """A rollout under construction; every engine call is a node of the task graph, and every turn
-    makes a new frozen value.
+    makes a new immutable `Rollout`.
     """
 
     def __init__(
@@ -285,7 +293,7 @@ class RolloutBuilder:
         self.needs_first_rejected = policy.takeover == "repair" and is_comparable
         # whether the target draws a replacement while it scores
         reads_chunks = self.score_source in ("log-probabilities", "judge")
-        # A rollout that starts again has no use for a replacement of one chunk.
+        # If the target writes the whole rollout again, it needs no replacement of a single chunk.
         is_scoring = policy.takeover == "replace" and policy.escalates != "rollout" and reads_chunks
         self.draws = is_scoring and "draw" in target.capabilities
         self._bounds = policy.bounds()
@@ -304,30 +312,30 @@ class RolloutBuilder:
         self.turn = 0  # the index of the current turn
         self._is_restarting = False  # whether the next turn begins the text of the rollout again
         self.text = ""
-        self.position = 0  # the position in the tree of the siblings' texts
+        self.position = 0  # the current position in the tree of the siblings' texts
         self._ids: dict[Role, TokenIds] = {"draft": prompt.draft_ids, "target": prompt.target_ids}
         self._room = self.room_left()
-        # whether the thinking budget still applies, because no think block was closed yet
+        # whether the thinking budget still applies; it applies until the think block is closed
         self._is_thinking = policy.thinking_tokens is not None
 
-        # `usage` already includes the cost of the current turn, which the rollout gets at the end
-        # of the turn
+        # `usage` includes the cost of the current turn; the rollout gets this cost at the end of
+        # the turn
         self.usage = Usage()
-        # tokens written that no turn has accepted or discarded yet
+        # number of written tokens that no turn has accepted or discarded yet
         self._unassigned = 0
-        # the chunk that was written before the previous chunk was judged
+        # the next chunk, if it was written while the previous chunk was judged
         self._ahead: Chunk | None = None
 
         # the state of the search for an answer
         self.budget_forcings_left = policy.budget_forcing
         # the answer found before the last "wait" in the text
         self._earlier_answer: str | None = None
-        self._searched_to = 0  # number of characters before which no answer begins
-        # the text that was searched last, with its answer
+        self._searched_to = 0  # no answer begins before this character of the text
+        # the text that was searched last, with the answer found in it
         self._last_search: tuple[str, str | None] = ("", None)
 
     async def propose(self) -> Proposal:
-        """Let the drafter write the next chunk, unless it was written ahead."""
+        """Let the drafter write the next chunk, unless the chunk was written ahead."""
         chunk = self._ahead
         self._ahead = None
         if chunk is None:
@@ -336,10 +344,10 @@ class RolloutBuilder:
         return Proposal(chunk, position, self._find_answer(self.text + chunk.text, chunk))
 
     async def propose_ahead(self, chunk: Chunk) -> None:
-        """Write the next chunk before `chunk` has been judged, with the same prefix, seed and
-        distribution as later.
+        """Write the next chunk while `chunk` is not judged yet, with the same prefix, seed and
+        distribution as if it were written later.
 
-        A failure is ignored, because the chunk is then written later. If `chunk` is escalated, the
+        A failure is ignored, because the chunk can be written later. If `chunk` is escalated, the
         caller must call `drop_ahead`.
         """
         is_last = chunk.ended == "end" or self.turn + 1 >= self._bounds.turns
@@ -353,7 +361,7 @@ class RolloutBuilder:
     def hand_over(self) -> None:
         """Let the target write this rollout from here on, without a judge.
 
-        No gate judges its chunks any more, so the target writes long ones.
+        No gate judges the following chunks, so the target writes long chunks.
         """
         self.policy = replace(self.policy, drafter="target")
         self._bounds = self._bounds._replace(stop=())
@@ -363,11 +371,11 @@ class RolloutBuilder:
         """Discard the text so far, and let the target write the rollout from the prompt, without a
         judge.
 
-        The turns so far stay in the rollout, which records their decisions; their chunks are no
+        The earlier turns stay in the rollout as a record of decisions, but their chunks are no
         longer part of its text.
         """
         self.hand_over()
-        # The turns so far do not count: the target may write as many as the draft could.
+        # The earlier turns do not count: the target may write as many turns as the draft.
         self._bounds = self._bounds._replace(turns=self.turn + self._bounds.turns)
         self._is_restarting = True
         prompt = self.rollout.prompt
@@ -391,7 +399,7 @@ class RolloutBuilder:
     async def write(
         self, role: Role, pending: Sequence[Chunk] = (), turn: int | None = None
     ) -> Chunk:
-        """Write one chunk after the rollout and the `pending` chunks, from the exact token state.
+        """Write one chunk after the rollout and the `pending` chunks, from their exact token ids.
 
         :raises ContextOverflow: if the context has no room for one more token.
         :raises EngineError: if the engine failed for good.
@@ -403,10 +411,11 @@ class RolloutBuilder:
         return self.written(role, completion)
 
     async def replace(self, proposal: Proposal) -> Chunk:
-        """Let the target write a chunk that replaces the proposal.
+        """Let the target write a chunk that replaces the proposed chunk.
 
-        If the target drew its beginning during scoring, only the rest is requested. The proposal is
-        also a hint, which may make a speculating target faster without changing its text.
+        If the target drew the beginning of its chunk during scoring, only the rest is requested.
+        The proposed chunk is also a hint, which may make a speculating target faster without
+        changing its text.
         """
         request = replace(self.request("target"), hint=proposal.chunk.target_ids)
         beginning = proposal.beginning
@@ -425,7 +434,7 @@ class RolloutBuilder:
         return self.written("target", continued(beginning, rest, self.target))
 
     def written(self, role: Role, completion: Completion) -> Chunk:
-        """Return a completion as a chunk, and report it to the listener."""
+        """Return a completion as a chunk, and report the chunk to the listener."""
         chunk = chunk_of(completion, role, self.draft, self.target)
         self.context.listener.written(self.rollout, chunk)
         return chunk
@@ -469,9 +478,9 @@ class RolloutBuilder:
         note: str = "",
         saved: int = 0,
     ) -> None:
-        """End the turn with these chunks, and end the rollout if they complete it.
+        """End the turn with these chunks, and end the rollout if it is complete.
 
-        `saved` tokens of the discarded chunk stay in the rollout.
+        `saved` is the number of tokens of the discarded chunk that stay in the rollout.
         """
         scored_tokens = self.usage.scored_tokens - self.rollout.usage.scored_tokens
         if discarded:
@@ -507,7 +516,7 @@ class RolloutBuilder:
         self._close(finish, answer, why)
 
     def _grow(self, turn: Turn) -> None:
-        """Add a turn with its cost, and report it."""
+        """Add a turn with its cost to the rollout, and report the turn to the listener."""
         old = self.rollout
         rollout = Rollout(old.problem, old.sample, old.prompt, (*old.turns, turn), usage=self.usage)
         self.rollout = rollout
@@ -516,7 +525,7 @@ class RolloutBuilder:
         self.position = self.siblings.position(turn.chunks, self.position)
         for chunk in turn.chunks:
             self.text += chunk.text
-            # The end of the block may be spread over two chunks.
+            # The text that ends the think block may be split between two chunks.
             if THINK_END in self.text[-len(chunk.text) - len(THINK_END) :]:
                 self._is_thinking = False
             self._ids = {
@@ -527,7 +536,7 @@ class RolloutBuilder:
         self.context.listener.turned(rollout, turn)
 
     def _ending(self, last: Turn) -> tuple[Finish | None, str | None, str]:
-        """Return why the rollout ends after its last turn (None if it continues), its answer, and a
+        """Return how the rollout ends after its last turn (None if it continues), its answer, and a
         remark.
         """
         answer = self._find_answer(self.text, last.chunks[-1] if last.chunks else None)
@@ -555,20 +564,20 @@ class RolloutBuilder:
         count.
         """
         unread = text[self._searched_to :]
-        # a chunk that is proposed and later accepted is searched only once
+        # the text with this chunk was already searched when the chunk was proposed
         if self._last_search[0] != unread:
             extract = self.context.answers.extract
             answer = extract(unread)
             if answer is not None and last is not None and last.ended == "length":
-                # "The answer is 1" may be the beginning of 12, so an answer that a further digit
-                # would change does not count yet.
+                # "The answer is 1" may continue as "12", so an answer does not count if one more
+                # digit would change it.
                 if extract(unread + "0") != answer:
                     answer = None
             self._last_search = (unread, answer)
         return self._last_search[1]
 
     def _repeats(self) -> bool:
-        """Return whether the last chunks with any text are all the same."""
+        """Return whether the last chunks, not counting empty chunks, are all equal."""
         last: list[str] = []
         for chunk in reversed(self.rollout.chunks):
             if chunk.text.strip():
@@ -590,7 +599,7 @@ class RolloutBuilder:
     def _wait(self, answer: str | None) -> None:
         """Insert the wait text into the rollout instead of ending it (budget forcing).
 
-        An answer so far is kept in reserve and does not end the rollout again.
+        An earlier answer is kept as a fallback, and does not end the rollout again.
         """
         self.budget_forcings_left -= 1
         self._earlier_answer = answer or self._earlier_answer
@@ -601,11 +610,11 @@ class RolloutBuilder:
     def _stop_thinking(self) -> None:
         """Insert the text that ends the thinking, because the thinking budget is used up.
 
-        If the model did not open a think block, the mark that closes one is left out. If the text
-        and one more token do not fit, the rollout continues to its limit.
+        If the model did not open a think block, the mark that closes a block is left out. If there
+        is no room for the text and one more token, the rollout continues to its limit.
         """
         self._is_thinking = False
-        self.budget_forcings_left = 0  # a "wait" would only extend the thinking
+        self.budget_forcings_left = 0  # inserting "wait" would only extend the thinking
         before = self.target.tokenizer.decode(self.rollout.prompt.target_ids) + self.text
         text = self.policy.thinking_end
         if before.rfind(THINK) <= before.rfind(THINK_END):
@@ -619,10 +628,10 @@ class RolloutBuilder:
         self._grow(Turn(self.turn, (words,), note=note, is_forced=True))
 
     def _close(self, finish: Finish, answer: str | None, why: str) -> None:
-        """End the rollout; if its model ended the text without a marked answer, search the text for
-        a stated one.
+        """End the rollout; if the model ended the text without a marked answer, search the text for
+        a stated answer.
         """
-        # A text that a limit cut is not finished: "The total is 1" may continue as 12.
+        # A text that was cut at a limit is not searched: "The total is 1" may continue as "12".
         chunks = self.rollout.turns[-1].chunks
         has_model_ended = bool(chunks) and chunks[-1].ended == "end"
         is_fallback = False
@@ -635,7 +644,7 @@ class RolloutBuilder:
         self.siblings.rollouts[self.rollout.sample] = self.rollout
 
     def waste_unfinished(self) -> None:
-        """Count the cost of the turn that was not completed; the tokens written in it are wasted."""
+        """Count the tokens of the turn that was not completed as wasted."""
         if self._unassigned:
             self.usage += Usage(wasted_tokens=self._unassigned)
         self._ahead = None
@@ -653,7 +662,7 @@ class RolloutBuilder:
 
     def room_left(self, pending: Sequence[Chunk] = ()) -> int:
         """Return how many more tokens this rollout may get after the `pending` chunks, within its
-        limit and both contexts.
+        limit and the contexts of both models.
         """
         draft = len(self._ids["draft"])
         target = len(self._ids["target"])
@@ -671,9 +680,9 @@ class RolloutBuilder:
     def thinking_left(self, pending: Sequence[Chunk] = ()) -> int:
         """Return how many tokens of the thinking budget are left after the `pending` chunks.
 
-        They are counted in the target's tokens, like all lengths.
+        The unit is the target's tokens, as for all lengths.
 
-        The budget counts only while the rollout is thinking.
+        The budget applies only while the rollout is thinking.
         """
         assert self.policy.thinking_tokens is not None, "the policy must have a thinking budget"
         written = len(self._ids["target"]) - len(self.rollout.prompt.target_ids)
@@ -681,15 +690,15 @@ class RolloutBuilder:
         return self.policy.thinking_tokens - written
 
     def may_write(self, pending: Sequence[Chunk] = ()) -> bool:
-        """Return whether the rollout's limit and its thinking budget allow a token after the
-        `pending` chunks.
+        """Return whether the limit and the thinking budget of the rollout allow one more token
+        after the `pending` chunks.
         """
         if self._is_thinking and self.thinking_left(pending) < 1:
             return False
         return self.room_left(pending) >= 1
 
     def engine(self, role: Role) -> RolloutEngine:
-        """Return the engine in this role."""
+        """Return the engine of the draft or of the target."""
         return self.draft if role == "draft" else self.target
 
     def spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
@@ -704,13 +713,13 @@ class RolloutBuilder:
 
 
 def _tokens_kept(rollout: Rollout) -> int:
-    """Count the tokens of a rollout's text that a model wrote, not those that atts inserted."""
+    """Count the tokens of a rollout's text, without the tokens that atts inserted."""
     return sum(
         chunk.tokens for turn in rollout.turns if not turn.is_forced for chunk in turn.chunks
     )
 
 
-# Prompts and chunks in the token ids of both models.
+# ---- prompts and chunks, in the token ids of both models
 
 
 def render(problem: Problem, policy: Policy, draft: Engine, target: Engine) -> Prompt:
@@ -729,10 +738,11 @@ _PROGRAM = "Solve the task step by step. End with the whole program in one ```py
 
 
 def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
-    """Return the conversation that a rollout continues: a system prompt if there is one, worked
-    examples, the problem.
+    """Return the conversation that a rollout continues: an optional system prompt, worked examples,
+    and the problem.
 
-    The problem's message also contains the instruction and, for choices, the request for a letter.
+    The message of the problem also contains the instruction and, for multiple choice, the request
+    for a letter.
     """
 
     def question(text: str) -> Message:
@@ -742,7 +752,7 @@ def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
     messages: list[Message] = []
     system = policy.system
     if problem.kind == "code" and system == Policy().system:
-        system = _PROGRAM  # a program does not belong in a LaTeX box
+        system = _PROGRAM  # the usual prompt asks for a LaTeX box, which does not suit a program
     if system:
         messages.append(Message("system", system))
     for text, solution in problem.examples:
@@ -753,10 +763,10 @@ def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
 
 
 def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine) -> Chunk:
-    """Return the completion without its end token, in both tokenizers' ids.
+    """Return the completion without its end token as a chunk, with the token ids of both models.
 
-    If the tokenizers differ, a character that is cut in the middle cannot be converted, so the
-    tokens of its bytes are dropped.
+    If the tokenizers differ, a character that is cut within its bytes cannot be converted, so the
+    tokens of these bytes are dropped.
     """
     writer, reader = (draft, target) if author == "draft" else (target, draft)
     ids = completion.ids
@@ -773,7 +783,7 @@ def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine
 
 
 def after(request: SampleRequest, beginning: Beginning) -> SampleRequest:
-    """Return the request for the rest of a completion that has begun."""
+    """Return the request for the rest of a completion whose beginning is known."""
     count = len(beginning.ids)
     return replace(
         request,
@@ -784,7 +794,7 @@ def after(request: SampleRequest, beginning: Beginning) -> SampleRequest:
 
 
 def continued(beginning: Beginning, rest: Completion | None, engine: Engine) -> Completion:
-    """Return the completion that consists of a beginning and of its rest, if there is a rest."""
+    """Join the beginning of a completion and its rest, if there is a rest."""
     ids = beginning.ids
     logprobs = beginning.logprobs
     ended = beginning.ended
@@ -797,12 +807,12 @@ def continued(beginning: Beginning, rest: Completion | None, engine: Engine) -> 
     assert ended is not None, "an unfinished beginning needs a continuation"
     text_ids = ids[:-1] if ended == "end" and ids[-1] in engine.spec.end_ids else ids
     if len(logprobs) != len(ids):
-        logprobs = ()  # the engine sent no log-probabilities for the remaining tokens
+        logprobs = ()  # the engine sent no log-probabilities for the rest
     return Completion(ids, engine.tokenizer.decode(text_ids), ended, logprobs, cached_tokens)
 
 
 def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:
-    """Return a chunk for text that atts inserts into a rollout (a "wait"), in both tokenizers' ids."""
+    """Return a text that atts inserts into a rollout, such as "wait", as a chunk for both models."""
     draft_ids = draft.tokenizer.encode(text)
     if draft.spec.tokenizer == target.spec.tokenizer:
         target_ids = draft_ids
@@ -812,10 +822,10 @@ def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:
 
 
 def first_tokens(chunk: Chunk, tokens: int, engine: Engine) -> Chunk | None:
-    """Return the first `count` tokens of a chunk as a chunk, or None if nothing remains.
+    """Return the first `count` tokens of a chunk as a new chunk; None if no tokens remain.
 
-    There are fewer tokens if a character would be cut. The part has no log-probabilities, because
-    its tokens were counted with the whole chunk.
+    The new chunk has fewer tokens if a character would be cut. It has no log-probabilities, because
+    its tokens were already counted with the whole chunk.
     """
     ids, text = _whole_characters(chunk.target_ids[:tokens], engine)
     if not ids or not chunk.text.startswith(text):

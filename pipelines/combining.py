@@ -36,17 +36,18 @@ if TYPE_CHECKING:
     from atts.journal import FinishedProblem
 
 COVERED = 0.9
-"""The least share of the problems that a comparison can still win that must count as split."""
+"""At least this share of the problems that a comparison could win must count as split."""
 PROVEN = 10.0
-"""At these odds against chance, `auto` lets the selector overrule votes."""
+"""From these odds that the selector helps, `auto` lets the selector overrule votes."""
 REFUTED = 0.2
-"""At these odds `auto` stops asking the selector."""
-_TRIALS = 3  # attempts to shorten solutions until they fit into the context
+"""At these odds (or lower) that the selector helps, `auto` stops asking the selector."""
+_TRIALS = 3  # number of attempts to shorten solutions until they fit into the context
 _END_OF_THOUGHT = "</think>"
 
 
 def odds(better: int, worse: int) -> float:
-    """Return the odds that `better` cases are more likely than `worse` ones, against a fair coin.
+    """Return the odds that better cases are more likely than worse cases, compared with a fair
+    coin.
 
     The probability of a better case has a uniform prior on (1/2, 1). For a fair coin the odds ever
     exceed 10 during a run with probability at most 1/10, because they are a martingale (Ville's
@@ -63,26 +64,27 @@ def odds(better: int, worse: int) -> float:
 class Combiner:
     """A planner that learns from a run's split votes and from the results of its selector.
 
-    It learns from finished problems and decides on others, so a problem's reference never affects
-    its answer.
+    The planner learns from finished problems and decides on later problems, so the reference of a
+    problem never affects its own answer.
     """
 
     def __init__(self) -> None:
-        # shares of the leading answer in problems whose vote was wrong but another finalist was
-        # correct
+        # shares of votes for the leading answer, in problems whose vote was wrong although another
+        # finalist was correct
         self._winnable: list[float] = []
-        # shares of the leading answer in votes of half the rollouts that the whole vote overruled
+        # shares of votes for the leading answer, in votes of half the rollouts whose leader lost
+        # the vote of all rollouts
         self._overruled: list[float] = []
-        # graded problems in which the target's choice was correct and the vote wrong
+        # number of graded problems in which the target's choice was correct and the vote wrong
         self.better = 0
-        # graded problems in which the target's choice was wrong and the vote correct
+        # number of graded problems in which the target's choice was wrong and the vote correct
         self.worse = 0
-        self.consistent = 0  # pairs with the same verdict in both orders
+        self.consistent = 0  # number of pairs with the same verdict in both orders
         self.inconsistent = 0
         self._is_graded = False
 
     def learn(self, line: FinishedProblem) -> None:
-        """Learn from a finished problem."""
+        """Update the statistics with the result of a finished problem."""
         known = line.combination
         if known is None:
             return
@@ -102,13 +104,14 @@ class Combiner:
 
     @property
     def below(self) -> float:
-        """Return the share of the leading answer up to which a vote counts as split.
+        """Return the threshold: a vote counts as split if its leading answer has at most this
+        share.
 
-        It is the conformal quantile of the shares in problems whose vote was wrong although another
-        finalist was correct. With probability 0.9 it is at least the share in the next such
-        problem. If there are fewer than nine such graded problems, votes of half the rollouts that
-        the whole vote overruled replace them. If these are too few as well, every vote that is not
-        unanimous counts as split.
+        The threshold is the conformal quantile of the leader's shares in problems whose vote was
+        wrong although another finalist was correct. With probability 0.9 it is at least the share
+        in the next such problem. With fewer than nine such problems, votes of half the rollouts are
+        used instead, if all rollouts overruled them. If these are too few as well, every vote that
+        is not unanimous counts as split.
         """
         for shares in (self._winnable, self._overruled):
             rank = math.ceil((len(shares) + 1) * COVERED)
@@ -120,9 +123,9 @@ class Combiner:
     def odds(self) -> float:
         """Return the odds that the selector helps.
 
-        With graded problems, the odds come from the problems on which only the selector's choice or
-        only the vote is correct. Without graded problems, they come from how often its verdict is
-        the same in the reverse order.
+        If problems are graded, the odds come from the problems in which only the selector's choice
+        or only the vote is correct. If not, the odds come from how often a verdict of the selector
+        is the same in the reverse order.
         """
         if self._is_graded:
             return odds(self.better, self.worse)
@@ -130,7 +133,7 @@ class Combiner:
 
     @property
     def evidence(self) -> str:
-        """Describe the evidence behind the odds."""
+        """Describe the evidence on which the odds are based."""
         pairs = self.consistent + self.inconsistent
         told_apart = self.better + self.worse if self._is_graded else pairs
         if told_apart == 0:
@@ -140,8 +143,8 @@ class Combiner:
         return f"{self.consistent} of {pairs} pairs had the same verdict in both orders"
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the plan for a problem whose vote has ended, from the leading answer's share and
-        the number of answers.
+        """Return the plan for a problem after its vote, from the share of the leading answer and
+        the number of different answers.
         """
         below = self.below
         if kind == "vote" or answers < 2:
@@ -160,7 +163,7 @@ class Combiner:
 async def combined(
     outcome: Outcome, count: Tally, policy: Policy, context: Context, scope: ProblemScope
 ) -> Outcome:
-    """Return the outcome with the answer that the policy selects or synthesizes.
+    """Return the outcome with the answer that the target selects or synthesizes.
 
     If the target cannot answer, the vote remains the answer.
     """
@@ -176,8 +179,7 @@ async def combined(
     )
     if plan.action != "vote":
         asked = _Question(outcome, count.answers[: policy.finalists], policy, context)
-        # The combination counts as one more rollout, with its place in the queue, limits and
-        # retries.
+        # The combination has a position in the queue, limits and retries like one more rollout.
         number = range(policy.samples, policy.samples + 1)
         (result,) = await scope.rollouts(asked.select_or_write, number)
         found = replace(found, finalists=asked.answers, usage=asked.usage)
@@ -200,8 +202,8 @@ async def combined(
 def _halves(
     rollouts: Sequence[Rollout], winner: str, policy: Policy, group: Grouper
 ) -> tuple[tuple[float, bool], ...]:
-    """Return, for the votes of the even and of the odd rollouts, the leader's share and whether it
-    leads the whole vote.
+    """Return the leader's share, and whether it is also the winner of all rollouts, for the votes
+    of the even and of the odd rollouts.
     """
     halves: list[tuple[float, bool]] = []
     for parity in (0, 1):
@@ -216,17 +218,18 @@ def _halves(
 
 
 class RecordedRollouts:
-    """A pipeline that votes and combines again over rollouts that an earlier run recorded.
+    """A pipeline that repeats the vote and the combination on the recorded rollouts of an earlier
+    run.
 
-    Iterating over the pipeline yields the problems of that run. An outcome is read when its problem
-    is yielded and dropped when the problem ends, so memory holds only the outcomes of open
-    problems.
+    Iterating over the pipeline yields the problems of the earlier run. An outcome is read when its
+    problem is yielded, and dropped when the problem ends; so only outcomes of open problems are in
+    memory.
     """
 
     def __init__(self, outcomes: Callable[[], Iterable[Outcome]], count: int) -> None:
         self._outcomes = outcomes
         self._count = count
-        self._open: dict[str, Outcome] = {}  # outcomes, keyed by problem
+        self._open: dict[str, Outcome] = {}  # outcomes of open problems, keyed by problem
         self._over = set[str]()
 
     def __len__(self) -> int:
@@ -243,7 +246,7 @@ class RecordedRollouts:
             yield outcome.problem
 
     def forget(self, problem: str) -> None:
-        """Drop the outcome of a problem that is over; if it was not read yet, do not store it
+        """Drop the outcome of a finished problem; if the outcome was not read yet, do not keep it
         later.
         """
         self._over.add(problem)
@@ -252,7 +255,9 @@ class RecordedRollouts:
     async def __call__(
         self, problem: Problem, policy: Policy, context: Context, scope: ProblemScope, /
     ) -> Outcome:
-        """Return the recorded outcome with the answer that this policy gives for its rollouts."""
+        """Return the recorded outcome with the answer that this policy gives to the recorded
+        rollouts.
+        """
         outcome = self._open.pop(problem.id)
         rollouts = outcome.rollouts
         await context.answers.prepare([rollout.answer for rollout in rollouts])
@@ -265,7 +270,9 @@ class RecordedRollouts:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The choice of the target, or None, and how often its verdicts agreed in both orders."""
+    """The choice of the target (None without a choice), and how often its verdicts agreed in both
+    orders.
+    """
 
     chosen: str | None
     pairs: int
@@ -273,18 +280,18 @@ class _Verdict:
 
 
 class _Question:
-    """The comparison of one problem's finalists by the target."""
+    """The questions to the target about the finalists of one problem."""
 
     def __init__(
         self, outcome: Outcome, answers: tuple[str, ...], policy: Policy, context: Context
     ) -> None:
         self.answers = answers
         self.usage = Usage()
-        self.unusable = ""  # the reason why a question has no usable reply
+        self.unusable = ""  # why a question has no usable reply
         self._problem = outcome.problem
         self._policy = policy
         self._context = context
-        texts: dict[str, str] = {}  # text of the first rollout with each answer
+        texts: dict[str, str] = {}  # for each answer, the text of the first rollout that has it
         for rollout in sorted(outcome.rollouts, key=lambda one: one.sample):
             if rollout.answer is not None:
                 texts.setdefault(rollout.answer, rollout.text)
@@ -322,7 +329,7 @@ class _Question:
     async def _compare(
         self, target: RolloutEngine, order: tuple[int, int], turn: int
     ) -> int | None:
-        """Return which of two finalists the target calls correct; None if it names neither."""
+        """Return which of two finalists the target calls correct; None if the target names neither."""
         done = await self._ask(target, self._policy.prompt("select"), order, turn)
         if done is None:
             return None
@@ -338,9 +345,9 @@ class _Question:
         return order[others.index(label)] if others.count(label) == 1 else None
 
     async def _write(self, target: RolloutEngine) -> _Verdict:
-        """Let the target write a solution from the finalists, once in each order.
+        """Let the target write a new solution from the finalists, once in each order.
 
-        The synthesis counts only if both solutions have the same answer.
+        The synthesis counts only if both new solutions have the same answer.
         """
         forward = tuple(range(len(self.answers)))
         orders = (forward, forward[::-1])
@@ -356,7 +363,8 @@ class _Question:
         labels = classes([first, second, *self.answers], self._context.answers.group)
         if labels[0] != labels[1]:
             return _Verdict(None, 1, 0)
-        # the spelling of the equal finalist, so that the answer gets the finalist's verdict
+        # use the spelling of the finalist that is equal, so that the answer gets the verdict of the
+        # finalist
         spelt = [answer for answer, label in zip(self.answers, labels[2:], strict=True)
                  if label == labels[0]]  # fmt: skip
         return _Verdict(spelt[0] if spelt else first, 1, 1)
@@ -370,7 +378,9 @@ class _Question:
     async def _ask(
         self, target: RolloutEngine, prompt: str, order: Sequence[int], turn: int
     ) -> Completion | None:
-        """Ask one question; None if the reply is unusable or the question does not fit."""
+        """Ask the target one question; return None if the reply is unusable or the context is too
+        short.
+        """
         policy = self._policy
         context = self._context
         wanted = policy.combine_tokens or policy.bounds().max_tokens
@@ -397,9 +407,10 @@ class _Question:
     def _rendered(
         self, target: RolloutEngine, prompt: str, order: Sequence[int], room: int
     ) -> tuple[int, ...]:
-        """Return the question's ids; solutions that are too long lose their beginnings."""
+        """Return the token ids of the question; long solutions are cut at their beginnings."""
         texts = [self._texts[index] for index in order]
-        # the reasoning before a solution repeats it at length, so it is left out
+        # the reasoning before the end of thought only repeats the solution at length, so it is left
+        # out
         texts = [text.rpartition(_END_OF_THOUGHT)[2].strip() or text.strip() for text in texts]
         ids: tuple[int, ...] = ()
         for _ in range(_TRIALS):
@@ -413,7 +424,7 @@ class _Question:
 
 
 def question_text(prompt: str, problem: Problem, solutions: Sequence[str]) -> str:
-    """Return the prompt with the problem and the numbered solutions in it."""
+    """Return the prompt with its fields replaced by the problem and the numbered solutions."""
     numbered = "\n\n".join(
         f"Solution {number}:\n{text}" for number, text in enumerate(solutions, start=1)
     )
@@ -433,7 +444,8 @@ _LINE = re.compile(
 
 
 def named_solution(text: str) -> int | None:
-    """Return the index, 0 or 1, of the solution that a reply calls correct; None if it names none.
+    """Return the index (0 or 1) of the solution that a reply calls correct; None if the reply names
+    none.
 
     >>> named_solution("Solution 1 adds wrongly.\\n\\nCorrect: 2"), named_solution("Both are fine.")
     (1, None)
@@ -447,7 +459,7 @@ def named_solution(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class CombinedVerdicts:
-    """The verdicts on the vote, the choice and the rollouts of a graded problem."""
+    """The verdicts on the vote, on the target's choice and on the rollouts of a graded problem."""
 
     is_vote_correct: bool
     is_choice_correct: bool
@@ -470,34 +482,37 @@ class CombinedVerdicts:
 
     @property
     def gain(self) -> int:
-        """Return 1 where the choice is correct and the vote is not, -1 in the reverse case."""
+        """Return 1 if only the choice is correct, -1 if only the vote is correct, and 0 if they
+        agree.
+        """
         return self.is_choice_correct - self.is_vote_correct
 
     @property
     def is_winnable(self) -> bool:
-        """Return whether the vote is wrong and some rollout's answer is correct."""
+        """Return whether the vote is wrong although the answer of some rollout is correct."""
         return self.is_any_correct and not self.is_vote_correct
 
 
 @dataclass(frozen=True, slots=True)
 class CombineSummary:
-    """The effects and costs of a run's selection or synthesis, and the largest possible gain."""
+    """The effect and the cost of selection or synthesis in a run, and the largest possible gain."""
 
     problems: int
-    split: int  # number of problems on which the target was asked
-    trials: int  # number of these problems in which the target's choice did not count
-    changed: int  # answers that the target's choice changed from the vote
-    gained: int  # changed answers that are correct, while the vote is wrong
+    split: int  # number of problems with a split vote, about which the target was asked
+    # number of these problems that kept the vote, because they were trials of the selector
+    trials: int
+    changed: int  # number of problems in which the target's choice replaced the answer of the vote
+    gained: int  # number of changed answers that are correct although the vote is wrong
     lost: int
     pairs: int
     consistent: int
-    winnable: int  # graded split problems with a wrong vote and a correct answer among the rollouts
-    gain: Estimate  # gain in accuracy over graded problems, with its interval
-    ceiling: float  # the gain of an oracle that chooses on the same problems
-    below: float  # final threshold: a vote counted as split if its leader had at most this share
+    winnable: int  # number of graded problems with a split and wrong vote but a correct rollout
+    gain: Estimate  # gain in accuracy over the vote on graded problems, with its interval
+    ceiling: float  # gain if a correct answer were chosen whenever a rollout has one
+    below: float  # final threshold: votes count as split if the leader's share is at most this
     actions: tuple[str, ...]
     usage: Usage
-    unusable: int = 0  # problems about which the target could not be asked
+    unusable: int = 0  # number of problems about which the target could not be asked
 
     def __str__(self) -> str:
         """Return the summary as a sentence."""

@@ -1,4 +1,4 @@
-"""Gates, which decide from numbers alone, and without waiting, whether to escalate a chunk."""
+"""Gates, which decide whether to escalate a chunk, from numbers alone and without waiting."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from atts.core import Action, Decision, Features, Origin
 from atts.errors import CalibrationInputError, OptionError
 
 GateReads = Literal["score", "nothing"]
-"""The numbers that a gate reads of a chunk: the score alone, or nothing."""
+"""The numbers that a gate reads: only the score of the chunk, or nothing."""
 
 
 class Gate(Protocol):
-    """A rule that decides on a chunk from numbers alone.
+    """A rule that accepts or escalates a chunk from numbers alone.
 
     `preview` is called before the target scores, `decide` after it, and `observe` last. A preview
     of "verify" requests the score; "accept" and "escalate" skip the score. `observe` receives the
     action that was carried out.
 
-    A gate may set these attributes on its class. `needs_draft_logprobs = True`: a draft that sends no
-    log-probabilities is refused before the run. Single chunks may still lack them, so the gate must
-    never accept NaN. `reads = "score"` or `reads = "nothing"`: engines need not send what the gate
-    does not read. Without `reads`, the draft's log-probabilities are requested as well.
+    A gate may set these attributes on its class. `needs_draft_logprobs = True`: a draft that sends
+    no log-probabilities is refused before the run. Single chunks may still lack log-probabilities,
+    so the gate must never accept a chunk with NaN. `reads = "score"` or `reads = "nothing"`:
+    engines need not send other numbers. If `reads` is missing, the draft's log-probabilities are
+    requested as well.
     """
 
     def preview(self, features: Features) -> Decision:
@@ -42,31 +43,33 @@ class Gate(Protocol):
         ...
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Learn from a decision that was carried out, or was overridden."""
+        """Learn from a decision; `escalated` says whether the chunk was really escalated."""
         ...
 
 
 @runtime_checkable
 class RoundGate(Protocol):
-    """A synchronous gate, which ranks a whole round of siblings and so must wait for all of them."""
+    """A synchronous gate, which ranks all siblings of a round, so each round waits for all
+    siblings.
+    """
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
-        """Return one decision per member, in the order given."""
+        """Return one decision for each chunk of the round, in the same order."""
         ...
 
 
 @runtime_checkable
 class Forgetting(Protocol):
-    """A gate or a calibrator that stores something for each problem and can drop it."""
+    """A gate or calibrator that stores data for each problem, and can drop this data."""
 
     def forget(self, question: str) -> None:
-        """Drop what only the decisions of this problem need, because the problem is finished."""
+        """Drop the data that is needed only for this problem, because the problem is finished."""
         ...
 
 
 def let_go(kept: object, question: str) -> None:
-    """Let a gate forget a question, and every gate inside it."""
-    # `isinstance` of a protocol is ten times as slow
+    """Let a gate, and every gate inside it, forget a question."""
+    # `isinstance` with a protocol would be ten times slower
     if hasattr(kept, "forget"):
         cast(Forgetting, kept).forget(question)
     inner = getattr(kept, "inner", None)
@@ -97,8 +100,8 @@ class CalibratorProtocol(Protocol):
 class ConformalGate:
     """A gate that decides by the rank of a chunk's score among stored scores.
 
-    Scores reach the calibrator in the order of request, not of arrival, because short chunks arrive
-    first. The preview numbers the requests.
+    Scores reach the calibrator in the order in which they were requested, because short chunks
+    arrive first. `preview` numbers the requests.
     """
 
     reads: ClassVar[GateReads] = "score"
@@ -108,12 +111,12 @@ class ConformalGate:
         self._issued = 0
 
     def continue_with(self, calibrator: CalibratorProtocol, issued: int) -> None:
-        """Continue with the calibrator of an earlier session, after this many requests for scores."""
+        """Continue with the calibrator of an earlier session, which requested this many scores."""
         self.calibrator = calibrator
         self._issued = issued
 
     def preview(self, features: Features) -> Decision:
-        """Request a score for every chunk; the decision has the number of the request."""
+        """Request a score for every chunk; the decision contains the number of the request."""
         decision = Decision(
             "verify",
             float(self.calibrator.rate),
@@ -134,8 +137,8 @@ class ConformalGate:
         )
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Report the decision to the calibrator; a forced escalation without a score counts for the
-        rate only.
+        """Report the decision to the calibrator; a forced escalation without a score counts only
+        for the rate.
         """
         # decisions that an earlier session recorded already have a number
         if decision.issue is not None:
@@ -148,8 +151,8 @@ class ConformalGate:
 
 
 class NonLearningGate(ABC):
-    """A gate that learns nothing and requests a score for every chunk, unless a subclass previews
-    differently.
+    """A gate that learns nothing; it requests a score for every chunk, unless a subclass changes
+    `preview`.
     """
 
     __slots__ = ()
@@ -161,7 +164,7 @@ class NonLearningGate(ABC):
     # every gate must override this, because the preview's "verify" is not a final decision
     @abstractmethod
     def decide(self, features: Features, score: float) -> Decision:
-        """Return "accept" or "escalate" for a chunk of this score."""
+        """Return "accept" or "escalate" for a chunk with this score."""
 
     def observe(self, decision: Decision, escalated: bool) -> None:  # noqa: B027  # a default
         """Learn nothing."""
@@ -175,7 +178,7 @@ class FixedGate(NonLearningGate):
     action: Literal["accept", "escalate"]
 
     def preview(self, features: Features) -> Decision:
-        """Decide without a score."""
+        """Return the decision that is the same for every chunk, without a score."""
         return features.decision(self.action, float(self.action == "escalate"), "fixed")
 
     def decide(self, features: Features, score: float) -> Decision:
@@ -185,8 +188,8 @@ class FixedGate(NonLearningGate):
 
 @dataclass(frozen=True, slots=True)
 class CoinGate(NonLearningGate):
-    """A gate that tosses a seeded coin per chunk: the baseline that escalates as often but at
-    random.
+    """A gate that tosses a seeded coin per chunk: the baseline with the same rate but random
+    decisions.
     """
 
     reads: ClassVar[GateReads] = "nothing"
@@ -194,7 +197,7 @@ class CoinGate(NonLearningGate):
     seed: int = 0
 
     def preview(self, features: Features) -> Decision:
-        """Return the decision of this chunk's coin."""
+        """Return the decision by the coin of this chunk."""
         action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
         return features.decision(action, self.rate, "coin")
 
@@ -207,22 +210,22 @@ class CoinGate(NonLearningGate):
 class TrialGate(NonLearningGate):
     """A gate that tosses a seeded coin for each chunk, after the chunk was scored.
 
-    Chance alone decides, so escalated chunks differ from the others in the takeover only. The
-    scores are recorded so that their relation to the effect of a takeover can be learned.
+    Only chance decides, so escalated and accepted chunks differ only in the takeover. The scores
+    are recorded so that their relation to the effect of a takeover can be learned.
     """
 
     rate: float
     seed: int = 0
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Toss the coin of this chunk."""
+        """Return the decision by the coin of this chunk, with its score."""
         action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
         return features.decision(action, self.rate, "coin that ignores the score", score=score)
 
 
 @dataclass(frozen=True, slots=True)
 class ThresholdGate(NonLearningGate):
-    """A gate that escalates above (or below) a fixed score, without any guarantee on the rate."""
+    """A gate that escalates chunks above (or below) a fixed score, without a guarantee on the rate."""
 
     reads: ClassVar[GateReads] = "score"
     threshold: float
@@ -240,8 +243,8 @@ class ThresholdGate(NonLearningGate):
 class StaticRankGate(NonLearningGate):
     """The published rule, for comparison: escalate if c/N >= tau, at every turn.
 
-    The rank c/N is taken among stored scores of turn 0: those of the chunk's question, or one pool
-    of all questions with the name "".
+    The rank c/N is the share of stored scores of turn 0 that are below the score. The stored scores
+    are those of the chunk's question, or of all questions, in a pool with the name "".
     """
 
     reads: ClassVar[GateReads] = "score"
@@ -250,7 +253,7 @@ class StaticRankGate(NonLearningGate):
 
     @classmethod
     def of(cls, scores: Sequence[float], rate: float) -> StaticRankGate:
-        """Make the gate from calibration scores in any order, with tau = 1 - rate."""
+        """Make the gate from calibration scores, which may be in any order; tau is 1 - rate."""
         if not scores:
             raise OptionError(
                 "calibration scores",
@@ -309,9 +312,9 @@ CUES = (
 
 @dataclass(frozen=True, slots=True)
 class CueGate(NonLearningGate):
-    """Speculative Thinking: escalate a chunk if its text hesitates or checks itself."""
+    """The gate of Speculative Thinking: escalate a chunk if its text contains a cue such as "wait"."""
 
-    reads: ClassVar[GateReads] = "nothing"  # no number, but the text
+    reads: ClassVar[GateReads] = "nothing"  # it reads no numbers, only the text
     needs_text: ClassVar[bool] = True
     cues: tuple[str, ...] = CUES
 
@@ -333,8 +336,8 @@ class TopGate:
     """The synchronous gate, which sorts each round and escalates the worst share `rate` of its
     members.
 
-    Rounding errors carry over to the question's next round. Sorting needs the scores of the whole
-    round, so it needs a barrier.
+    The rounding error of a round is carried over to the question's next round. Sorting needs the
+    scores of all chunks of the round, so the rollouts wait at a barrier.
     """
 
     reads: ClassVar[GateReads] = "score"
@@ -343,15 +346,13 @@ class TopGate:
 
     @classmethod
     def of(cls, rate: float) -> TopGate:
-        """Create a gate without carried rounding errors."""
+        """Create a gate that has no rounding errors to carry over yet."""
         if not 0 <= rate <= 1:
             raise OptionError("rate", f"{rate} is outside [0, 1]")
         return cls(rate, {})
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
-        """Escalate the worst chunks of the round; a score that is not a number is worse than any
-        number.
-        """
+        """Escalate the worst chunks of the round; a NaN score is worse than any number."""
         question = round_[0][0].question
         want = self.rate * len(round_) + self._carry.get(question, 0.0)
         count = max(0, min(len(round_), math.floor(want + 0.5)))
@@ -367,7 +368,7 @@ class TopGate:
         return decisions
 
     def forget(self, question: str) -> None:
-        """Drop the rounding error of this question."""
+        """Drop the rounding error that was carried over for this question."""
         self._carry.pop(question, None)
 
 
@@ -376,7 +377,7 @@ Meanwhile = Literal["accept", "escalate"]
 
 @dataclass(frozen=True, slots=True)
 class CappedGate:
-    """Another gate under a hard cap: each escalation needs a slot, so the cap holds in any order of
+    """A gate with a hard cap: each escalation needs a slot, so the cap is kept in any order of
     completion.
 
     `take` reserves a slot, and returns False if no slot is left. The inner gate observes the action
@@ -387,15 +388,15 @@ class CappedGate:
     take: Callable[[Features], bool]
 
     def preview(self, features: Features) -> Decision:
-        """Return the inner gate's decision, but escalate only if a slot is left."""
+        """Return the inner gate's decision, but accept if no slot is left."""
         return self._capped(features, self.inner.preview(features))
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return the inner gate's decision, but escalate only if a slot is left."""
+        """Return the inner gate's decision, but accept if no slot is left."""
         return self._capped(features, self.inner.decide(features, score))
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Let the inner gate observe what was done."""
+        """Report the action that was carried out to the inner gate."""
         self.inner.observe(decision, escalated)
 
     def _capped(self, features: Features, decision: Decision) -> Decision:
@@ -409,19 +410,19 @@ class CappedGate:
         return decision
 
 
-_SIBLINGS = 3  # siblings that must have an answer before their agreement counts
+_SIBLINGS = 3  # the agreement counts once this many siblings have an answer
 
 
 @dataclass(frozen=True, slots=True)
 class AgreementGate:
-    """Another gate, except that a chunk is accepted if its siblings agree on an answer.
+    """A gate around another gate, which accepts a chunk if its siblings already agree on an answer.
 
-    The inner gate observes the action that was carried out, so a gate that controls a rate escalates
-    other chunks instead.
+    The inner gate observes the actions that were carried out, so an inner gate that controls a rate
+    escalates other chunks instead.
     """
 
     inner: Gate
-    # no chunk escalates once this share of the answered siblings has the same answer
+    # once this share of the answered siblings has the same answer, every chunk is accepted
     agreement: float
 
     def preview(self, features: Features) -> Decision:
@@ -433,7 +434,7 @@ class AgreementGate:
         return self._spared(features, self.inner.decide(features, score))
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Let the inner gate observe what was done."""
+        """Report the action that was carried out to the inner gate."""
         self.inner.observe(decision, escalated)
 
     def _spared(self, features: Features, decision: Decision) -> Decision:
@@ -450,7 +451,7 @@ class AgreementGate:
 
 @dataclass(frozen=True, slots=True)
 class WarmScore:
-    """A score of the warm-up with its origin; `tokens` is the number of tokens scored for it."""
+    """A score of the warm-up with its question and turn; `tokens` is the number of scored tokens."""
 
     score: float
     question: str
@@ -459,12 +460,12 @@ class WarmScore:
 
 
 class WarmingGate:
-    """A gate that first stores the run's first scores, then lets `make` build a gate from them.
+    """A gate that stores the first scores of the run, then lets `make` build a gate from them.
 
-    During this warm-up every chunk is accepted, or every chunk is escalated. Its chunks belong to
-    rollouts that vote, and its cost counts like any other; `spent` is the number of tokens that the
-    target scored for it. Short chunks arrive first, so the warm-up's scores are biased towards
-    short chunks, unlike scores of a calibration run.
+    During this warm-up every chunk is accepted, or every chunk is escalated. The chunks of the
+    warm-up belong to rollouts that vote, and their cost counts like any other cost; `spent` is the
+    number of tokens that the target scored for the warm-up. Short chunks arrive first, so the
+    warm-up's scores are biased towards short chunks, unlike the scores of a calibration run.
     """
 
     def __init__(
@@ -473,7 +474,7 @@ class WarmingGate:
         make: Callable[[Sequence[WarmScore]], Gate],
         meanwhile: Meanwhile = "accept",
     ) -> None:
-        """Create a gate with a warm-up of `scores` scores.
+        """Create a gate with a warm-up that ends after `scores` scores.
 
         :raises OptionError: for fewer than one score, or an unknown `meanwhile`.
         """
@@ -490,7 +491,7 @@ class WarmingGate:
         self._make = make
         self._meanwhile: Meanwhile = meanwhile
         self._seen: list[WarmScore] = []
-        self.gate: Gate | None = None  # the gate that was built, once the warm-up is over
+        self.gate: Gate | None = None  # the gate that `make` built; None during the warm-up
 
     @property
     def spent(self) -> int:
@@ -498,7 +499,9 @@ class WarmingGate:
         return sum(one.tokens for one in self._seen)
 
     def preview(self, features: Features) -> Decision:
-        """Request a score for every chunk of the warm-up; afterwards return the gate's preview."""
+        """Request a score for every chunk of the warm-up; later return the preview of the built
+        gate.
+        """
         if self.gate is not None:
             return self.gate.preview(features)
         return self._decision(
@@ -506,7 +509,7 @@ class WarmingGate:
         )
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Store the score during the warm-up; afterwards return the gate's decision.
+        """Store the score during the warm-up; later return the decision of the built gate.
 
         :raises CalibrationInputError: if `score` is not a valid score.
         """
@@ -522,7 +525,7 @@ class WarmingGate:
         return decision
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Report a decision to the gate, unless it is a decision of the warm-up."""
+        """Report a decision to the built gate, unless the decision was taken in the warm-up."""
         if self.gate is not None and decision.origin != "warm-up":
             self.gate.observe(decision, escalated)
 
@@ -540,7 +543,7 @@ class WarmingGate:
 
 @runtime_checkable
 class GuaranteedGate(Protocol):
-    """A gate with a guarantee, which is written into the manifest and the report."""
+    """A gate with a guarantee; the manifest and the report of a run contain its text."""
 
     @property
     def promise(self) -> tuple[str, str]:
@@ -550,9 +553,9 @@ class GuaranteedGate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CertifiedGate:
-    """The unchanged gate that a labelled calibration run has certified.
+    """The gate that a labelled calibration run has certified, without any change.
 
-    It learns nothing, and every decision mentions the certificate.
+    The gate learns nothing, and the reason of every decision mentions the certificate.
     """
 
     inner: Gate
@@ -571,13 +574,13 @@ class CertifiedGate:
         )
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Learn nothing, because a gate that changes would no longer be the certified one."""
+        """Learn nothing, because a gate that changes would no longer be the certified gate."""
 
 
 def _overruled(decision: Decision, action: Action, origin: Origin, why: str) -> Decision:
     """Return the decision with another action and reason.
 
-    A decision of the warm-up keeps its origin, because the gate must not learn from it.
+    A decision of the warm-up keeps its origin "warm-up", because the gate must not learn from it.
     """
     return replace(
         decision,

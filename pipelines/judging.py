@@ -39,7 +39,8 @@ from atts.sampling import Seed
 
 Round = Mapping[int, tuple[Features, float]]
 
-# "verify" is refused as a final decision, because a chunk that is not escalated would be accepted
+# The decision "verify" is refused after scoring, because any decision other than "escalate" would
+# accept the chunk.
 NOT_FINAL = (
     "the gate decided 'verify' on a chunk that already has a score; the gate's methods decide and "
     "decide_round must return 'accept' or 'escalate'"
@@ -55,19 +56,19 @@ class ChunkJudge:
         self._gate = gate
 
     async def judge(self, builder: RolloutBuilder, proposal: Proposal) -> tuple[Decision, Proposal]:
-        """Return the gate's decision, and report to the gate what was done.
+        """Return the gate's decision, and report the action that was carried out to the gate.
 
         A chunk that cannot be judged is escalated.
 
-        :raises UsageError: if the gate requests a score that it was just given.
+        :raises UsageError: if the gate requests a score for a chunk that already has one.
         """
         known = features(builder, proposal)
         decision, proposal = await self._decide(builder, proposal, known)
         is_escalated = decision.action == "escalate"
         self._gate.observe(decision, is_escalated)
         if is_escalated and proposal.score_reused and builder.draws:
-            # no forward pass has read this chunk yet; read it now, because the target draws tokens
-            # while it reads
+            # The score was copied from a sibling, so the target has not read this chunk yet. Let it
+            # read the chunk now, because it draws the replacement's tokens while it reads.
             read = await score_by_target(builder, proposal)
             proposal = replace(proposal, beginning=read.beginning)
         return decision, proposal
@@ -96,7 +97,7 @@ class ChunkJudge:
 class RoundJudge:
     """A judge that lets a gate rank each round of siblings.
 
-    Every rollout waits at this barrier for all siblings that still run.
+    At this barrier every rollout waits for all siblings that are still running.
     """
 
     def __init__(self, gate: RoundGate) -> None:
@@ -105,9 +106,9 @@ class RoundJudge:
         self._ranked: Mapping[int, Decision] = {}
 
     async def judge(self, builder: RolloutBuilder, proposal: Proposal) -> tuple[Decision, Proposal]:
-        """Return the gate's decision on this member of the round.
+        """Return the gate's decision on this rollout's chunk of the round.
 
-        :raises UsageError: if the gate requests a score that it was just given.
+        :raises UsageError: if the gate requests a score for a chunk that already has one.
         """
         known = features(builder, proposal)
         if proposal.chunk.target_ids:
@@ -117,7 +118,7 @@ class RoundJudge:
         return self._ranking(round_)[builder.rollout.sample], proposal
 
     def _ranking(self, round_: Round) -> Mapping[int, Decision]:
-        """Return the decisions of a round, which its first member makes for all."""
+        """Return the decisions of a round; the first rollout that calls this ranks all chunks."""
         # a round begins only after every member has read the decisions of the previous round
         if self._round is not round_:
             samples = sorted(round_)
@@ -133,14 +134,14 @@ Judge = ChunkJudge | RoundJudge
 
 
 def make_judge(gate: Gate | RoundGate) -> Judge:
-    """Return the judge that asks this gate; call this once per problem, because checking a gate's
-    kind is slow.
+    """Return the judge for a gate; call this once per problem, because it is slow to check a gate's
+    kind.
     """
     return RoundJudge(gate) if isinstance(gate, RoundGate) else ChunkJudge(gate)
 
 
 def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
-    """Return the features of a proposal that a gate may use."""
+    """Return the features of a proposed chunk that a gate may use."""
     chunk = proposal.chunk
     rollout = builder.rollout
     answered, share, agrees = builder.siblings.agreement(rollout.sample, proposal.answer)
@@ -177,10 +178,10 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
     """Return the proposal with the score of an equal chunk after an equal beginning, or ask the
     target.
 
-    If a sibling is already waiting for this score, waiting with it is faster than asking. If the
-    sibling's call fails and is retried, waiting is no longer faster, so one of the waiting rollouts
-    asks the target itself. The rollout that asked in an earlier session asks again, and gets the
-    recorded answer.
+    If a sibling already waits for this score, it is faster to wait for the same reply than to ask.
+    If the call of the sibling fails and is retried, waiting is no longer faster, so one of the
+    waiting rollouts asks the target itself. The rollout that asked in an earlier session asks
+    again, and gets the recorded score.
     """
     if builder.score_source != "log-probabilities":
         return await score_by_target(builder, proposal)
@@ -193,7 +194,7 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
     if builder.target.has_recorded_calls:
         request = _request(builder, proposal.chunk)
         if builder.target.recorded_scores(request) is not None:
-            # this rollout sent the request in the earlier session, so it sends the request again
+            # in the earlier session this rollout sent the request, so it sends the request again
             known = None
         elif known is None:
             known = _recorded_for_sibling(builder, proposal.chunk, request)
@@ -224,7 +225,7 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
 def _recorded_for_sibling(
     builder: RolloutBuilder, chunk: Chunk, request: ScoreRequest
 ) -> KnownScore | None:
-    """Return the record of the call that a sibling made in an earlier session."""
+    """Return the scores that an earlier session recorded for the same call by a sibling."""
     for sample in range(builder.policy.samples):
         name = rollout_name(builder.rollout.problem, sample)
         draw = request.draw
@@ -251,9 +252,9 @@ def _request(builder: RolloutBuilder, chunk: Chunk) -> ScoreRequest:
 
 
 async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with its score, or with the reason why there is none.
+    """Return the proposal with its score, or with the reason why it has no score.
 
-    A score of the draft's log-probabilities needs no call.
+    A score that is computed from the draft's log-probabilities needs no call.
 
     :raises EngineError: if the engine is lost, or cannot score at all.
     """
@@ -276,7 +277,7 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
         scores = await builder.target.score(request)
     except EngineError as error:
         return replace(proposal, flaw=_excuse(error))
-    # the suffix counts as scored, not as read
+    # tokens of the suffix count as scored, not as prefill
     read = max(0, len(request.prefix) - scores.cached_tokens)
     builder.usage += Usage(scored_tokens=len(request.suffix), target_prefill_tokens=read, calls=1)
     if source == "judge":
@@ -312,7 +313,7 @@ def _learned_score(builder: RolloutBuilder, proposal: Proposal, logprobs: Sequen
 
 
 async def _read_again(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Let the draft read its chunk again, and return the proposal with a score of its entropies."""
+    """Let the draft read its chunk again; return the proposal with a score from the entropies."""
     chunk = proposal.chunk
     request = ScoreRequest(
         builder.ids("draft"), chunk.draft_ids, builder.name, turn=builder.turn, entropies=True
@@ -327,11 +328,11 @@ async def _read_again(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
 
 
 async def _reward(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with the score that a reward model gives it."""
+    """Return the proposal with the score from a reward model."""
     chunk = proposal.chunk
     written = [one.text for one in builder.rollout.chunks]
     steps = [text for text in written if text.strip()]
-    # the ids only make the call's key in the journal; the reward model reads the texts
+    # the token ids only identify the call in the journal; the reward model reads the texts
     ids = builder.ids("target", [chunk])
     request = ScoreRequest(
         ids[:-1],
@@ -349,7 +350,7 @@ async def _reward(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
 
 
 async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with the score from the target's answer to a question."""
+    """Return the proposal with the score from the target's answer to a question about the chunk."""
     target = builder.target
     is_verdict = kind_of(builder.score_rule) == "verdict"
     questions = VERDICT_QUESTIONS if is_verdict else RATING_QUESTIONS
@@ -365,7 +366,7 @@ async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
             answers.append(await collect([partial(_logprob, target, one) for one in requests]))
         except EngineError as error:
             return replace(proposal, flaw=_excuse(error))
-    # the target reads the chunk once, and each question after it
+    # the target reads the chunk once, then each question
     calls = sum(map(len, answers))
     read = len(proposal.chunk.target_ids)
     builder.usage += Usage(scored_tokens=calls, target_prefill_tokens=read, calls=calls)
@@ -384,8 +385,8 @@ async def _ask_in_text(
 ) -> Proposal:
     """Return the proposal with a score from short replies, for a target without log-probabilities.
 
-    The replies are draws from the target's distribution, so the shares of the words among them
-    estimate the probabilities that other targets report.
+    The replies are draws from the target's distribution, so the share of replies with a word
+    estimates the probability of the word.
     """
     target = builder.target
     rollout = builder.rollout
@@ -422,14 +423,14 @@ async def _ask_in_text(
     ]
     if not any(map(sum, counts)):
         return replace(proposal, flaw="none of the target's replies contains an expected word")
-    # Jeffreys' prior, because a few draws do not prove that a word is impossible
+    # add Jeffreys' prior, because a word may be possible although it is in none of a few replies
     answers = [[math.log(count + 0.5) for count in row] for row in counts]
     score = verdict_score(answers) if is_verdict else rating_score(answers)
     return replace(proposal, score=float(f"{score:.5g}"))
 
 
 async def _compare_continuation(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with the score from the target's continuation in place of the chunk."""
+    """Return the proposal with a score from the text that the target writes instead of the chunk."""
     target = builder.target
     request = builder.request("target")
     seed = replace(request.seed, purpose="continuation")
@@ -453,12 +454,12 @@ async def _compare_continuation(builder: RolloutBuilder, proposal: Proposal) -> 
 
 
 async def _logprob(target: RolloutEngine, request: ScoreRequest) -> float:
-    """Return the log-probability of a word, however many tokens it has."""
+    """Return the log-probability of a word, which may have several tokens."""
     return math.fsum((await target.score(request)).logprobs)
 
 
 def _excuse(error: EngineError) -> str:
-    """Return the message of a failure after which the chunk is escalated.
+    """Return the message of an error after which the chunk is escalated.
 
     :raises EngineError: if the engine is lost, or cannot score at all; then no decision is taken.
     """
@@ -471,37 +472,35 @@ def _excuse(error: EngineError) -> str:
 
 
 RATING = "\n\nI think the quality score is: "
-"""The text before the digit of a rating, as in SpecReason."""
+"""The text that asks the target for a rating of one digit, as in SpecReason."""
 
 VERDICT = "\n\nIs the last step correct? Answer {first} or {second}.\nAnswer: "
-"""The text before the word of a verdict. The question is asked in both orders, because models
-prefer one position.
+"""The text that asks the target for a verdict of one word. The question is asked with both orders
+of the words, because models prefer one position.
 """
 
 YES = "Yes"
 NO = "No"
 
 
-_REPLIES = 4  # replies drawn for one score if a target sends no log-probabilities
-_REPLY_TOKENS = 4  # some tokenizers put a space or a line break before the word
-_CONTINUED = 32  # tokens of the target's continuation with which a chunk is compared
+_REPLIES = 4  # number of replies for one score, if the target sends no log-probabilities
+_REPLY_TOKENS = 4  # some models write a space or a line break before the word
+_CONTINUED = 32  # a chunk is compared with so many tokens of the target's continuation
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A text that ends where the target would answer, with the words whose probabilities are
-    compared.
-    """
+    """A question to the target, with the possible answers (words) whose probabilities are compared."""
 
     text: str
     words: tuple[str, ...]
 
     def texts(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-        """Return the ids of the question, and of each word."""
+        """Return the token ids of the question, and the token ids of each word."""
         return tokenizer.encode(self.text), [tokenizer.encode(word) for word in self.words]
 
     def counts(self, replies: Sequence[str]) -> list[int]:
-        """Count the replies that name each word first.
+        """Count, for each word, the replies in which this word comes first.
 
         >>> Question("Correct?", ("Yes", "No")).counts([" yes.", "No, yes", "Maybe"])
         [1, 1]
@@ -523,8 +522,8 @@ VERDICT_QUESTIONS = tuple(
 
 
 def rating_score(answers: Sequence[Sequence[float]]) -> float:
-    """Return 10 minus the mean digit under the target's distribution; 1 is the best score, 10 the
-    worst.
+    """Return 10 minus the expected digit under the target's probabilities; 1 is the best score, 10
+    the worst.
 
     >>> round(rating_score([[-9.0] * 9 + [0.0]]), 2)
     1.01
@@ -535,8 +534,8 @@ def rating_score(answers: Sequence[Sequence[float]]) -> float:
 
 
 def verdict_score(answers: Sequence[Sequence[float]]) -> float:
-    """Return one over the target's probability of "Yes" against "No", with equal weight for both
-    orders.
+    """Return one over the probability of "Yes" (relative to "No"), with equal weight for both
+    orders of the question.
 
     >>> verdict_score([[-1.0, -1.0], [-2.0, -2.0]])
     2.0
@@ -549,7 +548,7 @@ def verdict_score(answers: Sequence[Sequence[float]]) -> float:
 
 
 def _shares(logprobs: Sequence[float]) -> list[float]:
-    """Return the words' probabilities, normalized to sum to 1; NaN if all of them are 0."""
+    """Return the probabilities of the words, normalized to the sum 1; NaN if all of them are 0."""
     top = max(logprobs)
     if not math.isfinite(top):
         return [math.nan] * len(logprobs)

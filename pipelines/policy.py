@@ -1,6 +1,6 @@
-"""The policy of a pipeline, which is every choice except its gate, as one frozen value.
+"""The policy of a pipeline: all settings except those of the gate, as one immutable value.
 
-The last part checks before the run that the engines support everything that the policy and its gate
+The last part checks before the run that the engines support everything that the policy and the gate
 need.
 """
 
@@ -33,8 +33,8 @@ EscalatedVote = Literal["all", "target"]
 class Chunking:
     """The length of a chunk and the strings that end it early.
 
-    Without stop strings chunks have a fixed length. A field that is None gets a value that suits
-    the models; see `Budget`.
+    Without stop strings all chunks have the same length. A field that is None gets a default that
+    suits the models; see `Budget`.
     """
 
     draft_tokens: Annotated[
@@ -52,8 +52,8 @@ class Chunking:
 
 
 class Bounds(NamedTuple):
-    """The lengths of one rollout: its tokens, its turns, a chunk of each model, and the stop
-    strings.
+    """The limits of one rollout: most tokens, most turns, most tokens of each model's chunk, and
+    the stop strings.
     """
 
     max_tokens: int
@@ -65,8 +65,8 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The lengths that models of one kind need for an answer; they replace the fields that a policy
-    leaves None.
+    """The lengths that models of one kind need for an answer, which replace the fields of a policy
+    that are None.
     """
 
     models: str
@@ -75,8 +75,8 @@ class Budget:
     stop: tuple[str, ...] = ()
 
     def within(self, context: int) -> Budget:
-        """Return the budget for a model with this context length; a part of the context is left for
-        the problem.
+        """Return the budget for a model with this context length, of which a part is left for the
+        problem.
 
         >>> Budget("reasoning models", 16_000, 500).within(4096).max_tokens
         3584
@@ -94,23 +94,25 @@ class Budget:
 
 PromptName = Literal["select", "synthesis"]
 COMBINE_KEYS = ("combine", "finalists", "combine_tokens", "select_prompt", "synthesis_prompt")
-"""Fields of a policy that have no effect if `combine` is "vote"; manifests then leave them out."""
+"""Fields of a policy that have no effect if `combine` is "vote"; such manifests leave them out.
+"""
 REWARD_KEYS = ("reward", "separator")
-"""Fields of a score that have an effect only if its kind is "prm"; other manifests leave them out.
+"""Fields of a score that have an effect only if its kind is "prm"; manifests of other kinds leave
+them out.
 """
 PROMPT_FIELDS = ("{problem}", "{solutions}")
 
 
 @cache
 def own_prompt(name: PromptName) -> str:
-    """Return a prompt that comes with atts."""
+    """Return one of the prompts that are part of atts."""
     file = resources.files("atts.pipelines").joinpath(f"{name}_prompt.txt")
     return file.read_text(encoding="utf-8").strip()
 
 
 SMALL = Budget("embedded models", 512, 64, ("\n\n",))
-"""The budget of the embedded models, which write one step of at most 40 tokens per chunk, and of
-the scripted models.
+"""The budget of the embedded models and of the scripted models, whose chunks are steps of at most
+40 tokens.
 """
 THINK = "<think>"
 THINK_END = "</think>"
@@ -118,9 +120,9 @@ THINKING_END = (
     f"\n\nI have no time left to think, so I answer now.\n{THINK_END}\n\nThe final answer is"
 )
 """The default text that is inserted into a rollout that has used up its thinking budget."""
-_PROMPT = 512  # tokens of a context that are left for the problem
+_PROMPT = 512  # number of tokens of the context that are left for the problem
 _LEAST_TURNS = 15
-_STEP_TOKENS = 35  # assumed number of tokens of a chunk that a stop string ends
+_STEP_TOKENS = 35  # the assumed length, in tokens, of a chunk that a stop string ends
 # the assumed share of the token limit that a chunk without stop strings uses, because the two
 # tokenizers may count differently
 _FULL = 0.8
@@ -128,12 +130,12 @@ _FULL = 0.8
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceStop:
-    """DeepConf's online rule: the first `warmup` rollouts run to their end; later ones end if they
-    are less confident.
+    """The online rule of DeepConf: the first `warmup` rollouts run to their end; a later rollout
+    ends as soon as it is less confident.
 
     The confidence of a rollout is its lowest mean log-probability over `window` consecutive tokens.
-    The threshold is the quantile `1 - keep` of the warm-up's confidences. With so few rollouts this
-    quantile has no guarantee.
+    A rollout is less confident if its confidence is below the quantile `1 - keep` of the first
+    rollouts' confidences. With so few rollouts this quantile has no guarantee.
     """
 
     warmup: Annotated[
@@ -151,7 +153,7 @@ class ConfidenceStop:
             )
 
     def sureness(self, rollout: Rollout) -> float:
-        """Return the lowest window mean of the rollout's log-probabilities; inf if it is shorter
+        """Return the lowest mean log-probability over a window of the rollout; inf if it is shorter
         than a window.
         """
         values = [value for chunk in rollout.chunks for value in chunk.logprobs]
@@ -163,8 +165,8 @@ class ConfidenceStop:
         return min(means, default=math.inf)
 
     def is_below(self, rollout: Rollout, warmup: Sequence[Rollout]) -> bool:
-        """Return whether the rollout's confidence is below the threshold of the warm-up; False
-        before there is one.
+        """Return whether the rollout's confidence is below the threshold; False while there is no
+        threshold.
         """
         bars = sorted(self.sureness(line) for line in warmup)
         return (
@@ -175,13 +177,13 @@ class ConfidenceStop:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The rules for spending tokens on one problem.
+    """The rules by which a pipeline spends tokens on a problem.
 
     There are `samples` rollouts (parallel scaling), each of at most `turns` turns and `max_tokens`
-    tokens (sequential scaling). The default is ATTS as this project recommends it; `atts.methods`
-    has the baselines. Lengths that are None get the defaults of the models (`Budget`), and as many
-    turns as the tokens need. The text of each field's annotation is the help of its configuration
-    key.
+    tokens (sequential scaling). The default values are the recommended method; `atts.methods` has
+    the baselines. Lengths that are None get the defaults of the models (`Budget`), and `turns` gets
+    as many turns as the tokens need. The text of each field's annotation is the help of its
+    configuration key.
     """
 
     samples: Annotated[int, "rollouts per problem"] = 8
@@ -367,10 +369,11 @@ class Policy:
                 raise OptionError(name, f"{value} is outside (0, 1]")
 
     def _check_thinking(self) -> None:
-        """Check that the thinking budget leaves a token for the answer and ends in a text.
+        """Check that the thinking budget leaves a token for the answer, and that `thinking_end` is
+        not empty.
 
-        :raises OptionError: if the budget leaves no token for the answer, or does not end in a
-            text.
+        :raises OptionError: if the budget leaves no token for the answer, or `thinking_end` is
+            empty.
         """
         if self.thinking_tokens is None:
             return
@@ -384,7 +387,7 @@ class Policy:
             raise OptionError("thinking_end", "an empty text cannot end the thinking; give a text")
 
     def _check_problems(self) -> None:
-        """Check that the other fields allow whole problems to be escalated.
+        """Check that the other fields of the policy allow the escalation of whole problems.
 
         :raises OptionError: if the target or the draft would write no rollouts, or if there is a
             barrier.
@@ -404,7 +407,7 @@ class Policy:
 
     @property
     def waves(self) -> tuple[range, ...]:
-        """Return the samples of each wave.
+        """Return the sample numbers of each wave of rollouts.
 
         >>> Policy(samples=16, first_wave=3, growth=2.0).waves
         (range(0, 3), range(3, 6), range(6, 12), range(12, 16))
@@ -422,22 +425,22 @@ class Policy:
         return tuple(range(begin, end) for begin, end in zip(begins, ends, strict=True))
 
     def of(self, sample: int) -> Policy:
-        """Return the policy of one rollout; the target writes the later rollouts of an escalated
-        problem.
+        """Return the policy of one rollout: if whole problems escalate, the target writes all
+        rollouts after the first wave.
         """
         if self.escalates == "problem" and sample >= self.waves[0].stop:
             return replace(self, drafter="target", escalates="chunk")
         return self
 
     def sampling_of(self, role: Role) -> Sampling:
-        """Return the sampling settings of that model."""
+        """Return the sampling settings of the draft or of the target."""
         if role == "target" and self.target_sampling is not None:
             return self.target_sampling
         return self.sampling
 
     def bounds(self, budget: Budget = SMALL) -> Bounds:
-        """Return every length; fields that are None get the models' defaults, and more tokens give
-        more turns.
+        """Return all limits of a rollout; fields that are None get the models' defaults, and more
+        tokens give more turns.
 
         >>> Policy().bounds()[:2], Policy(max_tokens=2048).bounds()[:2], Policy(turns=4).bounds()[:2]
         ((512, 15), (2048, 59), (512, 4))
@@ -455,7 +458,7 @@ class Policy:
         return Bounds(tokens, turns, draft, target, stop)
 
     def filled(self, budget: Budget = SMALL) -> Policy:
-        """Return the policy with a value for every length, and with the prompts that it uses."""
+        """Return the policy with values for all lengths, and with the texts of its prompts."""
         tokens, turns, draft, target, stop = self.bounds(budget)
         policy = replace(
             self, max_tokens=tokens, turns=turns, chunking=Chunking(draft, target, stop)
@@ -467,12 +470,12 @@ class Policy:
         )
 
     def prompt(self, name: PromptName) -> str:
-        """Return the prompt of a comparison or of a synthesis."""
+        """Return the prompt for a comparison or for a synthesis."""
         given = self.select_prompt if name == "select" else self.synthesis_prompt
         return given if given is not None else own_prompt(name)
 
     def recorded(self) -> dict[str, Any]:
-        """Return the fields that decide a run's results, as a manifest stores them."""
+        """Return the fields that affect the results of a run, as a manifest stores them."""
         fields = plain_fields(self)
         if self.combine == "vote":
             for name in COMBINE_KEYS:
@@ -482,7 +485,8 @@ class Policy:
         if self.score.kind != "prm":
             for name in REWARD_KEYS:
                 fields["score"].pop(name, None)
-        # the digest of the judge is recorded instead, because the path of its file may change
+        # the manifest has the digest of the judge instead, because the path of the judge's file may
+        # change
         fields["score"].pop("judge", None)
         return fields
 
@@ -490,7 +494,7 @@ class Policy:
 def _check_sampling(name: str, sampling: Sampling) -> None:
     """Check the sampling settings before an engine is opened.
 
-    :raises OptionError: if a value is impossible, naming its key.
+    :raises OptionError: if a value is impossible; the error names the key.
     """
     if not 0 <= sampling.temperature < math.inf:
         raise OptionError(
@@ -526,7 +530,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 def check_engines(
     policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, target: EngineSpec
 ) -> None:
-    """Check that the target can score and that engines send the log-probabilities that are used.
+    """Check that the engines can do what the policy and the gate need, such as scoring and
+    log-probabilities.
 
     :raises UnsupportedByEngine: an engine lacks a capability; the message names the setting that
         needs the capability, and a remedy.
@@ -534,7 +539,7 @@ def check_engines(
     """
     source = source_of(policy.score)
     if _reads(gate) == "nothing":
-        source = "votes"  # this gate uses no score
+        source = "votes"  # a gate that uses no score needs no scoring
     if source in ("log-probabilities", "judge"):
         _check_scorer(target)
     if source == "judge":
@@ -566,7 +571,7 @@ def needed_logprobs(
 ) -> frozenset[Role]:
     """Return the roles whose log-probabilities the score, the gate, the vote or a stop rule uses.
 
-    An unknown rule or gate may use the drafter's log-probabilities, so these are included.
+    For an unknown rule or gate the drafter is included, because its log-probabilities may be used.
     """
     if _wants_logprobs(policy) or policy.takeover == "repair":
         return frozenset({"draft", "target"})
@@ -577,7 +582,7 @@ def needed_logprobs(
 
 
 def _reads(gate: Gate | RoundGate) -> GateReads | None:
-    """Return what the gate reads of a chunk; None if it does not say."""
+    """Return the numbers that the gate reads, its attribute `reads`; None if it has none."""
     return getattr(_innermost(gate), "reads", None)
 
 

@@ -1,6 +1,7 @@
 """Solve one problem: run its rollouts concurrently, turn by turn, and let them vote.
 
-First comes method exact, in which the draft proposes and the target draws the text while it scores.
+The first part is method exact, in which the draft proposes tokens, and the target draws the tokens
+of the text while it scores.
 """
 
 from __future__ import annotations
@@ -59,12 +60,13 @@ from atts.pipelines.votes import (
 
 
 async def write_exactly(builder: RolloutBuilder) -> Chunk:
-    """Write the chunk that the target alone would write next.
+    """Write the chunk that the target would write without a draft.
 
-    The draft draws with the target's stream of random numbers, so that both come to the same token
-    wherever their distributions are alike. Up to the first difference the draft's tokens equal the
-    target's; there the target's token is used, and the draft continues after it. If the target
-    alone writes at least as many tokens per second, it writes alone, which gives the same text.
+    The draft draws with the target's stream of random numbers, so that both models draw the same
+    token if their distributions are similar. The draft's tokens are kept up to the first token that
+    differs from the target's; at this position the target's token is used, and the draft continues
+    after it. If the target without a draft is at least as fast, it writes without a draft, which
+    gives the same text.
 
     :raises ContextOverflow: if the context has no room for one more token.
     :raises EngineError: if an engine failed for good.
@@ -84,9 +86,10 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
 
 
 def _earlier_writer(builder: RolloutBuilder) -> Role | None:
-    """Return the model that began the chunk in an earlier session, which then continues it.
+    """Return the model that began the chunk in an earlier session; the same model continues the
+    chunk.
 
-    Recorded calls say nothing about speeds, so no speed is measured in that case.
+    No speed is measured for such a chunk, because recorded calls say nothing about speeds.
     """
     request = builder.request("target")
     writers: tuple[Role, ...] = ("target", "draft")
@@ -104,10 +107,11 @@ async def _written_by(
 
 
 async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
-    """Write the chunk from drafted tokens; the target checks each by drawing a token in its place.
+    """Write the chunk from drafted tokens; the target checks each of them by drawing a token at the
+    same position.
 
-    The target decodes no token itself, unless drafting is given up; then it finishes the chunk
-    alone.
+    The target decodes no token one by one, unless drafting is given up; then the target finishes
+    the chunk alone.
     """
     request = builder.request("target")
     beginning = Beginning()
@@ -136,8 +140,8 @@ async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
 
 
 def _is_the_targets(builder: RolloutBuilder, rest: SampleRequest, begun: BegunChunk | None) -> bool:
-    """Return whether the target writes the rest, because it did so in an earlier session or because
-    drafting is too slow.
+    """Return whether the target writes the rest of the chunk, because it did so in an earlier
+    session or because drafting is too slow.
     """
     if begun is None:
         return builder.target.recorded_length(rest) > 0
@@ -147,7 +151,7 @@ def _is_the_targets(builder: RolloutBuilder, rest: SampleRequest, begun: BegunCh
 async def _drafted(
     builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, most: int
 ) -> TokenIds:
-    """Return the draft's guess of the next tokens."""
+    """Return the next tokens as the draft proposes them."""
     since = anyio.current_time()
     ahead = replace(rest, max_tokens=most, logprobs="unneeded")
     drafted = await builder.draft.sample(ahead)
@@ -160,7 +164,9 @@ async def _drafted(
 async def _scored(
     builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, drafted: TokenIds
 ) -> Scores:
-    """Return the target's scores of the guess, with the tokens that the target draws in its place."""
+    """Return the target's scores of the drafted tokens, and the tokens that the target draws
+    instead.
+    """
     since = anyio.current_time()
     request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)
     scores = await builder.target.score(request)
@@ -177,7 +183,7 @@ async def _scored(
 
 
 def _kept_tokens(drafted: TokenIds, drawn: TokenIds) -> int:
-    """Return how many drafted tokens equal the drawn ones; only the last drawn token may differ."""
+    """Return how many drafted tokens equal the drawn tokens; only the last drawn token may differ."""
     return len(drawn) - (drawn != drafted[: len(drawn)])
 
 
@@ -228,8 +234,8 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
 async def build(builder: RolloutBuilder, judge: Judge) -> Rollout:
     """Run turns until the rollout ends.
 
-    A rollout that is cancelled saves its finished turns; the tokens of the unfinished turn are
-    counted as wasted.
+    If the rollout is cancelled, its finished turns are saved, and the tokens of the unfinished turn
+    count as wasted.
     """
     try:
         while builder.rollout.finish is None:
@@ -241,8 +247,8 @@ async def build(builder: RolloutBuilder, judge: Judge) -> Rollout:
 
 
 async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
-    """Run one turn: the draft proposes a chunk, the target scores it, the gate decides, and one
-    chunk stays.
+    """Run one turn: the draft proposes a chunk, the target scores the chunk, and the gate accepts
+    or escalates it.
     """
     policy = builder.policy
     if policy.exact:
@@ -269,10 +275,10 @@ async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
 async def _judge_while_drafting(
     builder: RolloutBuilder, proposal: Proposal, judge: Judge
 ) -> tuple[Decision, Proposal]:
-    """Judge the chunk while the drafter already writes the next one; an escalation cancels the next
-    one.
+    """Judge the chunk while the drafter already writes the next chunk; an escalation discards the
+    next chunk.
 
-    This saves time and changes neither the decision nor the text.
+    Writing ahead saves time, and changes neither the decision nor the text.
     """
     async with task_group() as ahead:
         ahead.start_soon(builder.propose_ahead, proposal.chunk)
@@ -283,7 +289,7 @@ async def _judge_while_drafting(
 
 
 async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decision) -> None:
-    """Let the target write in the way that the policy's takeover says, and end the turn."""
+    """Let the target take over as the policy says (replace, continue or repair), and end the turn."""
     chunk = proposal.chunk
     score = proposal.score
     if builder.policy.escalates == "rest":
@@ -294,7 +300,7 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
         builder.enter([written], [chunk], decision, score, proposal.flaw)
         return
     if builder.policy.takeover == "continue":
-        # the chunk stays and the target writes after it: the paper's mode
+        # as in the paper, the draft's chunk stays and the target writes a chunk after it
         kept = [chunk] if chunk.text or chunk.draft_ids or chunk.target_ids else []
         if not builder.may_write(kept):
             note = proposal.flaw or "the context has no room for the target's text"
@@ -306,8 +312,8 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
     if builder.policy.takeover == "repair":
         # the chunk stays up to the first token that the target rejects, without that token
         part = first_tokens(chunk, proposal.first_rejected, builder.draft)
-        # The part is shorter than the chunk, which fitted, so at least one token of the target
-        # fits.
+        # The whole chunk fitted into the context, and the part is shorter, so at least one token of
+        # the target fits.
         if part is not None:
             written = await builder.write("target", [part])
             note = f"{part.tokens} of {chunk.tokens} tokens stay"
@@ -320,23 +326,22 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
 
 
 class RunningVote:
-    """The vote of one problem, which is updated as its rollouts end in any order."""
+    """The vote of one problem, updated whenever a rollout ends; rollouts may end in any order."""
 
     def __init__(self, policy: Policy, group: Grouper) -> None:
         self.policy = policy
         self.group = group
         self.ended = 0
-        # the reason why the remaining rollouts cannot change the winner; empty if they can
+        # why the remaining rollouts cannot change the winner; empty if they can
         self._settled = ""
         self._cast: dict[int, Ballot] = {}
 
     @property
     def tally(self) -> Tally:
-        """Return the tally so far, in order of sample numbers, so that the order of arrival does
-        not matter.
+        """Return the tally of the votes so far, in the order of sample numbers instead of arrival.
 
-        Under `escalated_vote` "target" only the target's rollouts vote on an escalated problem,
-        unless none of them has an answer.
+        If `escalated_vote` is "target", only the target's rollouts vote on an escalated problem,
+        unless no rollout of the target has an answer.
         """
         samples = sorted(self._cast)
         if self.policy.escalates == "problem" and self.policy.escalated_vote == "target":
@@ -367,9 +372,9 @@ class RunningVote:
         return bool(self._settled)
 
     def stop_reason(self) -> str:
-        """Return why the rollouts that ended suffice, or "" if another wave is needed.
+        """Return why the finished rollouts suffice, or "" if another wave is needed.
 
-        They suffice if they settled the vote, or if enough of them agree. If whole problems are
+        They suffice if the vote is settled, or if enough of them agree. If whole problems are
         escalated, the gate judges whether enough agree.
         """
         if self.policy.escalates == "problem":
@@ -382,10 +387,10 @@ class RunningVote:
 
 
 def judge_problem(problem: Problem, vote: RunningVote, context: Context) -> str:
-    """Ask the gate about a problem whose draft rollouts have ended.
+    """Let the gate accept or escalate a problem whose draft rollouts have ended.
 
-    Return why they suffice, or "" if the target's rollouts are needed. The gate gets one score for
-    the problem, as for a chunk; higher is worse.
+    Return why the draft's rollouts suffice, or "" if rollouts of the target are needed. The gate
+    gets one score for the whole problem, as it would for a chunk; higher is worse.
 
     :raises UsageError: if the gate ranks rounds of siblings.
     """
@@ -423,7 +428,7 @@ def conclude(
     count: Tally,
     stop_reason: str,
 ) -> Outcome:
-    """Return the outcome with every rollout, including failed and cancelled ones."""
+    """Return the outcome with all rollouts, including failed and cancelled rollouts."""
     rollouts = tuple(_concluded(problem, prompt, result) for result in results)
     status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
     why = stop_reason
@@ -454,7 +459,9 @@ def conclude(
 
 
 def _concluded(problem: Problem, prompt: Prompt, result: RolloutResult[Rollout]) -> Rollout:
-    """Return a rollout with its finish, even if it failed, was cancelled or never started."""
+    """Return a rollout with the reason why it ended; it may have failed, been cancelled or never
+    started.
+    """
     rollout = result.value or Rollout(problem.id, result.sample, prompt)
     if rollout.finish is not None:
         return rollout

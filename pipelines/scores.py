@@ -39,10 +39,10 @@ ScoreSource = Literal[
     "continuation",
     "votes",
 ]
-"""The source of a score: the target's log-probabilities of the chunk, the draft's, the entropy of
-the draft's distributions, a reward model's probability, a learned judge's prediction, the target's
-answer to a question about the chunk, the target's continuation in place of the chunk, or the votes
-of a problem's rollouts.
+"""The source of a score: the target's log-probabilities of the chunk, the draft's
+log-probabilities, the entropy of the draft's distributions, the probability from a reward model,
+the prediction of a learned judge, the target's answer to a question about the chunk, the text that
+the target writes in place of the chunk, or the votes of a problem's rollouts.
 """
 _SOURCES: Mapping[ScoreKind, ScoreSource] = {
     "draft": "draft",
@@ -67,40 +67,40 @@ _UNITS: Mapping[ScoreKind, str] = {
     "prm": "nats",
     "verdict": "nats",
 }
-"""The unit of the logarithm of a score. Other kinds of scores are shown without a logarithm."""
+"""The unit of the logarithm of a score, by kind; other kinds of scores are shown without a
+logarithm.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """Rule that turns log-probabilities into a perplexity-like number in [1, inf]; higher is worse.
+    """A rule that turns log-probabilities into a number in [1, inf], like a perplexity; higher is
+    worse.
 
-    mean: the chunk's perplexity.
-    worst: one over the probability of the chunk's least likely token.
-    byte: the perplexity per byte of text, comparable across tokenizers.
-    speculative: one over the probability that speculative sampling accepts the whole chunk, the
-        product of min(1, target / author) over its tokens. A token counts only if the author gave
-        it a higher probability than the target. The models are compared at temperature 1, so this
-        is the exact probability only if both are sampled at temperature 1. It needs one tokenizer
-        and the author's log-probabilities; without them the chunk has no score. Its logarithm is a
-        sum over tokens, so it grows with the length of the chunk.
-    draft: one over the probability that the author gave its least likely token. The target reads
-        nothing, so the score is free.
-    entropy: the exponential of the mean entropy of the draft's distributions over the chunk, which
-        is the effective number of next tokens. The draft reads its chunk again; the target reads
-        nothing. entropy-worst uses the largest entropy instead of the mean. From a server that
-        lists only its most likely tokens, an entropy is a lower bound.
-    prm: one over the probability that a process reward model gives the chunk. The model is on a
-        separate server, whose address is `reward`; if the model rewards each step, `separator`
-        follows each step.
-    learned: 2 plus the gain of a takeover that a fitted judge predicts from the log-probabilities of
-        both models, the chunk's length and turn, and the agreement of its siblings. `judge` names
-        the judge's file.
-    rating: 10 minus the target's rating of the chunk from 0 to 9, which takes a few tokens.
-    verdict: one over the probability that the target calls the chunk correct, in both orders.
-    continuation: 2 minus the share of words that the chunk's beginning and the target's
-        continuation have in common. The target writes a continuation for every chunk.
-    disagreement: the number of a problem's rollouts over the votes for its leading answer. It is a
-        score of whole problems, not of chunks.
+    mean: the chunk's perplexity. worst: one over the probability of the chunk's least likely token.
+    byte: the perplexity per byte of text, which is comparable across tokenizers. speculative: one
+    over the probability that speculative sampling accepts the whole chunk, the product over its
+    tokens of min(1, target's probability / author's probability), where the author is the model
+    that wrote the chunk. A token has an effect only if its author gave it a higher probability than
+    the target. The models are compared at temperature 1, so this is the exact probability only if
+    both are sampled at temperature 1. The score needs models with one tokenizer, and the author's
+    log-probabilities; without these the chunk has no score. The score's logarithm is a sum over
+    tokens, so it grows with the length of the chunk. draft: one over the probability that the
+    author of the chunk gave to the least likely token. The target reads nothing, so the score is
+    free. entropy: the exponential of the mean entropy of the draft's distributions over the chunk,
+    which is the effective number of next tokens. The draft reads its chunk again; the target reads
+    nothing. entropy-worst uses the largest entropy instead of the mean. If a server lists only its
+    most likely tokens, the entropy is a lower bound. prm: one over the probability that a process
+    reward model gives to the chunk. The model is on a separate server with the address `reward`. If
+    the model rewards each step, atts writes `separator` after each step. learned: 2 plus the gain
+    of a takeover that a fitted judge predicts from the log-probabilities of both models, the
+    chunk's length and turn, and the agreement of its siblings. `judge` names the judge's file.
+    rating: 10 minus the target's rating of the chunk from 0 to 9; the request for it takes a few
+    tokens. verdict: one over the probability that the target calls the chunk correct, averaged over
+    both orders of the question. continuation: 2 minus the share of words that the chunk's beginning
+    and the target's continuation have in common. The target writes a continuation for every chunk.
+    disagreement: the number of a problem's rollouts divided by the votes for the leading answer. It
+    is a score of whole problems, not of chunks.
     """
 
     kind: Annotated[ScoreKind, "how log-probabilities become a score"] = "mean"
@@ -128,9 +128,9 @@ class ScoreRule:
         """Return the score; it is NaN if a log-probability is NaN, so that no gate uses it as a
         score.
 
-        For "speculative" the arguments are the differences target - author, and for "draft" the
-        author's log-probabilities; see `score_of`. For the entropies, the arguments are the negative
-        entropies at each token, and for "prm" the logarithm of the reward.
+        The values depend on the kind, see `score_of`: for "speculative" they are the differences
+        target - author, for "draft" the author's log-probabilities, for the entropies the negative
+        entropy at each token, and for "prm" the logarithm of the reward.
         """
         assert logprobs, "an engine must refuse to score an empty text"
         if self.kind == "byte":
@@ -153,10 +153,10 @@ def _perplexity(nll: float) -> float:
 
 
 def score_words(score: float, kind: str | None) -> str:
-    """Return a readable text of a score: its logarithm with a unit.
+    """Return a score as readable text: its logarithm with a unit.
 
-    A product over the tokens of a long chunk reaches e^190, which is hard to read as a number. A
-    score of unknown kind is treated as such a product.
+    A score that is a product over the tokens of a long chunk may be e^190, which is hard to read as
+    a number. A score of unknown kind is treated like such a product.
 
     >>> score_words(1.5, "mean"), score_words(3.7e11, "speculative"), score_words(4.0, "rating")
     ('0.405 nats per token', '26.6 nats per chunk', '4')
@@ -173,29 +173,30 @@ Rule = Callable[[Sequence[float], str], float]
 
 
 def kind_of(rule: Rule) -> ScoreKind | None:
-    """Return the kind of a built-in rule; None for a function that the user wrote."""
+    """Return the kind of a built-in score rule; None for a function that the user wrote."""
     return rule.kind if isinstance(rule, ScoreRule) else None
 
 
 def source_of(rule: Rule) -> ScoreSource:
-    """Return the source that a rule uses; a function that the user wrote gets log-probabilities."""
+    """Return the source of a rule's scores; for a user's own function, log-probabilities."""
     return rule.source if isinstance(rule, ScoreRule) else "log-probabilities"
 
 
 def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
-    """Return a chunk's score from the target's log-probabilities, and from the author's if the rule
-    needs them.
+    """Return a chunk's score from the target's log-probabilities, and from those of the chunk's
+    author if the rule needs them.
 
-    The score is NaN if log-probabilities are missing. The score is rounded to five digits before any
-    gate ranks it, because sums of floats depend on the rest of the batch and on the cache. After a
-    resume they differ by up to 2e-5, but equal scores must stay equal.
+    The score is NaN if log-probabilities are missing. The score is rounded to five digits before
+    any gate ranks it, because sums of floats depend on the other texts in the batch and on the
+    cache. After a resume these sums differ by up to 2e-5, but equal scores must stay equal.
     """
     if isinstance(rule, ScoreRule) and rule.kind == "draft":
         logprobs = chunk.logprobs
         if not logprobs:
             return math.nan
     if isinstance(rule, ScoreRule) and rule.kind == "speculative":
-        # there may be one more log-probability, that of an end token, but never one less
+        # the author may have one more log-probability than the target, for an end token, but never
+        # one less
         if len(chunk.logprobs) < len(logprobs):
             return math.nan
         pairs = zip(logprobs, chunk.logprobs, strict=False)
@@ -206,13 +207,12 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
 def first_rejected_token(
     target: Sequence[float], author: Sequence[float], nats: float = 1.0
 ) -> int:
-    """Return the index of the first token that is less likely to the target than to its author by
-    `nats`.
+    """Return the index of the first token whose log-probability is at least `nats` lower for the
+    target than for the token's author.
 
-    If there is none, return the token with the largest difference.
+    If there is no such token, return the index of the token with the largest difference.
 
-    Without the author's log-probabilities return the first token, so that no token counts as
-    accepted.
+    Without the author's log-probabilities return 0, so that no token counts as accepted.
 
     >>> first_rejected_token([-0.1, -0.2, -9.0, -12.0], [-0.1, -0.1, -0.3, -0.1])
     2
@@ -227,10 +227,11 @@ def first_rejected_token(
 
 
 def disagreement(count: Tally, rollouts: int) -> float:
-    """Return the disagreement of a problem's rollouts: their number over the leading answer's.
+    """Return the number of a problem's rollouts divided by the number that give the leading answer.
 
-    It is 1 if all agree. Rollouts without an answer agree with none. If no rollout has an answer,
-    the score is twice that of a single answer, which is worse than any other.
+    The score is 1 if all rollouts agree. A rollout without an answer agrees with no other rollout.
+    If no rollout has an answer, the score is twice the number of rollouts, which is the worst
+    possible score.
 
     >>> disagreement(Tally(("7", "8"), (3.0, 1.0), (3, 1)), rollouts=4)
     1.3333
@@ -251,16 +252,16 @@ JUDGE_FEATURES = (
     "unknown agreement",
 )
 """The features from which a learned judge predicts. A shortfall is the amount by which the target's
-log-probability is below the draft's.
+log-probability of a token is below the draft's.
 """
 
 
 def judge_features(
     target: Sequence[float], draft: Sequence[float], turn: int, agreement: float | None
 ) -> tuple[float, ...]:
-    """Return a learned judge's features of a chunk; NaN where a model gave no log-probability.
+    """Return the features of a chunk for a learned judge; NaN if a model sent no log-probabilities.
 
-    `agreement` is None while no sibling has answered.
+    `agreement` is None if no sibling has an answer yet.
     """
     if not target or len(draft) < len(target):
         return (math.nan,) * len(JUDGE_FEATURES)
@@ -290,8 +291,8 @@ _WORD = re.compile(r"\d+(?:\.\d+)?|\w+|[^\w\s]")
 def continuation_score(chunk: str, own: str) -> float:
     """Return 2 minus the share of words that a chunk and the target's continuation have in common.
 
-    Words are compared in order, up to the length of the shorter text. Numbers count three times,
-    because two steps may have the same words but different values.
+    Words are compared in order, up to the length of the shorter text. A number has the weight of
+    three words, because two steps may have the same words but different values.
 
     >>> continuation_score("So 4 + 3 = 7.", "So 4 + 3 = 7. Then"), continuation_score("a 7", "a 8")
     (1.0, 1.75)
@@ -314,19 +315,19 @@ def _weight(word: str) -> int:
 
 
 def mean_logprob(chunk: Chunk) -> float:
-    """Return the mean of the author's log-probabilities, or NaN if the chunk has none."""
+    """Return the mean of the chunk's log-probabilities from its author; NaN if there are none."""
     if not chunk.logprobs:
         return math.nan
     return math.fsum(chunk.logprobs) / len(chunk.logprobs)
 
 
 def evidence(rule: Rule, chunk: Chunk) -> float:
-    """Return the author's certainty of its chunk: 0 is certain, lower is less sure.
+    """Return how certain the author of a chunk is: 0 is certain, and lower values are less certain.
 
-    It is -log of the score that the rule gives to the author's log-probabilities. Rules that
-    compare models, ask the target, or use a single token do not have such a score; for them the
-    evidence is the lowest log-probability of the chunk. Without log-probabilities it is NaN, which
-    a gate must not treat as certainty.
+    The value is -log of the score that the rule gives to the author's log-probabilities. Rules that
+    compare models, ask the target, or use a single token have no such score; for these rules the
+    value is the lowest log-probability of the chunk. Without log-probabilities the value is NaN,
+    which a gate must not treat as certainty.
     """
     if not chunk.logprobs:
         return math.nan

@@ -1,4 +1,4 @@
-"""Measure a run's speeds under method exact, to choose how much to draft and who writes."""
+"""Measure the speeds of a run under method exact, to choose the draft's length and the writer."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from dataclasses import dataclass, field
 
 from atts.core import Role
 
-_UNKNOWN = 8  # tokens that are drafted before a score while few drafts were tested
-_CHUNKS = 8  # least number of chunks in a stretch; more if more than twice as many are in flight
-_GAIN = 1.05  # the draft writes if it gives this many times the tokens per second
-# While the draft is the faster writer, the target gets no stretch if a token of its last chunk took
-# at least this many times as long.
+_UNKNOWN = 8  # number of tokens to draft before a score, while few drafts were tested
+_CHUNKS = 8  # least number of chunks in a stretch; if more are in flight, half of their number
+# the draft writes if it gives at least this many times the tokens per second of the target
+_GAIN = 1.05
+# While the draft is the faster writer, the target gets no stretch if its last chunk took at least
+# this many times as long per token as the draft's.
 _SLOWER = 1.5
-# If a token of the draft's chunk took at most this share of the target's time, a stretch is tried
-# at once, even with many chunks in flight. Otherwise it waits until the run may lose the time of
-# `_UNSURE` chunks.
+# If the draft's chunk took at most this share of the target's time per token, a stretch of the
+# draft is tried at once, even with many chunks in flight. If it took more, the stretch waits until
+# the run may lose the time of `_UNSURE` chunks.
 _SURE = 0.4
 _UNSURE = 1.5
-_AFTER_LOSS = 16  # stretches before the next try, after a try was slower
+_AFTER_LOSS = 16  # number of stretches before the next try, after a try that was slower
 _LONGEST = 64  # largest number of stretches between two tries
-# drafting stops when it has lost this share of the run's time, and may start again below the second
-# share
+# drafting stops when it has lost the first share of the run's time, and may start again when the
+# loss is below the second share
 _MOST_LOST = 0.02, 0.012
-_GRACE = 0.25  # share of the time of one of the target's chunks that the first try may lose
-_FORGETTING = 0.8  # weight of the mean of earlier chunks when a new chunk of the target is added
+_GRACE = 0.25  # a try may always lose this share of the mean time of a chunk of the target
+_FORGETTING = 0.8  # weight of the old value when the mean time of the target's chunks is updated
 
 
 @dataclass(slots=True)
@@ -31,11 +32,12 @@ class DraftLength:
     """Statistics of a run's drafts: the accepted share of tokens, and the times of writing and
     scoring.
 
-    They decide how much is drafted before a score. This changes when calls are made, but not the
-    text.
+    They decide how many tokens are drafted before a score. This affects the number of calls, but
+    not the text.
     """
 
-    tested: int = 0  # drafted tokens that were tested, because every token before them was accepted
+    # number of drafted tokens that were tested, because all tokens before them were accepted
+    tested: int = 0
     accepted: int = 0
     drafted: int = 0
     draft_seconds: float = 0.0
@@ -45,8 +47,8 @@ class DraftLength:
     def length(self, most: int) -> int:
         """Return the number of tokens to draft that gives the most target tokens per second.
 
-        It is small while little is known, because a draft that the target rejects at once only
-        costs time.
+        The number is small while little is known, because a draft that the target rejects at its
+        first token only costs time.
 
         >>> DraftLength(1000, 980, 1000, 1.0, 30, 0.6).length(64)
         36
@@ -67,13 +69,13 @@ class DraftLength:
 
 @dataclass(slots=True, eq=False)
 class BegunChunk:
-    """A chunk in progress, with its first writer, its start time and its number of counted tokens."""
+    """A chunk in progress, with the model that began it, its start time and its tokens so far."""
 
     writer: Role
     since: float
     is_look: bool
     tokens: int = 0  # number of tokens accepted so far
-    drafted_until: float = 0.0  # time at which `tokens` was last counted
+    drafted_until: float = 0.0  # time at which `tokens` was last updated
 
 
 @dataclass(slots=True)
@@ -81,42 +83,42 @@ class WriterChoice:
     """The choice of who writes the next chunks under method exact: the target alone, or the draft
     with checks.
 
-    The text is the same, so the choice depends on the tokens per second of all rollouts together.
-    The target begins, so that its speed is known. Then the draft writes one chunk. It writes a
-    stretch of chunks if that chunk was much faster, or once the run is long enough to afford a slow
-    stretch. If the stretch gave more tokens per second, the draft continues. From time to time the
-    slower writer gets another try.
+    The text is the same for both writers, so the choice depends only on the tokens per second of
+    all rollouts together. The target writes first, so that its speed is known. Then the draft
+    writes one chunk. The draft writes a stretch (a number of chunks) if its chunk was much faster,
+    or once the run is long enough to afford a slow stretch. If the stretch gave more tokens per
+    second, the draft continues. From time to time the slower writer gets another try.
 
     The time lost by a try, compared with the target's speed, is known after each score. Once tries
     have lost 2 % of the run's time, or early in a run a quarter of a chunk's time, the target
     finishes the chunks that the draft has begun.
     """
 
-    writer: Role = "target"  # writer of the current stretch
+    writer: Role = "target"  # model that writes the current stretch
     best: Role = "target"
-    # tokens per second of all rollouts together
+    # tokens per second of all rollouts together, by writer
     rates: dict[Role, float] = field(default_factory=dict[Role, float])
-    # seconds for a token of the last chunk
+    # seconds per token of the last chunk, by writer
     seconds: dict[Role, float] = field(default_factory=dict[Role, float])
     in_flight: list[BegunChunk] = field(default_factory=list[BegunChunk])  # chunks in flight
     chunk_seconds: float = 0.0  # mean seconds of a chunk that the target writes
-    before: int = 0  # unfinished chunks that began before this stretch
-    ended: int = 0  # chunks that ended in this stretch
-    tokens: int = 0  # tokens of these chunks
-    busy: float = 0.0  # seconds of the stretch while a chunk was in flight
+    before: int = 0  # number of unfinished chunks that began before this stretch
+    ended: int = 0  # number of chunks that ended in this stretch
+    tokens: int = 0  # number of tokens of the chunks that ended in this stretch
+    busy: float = 0.0  # seconds of the stretch in which a chunk was in flight
     now: float = 0.0
-    elapsed: float = 0.0  # seconds of the run while a chunk was in flight
-    lost: float = 0.0  # seconds of the run that finished tries have lost
+    elapsed: float = 0.0  # seconds of the run in which a chunk was in flight
+    lost: float = 0.0  # seconds that finished tries of the draft have lost
     tried_since: float | None = None  # start time of the draft's current try
     tried_busy: float = 0.0
     tried_tokens: float = 0.0
-    stay: int = 1  # stretches of the faster writer between two tries of the other
-    left: int = 1  # stretches until the next try
+    stay: int = 1  # stretches of the faster writer between two tries of the slower writer
+    left: int = 1  # stretches until the next try of the slower writer
     is_look_due: bool = False
     is_looking: bool = False
 
     def begin(self, now: float) -> BegunChunk:
-        """Start a chunk: choose its writer and return the chunk."""
+        """Begin a chunk: choose the model that writes it, and return the chunk."""
         self._pass(now)
         begun = BegunChunk(self.writer, now, is_look=False)
         if self.is_look_due and self._may_try():
@@ -127,7 +129,7 @@ class WriterChoice:
         return begun
 
     def wrote(self, begun: BegunChunk, tokens: int, now: float) -> None:
-        """Count tokens of a chunk that is not finished."""
+        """Count tokens that were added to an unfinished chunk."""
         self._pass(now)
         begun.tokens += tokens
         begun.drafted_until = now
@@ -146,7 +148,7 @@ class WriterChoice:
         return excess > self._allowance()
 
     def end(self, begun: BegunChunk, tokens: int, now: float) -> None:
-        """Count a finished chunk of `tokens` tokens, regardless of who wrote its rest."""
+        """Count a finished chunk of `tokens` tokens, whichever model wrote its rest."""
         self._pass(now)
         self.in_flight.remove(begun)
         seconds = now - begun.since
@@ -158,7 +160,7 @@ class WriterChoice:
             until = max(begun.drafted_until, begun.since)
             self.seconds["draft"] = (until - begun.since) / max(1, begun.tokens)
         if self.tried_since is not None:
-            # for a chunk that began before the try, the share that was written since
+            # if the chunk began before the try, only the share written since then counts
             share = min(1.0, (now - self.tried_since) / seconds) if seconds else 1.0
             self.tried_tokens += share * (tokens - begun.tokens)
         if begun.is_look:
@@ -193,7 +195,7 @@ class WriterChoice:
         return "draft" if self.best == "target" else "target"
 
     def _may_try(self) -> bool:
-        """Return whether a try of the draft may lose time again; a try of the target is always
+        """Return whether a try of the draft may lose time now; a try of the target is always
         allowed.
         """
         return self.best == "draft" or self.lost <= _MOST_LOST[1] * self.elapsed
@@ -203,9 +205,10 @@ class WriterChoice:
         return max(_MOST_LOST[0] * self.elapsed - self.lost, _GRACE * self.chunk_seconds)
 
     def _try_loss(self) -> float:
-        """Return the seconds that the try took beyond what its tokens take at the target's speed.
+        """Return how many seconds more the try took than the target would take for the same tokens.
 
-        The target's chunks in flight count as written so far at the speed of its last chunk.
+        For unfinished chunks of the target, the tokens so far are estimated from the speed of its
+        last chunk.
         """
         assert self.tried_since is not None, "nothing is tried"
         pending = 0.0
@@ -216,18 +219,18 @@ class WriterChoice:
         return self.tried_busy - written / self.rates["target"]
 
     def _give_up(self) -> None:
-        """Let the target finish the chunks that the draft began, and write all following chunks."""
+        """Let the target finish the chunks that the draft began, and write the following chunks."""
         self.best = "target"
         self._stay(max(_AFTER_LOSS, 2 * self.stay))
         self._go_on("target")
 
     def _looked(self, begun: BegunChunk, tokens: int, seconds: float) -> None:
-        """Decide, after one chunk of the other writer, whether that writer gets a stretch."""
+        """Decide, after one chunk of the slower writer, whether this writer gets a stretch."""
         self.is_looking = False
         if begun.writer == "draft" and "target" in self.seconds:
             excess = seconds - tokens * self.seconds["target"]
             self.lost += max(0.0, excess) / (len(self.in_flight) + 1)
-        if begun.writer == self.best:  # meanwhile this writer has become the faster writer
+        if begun.writer == self.best:  # this writer has become the faster writer in the meantime
             return
         if self._is_promising():
             self._go_on(self._other)
@@ -235,7 +238,7 @@ class WriterChoice:
             self._stay(max(_AFTER_LOSS, 2 * self.stay))
 
     def _is_promising(self) -> bool:
-        """Return whether the other writer's chunk justifies a stretch.
+        """Return whether the chunk of the slower writer was fast enough to justify a stretch.
 
         One fast chunk says little about the speed of all chunks together: if both engines share
         processors, drafting for all rollouts slows down the target.
@@ -244,7 +247,7 @@ class WriterChoice:
         draft = self.seconds["draft"]
         if self.best == "draft":
             return target < _SLOWER * draft
-        if not (target and self.rates["target"]):  # no time has passed, so nothing can be gained
+        if not (target and self.rates["target"]):  # speeds are unknown, because no time has passed
             return False
         count = len(self.in_flight) + 1
         if draft < (_SURE + (1 / _GAIN - _SURE) / count) * target:
@@ -268,7 +271,7 @@ class WriterChoice:
         self._go_on(best)
 
     def _go_on(self, writer: Role) -> None:
-        """Begin a stretch of this writer, with counts at 0."""
+        """Begin a stretch of this writer, and reset the counts of the stretch."""
         if self.tried_since is not None:
             self.lost += max(0.0, self._try_loss())
         self.tried_since = self.now if writer == "draft" != self.best else None

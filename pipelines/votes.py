@@ -13,12 +13,12 @@ from atts.core import Rollout
 _LEAST_WEIGHT = 1e-3
 VoteKind = Literal["majority", "confidence"]
 Grouper = Callable[[Sequence[str]], Sequence[int]]
-"""A function from answers to one class label each; equal labels mean equal answers."""
+"""A function that returns one class label for each answer; equal labels mean equal answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """One rollout's vote: its answer and its weight."""
+    """The vote of one rollout: its answer and its weight."""
 
     answer: str
     weight: float = 1.0
@@ -26,7 +26,9 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Classes of equal answers with their weights, heaviest first; ties go to the class seen first."""
+    """Classes of equal answers with their weights, the heaviest first; of equal weights, the class
+    seen first.
+    """
 
     answers: tuple[str, ...]
     weights: tuple[float, ...]
@@ -34,26 +36,27 @@ class Tally:
 
     @property
     def winner(self) -> str | None:
-        """Return the representative of the heaviest class."""
+        """Return the answer that represents the heaviest class."""
         return self.answers[0] if self.answers else None
 
     @property
     def lead(self) -> float:
-        """Return the lead of the heaviest class over the next."""
+        """Return how much heavier the heaviest class is than the second."""
         if not self.weights:
             return 0.0
         return self.weights[0] - (self.weights[1] if len(self.weights) > 1 else 0.0)
 
     @property
     def agreement(self) -> float:
-        """Return the heaviest class's share of all ballots; 0 if there are no ballots."""
+        """Return the share of the ballots in the heaviest class; 0 if there are no ballots."""
         return self.counts[0] / sum(self.counts) if self.counts else 0.0
 
 
 def weight(kind: VoteKind, logprobs: Sequence[float]) -> float:
-    """Return a ballot's weight: 1, or the mean confidence of the author in its tokens.
+    """Return the weight of a ballot: 1, or the mean confidence of the models in the tokens they
+    wrote.
 
-    The smallest weight is a thousandth; it is also the weight if log-probabilities are missing.
+    The smallest weight is 0.001, which is also the weight if log-probabilities are missing.
     """
     if kind == "majority":
         return 1.0
@@ -71,8 +74,8 @@ def ballot(kind: VoteKind, rollout: Rollout) -> Ballot | None:
 
 
 def classes(answers: Sequence[str], group: Grouper) -> list[int]:
-    """Return the class of each answer; only different strings are compared, because equal strings
-    are equal answers.
+    """Return the class of each answer; equal strings are equal answers, so only different strings
+    are compared.
     """
     distinct = list(dict.fromkeys(answers))
     groups = group(distinct) if len(distinct) > 1 else [0] * len(distinct)
@@ -81,9 +84,9 @@ def classes(answers: Sequence[str], group: Grouper) -> list[int]:
 
 
 def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
-    """Count ballots by equivalence of their answers instead of their strings."""
+    """Count ballots by classes of equivalent answers, which may be different strings."""
     labels = classes([ballot.answer for ballot in ballots], group)
-    answers: dict[int, str] = {}  # the spelling of each class's answer that was seen first
+    answers: dict[int, str] = {}  # for each class, the spelling of its answer that was seen first
     weights: dict[int, float] = {}
     counts: dict[int, int] = {}
     for ballot, label in zip(ballots, labels, strict=True):
@@ -100,8 +103,8 @@ def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
 
 
 def cannot_change(current: Tally, remaining: int, heaviest: float = 1.0) -> bool:
-    """Return whether no ballots of the `remaining` rollouts, each at most `heaviest`, could change
-    the winner.
+    """Return whether the winner is certain, if each of the `remaining` ballots weighs at most
+    `heaviest`.
 
     A tie at the end goes to the class seen first. So a lead equal to the remaining weight suffices
     only if the leader was seen first; this function always requires a larger lead, which is safe.
@@ -110,27 +113,27 @@ def cannot_change(current: Tally, remaining: int, heaviest: float = 1.0) -> bool
 
 
 def settled_probability(current: Tally, remaining: int) -> float:
-    """Return a lower bound on the probability that the leader also wins after `remaining` more
+    """Return a lower bound on the probability that the leader still wins after `remaining` more
     ballots.
 
-    This assumes a model: ballots are exchangeable, with a Dirichlet(1, ..., 1) prior over the
-    classes seen and one unseen class. The exact probabilities that each rival draws level are added
-    (union bound).
+    The model is an assumption: ballots are exchangeable, with a Dirichlet(1, ..., 1) prior over the
+    classes seen and one unseen class. For each rival, the probability of at least a tie is exact;
+    the sum over rivals is a union bound.
     """
     if not current.counts:
         return 0.0
     first, *rivals = current.counts
     others = sum(rivals)
     lost = 0.0
-    for rival in [*rivals, 0]:  # 0 stands for a class without a vote yet
+    for rival in [*rivals, 0]:  # 0 votes: the unseen class
         lost += _overtaken(first, rival, others - rival, len(rivals), remaining)
     return max(0.0, 1.0 - lost)
 
 
 @lru_cache(maxsize=1 << 16)
 def _overtaken(first: int, rival: int, rest: int, rest_classes: int, remaining: int) -> float:
-    """Return the probability that the rival's count ends at or above the leader's, with three
-    Dirichlet cells: leader, rival, rest.
+    """Return the probability that the rival's final count is at least the leader's, in a Dirichlet
+    model with three classes: the leader, the rival, and all others.
     """
     prior = (first + 1.0, rival + 1.0, rest + float(rest_classes))
     total = 0.0

@@ -1,9 +1,9 @@
-"""Certify a policy: find the cheapest rate whose loss of accuracy is bounded, on labelled problems.
+"""Certify a policy on labelled problems: find the cheapest rate with a bounded loss of accuracy.
 
     certify_runs(target, runs, is_correct, epsilon=.., delta=..) -> Certificate
 
-Policies are tested from the highest rate down (Learn-then-Test); the gate of the certificate does
-not learn, so the tested gate is the one that is used.
+Policies are tested from the highest rate down (Learn-then-Test). The gate of the certificate does
+not learn, so a later run uses exactly the gate that was tested.
 
     python examples/certify.py
 """
@@ -18,8 +18,8 @@ POLICY = atts.Policy(samples=2, early_stop="none")
 
 
 def outcomes(method: str, rate: float = 0.2, stored: StoredScores | None = None) -> list[Outcome]:
-    """Solve thirty labelled problems with the method's gate, or with a gate frozen at stored
-    scores.
+    """Solve thirty labelled problems with the gate of the method, or with a frozen gate that
+    compares every chunk with `stored`.
     """
     gate = frozen_gate(rate, stored) if stored is not None else None
     setup = atts.Setup(
@@ -30,7 +30,7 @@ def outcomes(method: str, rate: float = 0.2, stored: StoredScores | None = None)
 
 
 def is_correct(outcome: Outcome) -> bool:
-    """Return whether the vote equals the reference."""
+    """Return whether the answer of the vote is equal to the reference."""
     return outcome.answer == outcome.problem.answer
 
 

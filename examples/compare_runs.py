@@ -1,5 +1,5 @@
 """Compare two runs on the same problems: the paired difference in accuracy with its interval, and
-costs as ratios.
+the ratios of costs.
 
 python examples/compare_runs.py
 """

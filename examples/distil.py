@@ -1,9 +1,9 @@
 """Distil the draft: export a run, train the draft on it, and run again with fewer escalations.
 
 This is on-policy distillation: the draft writes, the target lists its most likely tokens at every
-position (`atts export RUN --as opd --teacher MODEL`), and training reduces the draft's divergence
-from them. Problems of the second half are not used for training. `--noise` first disturbs the
-draft's weights, to imitate a draft that was never distilled.
+position (`atts export RUN --as opd --teacher MODEL`), and training reduces the divergence of the
+draft from the target. Every second problem is only used for the measurements, not for training.
+`--noise` first disturbs the draft's weights, to imitate a draft that was never distilled.
 """
 
 import argparse
@@ -30,14 +30,15 @@ from atts.models import path as embedded
 from atts.pipelines import ThresholdGate
 
 Record = dict[str, Any]
-Found = dict[str, dict[str, list[float]]]  # by problem and measure
+# measurements, keyed by problem and by name of the measure
+Found = dict[str, dict[str, list[float]]]
 ON_POLICY = Policy(samples=4, early_stop="none", sampling=Sampling(temperature=1.0))
 
 
 def rollouts(
     draft: str, problems: list[Problem], bar: float, seed: int, folder: Path
 ) -> list[Record]:
-    """Run the pair, escalating chunks whose perplexity is above a threshold, and return the export."""
+    """Run draft and target, escalating chunks with a perplexity above `bar`, and return the export."""
     setup = Setup(
         draft=draft, target="embedded", policy=ON_POLICY, gate=ThresholdGate(bar), seed=seed
     )
@@ -51,7 +52,8 @@ def rollouts(
 def divergence(model: Any, records: list[Record]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return KL(draft || target) at every position, and a mask of the positions that training uses.
 
-    The divergence is over the tokens that the target lists; all other tokens count as one token.
+    The divergence is computed over the tokens that the target lists; all other tokens count as one
+    token.
     """
     texts = [record["prompt_ids"] + record["ids"] for record in records]
     length = max(map(len, texts))
@@ -64,7 +66,7 @@ def divergence(model: Any, records: list[Record]) -> tuple[torch.Tensor, torch.T
         listed[row, places] = torch.tensor(record["top_ids"])
         theirs[row, places] = torch.tensor(record["top_logprobs"])
         mask[row, places] = torch.tensor(record["mask"], dtype=torch.float32)
-    # The padding comes after the text, so causal attention never reads it.
+    # The padding comes after the text, so causal attention never reads the padding.
     ours = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, listed)
     rest = torch.log1p(-ours.exp().sum(-1).clamp(max=1 - 1e-6))
     their_rest = torch.log1p(-theirs.exp().sum(-1).clamp(max=1 - 1e-6))
@@ -79,7 +81,7 @@ def batches(records: list[Record], size: int = 16) -> list[list[Record]]:
 
 
 def train(model: Any, records: list[Record], epochs: int, seed: int, rate: float = 3e-4) -> None:
-    """Train with AdamW, whose learning rate falls to zero."""
+    """Train the draft with AdamW; the learning rate falls to zero."""
     order = random.Random(seed)
     steps = batches(records) * epochs
     order.shuffle(steps)
@@ -96,7 +98,7 @@ def train(model: Any, records: list[Record], epochs: int, seed: int, rate: float
 
 
 def saved(model: Any, folder: Path) -> str:
-    """Save the draft with its tokenizer in a folder, and return the engine's address for it."""
+    """Save the draft with its tokenizer in a folder, and return its address as an engine."""
     shutil.copytree(embedded("draft"), folder)
     model.save_pretrained(folder)
     return f"hf:{folder}"
@@ -119,9 +121,9 @@ def per_problem(model: Any, records: list[Record]) -> Found:
 
 
 def interval(pairs: np.ndarray[Any, Any], seed: int = 0) -> tuple[float, float, float]:
-    """Return a difference of means and its 95 % interval, by a bootstrap over problems.
+    """Return the difference of two means and its 95 % interval, by a bootstrap over problems.
 
-    Each row is a problem: sum and count after, sum and count before.
+    Each row of `pairs` is a problem: sum and count after training, sum and count before training.
     """
     draws = np.random.default_rng(seed).integers(len(pairs), size=(2000, len(pairs)))
     sums = np.vstack([pairs.sum(0), pairs[draws].sum(1)])
@@ -135,7 +137,8 @@ def round_trip(
 ) -> tuple[Found, Found]:
     """Return the measurements before and after training the draft on an export.
 
-    The even problems are for training, and the odd problems are for the measurements.
+    The problems with even numbers are for training, and those with odd numbers are for the
+    measurements.
     """
     torch.manual_seed(seed)
     kind: Any = AutoModelForCausalLM
@@ -158,8 +161,8 @@ def round_trip(
 
 
 def by_measure(trips: Iterable[tuple[Found, Found]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return a row per problem for each measure, over all trips: sum and count after, sum and count
-    before.
+    """Return the rows that `interval` needs, for each measure: one row per problem, summed over all
+    trips.
     """
     sums: dict[str, dict[str, Any]] = defaultdict(lambda: defaultdict(lambda: np.zeros(4)))
     for before, after in trips:
@@ -171,7 +174,7 @@ def by_measure(trips: Iterable[tuple[Found, Found]]) -> dict[str, np.ndarray[Any
 
 
 def main(words: list[str] | None = None) -> None:
-    """Train once per seed, and print the changes on the problems that were not trained on."""
+    """Train once per seed, and print the changes on the problems that were left out of training."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--problems", type=int, default=24, help="number of problems; half of them are for training"

@@ -1,5 +1,5 @@
-"""Grade without a run: find the answer in a text, compare it with the reference, group equal
-answers.
+"""Grade without a run: find the answer in a text, compare the answer with the reference, and group
+equal answers.
 """
 
 from atts.evaluators import equivalent, extract, group
@@ -13,7 +13,7 @@ SOLUTIONS = [
 
 
 def main() -> None:
-    """Grade four solutions and one vote."""
+    """Grade four solutions, and count one vote."""
     for reference, text in SOLUTIONS:
         answer = extract(text)
         if answer is None:

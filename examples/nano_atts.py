@@ -1,13 +1,14 @@
 """The whole method in one file: parallel draft rollouts, target scores, a conformal gate, a vote.
 
-A small model (the draft) writes every rollout chunk by chunk. A large one (the target) only scores
-each chunk: one forward pass over text that is already there. A conformal test ranks the score among
-those seen so far; the worst `rate` of all chunks are thrown away and written again by the target.
-No rollout ever waits for another, so every engine stays busy. Answers are voted.
+A small model (the draft) writes every rollout chunk by chunk. A large model (the target) only
+scores each chunk, with one forward pass over the finished text. A conformal test ranks the score
+among all earlier scores; the worst `rate` of all chunks are discarded and written again by the
+target. No rollout ever waits for another rollout, so every engine stays busy. The rollouts vote on
+the answer.
 
-`atts.pipelines` and `atts.calibration` are this file with what a real evaluation needs: other gates
-and scores, pairs of tokenizers, limits, retries, resumption, reports. The tests hold both to the
-same outcomes.
+`atts.pipelines` and `atts.calibration` do the same as this file, and add what a real evaluation
+needs: other gates and scores, pairs of tokenizers, limits, retries, resumption, reports. The tests
+check that both give the same outcomes.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ from atts.engine import Engine
 from atts.sampling import Seed
 
 Extract = Callable[[str], str | None]
-"""A function that returns the final answer of a reasoning text, or None while there is none."""
+"""A function that returns the final answer of a text, or None if there is no answer yet.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The settings of the method. `rate` is the share of chunks that the target takes over."""
 
-    rate: float = 0.2  # the paper's 1 - alpha
-    samples: int = 4  # rollouts of a problem
+    rate: float = 0.2  # 1 - alpha in the paper
+    samples: int = 4  # number of rollouts per problem
     turns: int = 15  # most chunks of a rollout
     chunk_tokens: int = 64
     max_tokens: int = 512  # most tokens of a rollout
-    stop: tuple[str, ...] = ("\n\n",)  # where a chunk ends
+    stop: tuple[str, ...] = ("\n\n",)  # texts that end a chunk
     sampling: Sampling = Sampling(temperature=0.7)
     system: str = "Solve the problem step by step. Put the final answer in \\boxed{}."
     step: float = 0.004  # how far one decision moves the calibrator's level
@@ -56,35 +58,37 @@ class Settings:
 
 @dataclass(slots=True)
 class Calibrator:
-    """Online conformal calibration: it escalates the worst `rate` of scores, whatever their
+    """An online conformal calibrator, which escalates the worst `rate` of scores, whatever their
     distribution.
 
-    The p-value of a score is its rank among the stored ones, with ties broken by a coin. While
-    scores are exchangeable it is uniform, so escalating p > 1 - rate escalates exactly `rate`. Real
-    scores drift with the turn and cluster by problem. Every decision therefore moves the level:
-    down after an escalation, up after an accepted chunk (adaptive conformal inference).
+    The p-value of a score is its rank among the stored scores, with ties broken by a coin. If
+    scores are exchangeable, the p-value is uniform, so escalating if p > 1 - rate escalates exactly
+    the share `rate`. Real scores drift with the turn and cluster by problem. Every decision
+    therefore moves the level: down after an escalation, up after an accepted chunk (adaptive
+    conformal inference).
     """
 
     rate: float
     step: float
     seed: int = 0
-    scores: list[float] = field(default_factory=list[float])  # in order
+    # all scores so far, in ascending order
+    scores: list[float] = field(default_factory=list[float])
     level: float = math.nan
 
     def __post_init__(self) -> None:
         self.level = self.rate
 
     def p_value(self, score: float, coin: float) -> float:
-        """Return a number near 1 for a score worse than the stored ones.
+        """Return a number near 1 for a score that is worse than the stored scores.
 
-        It is (below + coin * (1 + equal)) / (stored + 1).
+        The formula is (below + coin * (1 + equal)) / (stored + 1).
         """
         below = bisect_left(self.scores, score)
         not_above = bisect_right(self.scores, score)
         return (below + coin * (1 + not_above - below)) / (len(self.scores) + 1)
 
     def escalates(self, score: float, problem: str, turn: int, sample: int) -> bool:
-        """Return whether the target takes the chunk over; its score counts from now on."""
+        """Return whether to escalate the chunk, and store the chunk's score."""
         p = self.p_value(score, self._coin(score, problem, turn, sample))
         escalate = self.level >= 1 or (self.level > 0 and p > 1 - self.level)
         self.level += self.step * (self.rate - escalate)
@@ -99,19 +103,19 @@ class Calibrator:
 
 @dataclass(slots=True)
 class Rollout:
-    """One line of reasoning: exactly the tokens that were generated, never re-tokenised text."""
+    """One attempt at a problem, as the tokens that were generated, never as re-tokenised text."""
 
     sample: int
     text: str = ""
-    ids: TokenIds = ()  # without the prompt
+    ids: TokenIds = ()  # token ids without the prompt
     answer: str | None = None
-    judged: int = 0  # chunks of the draft that were judged
-    escalated: int = 0  # chunks that the target rewrote
+    judged: int = 0  # number of the draft's chunks that were judged
+    escalated: int = 0  # number of chunks that the target wrote again
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The answer to one problem, and the rollouts it comes from."""
+    """The answer to one problem, and the problem's rollouts."""
 
     answer: str | None
     votes: Counter[str]
@@ -120,7 +124,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class NanoATTS:
-    """The pair of models, the calibrator they share, and a way to find answers."""
+    """A draft and a target, with a calibrator for all rollouts and a function that finds answers."""
 
     draft: Engine
     target: Engine
@@ -129,7 +133,7 @@ class NanoATTS:
     settings: Settings = Settings()
 
     async def solve_all(self, problems: Sequence[Problem], at_once: int = 64) -> list[Solution]:
-        """Solve all problems, `at_once` rollouts at any time; none waits for a sibling."""
+        """Solve all problems with `at_once` rollouts in flight; no rollout waits for a sibling."""
         admission = anyio.CapacityLimiter(at_once)
         rollouts = [[Rollout(sample) for sample in range(self.settings.samples)] for _ in problems]
 
@@ -144,7 +148,7 @@ class NanoATTS:
         return [vote(siblings) for siblings in rollouts]
 
     async def run(self, problem: Problem, rollout: Rollout) -> None:
-        """Take turns: the draft proposes, the target scores, the calibrator decides.
+        """Run a rollout's turns: the draft proposes, the target scores, the calibrator decides.
 
         An escalated chunk is discarded, and the target writes its replacement.
         """
@@ -181,22 +185,22 @@ class NanoATTS:
     async def rejects(
         self, chunk: Completion, problem: Problem, rollout: Rollout, prompt: TokenIds, turn: int
     ) -> bool:
-        """Judge the chunk by the rank of the target's perplexity, which takes one prefill, among
-        all earlier ones.
+        """Return whether to escalate the chunk, by the rank of the target's perplexity among all
+        earlier chunks; the score takes one prefill.
         """
         suffix = body(chunk, self.draft)
         if not suffix:
-            return True  # an empty chunk has no score, so the target writes this one
+            return True  # an empty chunk has no score, so the target writes the chunk
         scores = await self.target.score(ScoreRequest(prompt + rollout.ids, suffix))
-        # rounded, because the last digits of a float sum depend on the batch it was computed in
+        # rounded, because the last digits of a sum of floats depend on the batch
         score = float(f"{max(1.0, scores.perplexity):.5g}")
         return self.calibrator.escalates(score, problem.id, turn, rollout.sample)
 
     def answer(self, text: str, last: Completion) -> str | None:
-        """Return the answer in the text, or None while it may still change.
+        """Return the answer in the text, or None if more text may change it.
 
         A chunk that was cut at its token limit may end within a number. Its answer counts only if
-        another digit after the text would not change it.
+        one more digit would not change it.
         """
         answer = self.extract(text)
         if answer is not None and last.ended == "length" and self.extract(text + "0") != answer:
@@ -205,7 +209,7 @@ class NanoATTS:
 
 
 def body(chunk: Completion, engine: Engine) -> TokenIds:
-    """Return the ids without the end token."""
+    """Return the token ids of a chunk without the end token."""
     is_ended = chunk.ended == "end" and chunk.ids and chunk.ids[-1] in engine.spec.end_ids
     return chunk.ids[:-1] if is_ended else chunk.ids
 
@@ -218,7 +222,7 @@ def vote(rollouts: Sequence[Rollout]) -> Solution:
 
 
 async def main() -> None:
-    """Solve eight problems of the toy language; engines on real models work just the same."""
+    """Solve eight problems of the toy language; engines with real models work in the same way."""
     from atts.testing import ScriptedEngine, toy_answer, toy_problems
 
     problems = toy_problems(8, seed=1)

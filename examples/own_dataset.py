@@ -1,4 +1,4 @@
-"""Use your own dataset: a function that makes problems, or a file with a question and an answer per
+"""Use your own dataset: a function that makes problems, or a file with one question and answer per
 row.
 """
 
@@ -12,9 +12,9 @@ from atts.evaluators import LoadOptions, load_dataset
 
 
 def sums(count: int) -> list[Problem]:
-    """Make problems by a program; `level` and `subject` group the report.
+    """Make problems by a program; the report has a row for each `level` and `subject`.
 
-    `answer` is the reference.
+    The answer of a problem is its reference.
     """
     return [
         Problem(

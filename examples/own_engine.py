@@ -9,7 +9,7 @@ from atts.testing import ScriptedEngine, check_engine, toy_problems
 
 
 class CountingEngine(EngineAround):
-    """An engine around another one that adds up its costs, in prices per million tokens."""
+    """A wrapper around an engine that adds up the cost; prices are per million tokens."""
 
     def __init__(self, engine: atts.Engine, written: float, read: float) -> None:
         super().__init__(engine, "own")
@@ -17,7 +17,7 @@ class CountingEngine(EngineAround):
         self.cost = 0.0
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Continue the ids; cached tokens are not read again."""
+        """Continue the token ids; tokens in the cache are not read again and cost nothing."""
         done = await super().sample(request)
         self.cost += (
             len(done.ids) * self.prices[0]
@@ -26,7 +26,7 @@ class CountingEngine(EngineAround):
         return done
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the log-probabilities of the suffix, which the engine reads but does not write."""
+        """Score the suffix, which costs the price of reading only, because nothing is written."""
         done = await super().score(request)
         self.cost += (
             (len(request.prefix) + len(request.suffix) - done.cached_tokens) * self.prices[1] / 1e6
@@ -35,7 +35,7 @@ class CountingEngine(EngineAround):
 
 
 async def main() -> None:
-    """Run the conformance suite, then a run that prints its price."""
+    """Run the conformance suite, then an evaluation, and print the cost of the evaluation."""
     report = await check_engine(lambda: CountingEngine(ScriptedEngine("target"), 8.0, 0.8))
     print(f"{len(report.results)} promises checked, {len(report.broken)} broken")
     draft = CountingEngine(ScriptedEngine("draft"), written=0.4, read=0.04)

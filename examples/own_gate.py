@@ -1,4 +1,4 @@
-"""Use your own gate, which decides from numbers and never waits."""
+"""Use your own gate, which decides on each chunk from numbers, without waiting for other chunks."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,16 +11,17 @@ from atts.testing import toy_problems
 
 @dataclass(frozen=True, slots=True)
 class DoubtGate:
-    """A gate that accepts chunks of which the draft is sure, and lets the target score the others."""
+    """A gate that accepts chunks of which the draft is sure; the target scores all other chunks."""
 
-    # lowest mean log-probability under the draft of a chunk that is accepted unscored
+    # chunks with a mean log-probability of the draft above this are accepted without a score
     sure: float = -0.5
-    perplexity: float = 3.0  # under the target
+    perplexity: float = 3.0  # chunks with a higher perplexity under the target are escalated
     needs_draft_logprobs: ClassVar[bool] = True  # drafts without log-probabilities are refused
 
     def preview(self, features: Features) -> Decision:
         """Return the action for a chunk without a score, or "verify" to request the score."""
-        # a chunk without log-probabilities has NaN here, so it is scored instead of accepted
+        # if the draft sent no log-probabilities, the value is NaN, so the chunk is scored, not
+        # accepted
         action: Action = "accept" if features.draft_logprob > self.sure else "verify"
         return features.decision(action)
 
@@ -34,7 +35,7 @@ class DoubtGate:
 
 
 def main() -> None:
-    """Solve eight toy problems under this gate."""
+    """Solve eight toy problems with this gate."""
     setup = atts.Setup(
         draft="scripted", target="scripted", gate=DoubtGate(), policy=atts.Policy(samples=4)
     )

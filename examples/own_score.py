@@ -11,7 +11,7 @@ from atts.testing import toy_problems
 
 @dataclass(frozen=True, slots=True)
 class WorstShare(ScoreRule):
-    """The perplexity of the least likely tokens of a chunk."""
+    """The perplexity of the least likely tokens of a chunk, which are a `share` of its tokens."""
 
     share: float = 0.1
 
@@ -22,7 +22,7 @@ class WorstShare(ScoreRule):
 
 
 def main() -> None:
-    """Solve eight toy problems, judged by their chunks' least likely tokens."""
+    """Solve eight toy problems; each chunk is judged by its least likely tokens."""
     policy = atts.Policy(samples=4, score=WorstShare(share=0.2))
     result = atts.evaluate_sync(
         toy_problems(8), atts.Setup(draft="scripted", target="scripted", policy=policy)

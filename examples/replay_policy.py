@@ -1,4 +1,6 @@
-"""Replay a recorded run under other policies: decide again on recorded scores, without a model."""
+"""Replay a recorded run with other policies, which decide again on the recorded scores without a
+model.
+"""
 
 import tempfile
 from pathlib import Path
@@ -8,7 +10,7 @@ from atts.testing import toy_problems
 
 
 def main() -> None:
-    """Record one run, replay it at four rates and with fewer rollouts."""
+    """Record a run, then replay the run at four rates, and with fewer rollouts."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
         setup = atts.Setup(

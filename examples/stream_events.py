@@ -1,7 +1,7 @@
 """Follow a run while it happens: `async with atts.evaluate(...) as run` and `async for event in
 run`.
 
-Leaving the block early cancels the run; one with a directory can be resumed.
+Leaving the block early cancels the run; a cancelled run that has a directory can be resumed.
 
     python examples/stream_events.py
 """
@@ -16,8 +16,8 @@ from atts.testing import toy_problems
 
 
 async def main() -> None:
-    """Print every verdict as it arrives, and the numbers of accepted and escalated chunks at the
-    end.
+    """Print each verdict when its problem is finished, and at the end the numbers of accepted and
+    escalated chunks.
     """
     chunks = Counter[str]()
     setup = atts.Setup(draft="scripted", target="scripted", rate=0.3, policy=atts.Policy(samples=4))

@@ -14,7 +14,7 @@ from atts.testing import DialectServer, ScriptedEngine, ToyTokenizer, toy_proble
 
 
 def evaluate(draft: str | atts.Engine, target: str | atts.Engine) -> None:
-    """Solve eight problems; lost requests are repeated, and a directory makes runs resumable."""
+    """Solve eight problems with engines on servers; requests that are lost are sent again."""
     setup = atts.Setup(draft=draft, target=target, rate=0.2, policy=atts.Policy(samples=4))
     result = atts.evaluate_sync(toy_problems(8), setup)
     correct = sum(line.verdict == "correct" for line in result.problems)
@@ -25,7 +25,7 @@ def evaluate(draft: str | atts.Engine, target: str | atts.Engine) -> None:
 
 
 def main(urls: list[str]) -> None:
-    """Run on the given servers, or on toy models behind real HTTP."""
+    """Run on the servers with the given URLs, or start two servers with toy models."""
     if urls:
         evaluate(*urls)
         return
@@ -33,7 +33,9 @@ def main(urls: list[str]) -> None:
         DialectServer(lambda: ScriptedEngine("draft"), "vllm") as draft,
         DialectServer(lambda: ScriptedEngine("target"), "sglang") as target,
     ):
-        words = ToyTokenizer()  # the model's name is enough to open a real server's tokenizer
+        # the toy models need this tokenizer; for real models, atts finds it by the name of the
+        # model
+        words = ToyTokenizer()
         evaluate(
             RemoteEngine(draft.url, name="draft", tokenizer=words),
             RemoteEngine(target.url, name="target", tokenizer=words),

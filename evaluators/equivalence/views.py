@@ -219,8 +219,8 @@ def stated_value(equation: Node, other: Node) -> Node | None:
 
 
 def _is_of_digits(congruence: Node) -> bool:
-    """Return whether a residue class gives the last digits of a number: its modulus is 100, 1000,
-    ...
+    """Return whether a residue class gives the last digits of a number: modulo 100, 1000 or more
+    zeros.
     """
     modulus = congruence.args[1].value
     return modulus is not None and re.fullmatch("100+", str(modulus)) is not None

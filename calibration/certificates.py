@@ -2,8 +2,8 @@
 
 # The problem is always the unit, because the samples of one problem are correlated. All guarantees
 # are for problems drawn like the calibration problems (Angelopoulos et al., "Learn then Test",
-# 2021): each policy's p-value is valid for its null "the true mean loss is above epsilon", and
-# fixed-sequence testing keeps the chance of any false certificate below delta.
+# 2021). Each policy's p-value is valid for the null hypothesis "the true mean loss is above
+# epsilon". Fixed-sequence testing keeps the probability of any false certificate below delta.
 
 from __future__ import annotations
 
@@ -114,10 +114,11 @@ def binomial_p_value(losses: ArrayLike, epsilon: float) -> float:
 def betting_p_value(losses: ArrayLike, epsilon: float) -> float:
     """Return a p-value from betting against "the mean loss is at least epsilon".
 
-    The capital prod(1 + b_i (epsilon - loss_i)), each b_i fixed before its loss is seen, is a
-    supermartingale under that hypothesis, so 1 / its maximum is a p-value (Ville; Waudby-Smith and
-    Ramdas, 2024). It is smaller than the Hoeffding-Bentkus p-value when losses are fractions of
-    small variance. The order of problems must not depend on their losses.
+    The capital is prod(1 + b_i (epsilon - loss_i)), where each bet b_i is fixed before its loss is
+    seen. Under the hypothesis the capital is a supermartingale, so 1 / (its maximum) is a p-value
+    (Ville; Waudby-Smith and Ramdas, 2024). This p-value is smaller than that of Hoeffding-Bentkus
+    if losses are fractions of small variance. The order of problems must not depend on their
+    losses.
     """
     array = checked_losses(losses)
     seen = np.arange(1, len(array) + 1)
@@ -158,10 +159,10 @@ def net_p_value(losses: ArrayLike, epsilon: float) -> float:
     """Return the p-value of "the mean net loss is at least epsilon".
 
     There is one net loss in [-1, 1] per problem. If all net losses are -1, 0 or 1, the test is
-    exact: it takes the largest probability of so small a net loss over a 99.9 % interval of the
-    share of problems that differ, plus 0.001 for that interval (Berger and Boos, 1994). Otherwise
-    the losses are moved into [0, 1] for the betting test; the order of problems must then not
-    depend on the losses.
+    exact. Its p-value is the largest probability of so small a net loss, over a 99.9 % interval of
+    the share of problems that differ. The p-value includes 0.001 for that interval (Berger and
+    Boos, 1994). If other net losses occur, they are scaled to [0, 1] for the betting test; then the
+    order of problems must not depend on the losses.
     """
     array = checked_losses(losses, -1.0)
     if not np.isin(array, (-1.0, 0.0, 1.0)).all():
@@ -205,8 +206,8 @@ def rejected(p_values: Sequence[float], delta: float) -> list[int]:
     """Return the indices of the hypotheses that fixed-sequence testing rejects.
 
     The test goes down the list, whose order must not depend on the data, and stops at the first p
-    above delta. The probability of any false rejection is at most delta, because a false rejection
-    needs a p-value of at most delta at the first true hypothesis of the list.
+    above delta. The probability of any false rejection is at most delta: a false rejection needs a
+    p-value of at most delta for the first true hypothesis of the list.
 
     >>> rejected([0.001, 0.04, 0.2, 0.01], 0.1)
     [0, 1]
@@ -396,7 +397,9 @@ def _chains(
         raise CalibrationInputError("candidates", [], "at least one policy")
     if len({len(candidate.losses) for candidate in candidates}) > 1:
         raise CalibrationInputError(
-            "candidates", "losses that differ in length", "losses on the same problems for every candidate"
+            "candidates",
+            "losses that differ in length",
+            "losses on the same problems for every candidate",
         )
     check_fraction("epsilon", epsilon)
     check_fraction("delta", delta)

@@ -89,10 +89,10 @@ class Adaptive(Controller):
     decisions taken but not yet observed, the bound is (max(rate, 1 - rate) + (d + 1) step) / (step
     * T).
 
-    If the number of remaining decisions is roughly known, the part of the deficit beyond a slack is
-    removed over half of these decisions, however small the step. If at least that half is really
-    taken, the final sum of errors is within one decision of the slack, for any sequence. Each
-    decision that is missing from that half adds at most max(rate, 1 - rate).
+    If the number of remaining decisions is roughly known, half of them remove the part of the
+    deficit beyond a slack, however small the step. If at least that half is really taken, the final
+    sum of errors is within one decision of the slack, for any sequence. Each decision that is
+    missing from that half adds at most max(rate, 1 - rate).
     """
 
     __slots__ = ("_level", "_step")
@@ -137,10 +137,10 @@ class Feedback(Controller):
     """A controller that shifts the logit of the rate by the deficits of question, turn and stream.
 
     A deficit is a running sum of (rate - escalated), which its gain multiplies. `order` favours
-    decisions that agree with earlier ones of the same (question, turn): a chunk worse than
-    escalated siblings should escalate, and a chunk better than accepted siblings should not. If the
-    question's deficit is beyond `limit`, it alone decides; so for any scores it stays within limit
-    + 1 of zero.
+    decisions that agree with earlier decisions on the same question and turn. A chunk worse than
+    escalated siblings should be escalated, and a chunk better than accepted siblings should be
+    accepted. If the question's deficit is beyond `limit`, it alone decides; so for any scores it
+    stays within limit + 1 of zero.
     """
 
     __slots__ = (

@@ -34,8 +34,8 @@ from atts.sampling import binomial_tail, normal_quantile
 
 # There is no warning if at most this share of the scores are repeated.
 FEW = 0.02
-# Different chunks may have equal scores if the model is certain of them, so equal scores this near
-# to the better end of the scale do not count as copies.
+# Scores this near to the better end of the scale do not count as copies, because different chunks
+# may have such scores if the model is certain of them.
 _CERTAIN = 1e-6
 
 
@@ -541,9 +541,10 @@ _JUMP = 0.01  # the share of its capital that each bet gives up at each step
 class SimpleJumper(Persisted):
     """The simple jumper martingale: five bets, which exchange a little capital at each step.
 
-    (Vovk et al., "Retrain or not retrain", 2021.) If p-values are independent and uniform, like the
-    smoothed online conformal p-values of exchangeable values, its capital ever reaches 1 / a with
-    probability at most a (Ville). The capital is stored as a logarithm, so it cannot overflow.
+    (Vovk et al., "Retrain or not retrain", 2021.) If the p-values are independent and uniform, the
+    capital ever reaches 1 / a with probability at most a (Ville). Smoothed online conformal
+    p-values of exchangeable values are independent and uniform. The capital is stored as a
+    logarithm, so it cannot overflow.
 
     >>> martingale = SimpleJumper()
     >>> for _ in range(20): martingale.update(0.99)

@@ -33,8 +33,8 @@ def with_spaced_percent(text: str) -> str:
     return re.sub(r"(?<=\d)%", " %", text)
 
 
-# A run of known size may end when it still expects 1 / `_LAST` of its decisions, because the
-# estimate of its length is wrong by a few percent at the end.
+# The estimated length of a run of known size is wrong by a few percent at the end. So the run may
+# end while 1 / `_LAST` of its decisions is still expected.
 _LAST = 20
 
 
@@ -67,9 +67,9 @@ class Facts:
         """Return how far the rate of this many independent coins may be from the nominal rate (95
         %).
 
-        This is the bound of mode "marginal": smoothed online conformal p-values of exchangeable
-        scores are independent and uniform (Vovk, Gammerman and Shafer, 2005), so the decisions are
-        independent coins.
+        This is the bound of mode "marginal". Its decisions are independent coins, because smoothed
+        online conformal p-values of exchangeable scores are independent and uniform (Vovk,
+        Gammerman and Shafer, 2005).
         """
         return 1.96 * math.sqrt(self.rate * (1 - self.rate) / self.decisions)
 
@@ -108,11 +108,11 @@ class Facts:
         """Return the text of the 95 % bound on the rate of mode "aci"; empty if the bound is
         vacuous.
 
-        This assumes exchangeable scores. The deficit shrinks by a share g before every decision and
-        moves by a martingale difference of range 1, so it is sub-Gaussian with v' = (1 - g)^2 v +
-        1/4 (Hoeffding's lemma). If g is the step, v is below its fixed point, 1 / (4 (2 step -
-        step^2)). If g is two divided by the number of decisions left, v is below left / 12 + 1/4
-        beyond the slack.
+        This assumes exchangeable scores. Each decision shrinks the deficit by a share g, and adds a
+        martingale difference of range 1. So the deficit is sub-Gaussian, with variance proxy v' =
+        (1 - g)^2 v + 1/4 after the decision (Hoeffding's lemma). If g is the step, v is below its
+        fixed point, 1 / (4 (2 step - step^2)). If g is two divided by the number of decisions left,
+        v is below left / 12 + 1/4 beyond the slack.
         """
         if math.isfinite(self.left):
             whole = self.decided + self.left

@@ -37,9 +37,10 @@ class AdvantageJudge:
     """A linear prediction of a takeover's gain, and the measured gain of a gate with this
     prediction over a coin.
 
-    The gain over a coin is the gain per chunk of escalating the share `rate` with the best
-    predictions, minus the gain of escalating as many chunks at random. The gain is cross-validated
-    by problem: each chunk is ranked by a judge that was fitted without the chunks of its problem.
+    The gain over a coin is a difference per chunk: the gain if the share `rate` with the best
+    predictions is escalated, minus the gain if as many random chunks are escalated. The gain is
+    cross-validated by problem: each chunk is ranked by a judge that was fitted without the chunks
+    of its problem.
     """
 
     names: tuple[str, ...]

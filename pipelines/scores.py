@@ -187,8 +187,8 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
     author if the rule needs them.
 
     The score is NaN if log-probabilities are missing. The score is rounded to five digits before
-    any gate ranks it, because sums of floats depend on the other texts in the batch and on the
-    cache. After a resume these sums differ by up to 2e-5, but equal scores must stay equal.
+    any gate ranks it, because sums of floats depend on the batch and on the cache. After a resume
+    these sums differ by up to 2e-5, but equal scores must stay equal.
     """
     if isinstance(rule, ScoreRule) and rule.kind == "draft":
         logprobs = chunk.logprobs

@@ -11,7 +11,7 @@ _CHUNKS = 8  # least number of chunks in a stretch; if more are in flight, half 
 # the draft writes if it gives at least this many times the tokens per second of the target
 _GAIN = 1.05
 # While the draft is the faster writer, the target gets no stretch if its last chunk took at least
-# this many times as long per token as the draft's.
+# this many times the draft's time per token.
 _SLOWER = 1.5
 # If the draft's chunk took at most this share of the target's time per token, a stretch of the
 # draft is tried at once, even with many chunks in flight. If it took more, the stretch waits until
@@ -89,8 +89,8 @@ class WriterChoice:
     or once the run is long enough to afford a slow stretch. If the stretch gave more tokens per
     second, the draft continues. From time to time the slower writer gets another try.
 
-    The time lost by a try, compared with the target's speed, is known after each score. Once tries
-    have lost 2 % of the run's time, or early in a run a quarter of a chunk's time, the target
+    The time lost by a try, compared with the target's speed, is known after each score. If tries
+    have lost 2 % of the run's time (early in a run: a quarter of a chunk's time), the target
     finishes the chunks that the draft has begun.
     """
 

@@ -69,8 +69,9 @@ def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
     """Yield pairs of trees; if one pair is equal, the answers are equal up to their arbitrary
     constants.
 
-    Most answers give no pair: a letter is an arbitrary constant only in the solution of an equation
-    (y = Cx, f(x) = cx), as a separate term (x^2 + C), or as one of several numbered coefficients.
+    Most answers give no pair, because a letter is an arbitrary constant only in three places: in
+    the solution of an equation (y = Cx, f(x) = cx), as a separate term (x^2 + C), or as one of
+    several numbered coefficients.
     """
     one = views.named(gold)
     two = views.named(answer)

@@ -203,10 +203,10 @@ def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Fl
     rival class has more samples among the k.
 
     The result is exact, but no subset is enumerated. For each number j of draws of the row's class,
-    the generating function of the rivals is evaluated at roots of unity. 1 / (ties + 1) is the
-    integral of w^ties over [0, 1], which Gauss-Legendre nodes compute exactly. Draws are binomial
-    with probability k/n per sample, on the condition that there are k draws in total. This is the
-    same distribution, but its numbers do not overflow.
+    the generating function of the rivals is evaluated at roots of unity. The share 1 / (ties + 1)
+    is the integral of w^ties over [0, 1], which Gauss-Legendre nodes compute exactly. Draws are
+    binomial with probability k/n per sample, on the condition that there are k draws in total. This
+    is the same distribution, but its numbers do not overflow.
     """
     chance = k / n
     # a real polynomial of degree <= n needs only half of the n + 1 roots; the other values are

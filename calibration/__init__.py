@@ -1,4 +1,4 @@
-"""Conformal calibration, which turns a stream of scores into decisions with a stated guarantee."""
+"""Conformal calibration, which turns a stream of scores into decisions at a guaranteed rate."""
 
 # Everything is made from plain numbers and strings:
 #

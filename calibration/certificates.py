@@ -1,4 +1,4 @@
-"""Certify policies and abstention thresholds by Learn-then-Test, with the p-values it needs."""
+"""Certify policies and abstention thresholds by Learn-then-Test, which needs one p-value for each."""
 
 # The problem is always the unit, because the samples of one problem are correlated. All guarantees
 # are for problems drawn like the calibration problems (Angelopoulos et al., "Learn then Test",
@@ -68,8 +68,8 @@ def net_losses(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
     """Return the net loss of each problem, in [-1, 1].
 
     The net loss says how much more often the target alone is correct than the policy. Two runs of
-    the same models differ in single answers by sampling alone; these random wins and losses cancel
-    here.
+    the same models differ in single answers only because of sampling; in the net loss these random
+    wins and losses cancel.
 
     >>> net_losses([[1, 1], [0, 1]], [[1, 0], [1, 1]]).tolist()
     [0.5, -0.5]
@@ -99,9 +99,10 @@ def _by_problem(values: Losses) -> Losses:
 
 
 def binomial_p_value(losses: ArrayLike, epsilon: float) -> float:
-    """Return P(Bin(n, epsilon) <= number of losses).
+    """Return P(Bin(n, epsilon) <= number of losses), where n is the number of problems.
 
-    This is an exact p-value for 0/1 losses of independent problems if their mean is >= epsilon.
+    This is an exact p-value of "the mean loss is at least epsilon", for losses of 0 or 1 on
+    independent problems.
 
     :raises CalibrationInputError: if a loss is neither 0 nor 1.
     """
@@ -128,8 +129,8 @@ def betting_p_value(losses: ArrayLike, epsilon: float) -> float:
     mean = (epsilon + _sums_before(array)) / seen
     variance = (epsilon * (1 - epsilon) + _sums_before((array - mean) ** 2)) / seen
     gain = epsilon - mean
-    # This approximates the bet whose capital grows fastest. The capital stays positive because each
-    # bet is below 1 / (1 - epsilon).
+    # These bets approximate the bets whose capital grows fastest. The capital stays positive
+    # because each bet is below 1 / (1 - epsilon).
     bets = np.clip(gain / np.maximum(variance + gain * gain, 1e-9), 0.0, 0.75 / (1 - epsilon))
     bets = np.maximum(bets, 0.1)  # a bet of 0 would end the betting after an unlucky start
     capital = np.cumsum(np.log1p(bets * (epsilon - array)))
@@ -137,14 +138,14 @@ def betting_p_value(losses: ArrayLike, epsilon: float) -> float:
 
 
 def _sums_before(values: Losses) -> Losses:
-    """Return, for each value, the sum of all values before it."""
+    """Return, for each value of the array, the sum of all values before it."""
     return np.cumsum(values) - values
 
 
 def risk_p_value(losses: ArrayLike, epsilon: float) -> float:
     """Return the p-value of "the true mean loss exceeds epsilon".
 
-    The test depends on the losses: exact binomial for 0/1 losses, betting for fractions.
+    If all losses are 0 or 1, the exact binomial test is used, and the betting test for fractions.
 
     :raises CalibrationInputError: for losses outside [0, 1] or an epsilon outside (0, 1).
     """
@@ -177,7 +178,8 @@ def net_p_value(losses: ArrayLike, epsilon: float) -> float:
         low = float(beta_quantile(_INTERVAL_MISS / 2, differing, n - differing + 1))
     if differing < n:
         high = beta_upper_quantile(_INTERVAL_MISS / 2, differing + 1, n - differing)
-    # For a net loss of epsilon, a share of at least epsilon of the problems must differ.
+    # A mean net loss of epsilon is possible only if the runs differ on at least a share epsilon of
+    # the problems.
     shares = np.linspace(max(low, epsilon), max(high, epsilon), 65)
     worst = max(_chance_of_at_most(net, n, float(share), epsilon) for share in shares)
     return min(1.0, _INTERVAL_MISS + worst)
@@ -269,7 +271,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """The result of the test of one candidate."""
+    """A candidate policy with the result of its test."""
 
     gate: str
     rate: float
@@ -284,8 +286,8 @@ class Certificate:
     """The outcome of a certification: `chosen` is the cheapest certified policy, or None.
 
     A net certificate also has `superior`: the cheapest policy that was shown to be correct more
-    often than the target alone, or None. It is a separate statement that holds with the same
-    probability.
+    often than the target alone, or None. This second statement holds with the same probability as
+    the first.
     """
 
     epsilon: float
@@ -293,7 +295,7 @@ class Certificate:
     problems: int
     chosen: Tested | None
     tested: tuple[Tested, ...]
-    # about how many problems would certify the safest candidate; None if no number would
+    # estimated number of problems that would certify the safest candidate; None if no number would
     needed: int | None
     superior: Tested | None = None
     kind: Literal["certificate", "net-certificate"] = "certificate"
@@ -321,9 +323,9 @@ class Certificate:
 def certify(candidates: Sequence[Candidate], epsilon: float, delta: float = 0.1) -> Certificate:
     """Certify the cheapest policy whose true loss is at most epsilon, with probability 1 - delta.
 
-    Each gate's policies are tested from the highest rate down, until the first that fails; `delta`
-    is shared equally among the gates (Bonferroni). The test is valid because this order depends on
-    the rates only, never on the losses.
+    Each gate's policies are tested from the highest rate down, until a policy fails the test;
+    `delta` is shared equally among the gates (Bonferroni). The test is valid because this order
+    depends on the rates only, never on the losses.
 
     :raises CalibrationInputError: if there are no candidates, if losses differ in length or are
     outside [0, 1], or if epsilon or delta is outside (0, 1).
@@ -340,8 +342,8 @@ def certify_net(candidates: Sequence[Candidate], epsilon: float, delta: float = 
     """Certify the cheapest policy that is correct at most epsilon less often than the target.
 
     The losses are net losses (`net_losses`): the sampling noise of both runs cancels, so that a
-    policy as good as the target can be certified. A second walk tests whether a policy is better
-    than the target.
+    policy as good as the target can be certified. A second sequence of tests finds out whether a
+    policy is better than the target.
 
     :raises CalibrationInputError: as in `certify`, except that net losses may be in [-1, 1].
     """
@@ -390,8 +392,8 @@ def _net_problems_needed(losses: Sequence[float], epsilon: float, share: float) 
 def _chains(
     candidates: Sequence[Candidate], epsilon: float, delta: float
 ) -> tuple[list[list[Candidate]], float]:
-    """Return the candidates of each gate from the highest rate down, and each gate's share of
-    delta.
+    """Return the candidates of each gate, from the highest rate down, and the share of delta per
+    gate.
     """
     if not candidates:
         raise CalibrationInputError("candidates", [], "at least one policy")
@@ -500,9 +502,9 @@ def certify_abstention(
 
     The guarantee holds with probability `kept` over the labelled problems. Each problem has one
     confidence in [0, 1] and one label; a problem without an answer has confidence nan. Given the
-    number of answered problems, the number of wrong ones is binomial, so each threshold's p-value
-    is exact. The thresholds are twentieths, tried from 1 down and from 0.6 down until one fails, so
-    their order does not depend on the data.
+    number of answered problems, the number of wrong answers is binomial, so the p-value of each
+    threshold is exact. The thresholds are multiples of 1/20. They are tested from 1 down and from
+    0.6 down until a test fails, so their order does not depend on the data.
 
     :raises CalibrationInputError: if there are no problems, a confidence is outside [0, 1], or
         `risk` or `kept` is outside (0, 1).
@@ -548,7 +550,7 @@ def certify_abstention(
 def _steps_down(
     confidences: NDArray[np.float64], is_wrong: NDArray[np.bool_], start: int
 ) -> Iterator[_Step]:
-    """Yield each threshold in twentieths, from `start` down to 0."""
+    """Yield the step of each threshold, in twentieths, from `start` down to 0."""
     for twentieths in range(start, -1, -1):
         is_answered = confidences >= twentieths / 20 - 1e-9  # NaN is never answered
         num_wrong = int((is_answered & is_wrong).sum())

@@ -45,7 +45,7 @@ def exact_rate(rate: object, what: str = "rate") -> Fraction:
     >>> exact_rate(0.4)
     Fraction(2, 5)
     """
-    # True and False are ints to Python, but not rates.
+    # Python accepts True and False as integers, but they are not rates.
     if isinstance(rate, bool) or not isinstance(rate, int | float | Fraction):
         raise CalibrationInputError(what, rate, "a number in [0, 1]")
     if not 0 <= rate <= 1:
@@ -119,7 +119,7 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
     'unclear'
     """
     nominal = float(exact_rate(rate))
-    # [questions, (decisions, escalated)]
+    # shape [questions, 2]: the numbers of decisions and of escalations
     rows = np.array([row for row in questions if row[0]], float).reshape(-1, 2)
     if not len(rows) or (rows[:, 1] > rows[:, 0]).any() or (rows < 0).any():
         raise CalibrationInputError(
@@ -296,7 +296,8 @@ def summarise(clusters: Clusters) -> ClusterSummary:
     if math.isnan(icc):
         return ClusterSummary(total, len(values), icc, float(len(values)))
     typical_size = float((sizes**2).sum() / sizes.sum())
-    # A negative estimate is noise: the effective size cannot exceed the number of scores.
+    # A negative estimate of the correlation is noise, because the effective size cannot exceed the
+    # number of scores.
     effective = total / (1 + (typical_size - 1) * max(0.0, icc))
     return ClusterSummary(total, len(values), icc, effective)
 

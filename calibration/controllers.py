@@ -25,8 +25,8 @@ Mode = Literal["split", "marginal", "aci", "question", "question-turn"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 # The deficit is rate * decisions - escalations. A deficit of this share of the run's decisions may
-# remain at its end. Removing all of it would let noise decide which of the run's last, hardest
-# chunks escalate.
+# remain at its end. If all of the deficit had to be removed, noise would decide which of the last,
+# hardest chunks escalate.
 SLACK = 0.006
 # The part of the deficit beyond the slack is removed over the remaining decisions divided by this
 # number. A lower number would be too slow for runs whose scores arrive sorted.
@@ -119,8 +119,8 @@ class Adaptive(Controller):
     def update(
         self, nonconformity: float | None, question: str, turn: int, escalated: bool
     ) -> None:
-        # The level is not clamped to [0, 1]: the bound needs it to remember a deficit beyond these
-        # ends.
+        # The level is not clamped to [0, 1]. The bound holds only if the level remembers the whole
+        # deficit.
         self._level += self._step * (self._rate - escalated)
 
     def merge(self, state: Any) -> None:
@@ -232,7 +232,7 @@ class Tuning:
     together.
     """
 
-    aci_step: float = 0.002  # for 8 rollouts a problem; see `for_rollouts`
+    aci_step: float = 0.002  # for 8 rollouts per problem; see `for_rollouts`
     # The gains: the shift of the logit per decision of deficit, times the variance rate * (1 -
     # rate).
     question_gain: float = 0.23
@@ -277,7 +277,7 @@ def build_mode(
 ) -> tuple[ScorePool, Controller]:
     """Return the pool and the controller of a mode.
 
-    The pool remembers the last `window` scores, or all scores with fading weight.
+    The pool remembers the last `window` scores, or all scores with weights that fade by `decay`.
 
     :raises OptionError: for an unknown mode, or both a window and a decay.
     """

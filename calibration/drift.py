@@ -208,7 +208,7 @@ def question_features(questions: Sequence[Sequence[float]], depth: int) -> Float
     there is only one column, the level.
     """
     heads = [scores[:depth] for scores in questions if len(scores) >= depth]
-    rows = np.array(heads, float).reshape(-1, depth)  # [questions, depth]
+    rows = np.array(heads, float).reshape(-1, depth)  # shape [questions, depth]
     columns = [rows.mean(axis=1)]
     if depth >= _SPREAD_FROM:
         columns.append(np.log(rows.std(axis=1, ddof=1) + 1e-6))
@@ -221,7 +221,7 @@ def normal_scores(values: Floats, reference: Floats) -> Floats:
     Ranks replace the values, so that no outlier decides the test.
     """
     ordered = np.sort(reference, axis=0)
-    ranks = list[NDArray[np.int64]]()  # twice the mid-rank, so that ties stay integers
+    ranks = list[NDArray[np.int64]]()  # twice the mid-rank, so that ranks of ties are integers
     for column in range(values.shape[1]):
         below = np.searchsorted(ordered[:, column], values[:, column], "left")
         up_to = np.searchsorted(ordered[:, column], values[:, column], "right")
@@ -249,13 +249,13 @@ _COMPONENTS = 128
 # The correlation between the shifts of level and of spread, because the scores of another model are
 # often both higher and more spread.
 _TOGETHER = 0.9
-# The standard deviation of the logarithm of the change of width.
+# The standard deviation of the logarithm of the width, relative to the stored scores.
 _STRETCH = 0.3
 # The standard deviation of the transformed correlation. Half of the components have the stored
 # scores' correlation; in the other half the correlation varies by this much.
 _TIES = 0.5
 _AT_ONCE = 1024  # rows of weights that are processed at once, which limits the memory
-_FLAT = 0.1  # a column that hardly varies counts as if it varied this much
+_FLAT = 0.1  # least standard deviation of a column, so that constant columns do not divide by 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +338,8 @@ def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator
     both = np.concatenate([ours, theirs])
     both = normal_scores(both, both)
     distances = _distances(both)
-    # Which questions are chosen as live, one choice per row: [1 + draws, n + k].
+    # Each row chooses n of all questions, as if they were the live questions: shape [1 + draws, n +
+    # k].
     chosen = np.zeros((_DRAWS + 1, n + k))
     chosen[0, :n] = 1  # the run that is tested
     positions = np.argpartition(draw.random((_DRAWS, n + k)), n - 1, axis=1)[:, :n]
@@ -392,7 +393,7 @@ def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions
     same = _terms(np.zeros((1, size)), _spread(np.ones((1, size)), np.array(tie)))
     gain = questions * (_terms(means, spreads) - same)
     moments = weights @ _moments((scores - centre) / width)
-    # in blocks, because an array [weightings, components] is large
+    # in blocks of rows, because the array [rows of weights, components] is large
     parts = [
         _log_mean_exp(moments[start : start + _AT_ONCE] @ gain.T)
         for start in range(0, len(moments), _AT_ONCE)
@@ -592,7 +593,7 @@ class DriftEvent:
     """An alarm of the monitor, with the action that the policy took."""
 
     kind: Kind
-    scores: int  # live scores that were seen before the alarm
+    scores: int  # number of live scores before the alarm
     questions: int
     p: float
     action: DriftPolicy
@@ -636,8 +637,8 @@ class DriftMonitor(Persisted):
         self._turn = min(stored.turns, default=0)
         self._reference = QuestionSample.of(stored, self._turn)
         self._live = DefaultTable(str, list[float])
-        self._scores = 0  # all live scores
-        self._seen = 0  # live scores of the stored turn
+        self._scores = 0  # number of all live scores
+        self._seen = 0  # number of live scores of the stored turn
         self._looks = 0  # number of looks made
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
@@ -758,7 +759,7 @@ class TurnHealth:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The size, clustering, repeats and thresholds of stored scores at one rate."""
+    """Statistics of stored scores: their number, clustering, repeats and thresholds at one rate."""
 
     rate: float
     scores: int
@@ -780,7 +781,7 @@ class Health:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return warnings about the scores; a fault comes first."""
+        """Return warnings about the stored scores, with faults first."""
         warnings = list[str]()
         if self.repeats.fault:
             warnings.append(self.repeats.fault)
@@ -814,7 +815,8 @@ class Health:
 
 
 def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
-    """Return the health of stored scores at a rate; `seed` draws the halves of the questions.
+    """Return the statistics of stored scores at a rate; `seed` determines the random halves of the
+    questions.
 
     :raises CalibrationInputError: if there are no scores.
     """

@@ -1,4 +1,4 @@
-"""The text of each mode's guarantee, and of the conditions that void it."""
+"""The texts of the guarantee of each mode, and of the conditions that void the guarantee."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 TEXTS: dict[str, dict[str, str]] = tomllib.loads(
     Path(__file__).with_name("guarantees.toml").read_text(encoding="utf-8")
 )
-"""The guarantees and the conditions that void them, by mode, as format strings over `Facts`."""
+"""The guarantees and the conditions that void them, by mode, as format strings with fields of
+`Facts`.
+"""
 
 
 def with_spaced_percent(text: str) -> str:
@@ -40,7 +42,7 @@ _LAST = 20
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The numbers that appear in a guarantee; the texts of `guarantees.toml` name them."""
+    """The numbers that appear in a guarantee; the texts in `guarantees.toml` refer to them by name."""
 
     rate: float
     stored: StoredScores

@@ -121,7 +121,7 @@ class ReorderBuffer:
         return max([self._next, *(issue + 1 for issue in (*self._waiting, *self._skipped))])
 
     def has_waiting(self, question: str) -> bool:
-        """Return whether a score of this question is waiting."""
+        """Return whether a score of this question waits for an earlier issue."""
         return any(score.question == question for score in self._waiting.values())
 
     def flush(self) -> list[PendingScore]:
@@ -391,13 +391,13 @@ class Calibrator(Persisted):
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """Return the settings that two calibrators must share for one to continue the other."""
+        """Return the settings that must be equal if one calibrator continues the work of another."""
         limits = (self._options.get("cap"), self._options.get("by_length"))
         return self.rate, self.mode, self.seed, self.stored, self.fingerprint, limits
 
     @property
     def next_issue(self) -> int:
-        """Return the issue number that the next score gets."""
+        """Return the issue number of the next score."""
         return self._order.next_issue
 
     def settle(self) -> None:
@@ -422,7 +422,7 @@ class Calibrator(Persisted):
 
     @property
     def realised(self) -> float:
-        """Return the fraction escalated so far; NaN before the first decision."""
+        """Return the share of decisions that were escalated so far; NaN before the first decision."""
         return self.escalated / self.decided if self.decided else float("nan")
 
     @property
@@ -629,7 +629,7 @@ class Calibrator(Persisted):
         return calibrator
 
     def save(self, path: Path) -> None:
-        """Write the state atomically, so that a crash leaves the old file or the new one.
+        """Write the state atomically, so that a crash leaves either the old file or the new file.
 
         :raises StorageError: if the file cannot be written.
         """
@@ -639,7 +639,7 @@ class Calibrator(Persisted):
     def load(cls, path: Path, fingerprint: Mapping[str, object] | None = None) -> Calibrator:
         """Return the calibrator that `save` wrote.
 
-        :raises CalibrationInputError: if the file is missing, damaged or something else.
+        :raises CalibrationInputError: if the file is missing, damaged or not such a state.
         :raises FingerprintError: if the calibrator was made under other conditions than
             `fingerprint`.
         """
@@ -703,7 +703,7 @@ class ReplayResult:
 
     @property
     def escalated(self) -> float:
-        """Return the realised rate; NaN without decisions."""
+        """Return the realised rate; NaN if there are no decisions."""
         if not self.decisions:
             return float("nan")
         return sum(decision.escalate for decision in self.decisions) / len(self.decisions)
@@ -819,7 +819,7 @@ def rate_metrics(
     x: Floats = np.asarray(nonconformity, float)
     e: Floats = np.asarray(escalated, float)
     question_rates: Floats = np.bincount(q, e) / np.bincount(q)
-    question_turn = q * (int(t.max()) + 1) + t  # one number for each pair (question, turn)
+    question_turn = q * (int(t.max()) + 1) + t  # one number for each (question, turn)
     return {
         "overall_error": float(abs(e.mean() - rate)),
         "turn_rms": turn_rms(t, e, rate),
@@ -852,7 +852,8 @@ def worst_rolling(escalated: Floats, rate: float, width: int = 500) -> float:
 
 
 def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float:
-    """Return P(an escalated chunk is worse than an accepted one) over all pairs inside a group.
+    """Return the share of pairs in which the escalated chunk is worse than the accepted chunk, over
+    all pairs inside a group.
 
     Ties count as half a pair. The result is NaN if there is no pair.
     """
@@ -881,7 +882,7 @@ def sorted_decisions(questions: Any, turns: Any, nonconformity: Any, rate: float
     q = np.asarray(questions)
     t = np.asarray(turns)
     x = np.asarray(nonconformity, float)
-    # sorted by question, then turn, then worst first; ties stay in arrival order
+    # sorted by question, then by turn, then from worst to best; ties stay in arrival order
     order = np.lexsort((np.arange(len(q)), -x, t, q))
     starts = np.flatnonzero(np.diff(q[order]) | np.diff(t[order])) + 1
     decisions = np.zeros(len(q))

@@ -107,7 +107,7 @@ class Ranks:
 
 
 class WeightedRank(NamedTuple):
-    """The weighted rank of a score among stored scores; the score itself has weight 1."""
+    """The weighted rank of a new score among stored scores; the new score has weight 1."""
 
     below: float  # weight of the stored scores below the given score
     equal: float  # weight of the stored scores equal to the given score
@@ -177,10 +177,11 @@ class Fading:
         check_fraction("decay", decay)
         self._decay = decay
         self._kept = math.ceil(21 / -math.log(decay))
-        self._next = 1.0  # the weight of the score added next
+        self._next = 1.0  # the weight of the next score
         self._order = deque[float]()  # scores, oldest first
         self._scores = array("d")
-        self._weights = array("d")  # in ascending order of the scores, equal scores oldest first
+        # in the order of `_scores`: ascending, and equal scores oldest first
+        self._weights = array("d")
 
     def __len__(self) -> int:
         return len(self._order)
@@ -215,7 +216,7 @@ ScoreHistory = Window | Fading
 """
 
 
-# A stratum is split once it has `_LEAST` scores and at least one in `_SHARE` of all scores.
+# A stratum is split once it has `_LEAST` scores and at least 1 / `_SHARE` of all scores.
 _LEAST = 30
 _SHARE = 16
 # The slope is shrunk towards 0, as if this many additional scores had slope 0.
@@ -264,8 +265,8 @@ class _Stratum:
         """
         ordered = sorted(self.points)
         median = ordered[len(ordered) // 2][0]
-        # Chunks of the median length stay together, so the cut is before or after all of them,
-        # whichever makes the halves more equal.
+        # Chunks of the median length stay together, so the cut is before or after all of them;
+        # choose the cut that makes the halves more equal.
         before = bisect_left(ordered, (median, -math.inf))
         after = bisect_left(ordered, (median, math.inf))
         imbalance_before = len(ordered) - before - before
@@ -392,7 +393,7 @@ class ScorePool(Persisted, ABC):
 
     @abstractmethod
     def drop_stored(self) -> None:
-        """Drop the stored scores of the calibration run, but keep the live ones."""
+        """Drop the stored scores of the calibration run, but keep the live scores."""
 
     def forget(self, question: str) -> None:
         """Drop the data that is needed only for this question, after its last score."""
@@ -600,7 +601,7 @@ class Residuals(ScorePool):
 
 
 class _Means(Persisted):
-    """The count and the sum of scores, for each question and for all questions.
+    """The number and the sum of scores, for each question and for all questions together.
 
     All forgotten questions share one entry, so that memory grows only with the open questions.
     """

@@ -74,7 +74,7 @@ class Scale:
 
     @property
     def domain(self) -> str:
-        """Return a description of the domain."""
+        """Return the domain as text, such as "a perplexity in [1, inf]"."""
         return f"a {self.name} in [{self.low:g}, {self.high:g}]"
 
 
@@ -99,7 +99,7 @@ SCALES = {"perplexity": PERPLEXITY, "logprob": LOG_PROB, "real": REAL}
 
 
 def scale_named(name: str) -> Scale:
-    """Return the declared scale of that name.
+    """Return the scale with this name.
 
     :raises OptionError: for an unknown name.
     """
@@ -108,7 +108,8 @@ def scale_named(name: str) -> Scale:
     return SCALES[name]
 
 
-# The header of an .npy file with one row of plain numbers: their type and their count.
+# The header of an .npy file with one row of numbers; the groups are the type and the count of the
+# numbers.
 _HEADER = re.compile(
     rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)"
     rb"\{'descr': '([<>|][fiu][1248])', 'fortran_order': (?:False|True), 'shape': \((\d{1,15}),\), \} *\n",
@@ -258,7 +259,7 @@ class StoredScores:
         return len(self.scores)
 
     def state(self) -> dict[str, Any]:
-        """Return the scores and their conditions as strict JSON, infinite scores as strings."""
+        """Return the scores and their conditions as strict JSON, with infinite scores as strings."""
         state: dict[str, Any] = {
             "kind": "atts scores",
             "version": 1,
@@ -405,7 +406,7 @@ def is_state(text: str) -> bool:
 def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
     """Return JSON Lines as records; blank lines are skipped.
 
-    :raises CalibrationInputError: naming the line that is not a JSON object.
+    :raises CalibrationInputError: if a line is not a JSON object; the error names the line.
     """
     records = list[dict[str, Any]]()
     for number, line in enumerate(lines, 1):
@@ -427,7 +428,7 @@ def _read_array(path: Path) -> Sequence[float]:
     """Return the numbers of an .npy file of one row.
 
     The header must declare one row and exactly as many numbers as the file has. `numpy.load` is not
-    used: it may unpickle, and it allocates as much memory as the header declares.
+    used, because it may unpickle objects, and allocates as much memory as the header declares.
     """
     data = read_ordinary(path)
     header = _HEADER.match(data)

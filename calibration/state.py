@@ -31,7 +31,7 @@ class Persisted:
         return {name.lstrip("_"): _as_json(getattr(self, name)) for name in self.saved}
 
     def merge(self, state: Any) -> None:
-        """Merge the state of another part of the same kind into this one."""
+        """Merge the state of another part of the same class into this part."""
         for name in self.saved:
             setattr(self, name, _merged(getattr(self, name), state[name.lstrip("_")]))
 
@@ -105,7 +105,7 @@ def _merged(mine: Any, theirs: Any) -> Any:
 
 
 def state_text(state: Mapping[str, Any]) -> str:
-    """Return the text of a state's file: the state and its digest."""
+    """Return the text of the file for a state: the state as JSON, with its digest."""
     body = strict(state)
     return json.dumps({**body, "digest": _digest(body)}, allow_nan=False) + "\n"
 
@@ -130,7 +130,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """Return the state that `write_state` wrote.
 
-    :raises CalibrationInputError: if the file is missing, cut short, altered or something else.
+    :raises CalibrationInputError: if the file is missing, cut short, changed or not a state.
     """
     try:
         content = from_json(read_ordinary(path).decode("utf-8"))
@@ -181,7 +181,8 @@ def same(one: Any, other: Any) -> bool:
     >>> same({"turn": 1}, {"turn": 1.0}), same([1], [True])
     (True, False)
     """
-    # Python's == would call True equal to 1, and a tuple different from a list.
+    # In Python, True == 1 is true, and a tuple is never equal to a list; the comparison as JSON
+    # corrects both.
     first = json.dumps(_as_floats(strict(one)), sort_keys=True)
     second = json.dumps(_as_floats(strict(other)), sort_keys=True)
     return first == second

@@ -66,12 +66,13 @@ def boxes(text: str) -> tuple[list[Box], int | None]:
     at = 0
     while (start := PATTERNS["box"].search(text, at)) is not None:
         at = start.end()
-        is_word_end = start.start() > 0 and text[start.start() - 1].isalpha()  # "unboxed"
+        # not the word "unboxed"
+        is_word_end = start.start() > 0 and text[start.start() - 1].isalpha()
         if is_word_end and not start[0].startswith("\\"):
             continue
         brace = OPENING.match(text, at)
         if brace is None and not start[0].startswith("\\"):
-            continue  # "the value boxed is 18"
+            continue  # a word in a sentence, as in "the value boxed is 18"
         if brace is None:
             bare = PATTERNS["bare"].match(text, at)
             if bare:
@@ -87,7 +88,9 @@ def boxes(text: str) -> tuple[list[Box], int | None]:
 
 
 def inner(content: str) -> str:
-    """Return the content of a box; if it is a box itself, return the content of the inner box."""
+    """Return the content of a box; if the content is a box too, return the content of the inner
+    box.
+    """
     for _ in range(8):
         stripped = content.strip()
         inside, open_at = boxes(stripped)
@@ -124,7 +127,7 @@ def last_group(complete: list[Box], text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
-    """An answer and the rule that found it.
+    """An answer with the name of the rule that found it.
 
     The answer is None and the rule is "cut" if a box was opened but never closed.
     """
@@ -223,9 +226,9 @@ def _with_plain_blanks(text: str) -> str:
 
 
 def _final_part(text: str) -> str:
-    """Return the text after a model's reasoning, if the reasoning is closed and text follows it.
+    """Return the text after the think block, if the block is closed and text follows it.
 
-    The reasoning is skipped because a box in it may be a guess that the model later rejected.
+    The think block is skipped, because a box in it may be a guess that the model later rejected.
     """
     *_, end = [None, *PATTERNS["thought_end"].finditer(text)]
     content = text[end.end() :] if end else ""
@@ -255,7 +258,7 @@ def _letter_of(match: re.Match[str]) -> str:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether a text ends inside braces or displayed maths."""
+    """Return whether a text was cut: it ends inside braces or inside a displayed formula."""
     tail = text[-_TAIL:].rpartition("\n\n")[2]
     braces = [mark[0] for mark in _BRACE.finditer(tail)]
     if braces.count("{") > braces.count("}"):
@@ -290,7 +293,8 @@ def marked(text: str, kind: AnswerKind) -> str | None:
         following = text[mark.end() : mark.end() + _TAIL]
         if len(following) < _TAIL and "\n\n" not in following.strip() and is_cut(following):
             return ""
-        if text[: mark.start()].endswith("**") and "**" not in sign:  # **Answer: No**, since
+        # such as "**Answer: No**, since ..."
+        if text[: mark.start()].endswith("**") and "**" not in sign:
             bold, ends, _ = following.partition("**")
             following = bold if ends and bold.strip() and "\n" not in bold else following
         following = PATTERNS["closed"].split(following, maxsplit=1)[0]
@@ -384,8 +388,8 @@ def _trimmed(sentence: str) -> str:
 
 
 def _stated_in(sentence: str) -> str | None:
-    """Return the values that a sentence states: those after its last "is" or "=", else its last
-    values.
+    """Return the values that a sentence states: the values after its last "is" or "=", or else its
+    last values.
     """
     for aside in (_CORRECTION, PATTERNS["adjunct"]):
         without = aside.sub("", sentence.rstrip(" .*"))
@@ -414,7 +418,7 @@ def _stated_in(sentence: str) -> str | None:
 
 
 def _is_inside(match: re.Match[str], spans: Sequence[re.Match[str]]) -> bool:
-    """Return whether a match is part of one of these spans, as "2, 5" is part of $[2, 5)$."""
+    """Return whether a match is inside one of these spans, as "2, 5" is inside $[2, 5)$."""
     return any(span.start() < match.start() and match.end() < span.end() for span in spans)
 
 
@@ -427,7 +431,7 @@ def stated(text: str, kind: AnswerKind) -> str | None:
     """Return the value of the last sentence that states one, or of a final line without words."""
     text = PATTERNS["end_of_proof"].sub("", text[-_TAIL:].rstrip("` \n")).rstrip("` \n")
     text = PATTERNS["end_in_maths"].sub(" ", text)
-    # displayed maths of several lines counts as one part of its sentence
+    # a displayed formula of several lines counts as one part of its sentence
     text = _MATHS.sub(lambda maths: " ".join(maths[0].split()), text)
     if kind == "choice":
         return _choice(text)

@@ -166,7 +166,7 @@ def _graded(
 
 @dataclass(slots=True)
 class GradeTally:
-    """Counts of graded records, including those that could not be scored."""
+    """Counts of graded records by verdict; "unscored" records could not be compared."""
 
     status: Counter[str] = field(default_factory=Counter[str])
     rules: Counter[str] = field(default_factory=Counter[str])

@@ -35,7 +35,7 @@ _REFUSED = (
     *(29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 241),
     *(90, 91, 92, 93, 94, 260, 268, 452, 132, 235, 261, 280),  # rights, owners and times of files
     *(188, 189, 190, 197, 198, 199),  # extended attributes
-    *(105, 106, 113, 114, 116, 117, 119, 122, 123, 126),  # other users and capabilities
+    *(105, 106, 113, 114, 116, 117, 119, 122, 123, 126),  # identity of the user, and capabilities
     # mounts, host name, devices
     *(155, 161, 165, 166, 167, 168, 169, 170, 171, 172, 173, 163, 179),
     *(159, 164, 227, 305, 175, 176, 246, 313, 320),  # clocks, kernel modules, loading of kernels

@@ -57,16 +57,16 @@ class ProgramTests(msgspec.Struct, frozen=True, omit_defaults=True):
     cases: tuple[Case, ...]
     public: int = 0
     function: str = ""  # the name of the function to call; "" if the program reads standard input
-    seconds: int = 6  # CPU time of one run
+    seconds: int = 6  # CPU time of one run, in seconds
     megabytes: int = 1024
 
     @classmethod
     def read(cls, text: str) -> "ProgramTests":
-        """Read the tests from the reference text of a problem."""
+        """Read the tests from a problem's reference, in which they are stored as text."""
         return msgspec.json.decode(text, type=cls)
 
     def text(self) -> str:
-        """Return the tests as the reference text of a problem."""
+        """Return the tests as text, which becomes the reference of a problem."""
         return msgspec.json.encode(self).decode()
 
 
@@ -100,7 +100,8 @@ def find_program(text: str) -> str | None:
 def run_program(program: str, inputs: Sequence[str], tests: ProgramTests) -> list[ProgramRun]:
     """Run a program on inputs in confined processes; stop after a run that does not end.
 
-    Runs of a function share a process. This may be called from any thread.
+    If the task is a function, all inputs are run in one process. This may be called from any
+    thread.
     """
     if tests.function:
         return _call_function(program, inputs, tests)
@@ -138,8 +139,8 @@ def judge_program(reference: str, program: str) -> Verdict:
 class ProgramVotes:
     """Classes of programs for one task: programs with equal outputs on its public inputs.
 
-    A program that does not end on one of these inputs abstains. Without public inputs, programs are
-    equal if they differ only in comments and layout.
+    A program that does not end normally on one of these inputs abstains. Without public inputs,
+    programs are equal if they differ only in comments and layout.
     """
 
     def __init__(self, reference: str | None) -> None:

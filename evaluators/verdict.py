@@ -79,10 +79,10 @@ class Limits:
     raw_characters: int = 250_000  # longest text that is read at all, in characters
     characters: int = 20_000  # longest text after cleaning, in characters
     tokens: int = 12_000
-    depth: int = 40  # greatest depth of values within values
+    depth: int = 40  # greatest depth of nested values
     items: int = 4_000  # most items of a list, set, tuple or matrix
-    bits: int = 100_000  # most bits of any exact integer
-    terms: int = 400  # most terms of a written-out sum or product
+    bits: int = 100_000  # most bits of an exact integer
+    terms: int = 400  # most terms of a sum or product over an index
     steps: int = 20_000  # most steps of one numeric evaluation
     # most work for all evaluations of one pair, where steps on numbers with more digits count more
     work: int = 200_000
@@ -138,4 +138,4 @@ class Undefined(Exception):
 
 
 class Outside(Undefined):
-    """No case of a piecewise expression applies."""
+    """None of the conditions of a piecewise expression is true."""

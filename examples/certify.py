@@ -35,7 +35,9 @@ def is_correct(outcome: Outcome) -> bool:
 
 
 def main() -> None:
-    """Run the method at two rates, certify one rate, and use the gate that the certificate allows."""
+    """Run the method at two rates, certify the cheapest rate, and use the certified gate in a new
+    run.
+    """
     seen = [
         turn.score
         for o in outcomes("atts")

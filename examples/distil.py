@@ -105,7 +105,7 @@ def saved(model: Any, folder: Path) -> str:
 
 
 def per_problem(model: Any, records: list[Record]) -> Found:
-    """Return divergences, escalations and correct answers, keyed by problem."""
+    """Return, for each problem, the divergences, the escalations and whether answers are correct."""
     found: Found = defaultdict(lambda: defaultdict(list))
     with torch.inference_mode():
         for batch in batches(records):

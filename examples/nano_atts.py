@@ -42,7 +42,7 @@ Extract = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of the method. `rate` is the share of chunks that the target takes over."""
+    """The settings of the method. `rate` is the share of chunks that are escalated to the target."""
 
     rate: float = 0.2  # 1 - alpha in the paper
     samples: int = 4  # number of rollouts per problem
@@ -215,7 +215,7 @@ def body(chunk: Completion, engine: Engine) -> TokenIds:
 
 
 def vote(rollouts: Sequence[Rollout]) -> Solution:
-    """Return the majority answer; a tie goes to the first answer."""
+    """Return the answer with the most votes; a tie goes to the answer that came first."""
     votes = Counter(rollout.answer for rollout in rollouts if rollout.answer is not None)
     winner = votes.most_common(1)[0][0] if votes else None
     return Solution(winner, votes, tuple(rollouts))

@@ -29,7 +29,7 @@ def sums(count: int) -> list[Problem]:
 
 
 def from_file(path: Path) -> list[Problem]:
-    """Read problems from a CSV file whose columns have other names."""
+    """Read problems from a CSV file whose columns do not have the usual names."""
     with path.open("w", newline="") as file:
         csv.writer(file).writerows(
             [("frage", "loesung"), ("Start at 8. -3, +5. What is the result?", "10.0")]
@@ -40,7 +40,7 @@ def from_file(path: Path) -> list[Problem]:
 
 
 def main() -> None:
-    """Run both datasets; answers are graded by mathematical equivalence."""
+    """Evaluate both datasets; answers are graded by mathematical equivalence."""
     with tempfile.TemporaryDirectory() as folder:
         problems = [*sums(4), *from_file(Path(folder) / "mine.csv")]
     result = atts.evaluate_sync(problems, atts.Setup(draft="scripted", target="scripted"))

@@ -65,7 +65,7 @@ class Answers:
     for_problem: Callable[[Problem], Answers] | None = None
 
     def of(self, problem: Problem) -> Answers:
-        """Return the functions for this problem."""
+        """Return the functions that extract and group answers for this problem."""
         return self if self.for_problem is None else self.for_problem(problem)
 
 
@@ -133,7 +133,7 @@ class RolloutEngine(Engine, Protocol):
     record of earlier calls.
     """
 
-    has_recorded_calls: bool  # an earlier session recorded calls of this problem
+    has_recorded_calls: bool  # whether an earlier session recorded calls of this problem
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
         """Return the result that an earlier session recorded for this call; the record remains for
@@ -169,12 +169,12 @@ class Context:
     # roles whose log-probabilities are used; see `needed_logprobs`
     logprobs: frozenset[Role] = frozenset({"draft", "target"})
     left: RunLength = field(default_factory=RunLength)
-    # chooses the length of the run's drafts under method exact
+    # chooses how many tokens to draft under method exact
     draft_length: DraftLength = field(default_factory=DraftLength)
     planner: Planner = field(default_factory=SplitPlanner)
-    # chooses who writes the run's chunks under method exact
+    # chooses which model writes the chunks under method exact
     writers: WriterChoice = field(default_factory=WriterChoice)
-    # scores a chunk by its features, as `judge_features` returns them, for score.kind learned
+    # for score.kind learned: returns a chunk's score from its features (see `judge_features`)
     judge: Callable[[Sequence[float]], float] | None = None
 
 
@@ -195,7 +195,7 @@ class Proposal:
     answer: str | None
     score: float | None = None
     flaw: str = ""  # why the score that the gate requested is missing
-    # index of the first token that the target rejects; 0 also if that index is not needed or known
+    # index of the first token that the target rejects; 0 if the index is unknown or not needed
     first_rejected: int = 0
     score_reused: bool = False  # whether the score comes from an equal chunk of a sibling
     # beginning of the target's own version of the chunk, which the target drew while it scored the
@@ -205,9 +205,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class KnownScore:
-    """The target's score of a chunk, which is also valid for an equal chunk after an equal
-    beginning.
-    """
+    """The target's score of a chunk, which is also valid for an equal chunk after an equal text."""
 
     score: float
     first_rejected: int
@@ -310,7 +308,8 @@ class RolloutBuilder:
         self.rollout = Rollout(problem.id, scope.sample, prompt)
         siblings.rollouts[scope.sample] = self.rollout
         self.turn = 0  # the index of the current turn
-        self._is_restarting = False  # whether the next turn begins the text of the rollout again
+        # whether the target writes the text again from the prompt in the next turn
+        self._is_restarting = False
         self.text = ""
         self.position = 0  # the current position in the tree of the siblings' texts
         self._ids: dict[Role, TokenIds] = {"draft": prompt.draft_ids, "target": prompt.target_ids}
@@ -328,7 +327,7 @@ class RolloutBuilder:
 
         # the state of the search for an answer
         self.budget_forcings_left = policy.budget_forcing
-        # the answer found before the last "wait" in the text
+        # the answer that was found before the last inserted "wait"
         self._earlier_answer: str | None = None
         self._searched_to = 0  # no answer begins before this character of the text
         # the text that was searched last, with the answer found in it
@@ -390,7 +389,9 @@ class RolloutBuilder:
         self._last_search = ("", None)
 
     def drop_ahead(self) -> None:
-        """Discard the chunk that was written ahead, because the rollout now has a different prefix."""
+        """Discard the chunk that was written ahead, because it does not continue the rollout's
+        text.
+        """
         if self._ahead is not None:
             self.usage += Usage(wasted_tokens=self._ahead.tokens)
             self._unassigned = max(0, self._unassigned - self._ahead.tokens)
@@ -442,7 +443,7 @@ class RolloutBuilder:
     def request(
         self, role: Role, pending: Sequence[Chunk] = (), turn: int | None = None
     ) -> SampleRequest:
-        """Return the request by which a model writes the next chunk.
+        """Return the request for the next chunk to a model.
 
         :raises ContextOverflow: if the context has no room for one more token.
         """
@@ -560,8 +561,8 @@ class RolloutBuilder:
         return None, None, ""
 
     def _find_answer(self, text: str, last: Chunk | None) -> str | None:
-        """Return the answer in a text that ends with this chunk; a box that is not closed does not
-        count.
+        """Return the answer in a text that ends with the chunk `last`; a box that is not closed
+        does not count.
         """
         unread = text[self._searched_to :]
         # the text with this chunk was already searched when the chunk was proposed
@@ -652,8 +653,8 @@ class RolloutBuilder:
         self.rollout = replace(self.rollout, usage=self.usage)
 
     def ids(self, role: Role, pending: Sequence[Chunk] = ()) -> TokenIds:
-        """Return the token ids of the rollout and of the `pending` chunks, in the tokenizer of this
-        role's model.
+        """Return the token ids of the rollout and of the `pending` chunks, in the tokenizer of the
+        draft or of the target.
         """
         ids = self._ids[role]
         for chunk in pending:
@@ -702,7 +703,7 @@ class RolloutBuilder:
         return self.draft if role == "draft" else self.target
 
     def spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
-        """Count tokens that a model wrote but that are not part of any turn yet."""
+        """Count the tokens of a completion, which do not belong to a turn yet."""
         new = len(completion.ids)
         read = max(0, len(request.ids) - completion.cached_tokens)
         self._unassigned += new
@@ -723,7 +724,7 @@ def _tokens_kept(rollout: Rollout) -> int:
 
 
 def render(problem: Problem, policy: Policy, draft: Engine, target: Engine) -> Prompt:
-    """Render the problem with each model's own chat template.
+    """Render the problem with the chat template of each model.
 
     Models that share a tokenizer may still have different templates, so both are always rendered.
     The text of a multiple-choice problem already contains its lettered choices.

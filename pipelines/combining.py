@@ -236,7 +236,7 @@ class RecordedRollouts:
         return self._count
 
     def __iter__(self) -> Iterator[Problem]:
-        """Yield the problems of all complete outcomes."""
+        """Yield the problems whose outcomes are complete."""
         for outcome in self._outcomes():
             if not outcome.is_complete:
                 continue
@@ -298,7 +298,7 @@ class _Question:
         self._texts = [texts[answer] for answer in answers]
 
     async def select_or_write(self, scope: RolloutScope[_Verdict]) -> _Verdict:
-        """Ask the target to select or synthesize, as the plan says."""
+        """Ask the target to select or to synthesize an answer, as the plan says."""
         policy = self._policy
         target = self._context.bind(self._context.target, "target", scope, policy.timeout_seconds)
         if policy.combine == "synthesize":
@@ -308,8 +308,8 @@ class _Question:
     async def _select(self, target: RolloutEngine) -> _Verdict:
         """Compare every pair of finalists in both orders; each verdict gives one point.
 
-        The finalist with the most points wins, and the vote breaks ties. So a challenger must win
-        against the leader in both orders.
+        The finalist with the most points wins, and the vote breaks ties. So another finalist must
+        win against the leader in both orders.
         """
         pairs = list(combinations(range(len(self.answers)), 2))
         orders = [order for first, second in pairs for order in ((first, second), (second, first))]
@@ -428,7 +428,8 @@ def question_text(prompt: str, problem: Problem, solutions: Sequence[str]) -> st
     numbered = "\n\n".join(
         f"Solution {number}:\n{text}" for number, text in enumerate(solutions, start=1)
     )
-    # all fields are replaced in one pass, so that braces in the texts stay unchanged
+    # all fields are replaced in one pass, so that braces in the inserted texts are not read as
+    # fields
     parts = {"{problem}": problem.text, "{solutions}": numbered}
     return re.sub(r"\{problem\}|\{solutions\}", lambda match: parts[match.group()], prompt)
 

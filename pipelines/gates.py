@@ -130,7 +130,7 @@ class ConformalGate:
         return decision
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return the calibrator's decision."""
+        """Return the calibrator's decision on the score."""
         chunk = (features.question, features.turn, features.sample, features.issue)
         return self.calibrator.decide(
             score, *chunk, left=features.left, length=features.tokens or None
@@ -140,13 +140,13 @@ class ConformalGate:
         """Report the decision to the calibrator; a forced escalation without a score counts only
         for the rate.
         """
-        # decisions that an earlier session recorded already have a number
+        # decisions that an earlier session recorded already have the number of their request
         if decision.issue is not None:
             self._issued = max(self._issued, decision.issue + 1)
         self.calibrator.observe(decision, escalated)
 
     def forget(self, question: str) -> None:
-        """Let the calibrator drop what it stores for the question."""
+        """Let the calibrator drop the data that it stores for the question."""
         let_go(self.calibrator, question)
 
 
@@ -161,7 +161,7 @@ class NonLearningGate(ABC):
         """Request a score for every chunk."""
         return features.decision("verify", why="every chunk is scored")
 
-    # every gate must override this, because the preview's "verify" is not a final decision
+    # a subclass that requests scores must override this, because "verify" is not a final decision
     @abstractmethod
     def decide(self, features: Features, score: float) -> Decision:
         """Return "accept" or "escalate" for a chunk with this score."""
@@ -232,7 +232,7 @@ class ThresholdGate(NonLearningGate):
     worse: Literal["above", "below"] = "above"
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Compare the score with the threshold; escalate if the score is not a number."""
+        """Compare the score with the threshold; escalate if the score is NaN."""
         fine = score <= self.threshold if self.worse == "above" else score >= self.threshold
         sign = "<=" if self.worse == "above" else ">="
         why = f"{score:.4g} {'is' if fine else 'is not'} {sign} {self.threshold:.4g}"
@@ -530,7 +530,7 @@ class WarmingGate:
             self.gate.observe(decision, escalated)
 
     def forget(self, question: str) -> None:
-        """Let the gate that was built drop what it stores for the question."""
+        """Let the built gate drop the data that it stores for the question."""
         let_go(self.gate, question)
 
     def _decision(

@@ -119,7 +119,7 @@ class RoundJudge:
 
     def _ranking(self, round_: Round) -> Mapping[int, Decision]:
         """Return the decisions of a round; the first rollout that calls this ranks all chunks."""
-        # a round begins only after every member has read the decisions of the previous round
+        # a new round begins only after every rollout has read its decision of the previous round
         if self._round is not round_:
             samples = sorted(round_)
             decisions = self._gate.decide_round([round_[sample] for sample in samples])

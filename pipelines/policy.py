@@ -119,12 +119,12 @@ THINK_END = "</think>"
 THINKING_END = (
     f"\n\nI have no time left to think, so I answer now.\n{THINK_END}\n\nThe final answer is"
 )
-"""The default text that is inserted into a rollout that has used up its thinking budget."""
+"""The default text that atts inserts into a rollout after its thinking budget is used up."""
 _PROMPT = 512  # number of tokens of the context that are left for the problem
 _LEAST_TURNS = 15
 _STEP_TOKENS = 35  # the assumed length, in tokens, of a chunk that a stop string ends
-# the assumed share of the token limit that a chunk without stop strings uses, because the two
-# tokenizers may count differently
+# chunks without stop strings are assumed to have this share of the token limit, because draft and
+# target may count tokens differently
 _FULL = 0.8
 
 

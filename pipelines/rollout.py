@@ -188,7 +188,8 @@ def _kept_tokens(drafted: TokenIds, drawn: TokenIds) -> int:
 
 
 async def solve(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
-    """Solve one problem by the rollouts that the policy describes, and return their vote.
+    """Solve one problem by the rollouts that the policy describes; return the outcome with their
+    vote.
 
     A rollout that fails is recorded and does not affect the others. When the vote is settled, the
     remaining rollouts are cancelled.
@@ -310,7 +311,7 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
         builder.enter([*kept, written], (), decision, score, proposal.flaw)
         return
     if builder.policy.takeover == "repair":
-        # the chunk stays up to the first token that the target rejects, without that token
+        # only the part of the chunk before the first token that the target rejects stays
         part = first_tokens(chunk, proposal.first_rejected, builder.draft)
         # The whole chunk fitted into the context, and the part is shorter, so at least one token of
         # the target fits.
@@ -319,8 +320,8 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
             note = f"{part.tokens} of {chunk.tokens} tokens stay"
             builder.enter([part, written], [chunk], decision, score, note, part.tokens)
             return
-    # The chunk is discarded. The target writes its replacement with its own stream of random numbers,
-    # so the discarded chunk has no influence on the tokens of the replacement.
+    # The chunk is discarded. The target writes a replacement with its own stream of random numbers,
+    # so the replacement does not depend on the discarded chunk.
     written = await builder.replace(proposal)
     builder.enter([written], [chunk], decision, score, proposal.flaw)
 
@@ -351,7 +352,9 @@ class RunningVote:
         return tally([self._cast[sample] for sample in samples], self.group)
 
     def add_result(self, result: RolloutResult[Rollout]) -> bool:
-        """Count a rollout that ended; return whether the remaining rollouts are unnecessary."""
+        """Count the vote of a finished rollout; return whether the remaining rollouts are
+        unnecessary.
+        """
         self.ended += 1
         cast = ballot(self.policy.vote, result.value) if result.value is not None else None
         if cast is not None:

@@ -121,7 +121,7 @@ class ScoreRule:
 
     @property
     def source(self) -> ScoreSource:
-        """Return the source of the score."""
+        """Return the source of the numbers from which this rule computes scores."""
         return _SOURCES.get(self.kind, "log-probabilities")
 
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
@@ -266,7 +266,7 @@ def judge_features(
     if not target or len(draft) < len(target):
         return (math.nan,) * len(JUDGE_FEATURES)
     pairs = list(zip(target, draft, strict=False))
-    # without this limit, an impossible token would outweigh all other tokens
+    # limited, because an impossible token would outweigh all other tokens
     least = -30.0
     given = [max(least, value) for value in target]
     own = [max(least, value) for _, value in pairs]

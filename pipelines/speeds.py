@@ -19,7 +19,7 @@ _SLOWER = 1.5
 _SURE = 0.4
 _UNSURE = 1.5
 _AFTER_LOSS = 16  # number of stretches before the next try, after a try that was slower
-_LONGEST = 64  # largest number of stretches between two tries
+_LONGEST = 64  # largest number of stretches between two tries of the slower writer
 # drafting stops when it has lost the first share of the run's time, and may start again when the
 # loss is below the second share
 _MOST_LOST = 0.02, 0.012
@@ -139,7 +139,9 @@ class WriterChoice:
                 self._give_up()
 
     def is_given_up(self, begun: BegunChunk, now: float) -> bool:
-        """Return whether the target should finish a chunk that the draft has begun."""
+        """Return whether the draft is too slow, so that the target should finish the chunk it has
+        begun.
+        """
         if not begun.is_look:
             return self.writer == "target"
         if "target" not in self.seconds:
@@ -175,7 +177,7 @@ class WriterChoice:
                 self._stretched(self.tokens / self.busy if self.busy else 0.0)
 
     def fail(self, begun: BegunChunk, now: float) -> None:
-        """Remove a chunk that was not finished."""
+        """Remove a chunk that failed before it was finished."""
         self._pass(now)
         self.in_flight.remove(begun)
         if begun.is_look:
@@ -201,7 +203,7 @@ class WriterChoice:
         return self.best == "draft" or self.lost <= _MOST_LOST[1] * self.elapsed
 
     def _allowance(self) -> float:
-        """Return the seconds that the current try may lose."""
+        """Return how many seconds the current try of the draft may lose."""
         return max(_MOST_LOST[0] * self.elapsed - self.lost, _GRACE * self.chunk_seconds)
 
     def _try_loss(self) -> float:

@@ -38,7 +38,7 @@ _BUCKETS = 10
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One computation; divisions are exact."""
+    """One computation with two integers; divisions have no remainder."""
 
     left: int
     operator: Operator
@@ -46,7 +46,7 @@ class Operation:
 
     @property
     def value(self) -> int:
-        """Return the result."""
+        """Return the result of the computation."""
         return _COMPUTED[self.operator](self.left, self.right)
 
     def middle(self) -> str:
@@ -83,7 +83,7 @@ class Step:
 
     @property
     def text(self) -> str:
-        """Return the line with its full stop, without a delimiter."""
+        """Return the line with its full stop, without the delimiter of chunks."""
         return f"{self.before}{self.operation.worked()}{self.after}."
 
 
@@ -102,7 +102,7 @@ class Exercise:
 
     @property
     def level(self) -> int:
-        """Return the level, from 1 to 5, that belongs to the number of steps."""
+        """Return the level (1 to 5) of an exercise with this number of steps."""
         return next(level for level, lengths in LEVELS.items() if len(self.steps) in lengths)
 
     @property
@@ -203,7 +203,7 @@ def stream(
 
 
 def _next_operation(random: Random, value: int) -> Operation:
-    """Draw an operation on `value` that stays between 2 and the limit.
+    """Draw an operation on `value` whose result is between 2 and the limit.
 
     All four kinds are about equally frequent.
     """
@@ -234,7 +234,7 @@ def _chain(random: Random, count: int) -> list[Operation]:
 
 
 def _instructions(random: Random, count: int) -> Exercise:
-    """Write "Start with 24. Multiply by 3. ..."."""
+    """Write an exercise such as "Start with 24. Multiply by 3. ..."."""
     operations = _chain(random, count)
     phrases = [
         random.choice(_INSTRUCTIONS[item.operator]).format(item.right) for item in operations
@@ -246,7 +246,7 @@ def _instructions(random: Random, count: int) -> Exercise:
 
 
 def _expression(random: Random, count: int) -> Exercise:
-    """Write "Compute ((24 * 3) - 17) + 5."."""
+    """Write an exercise such as "Compute ((24 * 3) - 17) + 5."."""
     operations = _chain(random, count)
     written = str(operations[0].left)
     for index, item in enumerate(operations):
@@ -262,7 +262,7 @@ def _expression(random: Random, count: int) -> Exercise:
 
 
 def _variables(random: Random, count: int) -> Exercise:
-    """Write "Let a = 24. Let b = a * 3. Let c = b - a. ..."."""
+    """Write an exercise such as "Let a = 24. Let b = a * 3. Let c = b - a. ..."."""
     values = [random.randint(2, 99)]
     names = "abcdefghi"
     sentences = [f"Let a = {values[0]}."]
@@ -383,7 +383,7 @@ def _shopping(random: Random, count: int) -> Exercise | None:
 
 
 def _added(named: Sequence[str], values: Sequence[int]) -> Iterator[Step]:
-    """Yield the steps that add up the values."""
+    """Yield the steps of a solution that add up the values."""
     for name, total, value in zip(named, accumulate(values), values[1:], strict=False):
         yield Step(f"{name}: ", Operation(total, "+", value))
 

@@ -353,7 +353,7 @@ def digest(problems: Sequence[Problem]) -> str:
 
 
 def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
-    """Load the whole dataset, without its digest."""
+    """Load a dataset from its source; the digest is computed by the caller."""
     benchmark = find_benchmark(name)
     if benchmark and benchmark.name == "arithmetic":
         return _arithmetic(options, selection, cut)
@@ -466,7 +466,8 @@ def _dataset(
 def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
     """Generate problems; `selection` gives their number, seed and levels."""
     name = "arithmetic"
-    split = cast(arithmetic.Split, options.split)  # the generator refuses any other split
+    # the generator raises an error for any other split
+    split = cast(arithmetic.Split, options.split)
     count = selection.sample or BENCHMARKS[name].size
     levels = selection.levels or (1, 2, 3, 4, 5)
     revision = (

@@ -81,7 +81,7 @@ class HubSource:
     repo: str
     files: tuple[str, ...]
     columns: Columns
-    # a column and a text: only rows whose column contains the text are read
+    # a column and a text: only rows with this text in the column are read
     keep: tuple[str, str] | None = None
     quirk: str = ""
 
@@ -159,7 +159,7 @@ class LoadOptions:
 
     @property
     def asked(self) -> Columns | None:
-        """Return the requested columns; None if the source's columns are to be read."""
+        """Return the columns that the user requested; None if there are none."""
         asked = self.columns if isinstance(self.columns, Columns) else Columns.of(self.columns)
         return None if asked == Columns() else asked
 
@@ -180,7 +180,7 @@ class RowTable:
     source: str
     rows: tuple[Row, ...]
     places: tuple[str, ...]
-    digest: str  # sha256 of the files' bytes, in order
+    digest: str  # sha256 of the bytes of all files, in order
 
     def place(self, index: int) -> str:
         """Return the origin of a row, without the source, which the message already names."""
@@ -188,12 +188,12 @@ class RowTable:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Return the columns of all rows, in order of first appearance."""
+        """Return the names of the columns of all rows, in order of first appearance."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row))
 
 
 def read_table(paths: Sequence[Path], source: str) -> RowTable:
-    """Return the rows of these files, one after the other.
+    """Return the rows of these files as one table.
 
     Raises DatasetError for a file that is missing, empty, of an unknown kind, not UTF-8, or has a
     line that is not a row.
@@ -232,7 +232,7 @@ def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[t
 
 
 def json_line(line: str, number: int, source: str, place: str = "") -> Row:
-    """Return the object on a line; raise DatasetError if the line is not a JSON object."""
+    """Return the JSON object on a line; raise DatasetError if the line is not a JSON object."""
     try:
         value = from_json(line)
     except ValueError as error:
@@ -268,7 +268,7 @@ def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]
         case ".parquet":
             return enumerate(_parquet(path, data, source), 1)
         case ".jsonl" | ".ndjson":
-            # not splitlines(), because U+2028 may occur inside a string
+            # split() instead of splitlines(), because a JSON string may contain U+2028
             lines = _text(path, data, source).split("\n")
             return json_lines(lines, source, f"{path.name} ")
         case ".json":
@@ -377,7 +377,7 @@ class Reader:
     options: LoadOptions
 
     def problem(self, index: int) -> Problem:
-        """Return the problem in that row; raise DatasetError if its text or reference is missing."""
+        """Return the problem in a row; raise DatasetError if its text or reference is missing."""
         names = self.columns
         text = self.text(index, names.text)
         if not text:
@@ -408,7 +408,7 @@ class Reader:
         )
 
     def task(self, index: int, name: str, text: str) -> Problem:
-        """Return the code task in that row, whose reference is its tests."""
+        """Return the code task in a row; the tests of the task are its reference."""
         try:
             tests, starter = tests_of_row(self.table.rows[index])
         except (ValueError, TypeError, AttributeError) as error:
@@ -424,11 +424,13 @@ class Reader:
         )
 
     def text(self, index: int, column: str) -> str:
-        """Return the text that a row has in a column; "" if no column is named."""
+        """Return the text of a row in a column; "" if the column has no name."""
         return cell(self.table.rows[index].get(column)).strip() if column else ""
 
     def grading(self, index: int) -> Grading | None:
-        """Return the policy for that row, with its tolerance; None for the default policy."""
+        """Return the grading policy for a row, with the tolerance that the row states; None for the
+        default policy.
+        """
         stated = self.text(index, self.columns.tolerance)
         absolute = self.options.grading.get("absolute")
         if stated:
@@ -455,7 +457,8 @@ class Reader:
         if not 2 <= len(choices) <= len(LETTERS):
             raise self.error(index, f"has {len(choices)} choices")
         order: Sequence[int] = range(len(choices))
-        if self.columns.distractors:  # without shuffling, the correct choice would always be first
+        # shuffle the choices, because the correct choice would always be first
+        if self.columns.distractors:
             order = letter_order(self.options.seed, name, len(choices))
         letter = LETTERS[order.index(correct)] if answer else ""
         return tuple(choices[at] for at in order), letter
@@ -503,7 +506,7 @@ def has_tests(table: RowTable) -> bool:
 
 
 def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
-    """Return every row as a problem, with notes for the reports on them.
+    """Return every row as a problem, and notes on the problems for reports.
 
     Raises DatasetError for a missing column, a row without text or reference, and a repeated id.
     """
@@ -560,7 +563,7 @@ def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
 
 
 def cell(value: object) -> str:
-    """Return a cell as text: whole floats lose their ".0", lists are joined by commas."""
+    """Return a cell as text: 5.0 becomes "5", and the items of a list are joined by commas."""
     # Parquet files made from data frames have NaN for a missing value
     if value is None or value != value:
         return ""

@@ -19,7 +19,7 @@ from atts.evaluators.verdict import OutOfTime, Undecided
 
 SECONDS = 5.0  # time limit for one pair of expressions
 _TIMEOUTS = 2  # an expression with so many timeouts is not sent again
-_START = 60.0  # seconds for the worker to import sympy, on a busy machine
+_START = 60.0  # time limit in seconds for the worker's start, which imports sympy
 _KEPT = 4096  # number of replies of sympy in the cache
 _NODES = 400  # a pair with more nodes is not sent to sympy
 _FAILURES = 5  # after so many failed starts the worker is not started again
@@ -51,7 +51,7 @@ def are_equal(one: Node, two: Node, positive: frozenset[str] = frozenset()) -> b
     """
     if len(one.walk()) + len(two.walk()) > _NODES:
         raise Undecided("too large for algebra")
-    # the trees are sorted, so that the verdict is symmetric
+    # the trees are sorted, so that the order of the answers does not matter
     trees = sorted(json.dumps(_tree(node)) for node in (one, two))
     reply = WORKER.ask(trees[0], trees[1], json.dumps(sorted(positive)))
     if reply == "time":

@@ -441,7 +441,7 @@ class Comparer:
         return True
 
     def unordered(self, one: tuple[Node, ...], two: tuple[Node, ...], rule: str) -> bool:
-        """Return whether each member has an equal member on the other side.
+        """Return whether each member of one side is equal to a member of the other side.
 
         If there are many members, only exact numbers are compared.
         """
@@ -502,7 +502,7 @@ class Comparer:
     # ---- single values
 
     def plain(self, gold: Node, answer: Node) -> bool:
-        """Compare two single values with their units, signs, bases and ratios."""
+        """Compare two single values, which may have units, signs or bases, or be ratios."""
         kinds = (gold.kind, answer.kind)
         signs = [views.mark(gold), views.mark(answer)]
         if all(signs) and signs[0] != signs[1]:
@@ -554,7 +554,7 @@ class Comparer:
         return self.same(left, right)
 
     def ratios(self, gold: Node, answer: Node) -> bool:
-        """Compare ratios as proportions, and times of day by their digits."""
+        """Compare ratios as proportions, but compare times of day such as 3:45 by their digits."""
         if gold.kind == answer.kind == "ratio":
             if self.each(gold.args, answer.args, "ratio"):
                 return True

@@ -279,18 +279,20 @@ class Arithmetic:
         return Approx(value, max(error, magnitude(value) - self.bits) + 1)
 
     def rational(self, value: Fraction) -> Approx:
-        """Return an exact rational as an approximation."""
+        """Return an exact fraction as an approximation."""
         number = self.mp.mpf(value.numerator) / value.denominator
         self.widen(max(value.numerator.bit_length(), value.denominator.bit_length()))
         return Approx(number, magnitude(number) - self.bits + 1)
 
     def times(self, left: Approx, right: Approx) -> Approx:
-        """Return the product."""
+        """Return the product of two approximations."""
         error = max(left.error + max(right.magnitude, right.error), right.error + left.magnitude)
         return self.rounded(left.value * right.value, error + 1)
 
     def inverse(self, item: Approx) -> Approx:
-        """Return the reciprocal; raise Undefined if the value may be zero at this precision."""
+        """Return the reciprocal of a value; raise Undefined if the value may be zero at this
+        precision.
+        """
         if item.may_vanish:
             raise Undefined("a division by zero")
         value = 1 / item.value
@@ -422,7 +424,9 @@ class Budget:
         self.spent_since_look = 0
 
     def spend(self, bits: int) -> None:
-        """Count one step on numbers of `bits` bits; raise TooLarge if the budget is spent."""
+        """Count one evaluation step on numbers of `bits` bits; raise TooLarge if the budget is used
+        up.
+        """
         cost = 1 + bits // 256
         self.left -= cost
         if self.left < 0:
@@ -437,7 +441,7 @@ class Budget:
                 raise OutOfTime
 
     def check(self) -> None:
-        """Raise TooLarge if the budget is spent."""
+        """Raise TooLarge if the budget is used up."""
         if self.left < 0:
             raise TooLarge("too much work")
 
@@ -492,7 +496,7 @@ class Evaluator(Arithmetic):
         """Return the number of bits of the values that an evaluation step works on."""
         if isinstance(result, Fraction):
             return result.numerator.bit_length() + result.denominator.bit_length()
-        return 4 * self.bits  # a function of mpmath costs several multiplications
+        return 4 * self.bits  # a function of mpmath costs as much as several multiplications
 
     def lacking(self, why: str) -> Exception:
         """Return the error for a tree that is not a number: Undecided at a finite precision, else
@@ -616,7 +620,7 @@ class Evaluator(Arithmetic):
         return self.exp(self.times(power, self.by_direction("log", left)))
 
     def root(self, node: Node) -> Value:
-        """Return a root of any index."""
+        """Return a root with any index, such as a cube root."""
         index = self.value(node.args[1])
         base = self.value(node.args[0])
         if isinstance(index, Approx):

@@ -247,7 +247,7 @@ class Keys:
         yield "value:" + written(self.value(value))
         constants = arbitrary(variables(value))
         others = variables(value) - constants
-        # the key ignores the names of arbitrary constants, and constants that are added
+        # the key ignores the names of arbitrary constants and the value of added constants
         if constants and others:
             prober = Prober(self.limits)
             known = {name: number(1) for name in constants}
@@ -362,5 +362,7 @@ def _entries(node: Node) -> list[Node]:
 
 
 def _at(names: frozenset[str], index: int) -> Point:
-    """Return an integer point that depends only on the names; most functions have a value there."""
+    """Return an integer for each variable, which depends only on the name; most functions have a
+    value at these integers.
+    """
     return generic(dict.fromkeys(names, "natural"), index)

@@ -1,6 +1,6 @@
 """Compare two answer texts by their spelling, then by their trees.
 
-Answers are equal if they differ only in the letter or shift of an arbitrary constant.
+Answers that differ only in the letter or the value of an arbitrary constant are equal.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ _DEFINED = {
     "k": (quotient(number(1), Node("mul", (number(4), PI, symbol("epsilon_0")))), "epsilon_0"),
     "k_e": (quotient(number(1), Node("mul", (number(4), PI, symbol("epsilon_0")))), "epsilon_0"),
 }
-_FUNCTIONS = ("y", "u", "w")  # names of an unknown function that are written without its argument
+# in solutions these names mean functions, although no argument is written
+_FUNCTIONS = ("y", "u", "w")
 
 
 def arbitrary(names: frozenset[str]) -> frozenset[str]:
@@ -440,10 +441,10 @@ def _are_restated(gold: Node, answer: Node, limits: Limits, policy: Grading) -> 
 
 
 def _unread(one: Reading, two: Reading) -> Verdict:
-    """Return the verdict if one side is not an expression.
+    """Return the verdict on a pair in which one side is not an expression.
 
-    The sides are equal if they are the same phrase, and different if the answer cannot be the
-    reference.
+    The sides are equal if they are the same phrase, and different if no reading of the answer can
+    equal the reference.
     """
     problem = one.problem or two.problem
     assert problem is not None

@@ -417,7 +417,7 @@ class Prober:
         return True
 
     def approximate(self, value: Value, bits: int = _BITS) -> Approx:
-        """Return a value as an approximation."""
+        """Return a value as an approximation with `bits` bits."""
         return Evaluator(bits, self.limits).approximate(value)
 
     def proportional(self, left: Node, right: Node) -> int:

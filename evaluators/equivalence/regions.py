@@ -199,7 +199,7 @@ class Line:
         slope = values[1] - c - curve
         for x, y in zip((3, -5, 11), values[3:], strict=True):
             if curve * x * x + slope * x + c != y:
-                return None  # not a polynomial of degree at most two
+                return None  # only polynomials of degree at most two are solved
         if not curve and not slope:
             return None
         if not curve:
@@ -217,7 +217,9 @@ class Line:
         return between if is_between else _rest(between)
 
     def linear(self, node: Node, name: str, sign: str) -> Region | None:
-        """Return the set on which a linear expression with irrational coefficients is below zero."""
+        """Return the set on which a linear expression is below zero, also for irrational
+        coefficients.
+        """
         at = [substituted(node, {name: number(x)}) for x in range(3)]
         first, second = (minus(two, one) for one, two in pairwise(at))
         if not self.prober.equal(first, second):
@@ -255,7 +257,8 @@ class Line:
         stretches = [
             pair for region in regions for pair in zip(region[::2], region[1::2], strict=True)
         ]
-        # ends with variables cannot be sorted, so a union of such sets is stored piece by piece
+        # ends with variables cannot be sorted, so a union of such sets is stored as its parts, one
+        # after the other
         if least == 1 and any(has(end.value, "symbol") for pair in stretches for end in pair):
             stretches.sort(key=lambda pair: (pair[0] != _LOWEST, pair[1] == _HIGHEST, repr(pair)))
             return tuple(end for pair in stretches for end in pair)

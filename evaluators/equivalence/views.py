@@ -483,7 +483,7 @@ def spelt(node: Node) -> str | None:
 
 
 def letters(node: Node) -> str:
-    """Return the letters of a product of variables or of a name such as AB; empty for other nodes."""
+    """Return the letters of a product of variables, or of a name such as AB; empty for other nodes."""
     if node.kind == "symbol" and node.text.isalpha():
         return node.text
     parts = [part.text for part in node.args if part.kind == "symbol" and len(part.text) == 1]
@@ -632,9 +632,9 @@ def mark(node: Node) -> str:
 
 
 def is_unnamed(one: Dimension, two: Dimension) -> bool:
-    """Return whether one side is in unnamed square units and the other in squares of a length.
+    """Return whether one side is in "square units" and the other side in squares of a named length.
 
-    Cubes count in the same way.
+    For cubes, the rule is the same.
     """
     pairs = ((one, two), (two, one))
     return any(is_generic(a) and b == (("m", a[0][1]),) for a, b in pairs)
@@ -662,7 +662,8 @@ def sizes(grading: Grading, gold: Node, answer: Node) -> frozenset[str]:
 
     By default they are the variables of a formula with a root or logarithm in which some letter is
     a size: a letter of physics (G, rho), a capital, or a letter with an index. Letters of
-    positions, angles and counts are excluded, and so are formulas with a sign function.
+    positions, angles and counts are excluded, and so are all variables of formulas with a sign
+    function.
     """
     names = variables(gold) | variables(answer)
     if not names or grading.variables == "real":
@@ -702,17 +703,18 @@ def decimal_digits(node: Node) -> int:
 
 
 def is_decimal(node: Node) -> bool:
-    """Return whether a literal has enough digits to be the rounding of another value."""
+    """Return whether a decimal literal has enough digits to count as the rounding of another value."""
     return decimal_digits(node) >= 5
 
 
 def terminates(value: Fraction) -> bool:
-    """Return whether the decimal expansion of a fraction ends."""
+    """Return whether a fraction has a finite decimal expansion."""
     return pow(10, value.denominator.bit_length(), value.denominator) == 0
 
 
 def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
-    """Return whether one node is a decimal with enough digits, and rounds the value of the other.
+    """Return whether one node is a decimal with enough digits, and the rounding of the other node's
+    value.
 
     The other value must not have a finite decimal expansion.
     """

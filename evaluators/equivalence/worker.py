@@ -50,7 +50,7 @@ Tree = tuple[str, str, str, list[Any]]  # a node as JSON: kind, text, value as a
 
 
 class Unknown(Exception):
-    """The tree has no meaning in sympy."""
+    """The tree cannot be expressed in sympy."""
 
 
 class TimeIsUp(BaseException):
@@ -336,9 +336,7 @@ def _time_is_up(*_: object) -> None:
 
 
 def main() -> None:
-    """Answer questions from standard input until it ends; each question has a time limit in
-    seconds.
-    """
+    """Answer the questions on standard input until the input ends; each question has a time limit."""
     _limit_memory()
     signal.signal(signal.SIGALRM, _time_is_up)
     print("ready", flush=True)  # noqa: T201  # the protocol's first line

@@ -165,7 +165,7 @@ def problems_needed(
     """Return how many problems a paired two-sided t test needs to detect `difference` with `power`.
 
     `deviation` is the standard deviation over problems of the paired difference. Raises OptionError
-    for 0.
+    if `difference` is 0.
     """
     check_level(level)
     is_answerable = difference != 0 and math.isfinite(difference) and 0 <= deviation < math.inf
@@ -392,7 +392,7 @@ class VarianceSplit:
 
     @property
     def share_between(self) -> float:
-        """Return the share of the variance that lies between problems; NaN if there is none."""
+        """Return the share of the variance that lies between problems; NaN if there is no variance."""
         total = self.between + self.within
         return self.between / total if total > 0 else math.nan
 
@@ -455,8 +455,8 @@ class Power:
 
 
 def paired_power(split: VarianceSplit, problems: int, samples: int, spread: float = 0.0) -> Power:
-    """Return the power of comparing two methods on the same problems, with this number of samples for
-    each problem.
+    """Return the power of a comparison of two methods on the same problems, with `samples` samples
+    per problem.
 
     `spread` is the variance over problems of the true difference; use 0 if it is not known.
 

@@ -61,7 +61,7 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
 
 
 def pass_hat_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
-    """Return pass^k, the probability that all of k samples are correct; NaN if n < k."""
+    """Return pass^k, the probability that all of k samples are correct, per problem; NaN if n < k."""
     return g_pass_at_k(n, c, k, 1.0)
 
 
@@ -87,7 +87,9 @@ def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
 
 
 def avg_at_n(counts: Counts) -> Floats:
-    """Return the share of correct samples per problem (pass@1); NaN if there is no sample."""
+    """Return the share of correct samples of each problem (pass@1); NaN if a problem has no
+    samples.
+    """
     return np.where(counts.n > 0, counts.c / np.maximum(counts.n, 1), np.nan)
 
 
@@ -225,8 +227,8 @@ def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Fl
         spectrum = np.zeros((rows.size, roots.size), dtype=np.complex128)
         for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
             factors = below + node * exactly
-            # a product with a zero factor must be 0, but a product of no factors must be 1, so the
-            # logarithm must not be minus infinity
+            # products are computed as sums of logarithms; a factor of 0 gets a finite logarithm, so
+            # that a product without factors is 1, not NaN
             logs = np.log(np.where(np.abs(factors) < 1e-200, 1e-200, factors))
             spectrum += weight * np.exp(rivals[np.ix_(rows, rival_sizes)] @ logs + quiet[rows])
         result[rows] += (
@@ -242,7 +244,9 @@ SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
 def status_of(
     answer: str | None, finish: str | None, verdict: str | None, rule: str
 ) -> SampleStatus:
-    """Return the status of a sample that ended for the reason `finish`; `rule` decided its verdict."""
+    """Return the status of a sample; `finish` is the reason why it ended, and `rule` the rule that
+    decided its verdict.
+    """
     if answer is None:
         return "cut" if finish in ("turns", "tokens") else "no answer"
     if verdict == "unscored":
@@ -311,8 +315,8 @@ def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) ->
 
 
 def answer_classes(answers: Sequence[str | None], group: Grouper) -> tuple[int | None, ...]:
-    """Return the class of each answer; None if there is no answer. Each different text is compared
-    once.
+    """Return the class of each answer; None if there is no answer. Of equal texts only one is
+    compared.
     """
     texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
     classes = dict(zip(texts, group(texts), strict=True))
@@ -349,7 +353,9 @@ class Scorecard:
 
 
 def coverage(problems: Sequence[Samples]) -> Coverage:
-    """Count each status; a sample without a status counts as unscored if it has no verdict."""
+    """Count the samples by status; a sample without a status counts as unscored if it has no
+    verdict.
+    """
     seen = Counter[SampleStatus]()
     for problem in problems:
         if problem.statuses:

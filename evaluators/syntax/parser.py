@@ -118,7 +118,7 @@ class _Lexer:
         self.gap = True
 
     def add(self, kind: TokenKind, text: str) -> None:
-        """Append a token; raise TooLarge beyond the limit."""
+        """Append a token; raise TooLarge if there are too many tokens."""
         if len(self.tokens) >= self.limits.tokens:
             raise TooLarge(f"more than {self.limits.tokens} tokens")
         self.tokens.append(Token(kind, text, not self.gap))
@@ -196,8 +196,8 @@ class _Lexer:
             )
             names = [part for part in phrase.split() if part[0] != "^"]
             if len(names) > 1 and all(len(name) == 1 and name.isupper() for name in names):
-                is_product = True  # C V^2
-            if is_product and not is_part:  # 2 g h
+                is_product = True  # a product such as C V^2
+            if is_product and not is_part:  # a product such as 2 g h
                 return None
             if not rest and not is_part and is_doubtful:
                 is_parted = self.gap and self.after("number", "close")
@@ -209,7 +209,7 @@ class _Lexer:
         return end
 
     def _is_in_root(self) -> bool:
-        """Return whether the innermost open brace belongs to a root, in which 3mg is a product."""
+        """Return whether the innermost open brace belongs to a root; in a root, 3mg is a product."""
         depth = 0
         for at in range(len(self.tokens) - 1, 0, -1):
             text = self.tokens[at].text
@@ -379,7 +379,7 @@ def paired_bars(tokens: list[Token]) -> list[Token]:
 
 
 def _parts_a_set(tokens: list[Token], index: int) -> bool:
-    """Return whether a bar is the only one in its braces, as in {x | x > 0}."""
+    """Return whether a bar is the only bar in its braces, as in {x | x > 0}."""
     near = range(max(index - 39, 0), min(index + 200, len(tokens)))
     braces = [at for at in near if tokens[at].text in ("\\{", "\\}")]
     before = [at for at in braces if at < index]
@@ -855,7 +855,7 @@ class Parser(Stream):
         return joined("add", terms)
 
     def term(self) -> Node:
-        """Parse factors joined by multiplication and division signs, or by nothing."""
+        """Parse factors joined by multiplication and division signs, or written side by side."""
         factors = [self.factor()]
         while True:
             if self.took("*"):
@@ -866,7 +866,7 @@ class Parser(Stream):
                 factors = [_vector_product(product, *pair)]
             elif self.is_op("/"):
                 if self.currencies and self.ahead().kind == "word" and measure(self.ahead().text):
-                    break  # $9/hour
+                    break  # a rate such as $9/hour
                 self.take()
                 factors.append(Node("pow", (self.signed(self.factor), MINUS_ONE)))
             elif self.starts_factor():
@@ -898,10 +898,10 @@ class Parser(Stream):
         )
 
     def adjacent(self, before: Node) -> tuple[Node, ...]:
-        """Read a factor right after another: two factors, or one mixed number.
+        """Parse a factor right after another factor: a product, or one mixed number such as 2 1/2.
 
-        The factor is read only once, because trying it as a fraction and then reading it again
-        would double the work at every level of nesting.
+        The factor is read only once, because a second reading after a failed try would double the
+        work at every level of nesting.
         """
         is_whole = before.kind == "number" and before.value is not None and "." not in before.text
         if self.here.kind == "number":
@@ -1099,7 +1099,8 @@ class Parser(Stream):
             name += "^-1"
         # a capital letter before a bracket with one variable or number is a function too
         is_simple = self.ahead().kind in ("symbol", "number") and self.ahead(2).text == ")"
-        is_given = is_simple and self.ahead(3).text == "="  # x(t) = 5t
+        # a function with its argument, as in x(t) = 5t
+        is_given = is_simple and self.ahead(3).text == "="
         is_braced = self.here.text == "{" and self.ahead().text == "("
         is_applied = self.here.text == "(" and (
             is_function or is_given or (name[0] in _MAYBE_CALLABLE and is_simple)
@@ -1179,7 +1180,7 @@ class Parser(Stream):
     def figure(self, name: str) -> Node:
         """Parse an angle or triangle by its letters.
 
-        An angle given as a number is the angle of a complex number and follows its size.
+        An angle that is a number is the argument of a complex number, whose modulus is before it.
         """
         if name == "angle" and self.here.kind == "number":
             return _applied("cis", (self.factor(),), None)
@@ -1336,7 +1337,9 @@ def stated_property(word: str) -> Node:
 
 
 def joined_quantities(first: Node, second: Node) -> Node | None:
-    """Add two amounts of one dimension if the first has the larger unit; else return None."""
+    """Return the sum of two amounts of one dimension, if the first amount has the larger unit; else
+    return None.
+    """
     if first.kind != "quantity" or second.kind != "quantity":
         return None
     one = measure(first.text)

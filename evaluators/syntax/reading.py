@@ -69,7 +69,7 @@ def unwrapped(text: str) -> str:
         depth < len(text) // 2 and text[depth] in _PAIRS and text[-1 - depth] == _PAIRS[text[depth]]
     ):
         depth += 1
-    if depth < 2:  # a single pair can have a meaning: (C), {1,2}
+    if depth < 2:  # a single pair may have a meaning, as in (C) or {1,2}
         return text
     inside = text[depth : len(text) - depth]
     levels = list(accumulate(((char in "({") - (char in ")}") for char in inside), initial=0))
@@ -207,7 +207,7 @@ def _vector(match: re.Match[str]) -> str:
 
 
 def _classes(match: re.Match[str]) -> str:
-    """Return x = 1, 3 modulo 5 as one congruence for each value."""
+    """Return "x = 1, 3 modulo 5" as one congruence per value."""
     residues = re.findall(r"-?\d+", match[2])
     return ", ".join(rf"{match[1]} \equiv {residue} {match[3]}" for residue in residues)
 
@@ -301,7 +301,7 @@ _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
 
 
 def _stage(name: str) -> Stage:
-    """Return the steps of a stage in the order of the data file."""
+    """Return the steps of a rewriting stage, in the order of `rewrites.toml`."""
     steps = list[Step]()
     steps_of = dict[str, list[int]]()
     always = list[int]()

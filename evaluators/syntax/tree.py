@@ -17,7 +17,7 @@ Kind = Literal[
     "plusminus",  # one argument with both signs; the text is the first sign, "+" or "-"
     "percent", "degree", "quantity",  # kinds with one argument; the text of a quantity is its unit
     "based",  # a numeral: the text is its digits, the value is its base
-    "sum",  # text: sum or prod; args: body, variable, lower, upper
+    "sum",  # text: "sum" or "prod"; arguments: body, variable, lower and upper bound
     "opaque",  # an integral or a limit, which is not evaluated; the text says which of them
     # text of a tuple: its brackets, such as "(]"; text of a list: "and" or "or", if written
     "tuple", "list", "set",
@@ -111,7 +111,7 @@ def function(name: str, *args: Node) -> Node:
 
 
 def grid(rows: Iterable[Iterable[Node]]) -> Node:
-    """Return a matrix of these rows."""
+    """Return the matrix with these rows."""
     return Node("matrix", tuple(Node("tuple", tuple(row), "[]") for row in rows))
 
 

@@ -18,7 +18,7 @@ class Tables:
     """The tables of one data file."""
 
     def __init__(self, name: str | Path) -> None:
-        """Read a file next to this module, or at an absolute path."""
+        """Read the data file `path`, which is relative to the folder of this module or absolute."""
         path = Path(__file__).parent / name
         self._entries = tomllib.loads(path.read_text(encoding="utf-8"))
 
@@ -84,7 +84,7 @@ MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[st
 def number_in_words(text: str) -> Fraction | None:
     """Return the number that a phrase spells, such as "twenty-seven", "minus four" or "two thirds"."""
     whole, _, rest = text.rpartition(" and ")
-    # mixed numbers such as "one and a half"
+    # "and" in mixed numbers such as "one and a half"
     if whole and (rest.startswith(("a ", "an ")) or " " in rest.strip()):
         one = number_in_words(whole)
         two = number_in_words(rest)

@@ -14,8 +14,7 @@ from atts.errors import CalibrationInputError
 
 Floats = NDArray[np.float64]
 PENALTIES = (1.0, 10.0, 100.0, 1000.0)
-"""The ridge penalties that are tried. A penalty of 1 weighs as much as one example.
-"""
+"""The ridge penalties that are tried. A penalty of 1 weighs as much as one example."""
 _FOLDS = 5
 _RESAMPLES = 1000
 _LEAST_GROUPS = 10

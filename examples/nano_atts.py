@@ -36,8 +36,7 @@ from atts.engine import Engine
 from atts.sampling import Seed
 
 Extract = Callable[[str], str | None]
-"""A function that returns the final answer of a text, or None if there is no answer yet.
-"""
+"""A function that returns the final answer of a text, or None if there is no answer yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,7 @@ class Budget:
 
 PromptName = Literal["select", "synthesis"]
 COMBINE_KEYS = ("combine", "finalists", "combine_tokens", "select_prompt", "synthesis_prompt")
-"""Fields of a policy that have no effect if `combine` is "vote"; such manifests leave them out.
-"""
+"""Fields of a policy that have no effect if `combine` is "vote"; such manifests leave them out."""
 REWARD_KEYS = ("reward", "separator")
 """Fields of a score that have an effect only if its kind is "prm"; manifests of other kinds leave
 them out.

@@ -209,7 +209,7 @@ def tests_of_row(row: Mapping[str, object]) -> tuple[ProgramTests, str]:
     if any(kind == "functional" for kind, _ in (*public, *private)):
         function = str(facts.get("func_name") or "")
         if not function:
-            raise ValueError("calls a function, and its metadata has no func_name")
+            raise ValueError("tests a function, but its metadata has no func_name")
     cases = tuple(case for _, case in (*public, *private))
     starter = row.get("starter_code")
     return ProgramTests(cases, len(public), function), starter if isinstance(starter, str) else ""

@@ -192,7 +192,10 @@ def main(words: list[str] | None = None) -> None:
     trips = [
         round_trip(problems, options.noise, options.epochs, seed) for seed in range(options.seeds)
     ]
-    print(f"{options.problems // 2} problems left out, 4 rollouts of each, seeds: {options.seeds}")
+    print(
+        f"{options.problems // 2} problems left out of training, 4 rollouts of each, "
+        f"seeds: {options.seeds}"
+    )
     for measure, pairs in by_measure(trips).items():
         difference, low, high = interval(pairs)
         now, counted, was, counts = pairs.sum(0)

@@ -42,8 +42,8 @@ async def main() -> None:
     target = CountingEngine(ScriptedEngine("target"), written=8.0, read=0.8)
     result = await atts.evaluate(toy_problems(8), atts.Setup(draft=draft, target=target))
     print(
-        f"{len(result.problems)} problems for ${draft.cost + target.cost:.4f}, ${target.cost:.4f} "
-        f"of it the target's"
+        f"{len(result.problems)} problems for ${draft.cost + target.cost:.4f}, of which the target "
+        f"cost ${target.cost:.4f}"
     )
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     result = atts.evaluate_sync(toy_problems(8), setup)
     usage = result.usage
     print(
-        f"scored {usage.scored_tokens} of {usage.draft_tokens} draft tokens; target wrote "
+        f"scored {usage.scored_tokens} of {usage.draft_tokens} draft tokens; the target wrote "
         f"{usage.target_tokens}"
     )
 

@@ -294,7 +294,7 @@ class StaticRankGate(NonLearningGate):
             return features.decision("accept", rate, why, score=score)
         p = bisect_left(pool, score) / len(pool)
         action: Action = "escalate" if not math.isfinite(score) or p >= self.tau else "accept"
-        why = f"rank {p:.4g} against {self.tau:.4g}, static"
+        why = f"rank {p:.4g}, published threshold {self.tau:.4g}"
         return features.decision(action, rate, why, score=score, p=p)
 
 

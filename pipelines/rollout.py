@@ -127,7 +127,7 @@ async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
         lengths = DraftLength() if earlier else builder.context.draft_length
         drafted = await _drafted(builder, lengths, rest, earlier or lengths.length(rest.max_tokens))
         scores = await _scored(builder, lengths, rest, drafted)
-        assert scores.beginning is not None, "atts refuses engines that cannot draw before the run"
+        assert scores.beginning is not None, "the engine cannot draw tokens while it scores"
         more = scores.beginning
         wasted += len(drafted) - _kept_tokens(drafted, more.ids)
         beginning = Beginning(
@@ -364,13 +364,13 @@ class RunningVote:
             return False
         current = self.tally
         if cannot_change(current, remaining):
-            self._settled = f"settled: lead {current.lead:.3g} with {remaining} left"
+            self._settled = f"settled: lead {current.lead:.3g} with {remaining} rollouts left"
         elif self.policy.early_stop == "likely":
             probability = settled_probability(current, remaining)
             if probability >= self.policy.confidence:
                 self._settled = (
                     f"settled with probability {probability:.3f} (Dirichlet model), "
-                    f"{remaining} left"
+                    f"{remaining} rollouts left"
                 )
         return bool(self._settled)
 

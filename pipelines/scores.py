@@ -106,7 +106,7 @@ class ScoreRule:
     kind: Annotated[ScoreKind, "how log-probabilities become a score"] = "mean"
     reward: Annotated[
         str,
-        "reward model of kind prm: vllm:http://HOST:PORT/MODEL, or sglang: in the place of vllm:",
+        "reward model of kind prm: vllm:http://HOST:PORT/MODEL or sglang:http://HOST:PORT/MODEL",
     ] = ""
     separator: Annotated[
         str, "text after each step of a solution, for a reward model on vLLM that rewards each step"

@@ -274,8 +274,8 @@ def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
 def _absent(repo: str, revision: str, problem: str) -> DatasetError:
     at = "" if revision == "main" else f" --revision {revision}"
     advice = (
-        f"On a machine with network: hf download --repo-type dataset {repo}{at}; or name a file of "
-        "the dataset with --file"
+        f"On a machine with a network connection, run: hf download --repo-type dataset {repo}{at}. "
+        "Or give a file of the dataset with --file"
     )
     return DatasetError(f"{repo}@{revision}", problem, advice)
 
@@ -444,8 +444,8 @@ def _dataset(
         whole = BENCHMARKS[benchmark.prefix].size
         if len(problems) != whole:
             problem = (
-                f"{benchmark.name} is drawn from {whole} problems in order, but this source has "
-                f"{len(problems)}"
+                f"{benchmark.name} is a sample of {whole} problems in a fixed order, but this source "
+                f"has {len(problems)} problems"
             )
             raise DatasetError(
                 table.source, problem, f"Use a source with all problems of {benchmark.prefix}"

@@ -247,7 +247,7 @@ def _bytes(path: Path, source: str) -> bytes:
             data = (gzip.open(file) if path.suffix == ".gz" else file).read(_MOST_BYTES + 1)
     except FileNotFoundError:
         near = sorted(other.name for other in path.parent.glob("*") if kind_of(other))
-        hint = f"The folder holds {', '.join(near[:8])}" if near else "Check the path"
+        hint = f"The folder contains {', '.join(near[:8])}" if near else "Check the path"
         raise DatasetError(source, f"there is no file {path}", hint) from None
     except (OSError, EOFError, zlib.error) as error:
         problem = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
@@ -342,7 +342,7 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
     except ImportError:
         advice = "Install it: pip install 'atts-llm[parquet]'"
         raise DatasetError(
-            source, f"{path.name} needs pyarrow to be read, which is not installed", advice
+            source, f"{path.name} can be read only with pyarrow, which is not installed", advice
         ) from None
     rows = list[Row]()
     bytes_read = 0
@@ -549,7 +549,7 @@ def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
     if not named["text"]:
         raise _missing(
             table,
-            "no column holds the problem's text",
+            "no column contains the text of the problem",
             "problem",
             "Name the column with --column text=NAME",
         )
@@ -558,7 +558,7 @@ def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
             "Name the column with --column answer=NAME, or accept problems without an answer with "
             "--answers optional"
         )
-        raise _missing(table, "no column holds the reference answer", "answer", advice)
+        raise _missing(table, "no column contains the reference answer", "answer", advice)
     return Columns(**named, distractors=asked.distractors)
 
 

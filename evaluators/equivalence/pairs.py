@@ -422,7 +422,7 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
         except OutOfTime:
             verdict = Verdict("unscored", "time", "the comparison took too long")
         except RecursionError:  # the caller has used most of the stack
-            verdict = _unscored(TooLarge("too deep for the stack at hand"))
+            verdict = _unscored(TooLarge("nested too deeply for the remaining stack"))
         if verdict.is_equal:
             return verdict
         if variables(gold) and variables(answer) and _are_restated(gold, answer, limits, policy):

@@ -335,7 +335,7 @@ class Prober:
             return True
         if len(unreal) >= _ENOUGH:
             return all(unreal)
-        raise Undecided("too few points where both have a value")
+        raise Undecided("too few points at which both expressions have a value")
 
     def comparisons(self, left: Node, right: Node) -> Iterator[_AtPoint]:
         """Yield a comparison of the values at each point at which both sides can be evaluated."""
@@ -445,7 +445,7 @@ class Prober:
             return sign_of(one) * sign_of(two)
         if is_one_zero:
             return 0
-        raise Undecided("too few points where both have a value")
+        raise Undecided("too few points at which both expressions have a value")
 
     def divide(self, top: Value, bottom: Value) -> Value:
         """Return the quotient of two values; raise Undefined if the divisor is zero."""

@@ -173,7 +173,7 @@ def problems_needed(
         raise OptionError(
             "difference",
             f"a difference of {difference!r} with deviation {deviation!r} and power {power!r} "
-            "cannot be planned for",
+            "has no number of problems that shows it",
         )
     needed = freedom = math.inf
     for _ in range(51):  # the quantile of t depends on n, so iterate until n stays the same

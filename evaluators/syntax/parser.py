@@ -507,7 +507,7 @@ class Stream:
         while level or self.at == start:
             kind = self.take().kind
             if kind == "end" or (not level and kind in ("close", "sep")):
-                raise Malformed("a subscript without its text or its end")
+                raise Malformed("a subscript without text or without a closing brace")
             level += (kind == "open") - (kind == "close")
         texts = [token.text for token in self.tokens[start : self.at]]
         if len(texts) > 1:
@@ -564,7 +564,7 @@ class Parser(Stream):
             if not self.is_kind("sep"):
                 break
         if not items:
-            raise Malformed("nothing where a value should be")
+            raise Malformed("a value is missing")
         if len(items) == 1:
             return items[0]
         if all(item.kind == "cases" for item in items):
@@ -1030,7 +1030,7 @@ class Parser(Stream):
         self.in_set = outer
         token = self.take()
         if token.kind != "close" or token.text not in _CLOSING[opening]:
-            raise Malformed(f"{opening!r} closed by {token.text or 'nothing'!r}")
+            raise Malformed(f"{opening!r} is closed by {token.text or 'nothing'!r}")
         members = inside.args if inside.kind == "list" else (inside,)
         if opening == "|":
             return function("abs", inside)
@@ -1067,7 +1067,7 @@ class Parser(Stream):
         if token.kind == "word":
             raise UnknownWords(f"the word {token.text!r}")
         if token.kind != "currency":
-            raise Malformed(f"{token.text or 'the end'!r} where a value should be")
+            raise Malformed(f"found {token.text or 'the end'!r} instead of a value")
         self.currencies.add(token.text)
         return self.factor()
 
@@ -1164,7 +1164,7 @@ class Parser(Stream):
             return literal(token.text[0])
         if token.kind in STARTS:
             return self.atom()
-        raise Malformed(f"{token.text or 'the end'!r} where an argument should be")
+        raise Malformed(f"found {token.text or 'the end'!r} instead of an argument")
 
     def root(self) -> Node:
         """Parse a root, with its index if there is one."""

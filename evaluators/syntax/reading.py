@@ -369,7 +369,7 @@ def _read(text: str, limits: Limits) -> Reading:
         choice = _CHOICE.match(_MACRO.sub("", plain)) if len(plain) < 400 else None
         return Reading(plain, (), problem, choice[1] if choice else "")
     except RecursionError:  # the caller has used most of the stack
-        return Reading(plain, (), TooLarge("too deep for the stack at hand"))
+        return Reading(plain, (), TooLarge("nested too deeply for the remaining stack"))
 
 
 def _value_of_choice(bare: str) -> str:

@@ -26,7 +26,7 @@ def test_the_divergence_falls_on_problems_left_out(
     assert low <= difference <= high < 0
     assert places > 500
     assert re.search(r"escalated +0\.\d+ -> 0\.\d+", printed)
-    assert "6 problems left out, 4 rollouts of each, seeds: 1" in printed
+    assert "6 problems left out of training, 4 rollouts of each, seeds: 1" in printed
 
 
 def test_the_interval_is_over_problems(example: Callable[[str], ModuleType]) -> None:

@@ -16,7 +16,7 @@ SAYS = {
     "grade": r"0\.5 +equal(.*\n)*12 +13 +different",
     "own_dataset": r"reference 10\.0 answered 10: correct",
     "own_engine": r"\d\d promises checked, 0 broken\n8 problems for \$0\.\d*[1-9]",
-    "own_gate": r"scored (\d+) of \d+ draft tokens; target wrote [1-9]",
+    "own_gate": r"scored (\d+) of \d+ draft tokens; the target wrote [1-9]",
     "own_score": r"of 8 correct; \d+ scores, median \d",
     "replay_policy": r"rate 0\.2: .* 0 % of decisions off-policy\nrate 0\.3",
     "stream_events": r"is correct\n(.*\n)*finished: \d+ chunks accepted, [1-9]\d* escalated",

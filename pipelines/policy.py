@@ -141,8 +141,10 @@ class ConfidenceStop:
         int,
         "rollouts that run to their end first; later rollouts may end early if they are less confident",
     ] = 16
-    keep: Annotated[float, "share of the warm-up rollouts that the threshold would keep"] = 0.9
-    window: Annotated[int, "tokens over which confidence is averaged"] = 64
+    keep: Annotated[
+        float, "share of the first rollouts whose confidence is above the threshold"
+    ] = 0.9
+    window: Annotated[int, "number of tokens over which confidence is averaged"] = 64
 
     def __post_init__(self) -> None:
         if self.warmup < 1 or self.window < 1 or not 0 < self.keep <= 1:
@@ -196,27 +198,33 @@ class Policy:
     ] = None
     chunking: Chunking = Chunking()
     drafter: Annotated[
-        Role, "the model that writes chunks; target: the target writes everything"
+        Role, "model that writes chunks; with target, the target alone writes the whole rollout"
     ] = "draft"
     exact: Annotated[
         bool,
-        "keep a token of the draft only if the target draws the same token, so the text is the "
-        "target's",
+        "whether to keep a token of the draft only if the target draws the same token, so that the "
+        "text is exactly the target's",
     ] = False
     escalates: Annotated[
         Escalates,
-        "unit of escalation: a chunk, a chunk and all later ones of the rollout, the whole "
-        "rollout (the target writes it again from the prompt), or a problem on which the "
-        "draft's rollouts disagree",
+        "unit of escalation: chunk (one chunk), rest (a chunk and all later chunks of the rollout), "
+        "rollout (the target writes the whole rollout again), problem (the target writes new rollouts "
+        "if the draft's rollouts disagree)",
     ] = "chunk"
     escalated_vote: Annotated[
         EscalatedVote,
-        "voters on an escalated problem: all rollouts, or the target's rollouts alone",
+        "voters on an escalated problem: all (all rollouts), target (only the target's rollouts)",
     ] = "all"
-    takeover: Annotated[Takeover, "what the target writes for an escalated chunk"] = "replace"
+    takeover: Annotated[
+        Takeover,
+        "treatment of an escalated chunk: replace (the target writes another chunk instead), continue "
+        "(the chunk stays, and the target writes the next chunk), repair (the chunk stays up to the "
+        "first token that the target rejects, and the target writes the rest)",
+    ] = "replace"
     answers: Annotated[
         AnswerCheck,
-        "whether a rollout ends at its answer, or only after the chunk of the answer was accepted",
+        "when a rollout with an answer ends: stop (at once), verify (after the chunk with the answer "
+        "was accepted)",
     ] = "verify"
     budget_forcing: Annotated[
         int, "how many times `wait_text` is inserted after an answer before the rollout may end"
@@ -232,42 +240,50 @@ class Policy:
     ] = THINKING_END
     optimistic: Annotated[
         bool,
-        "draft the next chunk while the current chunk is scored; the distribution of results does not "
-        "change",
+        "whether to draft the next chunk while the current chunk is scored; the distribution of "
+        "results does not change",
     ] = False
     sampling: Annotated[
         Sampling,
         {
-            "temperature": "the sampling of the draft, and of the target unless `target_sampling` is set"
+            "temperature": "temperature of the draft, and of the target unless `target_sampling` is set"
         },
     ] = Sampling(temperature=0.7)
     target_sampling: Annotated[
         Sampling | None,
         {
-            "temperature": "the sampling of the target; none: the same as `sampling`",
-            "top_k": "of the target",
-            "top_p": "of the target",
-            "min_p": "of the target",
+            "temperature": "temperature of the target; none: the same as `sampling`",
+            "top_k": "like sampling.top_k, for the target",
+            "top_p": "like sampling.top_p, for the target",
+            "min_p": "like sampling.min_p, for the target",
         },
     ] = None
     score: ScoreRule = ScoreRule()
-    vote: Annotated[VoteKind, "how answers are counted"] = "majority"
+    vote: Annotated[
+        VoteKind,
+        "weight of a vote: majority (1), confidence (geometric mean of the token probabilities)",
+    ] = "majority"
     early_stop: Annotated[
         Stop,
-        "whether to cancel rollouts that cannot change the vote, or that are unlikely to change it",
+        "when to cancel the remaining rollouts: none (never), certain (the vote cannot change), likely "
+        "(the vote is unlikely to change)",
     ] = "certain"
-    confidence: Annotated[float, "the probability that early_stop=likely needs"] = 0.95
+    confidence: Annotated[
+        float, "probability of an unchanged vote from which early_stop=likely cancels rollouts"
+    ] = 0.95
     first_wave: Annotated[
         int,
-        "rollouts that start first; more start only if the first disagree; 0: all start at once, "
-        "or half of them if escalates=problem",
+        "number of rollouts that start first; more rollouts start only if these disagree; 0: all "
+        "rollouts start at once, or half of them if escalates=problem",
     ] = 0
     growth: Annotated[
         float, "factor by which each wave increases the number of rollouts so far"
     ] = math.inf
-    agreement: Annotated[float, "share of equal answers at which no further wave starts"] = 1.0
+    agreement: Annotated[
+        float, "no further wave starts if at least this share of answers is equal"
+    ] = 1.0
     barrier: Annotated[
-        bool, "every turn waits for all rollouts of the problem, as in synchronous methods"
+        bool, "whether each turn waits for all rollouts of the problem, as in synchronous methods"
     ] = False
     system: Annotated[str, "the system prompt"] = (
         "Solve the problem step by step. Put the final answer in \\boxed{}."
@@ -284,9 +300,7 @@ class Policy:
         "time limit of an engine call in seconds, including the wait at a server; a local engine "
         "that makes progress has no limit",
     ] = 600.0
-    repeats: Annotated[
-        int, "a rollout ends when it writes the same chunk this many times in a row"
-    ] = 3
+    repeats: Annotated[int, "a rollout ends after the same chunk this many times in a row"] = 3
     combine: Annotated[
         Combine,
         "how a problem gets its answer: vote; or, if votes split, select (the target selects a "
@@ -349,7 +363,7 @@ class Policy:
             missing = [field for field in PROMPT_FIELDS if text is not None and field not in text]
             if missing:
                 problem = (
-                    f"the prompt lacks {' and '.join(missing)}, which atts replaces by the texts"
+                    f"the prompt must contain {' and '.join(missing)}, which atts replaces by texts"
                 )
                 raise OptionError(name, problem)
         if not self.timeout_seconds > 0:
@@ -400,8 +414,8 @@ class Policy:
         if len(self.waves) != 2:
             raise OptionError(
                 "first_wave",
-                f"{self.first_wave} of {self.samples} samples: escalated problems need a first wave "
-                "by the draft and one more by the target",
+                f"a first wave of {self.first_wave} of {self.samples} rollouts is not possible: with "
+                "escalates=problem the draft writes the first wave, and the target one more wave",
             )
 
     @property

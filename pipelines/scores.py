@@ -103,7 +103,9 @@ class ScoreRule:
     is a score of whole problems, not of chunks.
     """
 
-    kind: Annotated[ScoreKind, "how log-probabilities become a score"] = "mean"
+    kind: Annotated[
+        ScoreKind, "rule that computes a chunk's score; mean is the perplexity under the target"
+    ] = "mean"
     reward: Annotated[
         str,
         "reward model of kind prm: vllm:http://HOST:PORT/MODEL or sglang:http://HOST:PORT/MODEL",

@@ -29,9 +29,9 @@ PValue = Callable[[Sequence[float]], float]
 # The confidence interval of the share of problems on which two runs differ misses the true share
 # with this probability.
 _INTERVAL_MISS = 0.001
-# The thresholds of abstention are tested in two walks down, which start at these twentieths. Each
-# walk has an equal part of delta. The walk from 1 finds cautious thresholds; the walk from 0.6 does
-# not stop because of a few unlucky problems at high confidence.
+# Thresholds of abstention are tested in two walks down, from these multiples of 1/20. Each walk has
+# an equal part of delta. The walk from 1 finds cautious thresholds; the walk from 0.6 does not stop
+# because of a few unlucky problems at high confidence.
 _STARTS = (20, 12)
 
 

@@ -70,8 +70,8 @@ class RateCheck:
 
     `standing` is "held" if the rate is inside `coin`, which contains 95 % of the rates of
     independent coins. It is "left" if the rate is outside `band`, which contains 99 % of the rates
-    of runs whose questions vary as much. A gate that works is therefore called off target once in
-    100 runs. Between the two intervals `standing` is "unclear".
+    of runs whose questions vary as much as here. A gate that works is therefore called off target
+    once in 100 runs. Between the two intervals `standing` is "unclear".
     """
 
     standing: Standing
@@ -143,8 +143,8 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
 
 
 def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[float, float]:
-    """Return an interval that contains the share of heads of `n` coins with at least this
-    probability.
+    """Return an interval that contains the share of heads of `n` coins with a probability of at
+    least `confidence`.
 
     The ends are quantiles of the binomial distribution, so that no normal approximation is needed
     for few decisions or rates near 0. If `rate` is None, the interval is [0, 1].

@@ -240,10 +240,10 @@ class Tuning:
     overall_gain: float = 0.02
     order: float = 0.144  # shift per sibling whose decision contradicts the order
     limit: float = 4.0  # beyond this deficit of a question, its scores no longer matter
-    shrinkage: float = 1.0  # the mean of all questions counts as so many scores
-    # the turn's pool counts as so many scores in addition to the question's residuals
+    shrinkage: float = 1.0  # the mean of all questions counts as this many scores
+    # the turn's pool counts as this many scores in addition to the question's residuals
     residuals: float = 20.0
-    siblings: float = 24.0  # in a sibling pool, the other pool counts as so many scores
+    siblings: float = 24.0  # in a sibling pool, the other pool counts as this many scores
 
     @classmethod
     def for_rollouts(cls, samples: int) -> Tuning:

@@ -131,7 +131,9 @@ def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> f
 
 
 def _are_distinct(questions: Sequence[Sequence[float]], depth: int) -> list[bool]:
-    """Return whether the first `depth` scores all differ, for each question with so many scores."""
+    """Return whether the first `depth` scores all differ, for each question that has `depth`
+    scores.
+    """
     return [len(set(scores[:depth])) == depth for scores in questions if len(scores) >= depth]
 
 
@@ -232,7 +234,7 @@ def normal_scores(values: Floats, reference: Floats) -> Floats:
     return np.asarray(np.vectorize(normal_quantile, otypes=[float])(inside), float)
 
 
-_MOST = 256  # at most so many live questions and so many stored questions are compared
+_MOST = 256  # at most this many live and this many stored questions are compared
 _DRAWS = 4_999  # number of simulated runs without drift
 # The first simulation draws this many runs; only if its p-value is at most `_DOUBT` does a second
 # simulation draw `_DRAWS` runs.
@@ -241,7 +243,7 @@ _DOUBT = 0.1
 # The weight of the squared normal scores relative to the normal scores. The squares detect a wider
 # or narrower distribution sooner.
 _BEND = 0.5
-_DIGITS = 9  # statistics that agree in so many digits count as equal, because of rounding
+_DIGITS = 9  # statistics that agree in this many digits count as equal, because of rounding
 
 # The likelihood ratio is against a mixture of this many normal distributions, whose means, widths
 # and correlations differ from those of the stored scores.
@@ -509,10 +511,10 @@ DriftPolicy = Literal["recalibrate", "widen", "escalate", "report"]
 DRIFT_POLICIES: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
 Kind = Literal["duplicates", "shift", "martingale"]
 
-# The tests of the live questions: (number of scores of the stored turn after which it is made,
-# share of the false-alarm probability that it spends). The test at 300 scores, where the power is
-# needed, has three quarters. All shares, including those of the martingale and of the tests for
-# copies, add up to at most 1.
+# The tests of the live questions, as pairs: the number of scores of the stored turn after which a
+# test is made, and its share of the false-alarm probability. The test at 300 scores, where the
+# power is needed, has three quarters. All shares, including those of the martingale and of the
+# tests for copies, add up to at most 1.
 _MAIN = 300
 _LOOKS = (
     (64, 0.03),
@@ -526,14 +528,14 @@ _LOOKS = (
 # If other turns are among the first 300 scores, there is an extra test at the 300th score of all
 # turns. It spends this part of the share of the test at 300 scores.
 _EARLY = 0.2
-# Each look spends this share in addition, to test whether stored questions have repeated scores
+# Each test spends this share in addition, to find out whether stored questions have repeated scores
 # that live questions lack.
 _COPIED = 0.003
 _MARTINGALE = 0.029
 # An alarm also needs the p-value that treats the stored questions as a sample to be small: at most
-# this many times the significance of the look.
+# this many times the significance of the test.
 _SLACK = 3.5
-_FEWEST = 4  # a test needs so many live questions and so many stored questions
+_FEWEST = 4  # a test needs this many live and this many stored questions
 _KEPT = 512  # largest number of live questions that are remembered
 _BETS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 _JUMP = 0.01  # the share of its capital that each bet gives up at each step
@@ -609,9 +611,9 @@ class DriftMonitor(Persisted):
     questions with those of the stored questions. Between the looks a martingale bets on the
     smoothed rank of each question among all earlier questions. Each look and the martingale spend a
     share of `significance`; the look at 300 scores spends three quarters. So `significance` bounds
-    the probability of a false alarm in a whole run whose questions are draws of the stored ones. If
-    the stored questions are only a sample of the distribution that the run draws from, the bound is
-    3.5 times `significance`.
+    the probability of a false alarm in a whole run whose questions are draws from the stored
+    questions. If the run's questions and the stored questions are draws from one distribution, the
+    bound is 3.5 times `significance`.
 
     Repeated scores that sampling cannot explain raise an alarm at once. Repeated scores that may
     come from rollouts with the same chunk raise an alarm only if live scores do not repeat.

@@ -167,7 +167,7 @@ class Facts:
 
     @property
     def draw(self) -> str:
-        """Return the text on the interval of the long-run rate that these stored scores give."""
+        """Return the text of the interval that contains the long-run rate at these stored scores."""
         summary = self._clusters()
         effective = max(1, int(summary.effective if summary else self.count))
         low, high = long_run(effective, self.rate)

@@ -33,8 +33,8 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageJudge:
-    """A linear prediction of a takeover's gain, and the measured gain of a gate with this
-    prediction over a coin.
+    """A linear prediction of a takeover's gain, and how much a gate with this prediction gains over
+    a coin.
 
     The gain over a coin is a difference per chunk: the gain if the share `rate` with the best
     predictions is escalated, minus the gain if as many random chunks are escalated. The gain is

@@ -123,7 +123,7 @@ class WeightedRank(NamedTuple):
         return (self.below + theta * (1 + self.equal)) / (self.size + 1)
 
     def plus(self, other: WeightedRank) -> WeightedRank:
-        """Return the rank among the scores of both ranks together."""
+        """Return the rank among the scores of this rank and of `other` together."""
         return WeightedRank(
             self.below + other.below, self.equal + other.equal, self.size + other.size
         )
@@ -345,8 +345,7 @@ class LengthStrata(Persisted):
         return {"bounds": list(self._bounds), "strata": rows}
 
     def merge(self, state: Any) -> None:
-        """Copy the strata of a state if there are none yet; else add the scores that are missing
-        here.
+        """Copy the strata of a state if there are none yet; else add only the missing scores.
 
         Both calibrators started from the same stored scores, which must not count twice.
         """
@@ -645,7 +644,7 @@ def _blend(rank: WeightedRank, few: Ranks, value: float, prior: float) -> Weight
     number breaks the ties in both.
     """
     below, equal = few.counts(value)
-    # so many scores of the pool weigh as much as one of `few`
+    # this many scores of the pool weigh as much as one score of `few`
     worth = (rank.size + 1) / prior
     return WeightedRank(
         below=rank.below + below * worth,

@@ -221,7 +221,7 @@ class StoredScores:
             for number, row in enumerate(rows, 1)
         ]
         lengths = list[float]()
-        if all(row.get("length") for row in rows):  # else no lengths are used
+        if all(row.get("length") for row in rows):  # otherwise lengths are not used
             lengths = [
                 plain_number(f"length of record {number}", row["length"])
                 for number, row in enumerate(rows, 1)

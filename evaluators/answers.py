@@ -19,8 +19,8 @@ _PLACEHOLDERS = {"", *_DATA.table("placeholders", list[str])}
 
 Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "program", "box", "marker", "statement", "number", "cut", "none"]
-MOST_CHARACTERS = 1_000_000  # only so many final characters are searched for an answer
-_TAIL = 4_000  # only so many final characters are searched for a statement
+MOST_CHARACTERS = 1_000_000  # number of final characters searched for an answer
+_TAIL = 4_000  # number of final characters that are searched for a statement
 _NUMBER = PATTERNS["number"]
 _MATHS = PATTERNS["span"]
 _RUN = PATTERNS["run"]
@@ -46,7 +46,9 @@ class Box(NamedTuple):
 
 
 def closing(text: str, at: int) -> int | None:
-    """Return the position after the brace that closes an open brace; None if it is never closed."""
+    """Return the position after the brace that closes an open brace; None if there is no such
+    brace.
+    """
     depth = 1
     while depth:
         mark = _BRACE.search(text, at)
@@ -364,7 +366,7 @@ def _closed(following: str) -> str:
 
 
 def _listed(run: str) -> str:
-    """Join several values to one answer, without the dollar signs around each value."""
+    """Join several values into one answer, without the dollar signs around each value."""
     items = [_MATHS.sub(_inside, item[0]) for item in PATTERNS["item"].finditer(run)]
     return (" or " if re.search(r"\bor\b", run) else ", ").join(items)
 

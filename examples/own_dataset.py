@@ -14,7 +14,7 @@ from atts.evaluators import LoadOptions, load_dataset
 def sums(count: int) -> list[Problem]:
     """Make problems by a program; the report has a row for each `level` and `subject`.
 
-    The answer of a problem is its reference.
+    The `answer` of each problem is its reference.
     """
     return [
         Problem(

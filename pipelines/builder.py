@@ -136,8 +136,8 @@ class RolloutEngine(Engine, Protocol):
     has_recorded_calls: bool  # whether an earlier session recorded calls of this problem
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
-        """Return the result that an earlier session recorded for this call; the record remains for
-        the call.
+        """Return the result that an earlier session recorded for a call; the call can still use the
+        record.
         """
         ...
 

@@ -109,9 +109,9 @@ class Combiner:
 
         The threshold is the conformal quantile of the leader's shares in problems whose vote was
         wrong although another finalist was correct. With probability 0.9 it is at least the share
-        in the next such problem. With fewer than nine such problems, votes of half the rollouts are
-        used instead, if all rollouts overruled them. If these are too few as well, every vote that
-        is not unanimous counts as split.
+        in the next such problem. With fewer than nine such problems, the shares come from votes of
+        half the rollouts that the vote of all rollouts overruled. If these are too few as well,
+        every vote that is not unanimous counts as split.
         """
         for shares in (self._winnable, self._overruled):
             rank = math.ceil((len(shares) + 1) * COVERED)
@@ -202,8 +202,8 @@ async def combined(
 def _halves(
     rollouts: Sequence[Rollout], winner: str, policy: Policy, group: Grouper
 ) -> tuple[tuple[float, bool], ...]:
-    """Return the leader's share, and whether it is also the winner of all rollouts, for the votes
-    of the even and of the odd rollouts.
+    """Return one pair for the vote of the even rollouts and one for the odd rollouts: the leader's
+    share, and whether the leader wins the vote of all rollouts.
     """
     halves: list[tuple[float, bool]] = []
     for parity in (0, 1):
@@ -246,9 +246,7 @@ class RecordedRollouts:
             yield outcome.problem
 
     def forget(self, problem: str) -> None:
-        """Drop the outcome of a finished problem; if the outcome was not read yet, do not keep it
-        later.
-        """
+        """Drop the outcome of a finished problem; if the outcome is read later, do not store it."""
         self._over.add(problem)
         self._open.pop(problem, None)
 

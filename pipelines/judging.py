@@ -485,7 +485,7 @@ NO = "No"
 
 _REPLIES = 4  # number of replies for one score, if the target sends no log-probabilities
 _REPLY_TOKENS = 4  # some models write a space or a line break before the word
-_CONTINUED = 32  # a chunk is compared with so many tokens of the target's continuation
+_CONTINUED = 32  # a chunk is compared with this many tokens of the target's continuation
 
 
 @dataclass(frozen=True, slots=True)

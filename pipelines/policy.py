@@ -94,7 +94,7 @@ class Budget:
 
 PromptName = Literal["select", "synthesis"]
 COMBINE_KEYS = ("combine", "finalists", "combine_tokens", "select_prompt", "synthesis_prompt")
-"""Fields of a policy that have no effect if `combine` is "vote"; such manifests leave them out."""
+"""Fields of a policy that have no effect if `combine` is "vote"; then manifests leave them out."""
 REWARD_KEYS = ("reward", "separator")
 """Fields of a score that have an effect only if its kind is "prm"; manifests of other kinds leave
 them out.
@@ -154,8 +154,8 @@ class ConfidenceStop:
             )
 
     def sureness(self, rollout: Rollout) -> float:
-        """Return the lowest mean log-probability over a window of the rollout; inf if it is shorter
-        than a window.
+        """Return the lowest mean log-probability over a window of the rollout; inf if the rollout
+        is shorter than a window.
         """
         values = [value for chunk in rollout.chunks for value in chunk.logprobs]
         sums = [0.0, *accumulate(values)]

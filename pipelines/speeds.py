@@ -1,4 +1,4 @@
-"""Measure the speeds of a run under method exact, to choose the draft's length and the writer."""
+"""Measure speeds under method exact, to choose how many tokens to draft and which model writes."""
 
 from __future__ import annotations
 

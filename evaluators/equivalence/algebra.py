@@ -18,11 +18,11 @@ from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import OutOfTime, Undecided
 
 SECONDS = 5.0  # time limit for one pair of expressions
-_TIMEOUTS = 2  # an expression with so many timeouts is not sent again
+_TIMEOUTS = 2  # after this many timeouts an expression is not sent again
 _START = 60.0  # time limit in seconds for the worker's start, which imports sympy
 _KEPT = 4096  # number of replies of sympy in the cache
 _NODES = 400  # a pair with more nodes is not sent to sympy
-_FAILURES = 5  # after so many failed starts the worker is not started again
+_FAILURES = 5  # after this many failed starts the worker is not started again
 
 
 _trial = threading.local()

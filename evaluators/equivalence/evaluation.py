@@ -195,7 +195,7 @@ EXACT: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
 
 Number = Any  # an mpf or mpc of the thread's context; mpmath has no type annotations
 NOTHING = -(10**9)  # stands for the magnitude of zero
-MAX_MAGNITUDE = 1 << 24  # values whose exponent has more bits are not computed
+MAX_MAGNITUDE = 1 << 24  # values above 2**MAX_MAGNITUDE are not computed
 
 _local = threading.local()
 

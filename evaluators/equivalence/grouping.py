@@ -43,7 +43,7 @@ from atts.evaluators.verdict import LIMITS, Limits, OutOfTime, Undecided, Undefi
 
 # if more answers than this share a loose key, each is compared with the first few of them only
 _CROWD = 48
-_FEW = 16  # so few different answers are all compared pairwise, even without a common key
+_FEW = 16  # up to this many different answers are all compared pairwise, even without a common key
 
 
 def group(
@@ -275,8 +275,8 @@ class Keys:
         return {f"near:{_digits(size + step * unit, 5)}<" for step in (-1, 0, 1)}
 
     def rounded(self, node: Node) -> Any | None:
-        """Return the full precision of a decimal, or of a value that a decimal may round; None for
-        other nodes.
+        """Return a decimal, or a value that a decimal may round, with full precision; return None
+        for other nodes.
         """
         with suppress(Undecided, Undefined, OutOfTime):
             value = None if variables(node) else self.value(node)
@@ -348,7 +348,7 @@ class Keys:
         return min(self.tokens(named(node).value), default="?")
 
 
-_MANY = 40  # only so many entries of a collection are checked for roundings
+_MANY = 40  # only this many entries of a collection are checked for roundings
 
 
 def _digits(value: Any, count: int) -> str:

@@ -44,7 +44,7 @@ from atts.evaluators.verdict import (
     Verdict,
 )
 
-_MOST = 3  # with more arbitrary constants, not all assignments of letters are tried
+_MOST = 3  # with more arbitrary constants, no renaming is tried
 # letters of constants of integration, of numbered constants, and of any arbitrary constant
 _INTEGRATION = re.compile(r"[CcKk](?:_\d)?|const")
 _NUMBERED = re.compile(r"[CcKk]_\d")
@@ -229,7 +229,7 @@ def _is_linear(node: Node, names: frozenset[str]) -> bool:
     return all(_is_linear(arg, names) for arg in inside)
 
 
-_PHRASE = 4  # a text of words
+_PHRASE = 4  # longest name or date, in words
 _BOLD = re.compile(r"\\(?:mathbf|bold|bm|pmb|bf)")
 _FORMULA = re.compile(r"\\mathrm\s*\{\s*(?:[A-Z][a-z]?)+\s*\}")
 _MATRIX_FACTOR = re.compile(
@@ -250,7 +250,7 @@ def equivalent(
     limits: Limits = LIMITS,
     grading: Grading = STRICT,
 ) -> Verdict:
-    """Return the verdict whether `answer` equals the reference answer `gold`, or one of several.
+    """Return the verdict on `answer`: is it equal to the reference `gold`, or to one of several?
 
     The verdict is symmetric; the comparison is thread-safe, and bounded in time and memory.
     `grading` says how far numbers may differ and whether units may be missing. No text is evaluated

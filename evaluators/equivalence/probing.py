@@ -249,8 +249,8 @@ def _whole_around(marks: Iterable[Fraction], domain: Domain, least: int) -> list
 
 _BITS = 200
 _MOST_BITS = 6_000
-_ENOUGH = 3  # both sides must have equal real values at so many points
-# two values differ if their difference exceeds the error bound by so many bits
+_ENOUGH = 3  # both sides must have equal real values at this many points
+# two values differ if their difference exceeds the error bound by this many bits
 _SLACK = 12
 # with one of these names, complex numbers are expected
 _COMPLEX = frozenset({"i", "re", "im", "arg"})

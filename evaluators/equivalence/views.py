@@ -81,7 +81,7 @@ def _is_point(node: Node) -> bool:
 
 def named(node: Node) -> Named:
     """Split "x = 5" into the name x and the value 5; "5 + 6 = 11" is the value 11 without a name.
-    Any other equation stays whole, without a name.
+    Any other equation is returned as it is, without a name.
     """
     # A(1, 2)
     if [arg.kind for arg in node.args] == ["symbol", "tuple"] and _is_point(node.args[0]):
@@ -219,8 +219,8 @@ def stated_value(equation: Node, other: Node) -> Node | None:
 
 
 def _is_of_digits(congruence: Node) -> bool:
-    """Return whether a residue class gives the last digits of a number: modulo 100, 1000 or more
-    zeros.
+    """Return whether a residue class gives the last digits of a number, so that its modulus is 100,
+    1000 or a larger power of 10.
     """
     modulus = congruence.args[1].value
     return modulus is not None and re.fullmatch("100+", str(modulus)) is not None

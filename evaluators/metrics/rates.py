@@ -94,7 +94,7 @@ def avg_at_n(counts: Counts) -> Floats:
 
 
 def rate(values: ArrayLike, n: ArrayLike, *, level: float = 0.95) -> Estimate:
-    """Return the mean of one value per problem with its interval; `n` has their numbers of samples.
+    """Return the mean of one value per problem with its interval; `n` has the numbers of samples.
 
     If the value of a problem is NaN, because it has too few samples, the mean is undefined.
     """

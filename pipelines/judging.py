@@ -484,7 +484,7 @@ NO = "No"
 
 
 _REPLIES = 4  # number of replies for one score, if the target sends no log-probabilities
-_REPLY_TOKENS = 4  # some models write a space or a line break before the word
+_REPLY_TOKENS = 4  # room for a space or line break before the word
 _CONTINUED = 32  # a chunk is compared with this many tokens of the target's continuation
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from atts.core import Role
 
 _UNKNOWN = 8  # number of tokens to draft before a score, while few drafts were tested
-_CHUNKS = 8  # least number of chunks in a stretch; if more are in flight, half of their number
+_CHUNKS = 8  # least number of chunks in a stretch, or half the chunks in flight if that is more
 # the draft writes if it gives at least this many times the tokens per second of the target
 _GAIN = 1.05
 # While the draft is the faster writer, the target gets no stretch if its last chunk took at least

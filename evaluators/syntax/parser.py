@@ -525,7 +525,7 @@ class Parser(Stream):
         self.integrals = 0  # number of open integrals, inside which "dx" is not a product
         self.sums_over_i = 0  # number of open sums, inside which "i" is not the imaginary unit
         self.in_set = False
-        self.currencies: set[str] = set()  # number of signs before the amount that is being parsed
+        self.currencies: set[str] = set()  # currency signs before the amount that is being parsed
 
     # ---- lists and relations
 

@@ -196,7 +196,7 @@ class QuestionSample:
             ours = int((counts >= depth).sum())
             theirs = int((stored >= depth).sum())
             variance = (1 / ours + 1 / theirs) * (self.icc + (1 - self.icc) / depth)
-            # of equally good depths take the largest, so that spreads can be compared too
+            # take the largest of equally good depths, so that spreads can be compared too
             if variance <= least:
                 best_depth = depth
                 least = variance

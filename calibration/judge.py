@@ -145,7 +145,7 @@ def fit_judge(
 
 
 def cross_validated(examples: Examples, seed: int = 0) -> list[float]:
-    """Predict each chunk's gain with a judge that was fitted without the chunks of its problem."""
+    """Return each chunk's gain as predicted by a judge that was fitted without the chunk's problem."""
     features = np.asarray(examples.features, dtype=np.float64)
     gains = np.asarray(examples.gains, dtype=np.float64)
     names = sorted(set(examples.problems))

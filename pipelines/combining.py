@@ -84,7 +84,7 @@ class Combiner:
         self._is_graded = False
 
     def learn(self, line: FinishedProblem) -> None:
-        """Update the statistics with the result of a finished problem."""
+        """Record the result of a finished problem for later plans."""
         known = line.combination
         if known is None:
             return

@@ -382,8 +382,8 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
 def _matrix_product(text: str) -> list[tuple[str, int]] | None:
     """Return the factors of a product of matrices in order; None for any other text.
 
-    The inverse of a product has the inverses in the reverse order; a factor cancels with its
-    inverse beside it.
+    The inverse of a product has the inverses in the reverse order; adjacent factors that are
+    inverse to each other cancel.
     """
     if not _MATRICES.fullmatch(text):
         return None

@@ -299,7 +299,7 @@ def unit_at(text: str, start: int) -> tuple[str, int] | None:
     position = start
     depth = 0
     phrase = list[str]()
-    has_unit = False  # number of words in the current factor of the unit
+    has_unit = False  # whether the current factor has the name of a unit
     longest: tuple[str, int] | None = None
     while True:
         step = _UNITS["step"].match(text, position)

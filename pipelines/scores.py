@@ -104,7 +104,14 @@ class ScoreRule:
     """
 
     kind: Annotated[
-        ScoreKind, "rule that computes a chunk's score; mean is the perplexity under the target"
+        ScoreKind,
+        "rule that computes a chunk's score. From the target's log-probabilities: mean "
+        "(perplexity), worst (least likely token), byte (perplexity per byte), speculative (chance "
+        "of acceptance by speculative sampling). From the draft's log-probabilities: draft (least "
+        "likely token), entropy (mean), entropy-worst (largest). From elsewhere: prm (reward "
+        "model), learned (fitted judge), rating and verdict (the target's answer to a question), "
+        "continuation (similarity to the target's own text), disagreement (split votes, cascade "
+        "only)",
     ] = "mean"
     reward: Annotated[
         str,

@@ -57,7 +57,9 @@ _HOME = {name: f"atts.accel.{module}" for module, names in _NAMES.items() for na
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, because most engines need none of these modules."""
+    """Import a public name of the package when it is first used, because most engines need no
+    accelerator.
+    """
     if name not in _HOME:
         raise AttributeError(f"module 'atts.accel' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -1,4 +1,6 @@
-"""Build the loop that accelerates decoding: target, drafter and cache slots, as a plan names them."""
+"""Functions that build an accelerated decoding loop from a plan: target, drafter and cache
+slots.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +74,11 @@ _K_AHEAD = 16
 def build_accelerated(
     plan: LoopPlan, config: WorkerConfig, send: Send, make_model: MakeModel | None = None
 ) -> tuple[StepLoop, WorkerReady]:
-    """Load and connect the models that a plan names; `make_model` replaces the choice of a kernel.
+    """Load and connect the models that a plan names. If given, `make_model` makes the target, and
+    atts chooses no kernel for it.
 
-    A lent drafter is left out if it cannot be loaded. It is also left out on a GPU, where its
-    memory would be taken from the target's cache.
+    A lent drafter is not used if it cannot be loaded. On a GPU, a lent drafter is never used,
+    because it would take memory from the target's cache.
 
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
@@ -95,19 +98,17 @@ def build_accelerated(
 
 
 class _Target(NamedTuple):
-    """The target's model and cache, and the parts that are loaded before the cache takes the
-    remaining memory.
-    """
+    """The target's model and cache, the weights of its draft model, and its early exit."""
 
     model: Model
     cache: Tensor
     drafter: Weights | None = None
     exits: ExitModel | None = None
-    trouble: str = ""  # note for the user on the choice of kernels
+    trouble: str = ""  # message to the user about the choice of kernels
 
     @property
     def slots(self) -> int:
-        """Return the number of tokens that may be cached."""
+        """Return the number of tokens that fit into the target's cache."""
         return self.cache.shape[2] - SPARE_SLOTS
 
 
@@ -117,7 +118,7 @@ def _build(
     device = device_of(config)
     check_room(config, device)
     if plan.drafter is not None:
-        # A missing drafter must be an error before anything is loaded.
+        # If the drafter's device is missing, raise an error before any model is loaded.
         _drafter_device(plan, config)
     kernels: Any = None
     trouble = ""
@@ -141,7 +142,7 @@ def _build(
 def _speculating_loop(
     plan: LoopPlan, config: WorkerConfig, target: _Target, send: Send
 ) -> StepLoop:
-    """Connect a target with the proposer of its tokens."""
+    """Make the step loop of a target, with a proposer of tokens if the plan names one."""
     slots = DraftedSlots(target.slots)
     scheduler = Scheduler(scheduler_config(config, target.slots), prefix_tree(config), slots)
     table = token_table(config)
@@ -157,7 +158,8 @@ def _speculating_loop(
         lengths,
         vocabulary=config.model.vocabulary,
         table=table,
-        # In one thread, CPU time leaves out the time that other processes took from the processor.
+        # If all work is done in one thread, its CPU time excludes the time that other processes
+        # take.
         clock=thread_time if is_here else perf_counter,
     )
     return StepLoop(target.model, scheduler, table, send, proposals)
@@ -166,9 +168,9 @@ def _speculating_loop(
 def _shared_loop(
     plan: LoopPlan, config: WorkerConfig, kernels: Any, send: Send
 ) -> tuple[StepLoop, _Target]:
-    """Make a step loop for a model of a zoo, which other models of the zoo may join."""
+    """Make a step loop for a model of a zoo; other models of the zoo may join the loop."""
     dtype = dtype_of(config)
-    # The cache serves all models that may join, so it has the layers of the deepest one.
+    # All models that join the loop use this cache, so it has as many layers as the deepest model.
     depth = max(plan.depth, config.model.num_layers)
     deepest = replace(config, model=replace(config.model, num_layers=depth))
     cache = allocate_cache(deepest, dtype, device_of(config))
@@ -196,7 +198,7 @@ def _staged_loop(
 def _alone(
     plan: LoopPlan, config: WorkerConfig, device: torch.device, make_model: MakeModel | None
 ) -> _Target:
-    """Load a whole model, with an early exit if a drafter uses it."""
+    """Load all layers of a model, with an early exit if a drafter uses the exit."""
     weights = whole_weights(config, make_model)
     drafter = _drafter_here(plan, config)
     cache = allocate_cache(config, dtype_of(config), device)
@@ -209,7 +211,7 @@ def _alone(
 
 
 def _drafter_here(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
-    """Load the draft model, unless another process alone computes it."""
+    """Load the draft model's weights; return None if another process computes the draft model."""
     is_elsewhere = plan.speculation.is_overlapped and plan.speculation.beside == "process"
     return None if is_elsewhere else _drafter_weights(plan, config)
 
@@ -229,8 +231,8 @@ def _with_exit(config: WorkerConfig, model: HookedModel, weights: Weights) -> Ex
 
 
 def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target, StagedModel]:
-    """Divide models into ranges of layers, which workers load in parallel. A model outside a zoo
-    keeps its first range in this process.
+    """Divide models into ranges of layers, which workers load in parallel. If the model is not in a
+    zoo, this process keeps the first range.
     """
     is_shared = kernels is not None
     device = device_of(config)
@@ -274,7 +276,7 @@ def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target
 
 
 def build_stage(setup: StageSetup) -> StageModel:
-    """Return the layers of one stage and their cache, in the thread that will compute them.
+    """Load the layers of one stage and allocate their cache, in the thread that will compute them.
 
     :raises EngineError: the layers cannot be loaded.
     """
@@ -286,8 +288,8 @@ def build_stage(setup: StageSetup) -> StageModel:
 
 
 def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
-    """Load some layers of a model, and its embeddings if they are the first layers of a model
-    outside a zoo.
+    """Load the layers of one stage. The first stage of a model outside a zoo also gets the model's
+    embeddings.
     """
     config = setup.config
     part = setup.config.model.part(setup.layers)
@@ -304,7 +306,9 @@ def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
 def _proposer_and_lengths(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> tuple[Proposer, Lengths]:
-    """Make the proposer of tokens for the target, and the rule that chooses how many it proposes."""
+    """Make the target's proposer of tokens, and the rule that chooses how many tokens it
+    proposes.
+    """
     speculation = plan.speculation
     lengths: Lengths = (
         GoodputLengths(MOST_PROPOSED) if speculation.k is None else FixedLength(speculation.k)
@@ -327,7 +331,9 @@ def _proposer_and_lengths(
 
 
 def _may_learn(plan: LoopPlan, device: torch.device) -> bool:
-    """Return whether the options name a draft model but leave its use open, and there are two cores."""
+    """Return whether the engine chooses from measurements how it uses the named drafter: only on a
+    CPU with at least two cores.
+    """
     is_open = plan.drafter is not None and not plan.may_lack_drafter
     return is_open and plan.speculation.is_open and device.type == "cpu" and usable_cores() > 1
 
@@ -335,13 +341,13 @@ def _may_learn(plan: LoopPlan, device: torch.device) -> bool:
 def _drafter_device(plan: LoopPlan, config: WorkerConfig) -> torch.device:
     """Return the device on which the draft model is computed.
 
-    :raises ModelLoadError: this machine lacks the device.
+    :raises ModelLoadError: this machine does not have the device.
     """
     return device_of(config, plan.speculation.drafter_device, "drafter_device")
 
 
 def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
-    """Load the weights of the draft model before a cache takes the remaining memory."""
+    """Load the draft model's weights, before a cache takes the memory that is left."""
     drafter = plan.drafter
     if drafter is None:
         return None
@@ -357,14 +363,16 @@ def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
     )
     group = plan.speculation.fuzzy
     if group > 1 and weights.is_paired:
-        # The joined attention weights are copies, so on a GPU they are made before the cache is
-        # sized.
+        # The joined attention weights are copies that need memory, so they are made before the size
+        # of the cache is computed.
         return with_groups(drafter.model, weights, group)
     return weights
 
 
 def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerConfig:
-    """Return the draft model with a cache of this many slots; its other options are the target's."""
+    """Return the draft model's configuration: a cache of this many slots, and most other options as
+    for the target.
+    """
     assert plan.drafter is not None, "there is one"
     is_apart = _drafter_device(plan, config).type != device_of(config).type
     kernel = "auto" if is_apart else config.options.kernel
@@ -381,7 +389,7 @@ def _drafter(
     assert target.drafter is not None, "the model's weights must be loaded"
     drafter_config = _drafter_config(plan, config, target.slots)
     if plan.speculation.drafter_device:
-        # Steps are captured in a CUDA stream that all devices of a process share.
+        # No CUDA graphs: captured steps use a CUDA stream that all devices of a process share.
         drafter_config = replace(
             drafter_config, options=replace(drafter_config.options, graphs="off")
         )
@@ -398,7 +406,9 @@ def _drafter(
 def _overlapped(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> OverlappedDrafter | DrafterProcess:
-    """Make the draft model that works while the target verifies, in its own process or inline."""
+    """Make the drafter that works while the target verifies: in another process, or inline in this
+    one.
+    """
     exits = target.exits
     if plan.speculation.beside == "process":
         height, width = rows.table.shape
@@ -419,10 +429,10 @@ def overlapped_drafter(
     slots: int,
     weights: Weights | None = None,
 ) -> OverlappedDrafter:
-    """Make a drafter that works while its target computes. It has `slots` for sequences, and more
-    slots for branches behind them.
+    """Make a drafter that works while its target computes. Its cache has `slots` slots for
+    sequences, followed by slots for branches.
 
-    :raises ModelLoadError: the weights, or the heads trained for it, cannot be used.
+    :raises ModelLoadError: the drafter's weights or its trained heads cannot be used.
     :raises OutOfMemory: weights or cache do not fit.
     """
     speculation = plan.speculation
@@ -452,8 +462,8 @@ def overlapped_drafter(
 
 
 def _proposer(way: str, drafter: Proposer | None) -> Proposer:
-    """Return the proposer: lookups if they are cheap and likely to help, and the draft model if
-    there is one.
+    """Return the proposer for a way to speculate. By default, combine lookups in known texts with
+    the draft model, if there is one.
     """
     if way in ("draft", *OVERLAPPED) and drafter is not None:
         return drafter

@@ -1,5 +1,5 @@
-"""Local engines with their accelerators: proposers of tokens, zoos of shared blocks, and stages of
-layers.
+"""Local engines with accelerators: proposers of tokens, zoos of models with shared blocks, and
+stages of layers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def accelerated(
 ) -> LocalEngine:
     """Make an engine that writes the same tokens as `LocalEngine`, but faster.
 
-    `proposer` is created in the process of the loop, and replaces the proposers that the options
+    The process that runs the loop creates `proposer`, which replaces the proposers that the options
     name. The draft model `lent` becomes the drafter if the options allow it, the tokenizers are
-    equal, and both models fit into the memory of a CPU. On a GPU it would take cache from this
-    model, so there the options must name the drafter. Engines on models of one zoo share a step
-    loop if their `replica` is equal. See `LocalEngine` for `demand`.
+    equal, and both models fit into the memory of a CPU. On a GPU `lent` is not used, because it
+    would take memory from the target's cache; the options must name a drafter. Engines on models of
+    one zoo share a step loop if their `replica` is equal. See `LocalEngine` for `demand`.
 
     :raises OptionError: an option is unknown or impossible.
     :raises UnsupportedByEngine: with `chat`, the folder holds no chat template.
@@ -73,7 +73,7 @@ class PlannedLoop(LoopBuilder):
 
 @dataclass(frozen=True, slots=True)
 class Acceleration(Accelerator):
-    """All accelerators of a local engine; the defaults leave the engine as it is."""
+    """All accelerators of a local engine; with the default values the engine has no accelerator."""
 
     speculation: SpeculationOptions
     stages: StageOptions
@@ -82,19 +82,19 @@ class Acceleration(Accelerator):
     replica: int = 0
 
     def check(self, options: LocalOptions) -> None:
-        """Check that every accelerator works with these engine options.
+        """Check that every accelerator can be combined with these engine options.
 
-        :raises OptionError: an accelerator cannot.
+        :raises OptionError: an accelerator cannot be combined with them.
         """
         self.speculation.check()
         self.stages.check()
         self.stages.check_beside(options, self.speculation)
 
     def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
-        """Find the draft model, and check that its token ids mean the same as this model's.
+        """Find the draft model, and check that its token ids have the same meaning as the target's.
 
-        :raises OptionError: the ids differ in meaning.
-        :raises EngineError: a named model cannot be used.
+        :raises OptionError: the token ids of draft and target differ in meaning.
+        :raises EngineError: a model that the options name cannot be used.
         """
         speculation = self.speculation
         plan = LoopPlan(speculation, self.stages, proposer=self.proposer)
@@ -110,8 +110,8 @@ class Acceleration(Accelerator):
         return replace(config, builder=builder, more_kv_floats=floats, parts=plan.num_parts)
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
-        """Join the loop that models of a zoo share. Make a separate worker if this model needs
-        other computations.
+        """Return a worker that joins the loop shared by models of a zoo. If this model cannot share
+        a loop, return a worker of its own.
         """
         folder = Path(model).expanduser()
         drafts = self.speculation.is_on or self.proposer is not None
@@ -129,8 +129,8 @@ class Acceleration(Accelerator):
     def _with_lent(
         self, plan: LoopPlan, config: WorkerConfig, tokenizer: ModelTokenizer
     ) -> LoopPlan:
-        """Add the lent draft model if its folder exists and its token ids mean the same as the
-        target's.
+        """Add the lent draft model if its folder exists and its token ids have the same meaning as
+        the target's.
         """
         try:
             drafter = _find_drafter(config, self.lent, tokenizer)
@@ -141,9 +141,9 @@ class Acceleration(Accelerator):
 
 
 def _find_drafter(target: WorkerConfig, words: str, tokenizer: ModelTokenizer) -> WorkerConfig:
-    """Return the properties of the draft model that its files show before it is loaded.
+    """Read the draft model's properties from its files, without loading its weights.
 
-    :raises OptionError: the draft's token ids have other meanings than the target's.
+    :raises OptionError: the token ids of draft and target differ in meaning.
     :raises ZooError: the drafter is a model of a zoo, and one of its blocks is damaged.
     """
     name = f"{target.name}'s drafter"

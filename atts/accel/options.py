@@ -1,5 +1,5 @@
-"""The options of the accelerators of a local engine, and the plan of the loop that is built from
-them.
+"""The options of a local engine's accelerators, and the plan of the loop that is built from these
+options.
 """
 
 from __future__ import annotations
@@ -27,28 +27,32 @@ _BELONGS = {
     **dict.fromkeys(OVERLAPPED, ("drafter", "k", "drafter_device", "beside")),
     "off": ("drafter", "k", "drafter_device"),
 }
-"""The settings of each way to speculate."""
+"""The options that each value of `speculate` accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """The proposer of tokens to a target, and the number of tokens it proposes."""
+    """Options of speculation: who proposes tokens to the target, and how many tokens at a time."""
 
-    # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
+    # folder or hub id of the draft model: a smaller model with the same tokenizer that proposes
+    # tokens
     drafter: str = ""
-    speculate: str | None = None  # one of SPECULATE; None: auto if a drafter is named
-    # process in which an overlapped drafter works; an inline drafter works while the target waits
+    # one of SPECULATE; None: auto if a drafter is named or lent, else off
+    speculate: str | None = None
+    # where an overlapped drafter works: in its own process, or inline while the target waits
     beside: Beside = "process"
-    fuzzy: int = 1  # number of the drafter's attention layers that read one input; 1: exact
+    # number of consecutive drafter layers whose attention reads the same input; 1: exact
+    fuzzy: int = 1
     # tokens proposed at a time; None: the number with the best goodput; 0: none
     k: int | None = None
     # device of the drafter: cpu, cuda or cuda:1; empty: the target's device
     drafter_device: str = ""
 
     def check(self) -> None:
-        """Check that every option is known and belongs to this way to speculate.
+        """Check that every option has a known value and applies to the chosen value of `speculate`.
 
-        :raises OptionError: an option is unknown or belongs to another way.
+        :raises OptionError: an option has an unknown value, or applies only to other values of
+            `speculate`.
         """
         if self.speculate is not None and self.speculate not in SPECULATE:
             problem = f"{self.speculate!r} is not a way to speculate"
@@ -79,12 +83,12 @@ class SpeculationOptions:
 
     @property
     def way(self) -> str:
-        """Return the way to speculate, one of SPECULATE."""
+        """Return the value of `speculate`, or "auto" if it is None."""
         return self.speculate or "auto"
 
     @property
     def is_overlapped(self) -> bool:
-        """Return True if the drafter works while its target computes."""
+        """Return True if the drafter works while the target computes."""
         return self.speculate in OVERLAPPED
 
     @property
@@ -102,7 +106,9 @@ class SpeculationOptions:
 
     @property
     def is_open(self) -> bool:
-        """Return True if the engine may choose the use of the drafter from its measurements."""
+        """Return True if the options let the engine choose from measurements how it uses the
+        drafter.
+        """
         return self.speculate in (None, "auto") and self.k is None and self.fuzzy == 1
 
 
@@ -110,22 +116,23 @@ class SpeculationOptions:
 class StageOptions:
     """Options that divide the layers of a model, or the blocks of several models, among workers."""
 
-    # number of ranges of layers; every range after the first has its own worker, with its keys and
-    # values
+    # number of stages (ranges of layers); every stage after the first has its own worker, which
+    # stores the keys and values of its layers
     stages: int = 1
-    # number of workers of each stage after the first: one number for all stages, or a list such as
+    # number of workers for each stage after the first: one number for all stages, or a list such as
     # "2,1"
     stage_replicas: str = "1"
-    # steps in the stages at the same time; None: as many as stages
+    # number of steps that are in progress at the same time; None: as many as stages
     stage_steps: int | None = None
-    stage_worker: StageWorker = "process"  # kind of worker; an engine behind "ray:" uses actors
-    # most rows in one run of a block that models of a zoo share; None: no limit
+    # type of the workers; an engine whose name begins with "ray:" uses actors
+    stage_worker: StageWorker = "process"
+    # most rows that a block shared by models of a zoo computes in one run; None: no limit
     block_rows: int | None = None
 
     def check(self) -> None:
-        """Check that every option is known and possible.
+        """Check that every option has a known and possible value.
 
-        :raises OptionError: an option is unknown or impossible.
+        :raises OptionError: an option has an unknown or impossible value.
         """
         if self.stage_worker not in get_args(StageWorker):
             raise OptionError(str(self.stage_worker), "no such stage_worker", get_args(StageWorker))
@@ -143,9 +150,9 @@ class StageOptions:
             raise OptionError("stage_replicas", problem)
 
     def check_beside(self, options: LocalOptions, speculation: SpeculationOptions) -> None:
-        """Check that an engine with these other options can have stages.
+        """Check that these engine options and speculation options can be combined with stages.
 
-        :raises OptionError: one of the options rules out stages.
+        :raises OptionError: one of these options cannot be combined with stages.
         """
         if self.stages > 1 and speculation.speculate == "mirror":
             raise OptionError(
@@ -159,8 +166,8 @@ class StageOptions:
 
     @property
     def replicas(self) -> list[int]:
-        """Return the number of workers of each stage after the first; 0 for text that is not a
-        number.
+        """Return the number of workers of each stage after the first; 0 stands for text that is not
+        a number.
         """
         counts = [int(word) if word.isdecimal() else 0 for word in self.stage_replicas.split(",")]
         return counts * (self.stages - 1) if len(counts) == 1 else counts
@@ -175,9 +182,9 @@ class EngineOptions(NamedTuple):
 
 
 def options_of(**settings: Any) -> EngineOptions:
-    """Return the options that contain these settings, each under its name.
+    """Return all options of an engine, with these settings and the defaults of all others.
 
-    :raises OptionError: a setting is unknown.
+    :raises OptionError: a setting has an unknown name.
 
     >>> options_of(threads=1, speculate="suffix").speculation.speculate
     'suffix'
@@ -200,16 +207,19 @@ def options_of(**settings: Any) -> EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """The parts of a loop in addition to its model."""
+    """The parts of a decoding loop other than the target: proposer of tokens, stages, shared
+    models.
+    """
 
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     stages: StageOptions = field(default_factory=StageOptions)
-    drafter: WorkerConfig | None = None  # the model that drafts for the target
-    # if the drafter was lent, problems with it are reported and the model works without it
+    drafter: WorkerConfig | None = None  # the draft model that proposes tokens to the target
+    # True for a lent drafter: if it cannot be used, the engine reports the problem and works
+    # without it
     may_lack_drafter: bool = False
     # class of the user's own proposer, which another process imports by name
     proposer: type[Proposer] | None = None
-    is_shared: bool = False  # whether other models of its zoo may be run in the same loop
+    is_shared: bool = False  # whether other models of the target's zoo may run in the same loop
     depth: int = 0  # number of layers of the deepest model in the same loop
 
     @property
@@ -220,12 +230,12 @@ class LoopPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the loop does plain decoding only."""
+        """Return whether the loop uses no accelerator."""
         return not self.speculates and self.stages.stages == 1 and not self.is_shared
 
     @property
     def num_parts(self) -> int:
-        """Count the processes of this machine that compute at the same time, and so share the
+        """Count the loop's processes that compute at the same time on this machine and share its
         cores.
         """
         if self.stages.stages > 1 and self.stages.stage_worker == "process":
@@ -236,6 +246,6 @@ class LoopPlan:
         return 2 if is_apart and is_parallel else 1
 
     def without_drafter(self) -> LoopPlan:
-        """Return the same plan without proposals of tokens."""
+        """Return the same plan without a drafter and without speculation."""
         speculation = replace(self.speculation, drafter="", speculate="off", beside="process")
         return replace(self, speculation=speculation, drafter=None, may_lack_drafter=False)

@@ -1,1 +1,1 @@
-"""PEARL, SSD and Mirror-SD: a drafter that works while its target computes."""
+"""PEARL, SSD and Mirror-SD: three schemes in which the drafter works while the target computes."""

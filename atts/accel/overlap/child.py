@@ -1,5 +1,5 @@
-"""The main program of a drafter's process, which has its own cache for the sequences that it
-receives.
+"""The main program of the drafter's process; the process has its own cache for the sequences that
+the target's process sends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from atts.local.messages import GONE, FailureReply, write
 from atts.local.proposals import ask_of
 from atts.local.seams import Ask, OverlapStats, TokenProposal
 
-_SLOT_RUN = 64  # slots allocated at a time
+_SLOT_RUN = 64  # cache slots that are allocated at a time for one sequence
 
 
 class ToldTarget(InlineTransport):
-    """A stand-in for the target in the drafter's process. Step times and exit guesses arrive as
-    messages, and each piece of work runs at once.
+    """A stand-in for the target in the drafter's process. The target's process sends step times and
+    exit guesses as messages; drafting work runs at once.
     """
 
     is_beside = True
@@ -39,17 +39,17 @@ class ToldTarget(InlineTransport):
         self.listener: ExitListener | None = None
 
     def elapsed(self, began: float) -> float:
-        """Return the length of the target's step in seconds, as the target reported it."""
+        """Return the seconds that the target's last step took, as the target's process reported."""
         return self.seconds
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Remember the listener of the exit guesses."""
+        """Store the listener that will receive the target's exit guesses."""
         self.listener = listener
 
 
 class RemoteRows(DraftedRows):
-    """Rows and slots of sequences whose target is in another process. Sequences without a free row
-    or slots get no drafts.
+    """Rows and slots of sequences whose target is in another process. A sequence gets no drafts if
+    no row or too few slots are free.
     """
 
     def __init__(self, slots: int, rows: int, width: int) -> None:
@@ -59,8 +59,8 @@ class RemoteRows(DraftedRows):
         super().__init__(table, DraftedSlots(slots), self._sequences.__getitem__)
 
     def follow(self, step: DraftStep) -> list[Ask]:
-        """Record the changes that a step reports; return the requests for drafts that fit into the
-        free rows and slots.
+        """Record new, ended and continued sequences of a step; return the requests for drafts that
+        fit into the free rows and slots.
         """
         for key in step.ended:
             self._drop(self._sequences.pop(key))
@@ -72,7 +72,7 @@ class RemoteRows(DraftedRows):
         for key, ids, room in step.asks:
             sequence = self._sequences[key]
             sequence.ids += ids
-            # only the number of log-probabilities is used: it counts the written tokens
+            # zeros as log-probabilities: only their number is used, to count the written tokens
             sequence.logprobs += [0.0] * len(ids)
             if self._has_slots(sequence, len(sequence.ids) + room + 1):
                 asks.append(ask_of(sequence, room))
@@ -100,14 +100,16 @@ class RemoteRows(DraftedRows):
 
 
 def main() -> int:
-    """Load the model, then answer steps until the parent process has ended."""
+    """Load the draft model, then answer the messages of the target's process until that process has
+    ended.
+    """
     end_with(int(sys.argv[1]))
     from atts.accel.build import overlapped_drafter
     from atts.local.builder import set_threads
 
     orders = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # other output of this process must not get between the answers
+    os.dup2(2, 1)  # stdout carries the answers, so all other output of this process goes to stderr
     setup = pickle.load(orders)
     assert isinstance(setup, DraftSetup), "the first message must name the model to load"
     rows = RemoteRows(setup.slots, setup.rows, setup.width)
@@ -129,14 +131,14 @@ def main() -> int:
 
 
 class Drafting(NamedTuple):
-    """A drafter, and the state of its target as this process knows it."""
+    """A drafter, with the rows and the stand-in of its target in this process."""
 
     drafter: OverlappedDrafter
     rows: RemoteRows
     target: ToldTarget
 
     def take(self, message: Order) -> bool:
-        """Handle a message; return whether it was the last one of its step."""
+        """Handle a message; return whether it was the last message of the current step."""
         listener = self.target.listener
         if isinstance(message, Guessing):
             self.drafter.restart_drafting(message)
@@ -153,7 +155,7 @@ class Drafting(NamedTuple):
         return self.target.listener is None
 
     def answer(self) -> Drafted:
-        """Return all branches as token ids."""
+        """Return all branches that were drafted in this step, as token ids."""
         lines = {
             line.ask.key: DraftedLine(
                 line.base,

@@ -1,4 +1,6 @@
-"""The overlapped drafter: it continues likely outcomes of a step while the target verifies it."""
+"""The overlapped drafter: while the target verifies a proposal, it continues likely outcomes of the
+verification.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ Branch = TypeVar("Branch")
 class Guessing(NamedTuple):
     """The outcomes that the drafter continues in addition to full acceptance.
 
-    These are the `fan` likeliest tokens at each position. The drafter ranks the tokens, or the
-    target's early exit if `is_told` is set.
+    At each position, the `fan` likeliest tokens are guessed. If `is_told` is set, the target's
+    early exit ranks the tokens; if not, the drafter does.
     """
 
     fan: int
@@ -40,7 +42,9 @@ class Guessing(NamedTuple):
 
 
 class OutcomeGuess(NamedTuple):
-    """A guess with its probability: `accepted` proposed tokens are accepted, and `token` follows."""
+    """A guessed outcome with its probability: the first `accepted` proposed tokens are accepted,
+    and then `token` follows.
+    """
 
     accepted: int
     token: int
@@ -49,8 +53,8 @@ class OutcomeGuess(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlaceLaw:
-    """Expectation at one position: whether the proposed token is accepted, and which tokens the
-    target may write instead.
+    """Probabilities at one position: that the proposed token is accepted, and that the target
+    writes certain other tokens.
     """
 
     # probability that the proposed token is accepted if all tokens before it are; 1 after the last
@@ -62,11 +66,14 @@ class PlaceLaw:
 
 
 def ranked_outcomes(proposal: Many[int], places: Many[PlaceLaw]) -> list[OutcomeGuess]:
-    """Rank the outcomes of verifying a proposal; `places` has one more than the proposal.
+    """Rank the outcomes of verifying a proposal. `places` has one entry per proposed token, and one
+    for the position after them.
 
-    Let S_i be the probability that the first i tokens are accepted, and r_i the distribution of the
-    token that replaces a rejected one. Then outcome (i, v) has probability S_i (1 - a_i) r_i(v).
-    After a whole proposal of k tokens, outcome (k, v) has probability S_k q(v).
+    Outcome (i, v): the first i tokens are accepted, and token v follows. S_i is the probability
+    that the first i tokens are accepted, and a_i that the next one is too. If it is rejected, r_i
+    is the distribution of its replacement. Then outcome (i, v) has probability S_i (1 - a_i)
+    r_i(v). If all k tokens are accepted and q is the distribution of the next token, it has
+    probability S_k q(v).
 
     >>> first = PlaceLaw(0.75, (7, 8), (0.5, 0.25))
     >>> [tuple(guess) for guess in ranked_outcomes((7,), (first, PlaceLaw(1.0, (5,), (0.5,))))]
@@ -93,11 +100,11 @@ def ranked_outcomes(proposal: Many[int], places: Many[PlaceLaw]) -> list[Outcome
 def most_worthwhile(
     chances: Many[float], length: Callable[[int], int], acceptance: Many[float]
 ) -> tuple[int, int]:
-    """Choose how many of the likeliest outcomes to continue, and by how many tokens.
+    """Choose how many of the likeliest outcomes to continue, and with how many tokens each.
 
-    `length(n)` is the number of tokens that each of n continuations gets in the available time.
-    `acceptance` has the probability of each token to be accepted after those before it. At least
-    one outcome is continued.
+    If n outcomes are continued, time allows `length(n)` tokens for each. `acceptance` has, for each
+    token, the probability that it is accepted if all earlier tokens are. At least one outcome is
+    continued.
     """
     best = (1, max(0, length(1)))
     covered = 0.0
@@ -115,18 +122,18 @@ def most_worthwhile(
 
 
 class OutcomeCache(dict[tuple[int, int], Branch]):
-    """The branches of one step, by outcome. The cache is used once: one branch is selected, and all
-    others are returned to free their slots.
+    """The branches of one step, keyed by outcome. `select` empties the cache: it returns one branch
+    to propose, and all other branches so that the caller frees their slots.
     """
 
     def put(self, accepted: int, token: int, branch: Branch) -> None:
-        """Store the branch that continues this outcome."""
+        """Store the branch that continues the outcome (accepted, token)."""
         assert (accepted, token) not in self, "an outcome may be continued only once"
         self[accepted, token] = branch
 
     def select(self, accepted: int, token: int) -> tuple[Branch | None, list[Branch]]:
-        """Return the branch that follows the actual outcome (None if not guessed), and the branches
-        not needed.
+        """Return the branch of the actual outcome (None if this outcome was not guessed), and all
+        other branches.
         """
         chosen = self.pop((accepted, token), None)
         others = list(self.values())
@@ -134,35 +141,35 @@ class OutcomeCache(dict[tuple[int, int], Branch]):
         return chosen, others
 
 
-# If a guess came true, its branch is proposed at once. If not, or if the drafter is late, the
-# target takes a step without a proposal while the drafter begins again. Branches read the prefix
-# from the slots of their sequence. They write to their own slots behind those of the cache, and
-# free them when the outcome is known.
+# If a guess came true, its branch is proposed at once. If no guess came true, or if the drafter is
+# late, the target takes a step without a proposal while the drafter begins again. A branch reads
+# its prefix from the slots of its sequence, and writes to its own slots at the end of the cache.
+# The branch's slots are freed when the outcome is known.
 
 Drawn = tuple[list[int], list[PlaceLaw]]
 _CONFIDENT = 0.6
-"""Least probability of a head's token for it to stay in a branch before a pass of the drafter or
-the target checks it.
+"""Least probability for a token that a streaming head predicts; a less likely token is not added to
+the branch. The drafter's next pass or the target checks the added tokens.
 """
 
 
 @dataclass(slots=True)
 class DraftBranch:
-    """A guessed outcome and the tokens with which the drafter continues it."""
+    """A guessed outcome, and the tokens with which the drafter continues this outcome."""
 
     line: DraftLine
     accepted: int
     tokens: list[int]
     slots: SlotIds
-    row: int  # row of the drafter's table
+    row: int  # row of the branch in the drafter's slot table
     most: int = 1  # most tokens that the branch may get
-    fed: int = 0  # tokens that the drafter has computed
-    # distributions of the tokens after the first
+    fed: int = 0  # number of the branch's tokens that the drafter has computed
+    # distributions at the positions of the branch's tokens, without the first token
     laws: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
 
     @property
     def start(self) -> int:
-        """Return the position of the first token."""
+        """Return the position of the branch's first token in the sequence."""
         return self.line.base + self.accepted
 
 
@@ -171,42 +178,43 @@ class DraftLine:
     """The state of one sequence when a step begins, and the possible outcomes of its proposal."""
 
     ask: Ask
-    base: int  # tokens that are already written
+    base: int  # number of tokens that the sequence has when the step begins
     row: int
     proposal: TokenIds
-    laws: list[PlaceLaw]  # distributions at the proposal's places
+    laws: list[PlaceLaw]  # distributions at the positions of the proposed tokens
     uniforms: NDArray[np.float64]  # random numbers in [0, 1) of the positions from `base` on
     cache: OutcomeCache[DraftBranch] = field(default_factory=lambda: OutcomeCache[DraftBranch]())
-    # the exit's distributions at the proposal's positions and the one after them
+    # the early exit's distributions at the positions of the proposed tokens and at the next
+    # position
     exits: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
-    # earlier tokens that the drafter has not computed yet
+    # tokens of the text and the proposal that the drafter has not computed yet
     fed: list[FedRow] = field(default_factory=list[FedRow])
 
     @property
     def stop(self) -> int:
-        """Return the position after the proposal."""
+        """Return the position after the last proposed token."""
         return self.base + len(self.proposal)
 
 
 @dataclass(slots=True)
 class DraftJob:
-    """The drafting work of one step."""
+    """The drafting work for all sequences of one step."""
 
     lines: list[DraftLine] = field(default_factory=list[DraftLine])
     moves: list[tuple[SlotIds, SlotIds]] = field(default_factory=list[tuple[SlotIds, SlotIds]])
-    """Slot copies that turn the keys and values of a chosen branch into its sequence's."""
-    # batch that computes text which the drafter has not seen yet
+    """Copies of keys and values from the slots of a chosen branch to the slots of its sequence."""
+    # batches of written tokens that the drafter has not computed yet
     texts: list[StepBatch] = field(default_factory=list[StepBatch])
-    # slots to free when the step is over
+    # slots of proposed branches, which are freed after the step
     lent: list[SlotIds] = field(default_factory=list[SlotIds])
-    # first token after each proposal of this step
+    # for each proposal of this step: the draft's next token, and the distribution at its position
     begun: tuple[list[int], list[PlaceLaw]] = field(default_factory=lambda: ([], []))
-    is_enough: bool = False  # if true, the target's step is done and no further draft step begins
+    is_enough: bool = False  # set when the target's step is done: the drafter then stops early
     error: BaseException | None = None
 
 
 class BranchWriter:
-    """Runs the draft model on tokens that it has not computed yet, and draws the tokens after them."""
+    """Computes new tokens of branches with the draft model, and draws the next tokens."""
 
     def __init__(
         self,
@@ -222,20 +230,20 @@ class BranchWriter:
         self._heads = heads
         self._stats = stats
         self.streams = False  # whether the streaming heads are used
-        # number of likeliest tokens to name at a position, in addition to the position's own token
+        # number of likeliest tokens to return at each position, in addition to the drawn token
         self.fan = 0
         self.acceptance = 0.7  # estimated chance that a proposed token is accepted
 
     def following(self, batch: StepBatch, lines: list[DraftLine]) -> Drawn:
-        """Return the token that follows each sequence's proposal, and the distribution at its
-        position.
+        """Return for each sequence the token that the draft model draws after the proposal, and the
+        distribution there.
         """
         places = [len(line.proposal) for line in lines]
         return self._drawn(self._model.forward(batch, self._table), lines, places)
 
     def grow(self, branches: list[DraftBranch]) -> None:
-        """Take one pass: compute the tokens of each branch that are new, and draw the tokens after
-        them.
+        """Run one pass of the draft model: compute the new tokens of each branch, and draw the next
+        tokens.
         """
         rows = [(branch, at) for branch in branches for at in range(branch.fed, len(branch.tokens))]
         numbers = [(branch.row, branch.start + at, branch.tokens[at]) for branch, at in rows]
@@ -257,7 +265,9 @@ class BranchWriter:
         self._stats.drafted += sum([len(branch.tokens) for branch in branches]) - before
 
     def _stream(self, heads: StreamHeads, branches: list[DraftBranch], hidden: Tensor) -> None:
-        """Add tokens that the heads predict after the newest token, as long as they are confident."""
+        """Add the tokens that the heads predict to each branch, until the probability of a token is
+        too low.
+        """
         live = [
             (at, branch) for at, branch in enumerate(branches) if len(branch.tokens) < branch.most
         ]
@@ -293,7 +303,9 @@ class BranchWriter:
     def _sampled(
         self, hidden: Tensor, lines: list[DraftLine], places: list[int]
     ) -> tuple[list[int], Tensor, SamplingBatch]:
-        """Return a token for each row, with its position in its sequence and its distribution."""
+        """Draw one token for each row; return the tokens, their logits and their sampling
+        settings.
+        """
         logits = self._model.compute_logits(hidden)[:, : self._vocabulary].contiguous()
         asks = {line.ask.key: line.ask for line in lines}
         index = {key: place for place, key in enumerate(asks)}
@@ -307,8 +319,8 @@ class BranchWriter:
 
 
 def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
-    """Keep the heads' tokens that the model draws too, and the model's token after them. Return the
-    number of tokens kept.
+    """Keep the heads' tokens up to the first one that the draft model does not draw, and add the
+    draft model's token. Return the number of computed tokens that are kept.
     """
     kept = 1
     count = len(drawn)
@@ -324,8 +336,8 @@ def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
 def place_laws(
     logits: Tensor, sampling: SamplingBatch, fan: int, acceptance: float
 ) -> list[PlaceLaw]:
-    """Return the `fan` likeliest tokens of each row, and one more in case the proposed token is
-    among them.
+    """Return the `fan` + 1 likeliest tokens of each row; one more than `fan`, because one of them
+    may be the proposed token.
     """
     if not fan:
         return [PlaceLaw(acceptance, (), ())] * len(logits)
@@ -337,33 +349,33 @@ def place_laws(
 Work = Callable[[], None]
 
 PATIENCE = 5.0
-"""Seconds that a drafter has to end its work before another way to draft is tried."""
+"""Most seconds to wait for the drafter's current work before the drafting scheme changes."""
 
 
-BRANCH_SLOTS = 4096  # slots of all branches together
+BRANCH_SLOTS = 4096  # number of cache slots for all branches together
 _MOST_BRANCHES = 64
-# tokens of each branch even if no draft step fits into the target's step
+# least number of tokens per branch, even if the target's step is too short for them
 _LEAST = 2
-_FADE = 0.98  # decay per round of the counts of accepted tokens
+_FADE = 0.98  # factor by which older counts of accepted tokens lose weight per round
 
 
 class InlineTransport:
-    """Runs each piece of work at once in the caller's thread. So drafts depend on the texts alone,
-    and timing does not change them.
+    """Runs drafting work at once in the caller's thread. The drafts then depend only on the texts,
+    not on timing.
     """
 
     is_beside = False  # whether the work runs in parallel with its caller
 
     def post(self, work: Work) -> None:
-        """Run a piece of work, and return when it is done."""
+        """Run the drafting work, and return when it is done."""
         work()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether all work is done after waiting for at most this many seconds."""
+        """Wait at most this many seconds for the drafting work; return whether it is done."""
         return True
 
     def elapsed(self, began: float) -> float:
-        """Return the seconds of the target's step, which began at `began`."""
+        """Return the seconds that the target's step has taken since it began at `began`."""
         return perf_counter() - began
 
 
@@ -371,9 +383,8 @@ class OverlappedDrafter(ModelDrafter):
     """Proposes tokens that were drafted while the previous step was verified.
 
     Without a fan, the only guess is that every token is accepted and the draft's own token follows
-    (PEARL). With a fan, the likeliest outcomes at every position are continued. They come from the
-    draft's own distribution (SSD) or, as soon as it reports, from the target's early exit
-    (Mirror-SD).
+    (PEARL). With a fan, the drafter continues the likeliest outcomes at every position. The draft's
+    own distribution (SSD) or the target's early exit (Mirror-SD) says which outcomes are likely.
     """
 
     def __init__(
@@ -393,7 +404,7 @@ class OverlappedDrafter(ModelDrafter):
         """Create a drafter that proposes up to `most` tokens. The draft model's `cache` has slots
         for branches after the slots of the target's tokens.
 
-        With `heads`, branches that continue guesses of `exits` get several tokens per pass.
+        With `heads`, one pass adds several tokens to each branch that continues a guess of `exits`.
         """
         super().__init__(model, config, drafted, vocabulary)
         self._cache = cache
@@ -402,13 +413,15 @@ class OverlappedDrafter(ModelDrafter):
         self._all_exits = exits
         rows, width = drafted.table.shape
         self._table = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
-        self._first_row = rows  # the rows of branches come after the rows of sequences
+        # in the slot table, the rows of branches come after the rows of sequences
+        self._first_row = rows
         self._last = min(width, self._context)
         self._first_slot = drafted.slots.num_slots
         self._spare = SlotAllocator(BRANCH_SLOTS)
         self._job: DraftJob | None = None
         self._began = 0.0
-        # seconds: start of the current drafting work, and the length of a step of the target
+        # `_began`: the time when the current drafting work began; `_budget`: seconds of the
+        # target's step
         self._budget = 0.0
         self._is_late = False
         self._costs = StepCosts(wanders=False)
@@ -419,7 +432,7 @@ class OverlappedDrafter(ModelDrafter):
         self._guess(guessing)
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Propose the branches whose guesses came true, then begin to continue new guesses."""
+        """Propose the branches whose guesses came true, and begin to draft for new guesses."""
         if self._exits is not None:
             self._exits.listen(None)
         if self._job is not None and not self._is_over(self._job):
@@ -438,8 +451,8 @@ class OverlappedDrafter(ModelDrafter):
         return proposals
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Learn how likely a proposed token is accepted. Tokens after a rejected one were not
-        tested, so they do not count.
+        """Learn how likely a proposed token is accepted. Tokens after a rejected token do not
+        count, because the target did not test them.
         """
         tested = min(accepted + 1, len(proposal.tokens))
         self._tested = self._tested * _FADE + tested
@@ -447,15 +460,15 @@ class OverlappedDrafter(ModelDrafter):
         self._writer.acceptance = self._accepted / self._tested
 
     def serial(self) -> ModelDrafter:
-        """Return a drafter that works before each step, for schemes that draft nothing during a
-        step.
+        """Return a drafter with the same model that works before each step of the target, not
+        during it.
         """
         return ModelDrafter(self._model, self._config, self._rows, self._target_vocabulary)
 
     def restart_drafting(self, guessing: Guessing) -> None:
-        """Cancel the current drafting work, and set the way to guess outcomes from now on.
+        """Cancel the current drafting work, and set the scheme that guesses outcomes from now on.
 
-        :raises RuntimeError: the drafter does not end its work, or the work failed.
+        :raises RuntimeError: the current work does not end in time, or it failed.
         """
         if self._job is not None:
             self._job.is_enough = True
@@ -475,7 +488,7 @@ class OverlappedDrafter(ModelDrafter):
         self._before = self.stats.drafted, self.stats.passes
 
     def drafted(self) -> list[DraftLine]:
-        """Return the continuations of the current step, whether or not they are finished.
+        """Return the sequences of the current step with their branches, finished or not.
 
         :raises RuntimeError: the drafting failed.
         """
@@ -484,16 +497,16 @@ class OverlappedDrafter(ModelDrafter):
         return self._job.lines if self._job is not None else []
 
     def overlap(self) -> OverlapStats:
-        """Return the statistics of guesses."""
+        """Return counts of correct and wrong guesses, late drafts and unused branches."""
         return self.stats
 
     def silence(self) -> str:
-        """Return why no branch was proposed."""
+        """Return the reason why no branch was proposed."""
         return self.stats.silence or super().silence()
 
     def _is_over(self, job: DraftJob) -> bool:
-        """Return whether the drafting is done. Wait for a late drafter once, for at most the length
-        of the target's step.
+        """Return whether the drafting work of the step is done. Wait for a late drafter once, for
+        at most as long as the target's step took.
         """
         job.is_enough = True
         if not self._is_late:
@@ -502,8 +515,8 @@ class OverlappedDrafter(ModelDrafter):
         return not self._is_late
 
     def _collect(self, asks: Many[Ask]) -> dict[int, DraftBranch]:
-        """Return the branch of each sequence that matches the written text; free the slots of all
-        others.
+        """Return for each sequence the branch that matches the written text; free the slots of all
+        other branches.
         """
         lines = self.drafted()
         job = self._job
@@ -526,9 +539,7 @@ class OverlappedDrafter(ModelDrafter):
     def _selected(
         self, line: DraftLine, ids: Many[int] | None
     ) -> tuple[DraftBranch | None, list[DraftBranch]]:
-        """Return the branch that the text took, without the tokens that are written already, and
-        all other branches.
-        """
+        """Return the branch that matches the written text of a sequence, and all other branches."""
         written = list(ids[line.base :]) if ids is not None else []
         accepted = accepted_length(line.proposal, [*written, -1])
         if ids is not None:
@@ -537,16 +548,16 @@ class OverlappedDrafter(ModelDrafter):
         chosen, others = line.cache.select(accepted, rest[0] if rest else -1)
         if chosen is not None and chosen.tokens[1 : len(rest)] != rest[1:]:
             others = [*others, chosen]
-            chosen = None  # the branch came too late: the text continued with other tokens
-        if rest:  # without further tokens nothing was verified
+            chosen = None  # the branch came too late: later tokens of the text differ from it
+        if rest:  # if the text has no further token, no guess was tested
             self.stats.hits = self.stats.hits + bool(chosen)
             self.stats.misses = self.stats.misses + (not chosen)
         self.stats.wasted += len(others)
         return chosen, others
 
     def _credit(self, line: DraftLine, known: int) -> None:
-        """Record that the drafter has computed the text up to here, if its slots are still the
-        same.
+        """Record that the drafter has computed the text up to position `known`, as far as the
+        sequence still has the same slots.
         """
         sequence = self._rows.sequence(line.ask.key)
         start = self._rows.drafted(sequence)
@@ -556,12 +567,12 @@ class OverlappedDrafter(ModelDrafter):
             self._rows.advance(sequence, start + count)
 
     def _begin(self, job: DraftJob, ask: Ask, branch: DraftBranch | None) -> TokenProposal:
-        """Add the drafting of this sequence to the step's work; its proposal is the rest of the
-        branch.
+        """Add this sequence to the step's drafting work. Return the rest of its branch as the
+        proposal.
         """
         sequence = self._rows.sequence(ask.key)
         base = len(ask.ids)
-        # tokens of the branch that are already written
+        # number of the branch's tokens that the text already contains
         done = base - branch.start if branch is not None else 0
         tokens = tuple(branch.tokens[done : done + ask.room]) if branch is not None else ()
         laws = branch.laws[done - 1 :][: len(tokens)] if branch is not None else []
@@ -580,12 +591,12 @@ class OverlappedDrafter(ModelDrafter):
         return proposal
 
     def _moved(self, job: DraftJob, line: DraftLine, branch: DraftBranch) -> int:
-        """Copy the branch's keys and values to the sequence. Return the position where the copy ends,
-        or 0 if the keys and values do not fit.
+        """Copy the branch's keys and values to the sequence. Return the position where the copy
+        ends, or 0 if the sequence lacks the keys and values before the branch.
         """
         if self._rows.drafted(self._rows.sequence(line.ask.key)) != branch.start:
             return 0
-        # compute the last token again, because the distribution after this token is needed
+        # the last token is computed again, because the distribution after this token is needed
         count = min(branch.fed, line.stop - branch.start - 1)
         stop = branch.start + count
         job.moves.append((branch.slots[:count], self._table[line.row, branch.start : stop].copy()))
@@ -603,8 +614,8 @@ class OverlappedDrafter(ModelDrafter):
             self._exits.listen(ExitListener(rows, self._heard))
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
-        """Continue outcomes that the target's exit finds likely, while the target computes its
-        remaining layers.
+        """Continue the outcomes that the target's early exit reports as likely, while the target
+        computes its remaining layers.
         """
         job = self._job
         self._began = perf_counter()
@@ -620,8 +631,8 @@ class OverlappedDrafter(ModelDrafter):
         self._transport.post(lambda: self._run(job, self._continue))
 
     def _run(self, job: DraftJob, work: Callable[[DraftJob], None]) -> None:
-        """Draft in the drafter's thread, which alone uses the cache, the table and the branch slots
-        meanwhile.
+        """Run a part of the drafting work; store an error in the job, so that the collector raises
+        it.
         """
         try:
             if job.error is None:
@@ -651,7 +662,9 @@ class OverlappedDrafter(ModelDrafter):
 
     @torch.inference_mode()
     def _continue(self, job: DraftJob) -> None:
-        """Continue the branches one token at a time, as long as there is time."""
+        """Continue the branches pass by pass, until the target's step is done or all branches are
+        complete.
+        """
         branches, length = self._branches(job.lines, *job.begun)
         for step in range(length):
             live = [branch for branch in branches if len(branch.tokens) < branch.most]
@@ -662,12 +675,14 @@ class OverlappedDrafter(ModelDrafter):
             self._costs.add(self._condition, len(live), perf_counter() - began)
 
     def _first(self, lines: list[DraftLine]) -> StepBatch:
-        """Return the rows of these sequences that were not computed yet."""
+        """Return the tokens of these sequences that the drafter has not computed yet, as a
+        batch.
+        """
         return self._fed_batch([row for line in lines for row in line.fed])
 
     def _write_windows(self, lines: list[DraftLine]) -> None:
-        """Draft one guess per sequence in one kernel call, with as many tokens as fit into the
-        target's step.
+        """Draft one branch per sequence in one kernel call; each branch gets as many tokens as fit
+        into the target's step.
         """
         began = perf_counter()
         length = max(_LEAST, self._length(len(lines), len(lines)))
@@ -692,7 +707,9 @@ class OverlappedDrafter(ModelDrafter):
     def _branches(
         self, lines: list[DraftLine], drawn_tokens: list[int], laws: list[PlaceLaw]
     ) -> tuple[list[DraftBranch], int]:
-        """Choose the guesses that are continued, with slots and a number of tokens for each."""
+        """Choose the guesses to continue, and make a branch for each. Return the branches and their
+        number of tokens.
+        """
         drawn = zip(lines, drawn_tokens, laws, strict=True)
         guesses = [
             (guess, line) for line, token, law in drawn for guess in self._guesses(line, token, law)
@@ -708,8 +725,8 @@ class OverlappedDrafter(ModelDrafter):
         return branches, length
 
     def _branch(self, place: int, guess: OutcomeGuess, line: DraftLine, length: int) -> DraftBranch:
-        """Give a guess a row that reads the prefix of its sequence, and its own slots after the
-        prefix.
+        """Make a branch for a guess: its row has the slots of the sequence's prefix, then slots of
+        its own.
         """
         slots = self._spare.allocate(length) + np.int32(self._first_slot)
         branch = DraftBranch(line, guess.accepted, [guess.token], slots, self._first_row + place)
@@ -724,8 +741,8 @@ class OverlappedDrafter(ModelDrafter):
         return branch
 
     def _guesses(self, line: DraftLine, drawn_token: int, law: PlaceLaw) -> list[OutcomeGuess]:
-        """Guess that all tokens are accepted and the draft's own token follows; with a fan, add
-        guesses at every position.
+        """Guess that all proposed tokens are accepted and the draft's own token follows; with a
+        fan, add guesses at every position.
         """
         chance = prod([place.acceptance for place in (*line.laws, law)])
         every = OutcomeGuess(len(line.proposal), drawn_token, chance)
@@ -737,8 +754,8 @@ class OverlappedDrafter(ModelDrafter):
         ]
 
     def _worthwhile(self, chances: list[float], lines: int) -> tuple[int, int]:
-        """Choose the number of continued guesses and their number of tokens so that they fit into a
-        target's step.
+        """Choose how many guesses to continue, and with how many tokens, so that the drafting fits
+        into the target's step.
         """
         if not self._fan:
             return lines, self._most
@@ -749,8 +766,8 @@ class OverlappedDrafter(ModelDrafter):
         return count, max(length, min(_LEAST, self._most))
 
     def _length(self, count: int, lines: int) -> int:
-        """Return the number of tokens for each of this many branches so that they fit into the
-        target's step.
+        """Return the most tokens per branch for which the drafting of this many branches fits into
+        the target's step.
         """
         curve = self._costs.curve(self._condition) if self._transport.is_beside else None
         if curve is None:
@@ -762,7 +779,7 @@ class OverlappedDrafter(ModelDrafter):
 
     @property
     def _condition(self) -> Condition:
-        """Return the class of draft steps that are timed together: steps with heads, or without,
-        whatever the context.
+        """Return the condition under which draft steps are timed: with or without the target's
+        exit. The context length is ignored.
         """
         return False, int(self._exits is not None)

@@ -1,5 +1,5 @@
-"""Mirror-SD: guesses from the target's early exit for its drafter, and the drafter's streaming
-heads.
+"""Mirror-SD: the target's early exit guesses tokens for the drafter, and streaming heads draft
+several tokens per pass.
 """
 
 from __future__ import annotations
@@ -24,52 +24,59 @@ from atts.local.model_config import ModelConfig
 from atts.local.seams import HookedModel, LayerHook
 
 EXIT_FILE = "heads/exit.safetensors"
-"""File in a model's folder that `scripts/train heads` writes."""
-# likeliest tokens of a position: eight, and one more in case the proposed token is among them
+"""Path of the trained exit in the target's folder; `scripts/train heads` writes the file."""
+# likeliest tokens to report per position: eight, and one more because the proposed token may be one
+# of them
 _TOLD = 9
 ExitGuesses = Mapping[int, Many[tuple[Many[int], Many[float]]]]
-"""For each sequence and each of its positions in order: likely tokens and their probabilities."""
+"""For each sequence, keyed by its number: the likely tokens at each position, and their
+probabilities.
+"""
 
 
 class ExitListener(NamedTuple):
-    """A listener for exit guesses, and the sequences whose guesses it receives in a step."""
+    """A callback that receives the exit guesses of one step, and the sequences whose guesses it
+    receives.
+    """
 
-    # keyed by row of the slot table: the sequence and its sampling options
+    # keyed by row of the slot table: the sequence's number, and its sampling options
     rows: Mapping[int, tuple[int, Sampling]]
     receive: Callable[[ExitGuesses | Exception], None]
 
 
 class Exits(Protocol):
-    """A source of exit guesses."""
+    """A target, or its stand-in, that reports the guesses of an early exit."""
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Report the next step's exit guesses to the listener, once."""
+        """Report the exit guesses of the next step, and only of that step, to the listener; None
+        stops reports.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExitAdapter:
-    """A low-rank matrix that is added to the rows after `layers` layers, so that the model's output
-    matrix can read them.
+    """A trained correction of the hidden states after `layers` layers, so that the model's output
+    matrix can predict tokens from these states.
     """
 
     layers: int
-    norm: Tensor  # [hidden_size] the scale of the last norm
+    norm: Tensor  # [hidden_size] the scale of the norm before the output matrix
     down: Tensor  # [rank, hidden_size]
     up: Tensor  # [hidden_size, rank]
 
     @classmethod
     def untrained(cls, config: ModelConfig, weights: Weights) -> ExitAdapter:
-        """Return an untrained exit half-way down the layers: the model's own norm, and no added
-        matrix.
+        """Return an untrained exit after half of the layers: it applies the model's last norm,
+        without a correction.
         """
         none = weights.norm.new_zeros(config.hidden_size, 1)
         return cls(max(1, config.num_layers // 2), weights.norm, none.T, none)
 
     @classmethod
     def read(cls, folder: Path, config: ModelConfig, weights: Weights, name: str) -> ExitAdapter:
-        """Read the exit trained for the model in this folder; return an untrained exit if there is
-        none.
+        """Read the exit that was trained for the model in this folder; return an untrained exit if
+        the folder has none.
 
         :raises ModelLoadError: the exit's file is damaged or belongs to another model.
         """
@@ -94,14 +101,16 @@ class ExitAdapter:
         return cls(layers, norm, down, up)
 
     def __call__(self, x: Tensor, eps: float) -> Tensor:
-        """Return rows in the form that the output matrix takes: [rows, hidden_size]."""
+        """Return corrected and normed hidden states, from which the output matrix predicts tokens:
+        [rows, hidden_size].
+        """
         narrow = F.silu(F.linear(F.rms_norm(x, (x.shape[-1],), None, eps), self.down))
         return F.rms_norm(x + F.linear(narrow, self.up), (x.shape[-1],), self.norm, eps)
 
 
 class ExitModel:
-    """A target that reports the guesses of its exit half-way through a step. Its results are the
-    same as without the exit.
+    """A target with an early exit, which reports guesses before a step ends. The target's results
+    are the same as without the exit.
     """
 
     def __init__(self, model: HookedModel, adapter: ExitAdapter, eps: float) -> None:
@@ -109,7 +118,7 @@ class ExitModel:
         self._adapter = adapter
         self._eps = eps
         self._listener: ExitListener | None = None
-        # all methods except forward are the model's own
+        # only `forward` differs from the wrapped model, so its other methods are used directly
         self.is_thread_independent = model.is_thread_independent
         self.use_threads = model.use_threads
         self.compute_logits = model.compute_logits
@@ -118,14 +127,14 @@ class ExitModel:
         self.score = model.score
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Report guesses of the next step once: for each sequence's newest token and the tokens
-        proposed after it.
+        """Report guesses of the next step to the listener, and only of that step: for each
+        sequence, what follows its newest token and each proposed token.
         """
         self._listener = listener
 
     @property
     def device_name(self) -> str:
-        """Name the device and the exit layer."""
+        """Name the device, and the layer after which the exit guesses."""
         return f"{self._model.device_name}, exit after {self._adapter.layers} layers"
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
@@ -169,11 +178,15 @@ class ExitModel:
 
 
 STREAM_FILE = "heads/streams.safetensors"
-"""File in a drafter's folder that `scripts/train heads` writes."""
+"""Path of the trained streaming heads in the drafter's folder; `scripts/train heads` writes the
+file.
+"""
 
 
 class StreamHead(NamedTuple):
-    """One head: it changes a hidden state so that the output matrix predicts a later token from it."""
+    """One streaming head: it changes a hidden state so that the output matrix predicts a later
+    token.
+    """
 
     down: Tensor  # [width, hidden_size * (1 + tokens between)]
     up: Tensor  # [hidden_size, width]
@@ -181,8 +194,8 @@ class StreamHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamHeads:
-    """Heads that predict the tokens after a hidden state h. Head j receives the j + 1 tokens drawn
-    after h.
+    """Streaming heads, which predict several tokens after a hidden state h. Head j (from 0)
+    receives h and the j + 1 tokens after it, and predicts the next token.
     """
 
     embedding: Tensor
@@ -192,7 +205,8 @@ class StreamHeads:
     def read(
         cls, folder: Path, config: ModelConfig, weights: Weights, name: str
     ) -> StreamHeads | None:
-        """Read the heads that were trained for the model in this folder; None if there are none.
+        """Read the streaming heads that were trained for the model in this folder; return None if
+        the folder has none.
 
         :raises ModelLoadError: the heads' file is damaged or belongs to another model.
         """
@@ -216,8 +230,8 @@ class StreamHeads:
         return cls(weights.embedding, heads)
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return the states from which the output matrix predicts the token after `tokens` [rows, 1
-        or more]; they are shaped as `hidden`.
+        """Return states from which the output matrix predicts the token after `tokens` [rows, 1 or
+        more]. The states have the shape of `hidden`.
         """
         down, up = self.streams[tokens.shape[1] - 1]
         width = self.embedding.shape[1]

@@ -1,4 +1,4 @@
-"""A drafter in its own process, which receives token ids and returns continuations."""
+"""A drafter in its own process: the process receives token ids and returns drafted tokens."""
 
 from __future__ import annotations
 
@@ -29,33 +29,35 @@ from atts.local.worker import worker_environment
 
 
 class DraftSetup(NamedTuple):
-    """The first message: the target's configuration, the plan that names the drafter, and the
-    drafter's limits.
+    """The first message to the drafter's process: the target's configuration, the plan that names
+    the drafter, and the drafter's limits.
     """
 
     plan: LoopPlan
     config: WorkerConfig
     slots: int
     rows: int
-    width: int  # tokens of the longest sequence
-    hears: bool  # whether the target's exit is reported
+    width: int  # most tokens of a sequence
+    hears: bool  # whether guesses of the target's early exit will be sent
 
 
 class DraftStep(NamedTuple):
-    """Message at the beginning of a target's step: the tokens written since the previous step."""
+    """Message to the drafter's process when the target begins a step: the changes since the last
+    message.
+    """
 
     fresh: list[tuple[int, SampleRequest]]
     ended: list[int]
-    # for each sequence: its key, its new ids, and the most tokens to propose
+    # for each sequence: its key, its new token ids, and the most tokens to propose
     asks: list[tuple[int, TokenIds, int]]
-    # each proposal with a known outcome: its number of tokens, and how many of them were accepted
+    # for each proposal that was verified: its number of tokens, and how many of them were accepted
     verified: list[tuple[int, int]]
     seconds: float  # seconds that the target's last step took
 
 
 class DraftedLine(NamedTuple):
-    """Drafts that continue a sequence and its proposal, keyed by guessed outcome: the number of
-    accepted tokens and the next token.
+    """The drafts for one sequence. `follows` is keyed by guessed outcome: the number of accepted
+    tokens of `proposal`, and the next token.
     """
 
     base: int
@@ -67,7 +69,7 @@ Order = DraftStep | Guessing | ExitGuesses
 
 
 class Drafted(NamedTuple):
-    """The answer to a step."""
+    """The drafter's answer to a `DraftStep`."""
 
     lines: dict[int, DraftedLine]
     stats: OverlapStats
@@ -75,18 +77,18 @@ class Drafted(NamedTuple):
 
 
 class DrafterProcess(Proposer):
-    """Proposes tokens that the other process drafted. If that process fails or is late, the step
+    """Proposes tokens that a drafter in another process drafted. If that process is late, the step
     has no proposal.
     """
 
     def __init__(
         self, setup: DraftSetup, sequence: Callable[[int], Sequence], exits: Exits | None
     ) -> None:
-        """Load the model in the other process.
+        """Start the drafter's process, and wait until it has loaded the draft model.
 
-        :raises EngineError: the model cannot be loaded.
+        :raises EngineError: the draft model cannot be loaded.
         """
-        self._sequence = sequence  # the request is not finished yet
+        self._sequence = sequence  # returns the unfinished sequence with this key
         self._exits = exits
         self._hears = False
         self._all_exits = exits
@@ -96,7 +98,7 @@ class DrafterProcess(Proposer):
             command, stdin=pipe, stdout=pipe, process_group=0, env=worker_environment()
         )
         self.pid = process.pid
-        # the target must not wait for a full pipe
+        # a thread writes the messages, because the target must not wait if the pipe is full
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
         self._answers: SimpleQueue[Drafted] = SimpleQueue()
         try:
@@ -113,7 +115,7 @@ class DrafterProcess(Proposer):
         Thread(target=_pass_on, args=(self._orders, process.stdin), daemon=True).start()
         Thread(target=_read, args=(process.stdout, self._answers), daemon=True).start()
         self._lines: dict[int, DraftedLine] = {}
-        # number of ids of each sequence that the other process has
+        # keyed by sequence: the number of its token ids that the drafter's process has received
         self._known: dict[int, int] = {}
         self._ended = list[int]()
         self._verified = list[tuple[int, int]]()
@@ -122,7 +124,9 @@ class DrafterProcess(Proposer):
         self.stats = OverlapStats()
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Propose the branches whose guesses came true, then send the newly written tokens."""
+        """Propose the branches whose guesses came true, then send newly written tokens to the
+        drafter's process.
+        """
         if self._exits is not None:
             self._exits.listen(None)
         if self._is_open and not self._is_answered():
@@ -134,27 +138,28 @@ class DrafterProcess(Proposer):
         return proposals
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Note an outcome to send with the next step."""
+        """Record how many proposed tokens were accepted; the next message reports it."""
         self._verified.append((len(proposal.tokens), accepted))
 
     def ended(self, key: int) -> None:
-        """Note an ended sequence to send with the next step."""
+        """Record that a sequence ended; the next message reports it."""
         if self._known.pop(key, None) is not None:
             self._ended.append(key)
             self._lines.pop(key, None)
 
     def overlap(self) -> OverlapStats:
-        """Return the statistics of guesses."""
+        """Return counts of correct and wrong guesses, late drafts and unused branches."""
         return self.stats
 
     def silence(self) -> str:
-        """Return why no branch was proposed."""
+        """Return the reason why no branch was proposed."""
         return self.stats.silence or super().silence()
 
     def restart_drafting(self, guessing: Guessing) -> None:
-        """Cancel the current drafting work, and set the way to guess outcomes from now on.
+        """Wait for the current drafting work and drop its drafts; then set the scheme that guesses
+        outcomes from now on.
 
-        :raises RuntimeError: the other process does not answer, or is gone.
+        :raises RuntimeError: the drafter's process does not answer in time, or has ended.
         """
         if self._is_open and not self._is_answered(PATIENCE):
             raise RuntimeError("the drafter's process does not finish its current job")
@@ -165,11 +170,12 @@ class DrafterProcess(Proposer):
         self._orders.put(guessing)
 
     def _is_answered(self, patience: float | None = None) -> bool:
-        """Return whether the last step is answered. Wait for a late answer once, for at most the
-        length of the target's step.
+        """Return whether the drafter has answered the last message. Wait for a late answer once,
+        for at most as long as the target's step took.
         """
         if self._hears:
-            # the target never reached its exit, so the other process waits for no guesses
+            # the target never reached its exit: send empty guesses, because the drafter's process
+            # still waits
             self._heard({})
         if not self._is_late:
             self._seconds = perf_counter() - self._began
@@ -184,12 +190,15 @@ class DrafterProcess(Proposer):
             raise RuntimeError(answer.error)
         self._is_open = self._is_late = False
         self._lines = answer.lines
-        # only this process knows which answers came too late
+        # the drafter's process does not know which answers came too late, so this process counts
+        # them
         self.stats = replace(answer.stats, late=self.stats.late)
         return True
 
     def _served(self, ask: Ask) -> TokenProposal:
-        """Return the rest of the branch that the text took."""
+        """Return the tokens of the matching branch that the text does not contain yet, as a
+        proposal.
+        """
         line = self._lines.get(ask.key)
         if line is None:
             return NOTHING
@@ -223,8 +232,8 @@ class DrafterProcess(Proposer):
             self._exits.listen(ExitListener(rows, self._heard))
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
-        """Send the target's exit guesses while the target continues; send empty guesses if the exit
-        failed.
+        """Send the guesses of the target's early exit while the target continues its step; send
+        empty guesses if the exit failed.
         """
         self._hears = False
         self._began = perf_counter()
@@ -232,7 +241,7 @@ class DrafterProcess(Proposer):
 
 
 def _pass_on(orders: SimpleQueue[Order | None], stream: IO[bytes]) -> None:
-    # the other process has ended; the missing answers will show this
+    # ignore a broken pipe here: the drafter's process has ended, and the missing answers show this
     with suppress(OSError), stream:
         while (order := orders.get()) is not None:
             write(stream, order)
@@ -248,7 +257,7 @@ def _read(stream: IO[bytes], answers: SimpleQueue[Drafted]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], orders: SimpleQueue[Order | None]) -> None:
-    """End the process when its owner is garbage-collected, or when Python exits."""
+    """End the drafter's process; called when its owner is garbage-collected or Python exits."""
     orders.put(None)
     process.kill()
     process.wait()

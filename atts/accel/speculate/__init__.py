@@ -1,1 +1,1 @@
-"""SmartSpec: proposers of tokens, and as many proposals as pay."""
+"""SmartSpec: proposers of tokens, and the choice of as many proposed tokens as save time."""

@@ -1,5 +1,5 @@
-"""A draft model that proposes tokens, drawn with the random numbers that the target will use at the
-same positions.
+"""A draft model that proposes tokens; it draws them with the random numbers that the target will
+use at the same positions.
 """
 
 from __future__ import annotations
@@ -32,29 +32,32 @@ from atts.local.logit_sampling import (
 from atts.local.model_config import ModelConfig
 from atts.local.seams import NOTHING, Ask, Model, Proposer, TokenProposal
 
-# Its cache has the same slots as the target's, through the same table. So slots that the target
-# frees, shares or evicts change here too. The drafter itself only records how many tokens of each
-# sequence it has computed.
+# The drafter's cache uses the target's slot table, so a token has the same slot in both caches.
+# Slots that the target frees, shares or evicts thus change in the drafter's cache too. The drafter
+# itself only records how many tokens of each sequence it has computed.
 
-_CONFIDENCE = 0.8  # confidence in a drafted token, on the scale of the lookup proposers
-_CHUNK = 512  # most tokens of given text in one pass
-_FEW = 3  # last tokens of given text, which are computed together with those of other sequences
+# confidence of a draft model's proposal; lookup proposers use the same scale from 0 to 1
+_CONFIDENCE = 0.8
+_CHUNK = 512  # most tokens of missing text that one pass computes
+# this many last tokens of missing text, or fewer, are computed in one batch with those of other
+# sequences
+_FEW = 3
 
 FedRow = tuple[int, int, int, bool]
-"""Row, position and token, and whether the token is the last one of its sequence, after which the
+"""Row, position and token; the flag is True for the last token of a sequence, after which the
 drafter samples.
 """
 
 
 def fed_rows(row: int, tokens: Many[int], start: int) -> list[FedRow]:
-    """Return the tokens of one sequence from a position to its end."""
+    """Return one sequence's tokens, of which the first one has the position `start`."""
     last = len(tokens) - 1
     return [(row, start + at, token, at == last) for at, token in enumerate(tokens)]
 
 
 class DraftedSlots(SlotAllocator):
-    """Slots of a target that the drafter's cache has too, with a record of the slots that the
-    drafter filled.
+    """Slots that the caches of target and drafter have in common, with a record of the slots that
+    the drafter has filled.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -62,15 +65,15 @@ class DraftedSlots(SlotAllocator):
         self.drafted = np.zeros(num_slots + 1, dtype=np.bool_)
 
     def allocate(self, count: int) -> SlotIds:
-        """Allocate slots, which the drafter has not filled yet."""
+        """Allocate slots, and record that the drafter has not filled them yet."""
         slots = super().allocate(count)
         self.drafted[slots] = False
         return slots
 
 
 class DraftedRows:
-    """Sequences that a drafter follows through the target's rows and slots, with the number of
-    tokens computed for each.
+    """The target's slot table and sequences, with the number of tokens that the drafter has
+    computed of each sequence.
     """
 
     def __init__(
@@ -78,8 +81,9 @@ class DraftedRows:
     ) -> None:
         self.table = table
         self.slots = slots
-        self.sequence = sequence  # the request is not finished yet
-        # keyed by request: its admission, and the tokens computed for it
+        self.sequence = sequence  # returns the unfinished sequence with this key
+        # keyed by request: the number of its last admission, and the number of tokens computed
+        # since
         self._progress = dict[int, tuple[int, int]]()
 
     def drafted(self, sequence: Sequence) -> int:
@@ -87,7 +91,7 @@ class DraftedRows:
         sequence's current slots.
         """
         admission, count = self._progress.get(sequence.request_id, (-1, 0))
-        # a preempted sequence has other slots now
+        # a sequence that was preempted and admitted again has new slots
         return count if admission == sequence.num_admissions else 0
 
     def advance(self, sequence: Sequence, count: int) -> None:
@@ -97,12 +101,12 @@ class DraftedRows:
         self.slots.drafted[self.table[sequence.row, start:count]] = True
 
     def forget(self, key: int) -> None:
-        """Forget a sequence that ended."""
+        """Forget how many tokens were computed of a sequence that ended."""
         self._progress.pop(key, None)
 
 
 class ModelDrafter(Proposer):
-    """Proposes the tokens that a smaller model draws with the target's random numbers."""
+    """Proposes tokens that a smaller model draws with the target's random numbers."""
 
     def __init__(
         self, model: Model, config: ModelConfig, rows: DraftedRows, vocabulary: int
@@ -113,9 +117,9 @@ class ModelDrafter(Proposer):
         self._rows = rows
         self._table = rows.table
         self._vocabulary = min(vocabulary, config.vocabulary)
-        # number of texts, summed over steps, that do not fit into the draft's context
+        # how often a text did not fit into the draft's context, counted in every step
         self._num_beyond = 0
-        # number of texts, summed over steps, with tokens outside the draft's vocabulary
+        # how often a text had tokens outside the draft's vocabulary, counted in every step
         self._num_unknown = 0
         self._target_vocabulary = vocabulary
         self._context = min(config.context_length, config.long_after or config.context_length)
@@ -125,8 +129,8 @@ class ModelDrafter(Proposer):
         )
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Compute the missing tokens of each sequence, then draw its next tokens one by one, all
-        sequences in one batch.
+        """Compute the text that the drafter has not computed yet, then draw the next tokens one by
+        one, for all sequences in one batch.
         """
         proposals = [NOTHING] * len(asks)
         places = [place for place, ask in enumerate(asks) if self._can_follow(ask)]
@@ -138,11 +142,11 @@ class ModelDrafter(Proposer):
         return proposals
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Keep the keys and values of accepted tokens; those of rejected tokens will be
-        overwritten.
+        """Keep the keys and values of accepted tokens; later tokens overwrite the keys and values
+        of rejected tokens.
         """
         sequence = self._rows.sequence(key)
-        # the last token was drawn but not yet computed
+        # the drafter drew the last token of the proposal but has not computed it
         fed = min(accepted, max(0, len(proposal.tokens) - 1))
         self._rows.advance(sequence, self._rows.drafted(sequence) + fed)
 
@@ -160,7 +164,7 @@ class ModelDrafter(Proposer):
         return fits and not is_unknown
 
     def silence(self) -> str:
-        """Return why the drafter could follow no text."""
+        """Return the reason why the drafter could not propose tokens for any text."""
         if self._num_beyond:
             return f"no text fits into the draft's context of {self._context:,} tokens"
         if self._num_unknown:
@@ -168,8 +172,8 @@ class ModelDrafter(Proposer):
         return super().silence()
 
     def _draft(self, asks: list[Ask]) -> list[TokenProposal]:
-        """Draft for all requests, sorted by the number of tokens to draft. Finished ones then leave
-        the batch from its end.
+        """Draft for all requests, sorted by falling number of tokens to draft, so that finished
+        requests leave the batch from its end.
         """
         sequences = [self._rows.sequence(ask.key) for ask in asks]
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
@@ -188,8 +192,8 @@ class ModelDrafter(Proposer):
         first: StepBatch,
         places: tuple[Ints, Ints],
     ) -> list[list[int]]:
-        """Draw each request's tokens in one call of the kernels, as many as it has random numbers;
-        the longest come first.
+        """Draw the tokens of all requests in one call of the kernels: one token per random number.
+        Requests with the most random numbers come first.
         """
         assert self._native is not None, "only a drafter with native kernels draws its own tokens"
         rows, following = places
@@ -210,7 +214,7 @@ class ModelDrafter(Proposer):
     def _draft_in_turns(
         self, asks: list[Ask], first: StepBatch, places: tuple[Ints, Ints]
     ) -> list[TokenProposal]:
-        """Draft the same tokens with one pass of the model per position."""
+        """Draft the same tokens as `_drawn_ahead`, with one pass of the model per position."""
         drafted: list[list[int]] = [[] for _ in asks]
         count = len(asks)
         batch = first
@@ -228,7 +232,7 @@ class ModelDrafter(Proposer):
         return [TokenProposal(tuple(tokens_so_far), _CONFIDENCE) for tokens_so_far in drafted]
 
     def _draw(self, batch: StepBatch, asks: list[Ask], turn: int) -> list[int]:
-        """Draw one token for each request."""
+        """Draw the next token for each request."""
         hidden = self._model.forward(batch, self._table)
         logits = self._model.compute_logits(hidden)[:, : self._vocabulary]
         uniforms = [float(ask.uniforms[turn]) for ask in asks]
@@ -239,12 +243,12 @@ class ModelDrafter(Proposer):
         return tokens
 
     def _filters(self, asks: list[Ask]) -> bool:
-        """Return whether a token may be drawn from less than its whole distribution."""
+        """Return whether a request's sampling settings, such as top-p, exclude tokens."""
         return filtered_rows(self._sampling_batch(asks), self._vocabulary) is not None
 
     def _sampling_batch(self, asks: list[Ask], device: torch.device | None = None) -> SamplingBatch:
-        """Return sampling settings as tensors; those of the first requests are the first rows of
-        the tensors for all.
+        """Return sampling settings as tensors. They are reused if these requests are the first ones
+        of the previous call.
         """
         key = tuple([ask.key for ask in asks])
         if key != self._sampling[0][: len(key)]:
@@ -255,7 +259,9 @@ class ModelDrafter(Proposer):
         return first_rows(self._sampling[1], len(key))
 
     def _catch_up(self, sequences: list[Sequence]) -> StepBatch:
-        """Compute long missing parts of texts; return the last few tokens of each text as a batch."""
+        """Compute the texts that the drafter has not computed yet, except their last few tokens;
+        return these tokens as a batch.
+        """
         fed = list[FedRow]()
         for sequence in sequences:
             pieces, start = self._pieces(sequence)
@@ -266,10 +272,10 @@ class ModelDrafter(Proposer):
         return self._fed_batch(fed)
 
     def _pieces(self, sequence: Sequence) -> tuple[list[StepBatch], int]:
-        """Return the long missing parts of texts, and the position where the last few tokens of
-        each begin.
+        """Return the text of a sequence that the drafter has not computed yet, as batches without
+        the last few tokens. Return also the position where these last tokens begin.
 
-        If much is missing, slots shared with sibling rollouts may already have a part of it.
+        Slots that sibling rollouts share may already contain a part of a long missing text.
         """
         start = min(self._rows.drafted(sequence), len(sequence.ids) - 1)
         newest = len(sequence.ids) - 1
@@ -296,21 +302,21 @@ Calibration = Literal["exact", "none"]
 
 
 class GroupedModel(Model, Protocol):
-    """A model that may compute the attention of several layers at once from the first layer's
-    input, which is not exact.
+    """A model that can compute the attention of several layers at once from the first layer's
+    input; the result is an approximation.
     """
 
     is_grouped: bool
 
 
 class GroupedDrafter(ModelDrafter):
-    """EasySpec: a drafter in which groups of layers read one input for their attention, except the
-    first and the last layer.
+    """EasySpec: a drafter in which the attention of a group of layers reads the same input. The
+    first and the last layer are in no group.
 
-    Keys and values of such layers are used within one round only. An exact pass over the accepted
-    tokens and the token after them computes them again, and gives the first token of the next
-    round. With calibration "none" they are kept and their errors add up, which serves for
-    comparison.
+    Keys and values of grouped layers are inexact, so they are used within one round only. An exact
+    pass over the accepted tokens and the next token then computes them again, and gives the first
+    token of the next round. With calibration "none", which serves for comparison, inexact keys and
+    values are kept and their errors add up.
     """
 
     calibration: Calibration = "exact"
@@ -322,7 +328,7 @@ class GroupedDrafter(ModelDrafter):
         self._groups = model
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Forget the keys and values that the round computed."""
+        """Forget the keys and values that the last round computed, unless calibration is "none"."""
         if self.calibration == "none":
             super().verified(key, proposal, accepted)
 

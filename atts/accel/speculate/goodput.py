@@ -1,7 +1,7 @@
-"""Choose the lengths of proposals by goodput: tokens are proposed if they are likely to save time.
+"""A rule that chooses how many tokens to propose by goodput, the expected tokens per second.
 
-The first part estimates the two inputs of goodput: how many proposed tokens are accepted, and how
-long steps take.
+The first part of the module estimates the two inputs of goodput: how many proposed tokens will be
+accepted, and how long steps take.
 """
 
 from __future__ import annotations
@@ -17,65 +17,68 @@ from numpy.typing import NDArray
 from atts.local.batch import StepPlan
 from atts.local.seams import Forecast, Lengths, SpeculationRound
 
-# The speed of a shared machine changes within seconds. So the log of a step's time is modelled as a
-# sum of two parts: the machine's present slowness, which changes, and the cost of that number of
-# tokens, which does not. A Kalman filter separates the two, because consecutive steps differ in
-# size. It also estimates the variance of each part, and gives outliers little weight.
+# The speed of a shared machine changes within seconds. So the logarithm of a step's time is
+# modelled as the sum of two parts: the machine's present slowness, which changes, and the cost of
+# the step's number of tokens, which does not change. A Kalman filter can separate the two parts,
+# because consecutive steps have different numbers of tokens. The filter also estimates the variance
+# of each part, and gives outliers little weight.
 
 
 Floats = NDArray[np.float64]
-# whether given text is fed in the same step, the class of the number of sequences, and the class of
-# their length
+# three facts about a step: whether it also computes other tokens (such as prompts), the class of
+# its number of sequences, and the class of their mean length
 Condition = tuple[int, ...]
 
 _UNSEEN_VARIANCE = 1.0
-# variance of the log of a time that is estimated from neighbours or another condition
+# variance that is added to the log of a step time when it is copied from another condition
 _COPIED = 0.04
-_ENOUGH = 0.12  # variance below which a cell counts as measured
-_AGEING = 0.00002  # variance that each step adds to a cell without a new time
+_ENOUGH = 0.12  # a cell of the table counts as measured if its variance is below this
+_AGEING = 0.00002  # variance that each step adds to a cell that gets no new time
 _STEP = 0.04
-_LEARNING = 1 / 32  # initial variance of one step's time, and the rate at which it is learnt
-# variance that a step adds to the machine's slowness, as a share of one step's variance
+# learning rate of `_of_step`, the variance of one step's time, which begins at `_STEP`
+_LEARNING = 1 / 32
+# variance that each step adds to the machine's slowness, as a share of the variance of one step's
+# time
 _WANDERING = 0.05
-_OUTLYING = 2.5  # standard deviations beyond which an outlier gets no further weight
-# least variance of a cell with few times, as a share of one step's variance
+_OUTLYING = 2.5  # deviations from the expected time are cut to this many standard deviations
+# a cell has few times if its variance is above this share of the variance of one step's time
 _YOUNG = 0.25
-_STALE = 8  # new times after which a curve is fitted again
-# rows up to which each number has its own cell; above, there are four cells per doubling
+_STALE = 8  # number of new times after which a curve is fitted again
+# up to this number of rows, each number has its own cell; above, there are four cells per doubling
 _EXACT = 16
 
 
 def size_class(sequences: int) -> int:
-    """Return the class of a number of sequences; classes are a factor of two wide, around powers of
-    two.
+    """Return the class of a number of sequences; each class contains a power of two and the numbers
+    around it.
     """
     return (3 * sequences // 2).bit_length()
 
 
 def condition(*, is_mixed: bool, context: float, sequences: int) -> Condition:
-    """Return the condition that a curve of step times belongs to; context lengths are grouped by
-    factors of four.
+    """Return the condition of a step, by which step times are grouped; context lengths within a
+    factor of four may share a condition.
     """
     return is_mixed, size_class(sequences), int(context).bit_length() // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Step times for rising numbers of rows."""
+    """Estimated step times, sorted by number of rows."""
 
     rows: Floats
     seconds: Floats
     _known: dict[int, float] = field(default_factory=dict[int, float])
 
     def one(self, rows: int) -> float:
-        """Return the seconds at one number of rows; results are cached."""
+        """Return the seconds of a step with this number of rows; results are cached."""
         if rows not in self._known:
             self._known[rows] = float(self.at(np.array([float(rows)]))[0])
         return self._known[rows]
 
     def at(self, rows: Floats) -> Floats:
-        """Return the seconds: interpolated between measured cells, and extrapolated above the least
-        possible time beyond them.
+        """Return the seconds of steps with these numbers of rows: interpolated between measured
+        numbers, and extrapolated beyond them.
         """
         first = self.rows[0]
         last = self.rows[-1]
@@ -89,8 +92,8 @@ class Curve:
         return np.where(rows < first, below, above).astype(np.float64)
 
     def least(self, rows: Floats) -> Floats:
-        """Return a lower bound on the time that this many rows take; 0 if fewer rows were never
-        measured.
+        """Return lower bounds on the seconds of steps with these numbers of rows: the time of the
+        next smaller measured number, or 0 if there is none.
         """
         places = np.searchsorted(self.rows, rows, side="right") - 1
         return np.where(places < 0, 0.0, self.seconds[places]).astype(np.float64)
@@ -101,15 +104,15 @@ class _Cell:
     rows: float
     log: float  # logarithm of the seconds
     variance: float  # variance of that logarithm
-    seen: int  # index of the latest time
+    seen: int  # number of steps that the table had counted at the cell's latest time
 
 
 class StepCosts:
-    """A table of step times by condition and number of rows, filled while steps run."""
+    """A table of measured step times, by condition and number of rows."""
 
     def __init__(self, *, wanders: bool = True) -> None:
-        """Create an empty table of step times. With `wanders`, the machine's speed may change, so
-        only times measured shortly after each other are compared.
+        """Create an empty table of step times. With `wanders`, the table also estimates how the
+        machine's speed changes; without it, the speed is constant.
         """
         self._cells: dict[Condition, dict[int, _Cell]] = {}
         self._curves: dict[Condition, Curve] = {}
@@ -117,16 +120,16 @@ class StepCosts:
         self._added = 0
         self._wandering = _WANDERING if wanders else 0.0
         self._of_machine = 0.0
-        self._of_step = _STEP  # variances
-        self._machine = 0.0  # log of the slowness
+        self._of_step = _STEP  # variance of one step's time; `_of_machine` is that of the slowness
+        self._machine = 0.0  # logarithm of the machine's slowness
 
     @property
     def slowness(self) -> float:
-        """Return the ratio of the present step times to the times of the table."""
+        """Return the machine's slowness: the ratio of present step times to those in the table."""
         return exp(self._machine)
 
     def add(self, where: Condition, rows: int, seconds: float) -> None:
-        """Learn the time of one step."""
+        """Learn the measured time of one step."""
         self._added += 1
         if where not in self._cells:
             self._cells[where] = self._like(where)
@@ -140,7 +143,7 @@ class StepCosts:
             self._curves.pop(where, None)
 
     def rest(self, steps: int) -> None:
-        """Count steps that were not timed."""
+        """Count steps that were not timed, so that older times lose weight."""
         self._added += steps
         self._of_machine = min(1.0, self._of_machine + self._wandering * self._of_step * steps)
 
@@ -155,7 +158,7 @@ class StepCosts:
         variance = self._of_machine + cell.variance + self._of_step
         most = _OUTLYING * sqrt(variance)
         off = observed - self._machine - cell.log
-        # the few steps before this one were interrupted
+        # this step is much faster than expected, so the cell's few earlier steps were interrupted
         if off < -most and cell.variance > _YOUNG * self._of_step:
             cell.log += off + most
         surprise = max(-most, min(most, observed - self._machine - cell.log))
@@ -168,11 +171,11 @@ class StepCosts:
         cell.seen = self._added
 
     def is_measured(self, where: Condition, rows: int) -> bool:
-        """Return whether the time of a step with this many rows is known."""
+        """Return whether steps with this many rows were measured often and recently enough."""
         return self._variance(where, rows) < _ENOUGH
 
     def doubt(self, where: Condition, rows: int) -> float:
-        """Return the standard deviation of the log of the estimated time of this many rows."""
+        """Return the standard deviation of the estimated log time of a step with this many rows."""
         return sqrt(self._variance(where, rows))
 
     def _variance(self, where: Condition, rows: int) -> float:
@@ -184,8 +187,8 @@ class StepCosts:
         )
 
     def curve(self, where: Condition) -> Curve | None:
-        """Return the curve of step times under this condition, or the nearest one that was
-        measured; None if no step was timed.
+        """Return the curve of step times under this condition, or under the nearest measured
+        condition; None if no step was timed.
         """
         if where in self._curves:
             return self._curves[where]
@@ -207,7 +210,9 @@ class StepCosts:
         return min(self._cells, key=distance, default=None)
 
     def _like(self, where: Condition) -> dict[int, _Cell]:
-        """Return the cells of a new condition, copied from the nearest one with little weight."""
+        """Return cells for a new condition: copies of the nearest condition's cells, with larger
+        variance.
+        """
         near = self._nearest(where)
         known = self._cells[near] if near is not None else {}
         return {
@@ -220,10 +225,11 @@ def _place(rows: int) -> int:
 
 
 def _rising(cells: Sequence[_Cell]) -> Curve:
-    """Fit times that never fall as rows rise: neighbours that fall are averaged, weighted by their
-    precision.
+    """Fit a curve that never falls as the number of rows rises: where measured times fall,
+    neighbouring cells are averaged, weighted by precision.
     """
-    blocks: list[tuple[float, float, int]] = []  # mean of logs, weight, number of cells
+    # for each run of averaged cells: mean of their logs, weight, number of cells
+    blocks: list[tuple[float, float, int]] = []
     for cell in cells:
         mean = cell.log
         weight = 1 / cell.variance
@@ -238,21 +244,22 @@ def _rising(cells: Sequence[_Cell]) -> Curve:
     return Curve(np.array([cell.rows for cell in cells]), np.array(means))
 
 
-Outcome = tuple[int, int, int]  # for each proposal: sequence, tokens proposed, tokens accepted
+Outcome = tuple[int, int, int]  # result of one proposal: sequence, tokens proposed, tokens accepted
 
-_PRIOR = 0.7  # acceptance assumed for a position without observations
+_PRIOR = 0.7  # acceptance that is assumed for the first position before any observation
 _POOL_DECAY = 0.99
-_OWN_DECAY = 0.97  # decay per round of the counts, because the accepted share changes within a text
+# older counts lose weight by this factor per round, because acceptance changes within a text
+_OWN_DECAY = 0.97
 _POOL_WEIGHT = 2.0
-_OWN_WEIGHT = 8.0  # weight, in tests, of the prior that a position's acceptance is shrunk to
-_MOST_WAITING = 1024  # most rounds that wait to be counted
+_OWN_WEIGHT = 8.0  # weight of the prior acceptance of a position, as a number of tests
+_MOST_WAITING = 1024  # most rounds that are collected before they are counted
 
 
 class Survival:
-    """Count by position the rounds that tested it and those in which its token was accepted.
+    """Counts for each position: how many rounds tested a token there, and how many accepted it.
 
-    A position after a rejected token was never tested, so it is not counted; the ratio of accepted
-    to proposed tokens would be biased.
+    Tokens after a rejected token are not tested, so they do not count. The ratio of accepted to
+    proposed tokens would be a biased estimate.
     """
 
     def __init__(self, most: int) -> None:
@@ -260,19 +267,19 @@ class Survival:
         self._none = np.zeros((2, most))
         self._pool = self._none
         self._own: dict[int, NDArray[np.float64]] = {}
-        # rounds that wait to be counted; counting many rounds together costs hardly more than
+        # rounds that are not counted yet; counting many rounds together takes hardly longer than
         # counting one
         self._new: list[Outcome] = []
 
     def add(self, rounds: Sequence[Outcome]) -> None:
-        """Learn from one round each of some sequences."""
+        """Add the results of proposals of one step."""
         self._new += rounds
         if len(self._new) > _MOST_WAITING:
             self._count()
 
     def acceptance(self, keys: Sequence[int]) -> NDArray[np.float64]:
-        """Estimate the probability that each position and all before it are accepted: [sequences,
-        positions].
+        """Estimate, for each position, the probability that its token and all earlier tokens are
+        accepted: [sequences, positions].
         """
         self._count()
         rates = list[float]()
@@ -287,17 +294,19 @@ class Survival:
         return acceptance.cumprod(axis=1)
 
     def count(self, tested: Sequence[int], accepted: Sequence[int]) -> None:
-        """Learn from counts by position that another object collected."""
+        """Add counts that were collected elsewhere: tests and acceptances for each position."""
         added = np.array([tested, accepted], dtype=np.float64)
         self._pool = self._pool + np.pad(added, ((0, 0), (0, len(self._places) - len(tested))))
 
     def keep(self, keys: Sequence[int]) -> None:
-        """Forget all other sequences if there are many; the pooled counts already include them."""
+        """Forget the counts of all sequences except `keys`, if there are many; the pooled counts
+        still include them.
+        """
         if len(self._own) > 64 + 2 * len(keys):
             self._own = {key: self._own[key] for key in keys if key in self._own}
 
     def fade(self, most: float) -> None:
-        """Let old observations of a position weigh at most as much as this many tests."""
+        """Reduce the weight of old observations to at most this many tests per position."""
         self._count()
         self._pool = self._pool * most / np.maximum(self._pool[0], most)
         self._own = {}
@@ -313,7 +322,7 @@ class Survival:
             np.float64
         )
         counts = dict[int, int]()
-        later = [0] * len(rounds)  # several rounds of the same sequence
+        later = [0] * len(rounds)  # number of later rounds of the same sequence
         for at in range(len(rounds) - 1, -1, -1):
             later[at] = counts.get(rounds[at][0], 0)
             counts[rounds[at][0]] = later[at] + 1
@@ -327,75 +336,86 @@ class Survival:
             self._own[key] = self._own.get(key, self._none) * _OWN_DECAY**count + new
 
 
-_MARGIN = 0.01  # relative gain below which the lengths stay unchanged
-# least gain that proposals must promise over no proposals: in total, and per sequence
+_MARGIN = 0.01  # lengths change only if the relative gain is above this
+# relative gain over no proposals that proposals must promise: at least `_DOUBT`, or `_DOUBT_OF_ONE`
+# per sequence if that is more
 _DOUBT = 0.02
 _DOUBT_OF_ONE = 0.001
 _SURPRISE_WEIGHT = 1 / 32
-_MOST_SURPRISE = 0.5  # largest surprise that one step may count for
-_CAUTION = 0.3  # standard deviations by which a time must be too long before proposals stop
-_FORGETTING = 0.8  # share of the surprises that remains after a rest
-_FADED = 1.0  # weight, in tests of each position, of the counts from before a rest
-_PERIODS = 16, 256  # steps between two decisions; the first after a change, the last at most
-_LOOKS = 8  # steps that are timed before the first trial
-_EVERY = 8  # while a decision is in force, one of this many steps is timed
-# consecutive steps with other tokens after which lengths are chosen for steps with such tokens
+_MOST_SURPRISE = 0.5  # the log ratio of measured to expected time of one step is cut to this
+# proposals stop only if the gain of stopping exceeds this many standard deviations of the estimated
+# time
+_CAUTION = 0.3
+# a rest multiplies the mean surprise (log ratio of measured to expected time) by this factor
+_FORGETTING = 0.8
+# weight that earlier acceptance counts of a position keep after a rest, as a number of tests
+_FADED = 1.0
+_PERIODS = 16, 256  # steps between two decisions: after a change of lengths, and at most
+_LOOKS = 8  # number of steps that are timed at the start and after a rest
+_EVERY = 8  # outside trials, one of this many steps is timed
+# lengths are chosen for steps that also compute other requests' tokens only after this many
+# consecutive such steps
 _MIXED = 32
-# If the time of proposals was never measured, it may be as low as this share of the estimate.
+# The optimistic time of a length that was never timed: this share of its estimated extra time.
 _HOPE = 0.5
-_PLAIN = 4  # steps without proposals that are timed from time to time
-_SETTLING = 8  # untimed steps before these, in which the target's weights return to the caches
-_SHARE = 0.01  # share of the time that trials may lose
-# the first trials of a length may lose the time of this many steps without proposals in advance
+_PLAIN = 4  # timed steps of a trial without proposals
+# untimed steps at the start of a trial without proposals; meanwhile the CPU caches fill with the
+# target's weights
+_SETTLING = 8
+_SHARE = 0.01  # share of the run's time that trials may lose
+# trials may begin as long as the balance is above minus the time of this many steps without
+# proposals
 _ADVANCE = 16
-_SAVED = 12  # most steps without proposals whose time may be saved up for trials
-_HICCUP = 2  # one step of a trial counts for at most this many steps without proposals
-_TRIED = 2  # steps of a trial
-_RESTS = 64, 4096  # steps of a rest: of the first one, and of the longest one
-# lengths that are tried for all sequences in advance; other lengths are tried only near one that
-# pays
+# upper limit of the balance for trials, as the time of this many steps without proposals
+_SAVED = 12
+# the loss of one step in a trial counts as at most the time of this many steps without proposals
+_HICCUP = 2
+_TRIED = 2  # timed steps of a trial with proposals
+_RESTS = 64, 4096  # number of steps of the first rest, and of the longest rest
+# lengths that are tried at any time; other lengths are tried only if they are near the current mean
+# length
 _LENGTHS = 8, 4, 2, 1, 16
-_FEW = 4  # lengths that are tried for few sequences
-# Proposals stop when they have lost the first share of all time, and may be tried again below the
-# second share.
+_FEW = 4  # length of the trial with a few sequences that comes first while acceptance is unknown
+# Proposals stop when they have lost the first share of the run's time. They may be tried again once
+# the lost time is below the second share.
 _MOST_LOST = 0.02, 0.012
-# steps without proposals whose time may be lost at the beginning, however long the run is
+# even at the start of a run, proposals may lose the time of this many steps without proposals
 _GRACE = 64
-_NEW = -1  # key of a sequence without observations
+_NEW = -1  # stands for any new sequence, which has no observations
 
 
 class StepShape(NamedTuple):
-    """Facts about a step before tokens are proposed; `others` are tokens of other requests that the
-    step computes too.
+    """The size of a step before tokens are proposed. `others` counts tokens that the step computes
+    for other requests.
     """
 
-    keys: Sequence[int]  # sequences that tokens may be proposed for
-    others: int  # waiting prompts and scores, and sequences with fixed lengths
-    context: float  # mean tokens of a sequence
+    keys: Sequence[int]  # keys of the sequences for which tokens may be proposed
+    others: int  # number of tokens of prompts and of texts to score
+    context: float  # mean length of these sequences, in tokens
 
     @property
     def rows(self) -> int:
-        """Return the number of tokens that the step computes without proposals."""
+        """Return the number of tokens that the step computes if no tokens are proposed."""
         return len(self.keys) + self.others
 
     @property
     def condition(self) -> Condition:
-        """Return the condition that selects the curve of step times."""
+        """Return the condition of this step, which selects a curve of step times."""
         return condition(is_mixed=self.others > 0, context=self.context, sequences=len(self.keys))
 
     @property
     def decoding_alone(self) -> Condition:
-        """Return the condition that would hold without the other tokens."""
+        """Return the condition of the same step without other requests' tokens."""
         return condition(is_mixed=False, context=self.context, sequences=len(self.keys))
 
 
 @dataclass(slots=True)
 class _Verdict:
-    """The lengths chosen for one load."""
+    """The proposal lengths that are currently chosen for one class of loads."""
 
-    until: int = 0  # the step of the next decision
+    until: int = 0  # number of the step at which lengths are chosen again
     period: int = _PERIODS[0]
-    mean: float = 0.0  # mean number of tokens proposed per sequence
+    mean: float = 0.0  # mean of the chosen lengths, in tokens per sequence
     rate: float = 0.0  # expected tokens per second
     keys: Sequence[int] = ()
     lengths: list[int] = field(default_factory=list[int])
@@ -403,11 +423,11 @@ class _Verdict:
 
 @dataclass(slots=True)
 class _Trial:
-    """A few steps with other lengths than the chosen ones."""
+    """A trial: a few steps with a length that differs from the chosen lengths."""
 
     length: int
-    left: int  # timed steps that are left
-    settling: int = 0  # untimed steps before the timed steps
+    left: int  # number of timed steps that remain
+    settling: int = 0  # number of untimed steps that come first
     keys: frozenset[int] | None = None  # sequences that get proposals; None: all
     lost: float = 0.0  # seconds lost compared with steps without proposals
 
@@ -417,67 +437,73 @@ class _Trial:
 
 @dataclass(slots=True)
 class _Load:
-    """Statistics of one class of loads, whose numbers of decoding sequences are similar."""
+    """State of one class of loads: steps with similar numbers of decoding sequences."""
 
     verdict: _Verdict = field(default_factory=_Verdict)
     steps: int = 0
-    looks: int = _LOOKS  # consecutive timed steps that are left
-    mixed: int = 0  # consecutive steps that also computed other tokens
+    looks: int = _LOOKS  # number of steps that are still timed one after the other
+    mixed: int = 0  # number of consecutive steps that also computed other requests' tokens
     trial: _Trial | None = None
-    next_plain: int = 0  # the step of the next trial without proposals
-    gap: int = _PERIODS[0]  # steps between that trial and the next one
-    surprise: float = 0.0  # log of the ratio of measured to expected seconds, with proposals
-    resting: int = 0  # remaining steps of a rest
+    next_plain: int = 0  # number of the step at which the next trial without proposals may begin
+    gap: int = _PERIODS[0]  # number of steps between two trials without proposals
+    # running mean of log(measured / expected seconds) of steps with proposals
+    surprise: float = 0.0
+    resting: int = 0  # number of steps until the rest ends
     rested: int = 0
-    rounds: int = 0  # rounds of all loads when the rest began
-    rest: int = _RESTS[0]  # length of the next rest
+    rounds: int = 0  # number of verified rounds, over all loads, when the last rest began
+    rest: int = _RESTS[0]  # number of steps of the next rest
 
 
 class GoodputControl:
-    """Chooses how many tokens are proposed for each sequence, 0 included, from measured times and
-    survival.
+    """Chooses how many tokens (0 or more) to propose for each sequence, from measured times and
+    acceptance.
 
-    The tokens most likely to be accepted are proposed first. Every total number of tokens is
-    compared, because goodput may have several maxima where step times jump. A decision is kept for
-    several steps, because its computation takes a large part of a small model's step. While
-    proposals do not pay, the control rests.
+    The tokens most likely to be accepted are proposed first. The control compares every total
+    number of tokens, because goodput may have several maxima where step times jump. It keeps a
+    decision for several steps, because for a small model deciding takes long compared with a step.
+    While proposals lose time, the control rests: it proposes nothing and measures nothing.
 
-    Trials may lose a small share of the run's time, which a balance keeps track of.
+    Trials measure other lengths. They may lose a small share of the run's time; a balance counts
+    the seconds that they may still lose.
     """
 
     def __init__(self, most: int, costs: StepCosts | None = None) -> None:
-        """Create a control that proposes up to `most` tokens; `costs` may contain step times
-        already.
+        """Create a control that proposes up to `most` tokens per sequence; `costs` may already
+        contain measured step times.
         """
         self._most = most
         self._survival = Survival(most)
         self._costs = costs or StepCosts()
         self._proposing = StepCosts(wanders=False)
         self._loads: dict[int, _Load] = {}
-        self._standing: dict[int, list[float]] = {}  # expected accepted tokens by length
-        # keys of the sequences that want tokens in this step, and in the step before
+        # keyed by sequence: the expected number of accepted tokens, by proposal length
+        self._standing: dict[int, list[float]] = {}
+        # keys of the sequences that get a proposal in this step, and in the previous step
         self._wanted = self._asked = set[int]()
-        self._total = 0  # tokens wanted in this step
-        self._coverage = 1.0  # share of the wanted tokens that the proposers deliver
+        self._total = 0  # sum of the lengths chosen for this step
+        self._coverage = 1.0  # share of the requested tokens that the proposers deliver
         self._asks = 0
-        self._rounds = 0  # number of verified rounds so far
-        self._is_stale = True  # whether the counts of accepted tokens have changed
-        self._balance = 0.0  # seconds that trials may lose
-        self._elapsed = 0.0  # seconds of all steps
+        self._rounds = 0  # number of proposals verified so far
+        # whether acceptance is unknown or out of date, so that a small trial must come first
+        self._is_stale = True
+        self._balance = 0.0  # seconds that trials may still lose
+        self._elapsed = 0.0  # total seconds of all steps
         # sums over the steps since the last timed step
         self._seconds = 0.0
         self._accepted = 0
         self._has_proposed = False
-        self._longest = inf  # longest time of a step that was not interrupted
-        # extra seconds of steps with proposals, compared with writing as many tokens without
+        self._longest = inf  # a step that takes more seconds than this was probably interrupted
+        # extra seconds of steps with proposals, compared with writing the same tokens without
         # proposals
         self._lost = 0.0
-        self._is_stopped = False  # whether proposals stopped because they lost too much
+        self._is_stopped = False  # whether proposals stopped because they lost too much time
         self._is_looking = False  # whether this step is timed
-        self._unseen = 1  # steps since the last timed step, including this one
+        self._unseen = 1  # number of steps since the last timed step, including the current step
 
     def rests(self, sequences: int) -> bool:
-        """Return whether the control rests: it neither chooses nor observes anything in this step."""
+        """Return whether the control rests in this step: it proposes nothing and measures
+        nothing.
+        """
         load = self._loads.get(size_class(sequences))
         if load is None or load.resting == 0:
             return False
@@ -485,14 +511,15 @@ class GoodputControl:
         return True
 
     def choose(self, step: StepShape) -> list[int]:
-        """Return the most tokens to propose for each sequence."""
+        """Return for each sequence the number of tokens to propose."""
         count = len(step.keys)
         load = self._loads.setdefault(size_class(count), _Load())
         verdict = load.verdict
         load.steps += 1
         load.mixed = load.mixed + 1 if step.others else 0
         if load.trial is None:
-            # Tokens of other requests come and go, so lengths are judged by steps without them.
+            # Other requests' tokens are in few steps, so lengths are usually chosen for steps
+            # without them.
             is_fit = load.mixed % _MIXED == 0 or not verdict.keys
             if load.rested:
                 self._wake(load, step)
@@ -514,8 +541,8 @@ class GoodputControl:
     def observed(
         self, step: StepShape, rounds: Sequence[Outcome], rows: int, seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn from a step that computed this many rows. Return the forecast of the step, or None
-        if there was none.
+        """Learn from a step that computed `rows` rows. Return the step's forecast, or None if the
+        step was not timed or could not be forecast.
         """
         self._survival.add(rounds)
         self._rounds += len(rounds)
@@ -529,8 +556,9 @@ class GoodputControl:
         forecast = self._forecast(step, rounds, rows)
         if forecast is not None:
             forecast = forecast._replace(is_trial=load.trial is not None, steps=self._unseen)
-        # A step is steady if most of its sequences were in the last step too. In an unsteady step
-        # the drafter first computes the text that it has missed, which costs time.
+        # A step is steady if most of its sequences with proposals also had one in the previous
+        # step. In an unsteady step, the drafter first computes text that it has missed, which takes
+        # extra time.
         is_steady = 4 * len(self._wanted & self._asked) >= 3 * len(self._wanted)
         self._costs.rest(self._unseen - 1)
         self._costs.add(step.condition, rows, seconds[1])
@@ -557,11 +585,11 @@ class GoodputControl:
         return forecast
 
     def _account(self, step: StepShape, plain: float) -> None:
-        """Add the time of the steps since the last look, and the time that their proposals lost or
-        saved.
+        """Add the time of all steps since the last timed step, and the time that proposals lost or
+        saved in these steps.
 
-        Only measured times count here. So proposals stop once they have lost too much time, even if
-        the forecasts are wrong, for example because a drafter reads long prompts.
+        Only measured times count here, not forecasts. So proposals stop once they have lost too
+        much time, even if forecasts are wrong, for example because a drafter computes long prompts.
         """
         spent = self._seconds
         accepted = self._accepted
@@ -588,7 +616,9 @@ class GoodputControl:
                 self._proposing.add(_among(len(self._wanted)), self._total, seconds)
 
     def _charge(self, load: _Load, trial: _Trial, lost: float) -> None:
-        """Charge a trial for the time that one of its steps lost; decide again after the last step."""
+        """Add the time that one step of a trial lost. After the trial's last step, charge the
+        balance and choose lengths again.
+        """
         trial.lost = trial.lost + lost
         trial.left = trial.left - 1
         if not trial.left:
@@ -597,10 +627,12 @@ class GoodputControl:
             load.verdict.until = load.steps
 
     def _rest(self, load: _Load, step: StepShape) -> None:
-        """Stop timing and trials until the balance allows them again; each useless rest is twice as long as the last."""
+        """Begin a rest, which lasts until the balance allows trials again; if a rest changed
+        nothing, the next one is twice as long.
+        """
         due = -self._balance / _SHARE / self._plain(step)
         if self._is_stopped:
-            # until the lost time is a smaller share of the run's time
+            # the rest lasts until the lost time is a smaller share of the run's time
             missing = self._lost / _MOST_LOST[1] - self._elapsed
             due = max(due, missing / self._plain(step))
         load.resting = load.rested = int(max(load.rest, min(_RESTS[1], due)))
@@ -608,7 +640,7 @@ class GoodputControl:
         load.rounds = self._rounds
 
     def _wake(self, load: _Load, step: StepShape) -> None:
-        """Time steps again before the next trial."""
+        """End a rest: time steps again, without proposals, before the next trial."""
         seconds = (load.rested - load.resting) * self._plain(step)
         self._elapsed += seconds * self._costs.slowness
         self._is_stopped = self._is_stopped and self._lost > _MOST_LOST[1] * self._elapsed
@@ -630,7 +662,7 @@ class GoodputControl:
         verdict.until = load.steps + _LOOKS
 
     def _plain(self, step: StepShape) -> float:
-        """Return the seconds of a step without proposals."""
+        """Return the estimated seconds of this step without proposals."""
         curve = self._costs.curve(step.condition)
         assert curve is not None, "a step must have been timed"
         return curve.one(step.rows)
@@ -643,7 +675,8 @@ class GoodputControl:
             zip([*step.keys, _NEW], acceptance.cumsum(axis=1).tolist(), strict=True)
         )
         chances = acceptance[:-1].ravel()
-        # position by position, because no position is likelier than the one before it
+        # a stable sort keeps each sequence's positions in order, because no position is likelier
+        # than the one before it
         order = np.argsort(-chances, kind="stable")
         tokens = step.rows + self._coverage * np.concatenate([[0.0], np.cumsum(chances[order])])
         before = round(verdict.mean * count)
@@ -657,17 +690,17 @@ class GoodputControl:
         self._next(load, verdict, step, wanted)
 
     def _next(self, load: _Load, verdict: _Verdict, step: StepShape, wanted: int | None) -> None:
-        """Begin a trial or a rest, if it is time for one."""
+        """Begin a trial or a rest, if one is due."""
         if not verdict.rate:
             verdict.until = load.steps + _LOOKS
         elif self._is_stopped:
             self._rest(load, step)
         elif self._is_stale and self._balance >= 0:
-            # sequences for which the drafter has the least to compute
+            # the newest sequences, for which the drafter has the least text to compute
             newest = sorted(step.keys)[-(len(step.keys) // 8 + 1) :]
             load.trial = _Trial(min(_FEW, self._most), 4, keys=frozenset(newest))
             self._is_stale = False
-        # without this trial, nothing would show that proposals no longer pay
+        # this trial without proposals is needed to notice that proposals no longer save time
         elif verdict.mean and load.steps >= load.next_plain:
             forgone = 1 - step.rows / (verdict.rate * self._plain(step))
             load.trial = _Trial(0, _PLAIN, _SETTLING)
@@ -685,10 +718,11 @@ class GoodputControl:
     def _best_total(
         self, load: _Load, verdict: _Verdict, step: StepShape, tokens: NDArray[np.float64]
     ) -> tuple[int, int | None]:
-        """Choose the total number of tokens to propose, given the expected tokens of each total.
+        """Choose the total number of tokens to propose; `tokens` has the expected number of written
+        tokens for each total.
 
-        Also choose a length to try for all sequences: one whose time is unknown, and that would pay
-        at its least possible time.
+        Return also a length to try for all sequences, or None: its time is unknown, and it would
+        save time if its optimistic time is right.
         """
         curve = self._costs.curve(step.condition)
         proposing = self._proposing.curve(_among(len(step.keys)))
@@ -698,14 +732,15 @@ class GoodputControl:
         fed = step.rows + self._coverage * totals
         seconds = curve.at(fed)
         lower = np.maximum(curve.least(fed), seconds[0] + _HOPE * (seconds - seconds[0]))
-        if proposing is None:  # a length that was never timed is tried before it is chosen
+        # no proposal was ever timed, so proposals must be tried before they are chosen
+        if proposing is None:
             seconds[1:] = np.inf
         else:
             spent = proposing.at(totals[1:])
             seconds[1:] += spent
             lower[1:] += np.maximum(proposing.least(totals[1:]), _HOPE * spent)
-        # factor by which steps with proposals take longer than the sum of their parts, because of
-        # drafters that catch up
+        # `surprise`: steps with proposals may take longer than estimated, because drafters compute
+        # missed text
         seconds[1:] *= (1 + max(_DOUBT, _DOUBT_OF_ONE * len(step.keys))) * exp(
             max(0.0, load.surprise)
         )
@@ -731,7 +766,9 @@ class GoodputControl:
     def _promising(
         self, step: StepShape, lengths: Sequence[int], gains: NDArray[np.float64]
     ) -> int | None:
-        """Return the untimed length among these that would gain the most."""
+        """Return the length that promises the largest gain, among `lengths` that were not timed
+        yet; None if no length promises a gain.
+        """
         count = len(step.keys)
         among = _among(len(step.keys))
 
@@ -747,7 +784,9 @@ class GoodputControl:
         return max(open_ones, key=lambda k: float(gains[k * count]), default=None)
 
     def _forecast(self, step: StepShape, rounds: Sequence[Outcome], rows: int) -> Forecast | None:
-        """Estimate the time of a step with this many rows and proposals of these lengths."""
+        """Estimate the tokens and seconds of a step with this many rows and these proposals; None
+        if similar steps were never timed.
+        """
         curve = self._costs.curve(step.condition)
         tokens = float(step.rows)
         if curve is None:
@@ -767,12 +806,16 @@ class GoodputControl:
 
 
 def _among(sequences: int) -> Condition:
-    """Return the condition that a curve of proposal times belongs to."""
+    """Return the condition by which the times of proposing are grouped: the class of the number of
+    sequences.
+    """
     return condition(is_mixed=False, context=0, sequences=sequences)
 
 
 def _hand_on(verdict: _Verdict, keys: Sequence[int]) -> None:
-    """Give new sequences the lengths of ended ones, so that the total stays the same."""
+    """Give the lengths of ended sequences to new sequences, so that the total stays about the
+    same.
+    """
     lengths = dict(zip(verdict.keys, verdict.lengths, strict=True))
     kept = {key: lengths.pop(key) for key in keys if key in lengths}
     spare = sorted(lengths.values())
@@ -790,18 +833,20 @@ def _hand_on(verdict: _Verdict, keys: Sequence[int]) -> None:
 
 
 class GoodputLengths(Lengths):
-    """Chooses lengths by goodput."""
+    """A rule that chooses proposal lengths by goodput, with a `GoodputControl`."""
 
     def __init__(self, most: int) -> None:
         self._control = GoodputControl(most)
-        self._shape = StepShape((), 0, 0.0)  # shape of the step for which lengths were last chosen
+        self._shape = StepShape((), 0, 0.0)  # the last step for which lengths were chosen
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return whether the control rests because proposals do not pay."""
+        """Return whether the control rests, because proposals lose time."""
         return self._control.rests(len(plan.decoding))
 
     def choose(self, plan: StepPlan) -> Sequence[int]:
-        """Choose the number of tokens that pays, from measured times and acceptance."""
+        """Choose for each sequence the number of tokens with the highest goodput, from measured
+        times and acceptance.
+        """
         keys = [sequence.request_id for sequence in plan.decoding]
         others = sum([chunk.stop - chunk.start for chunk in plan.prefills])
         context = sum([sequence.num_computed for sequence in plan.decoding]) / len(plan.decoding)
@@ -811,7 +856,9 @@ class GoodputLengths(Lengths):
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn acceptance and step times."""
+        """Learn acceptance and step times from a step; return the step's forecast, if there is
+        one.
+        """
         outcomes = [(each.request_id, each.guessed, each.accepted) for each in rounds]
         rows = plan.num_rows + sum([chunk.stop - chunk.start for chunk in plan.prefills])
         forecast = self._control.observed(self._shape, outcomes, rows, seconds)

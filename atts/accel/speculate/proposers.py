@@ -1,4 +1,4 @@
-"""Proposers that look up tokens in known texts, and a proposer that combines several of them."""
+"""Proposers that look up tokens in known texts, and a proposer that combines several proposers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from dataclasses import dataclass, field
 from atts.local.seams import NOTHING, Ask, Proposer, TokenProposal
 
 _ANCHOR = 4
-"""Number of equal tokens after which a hint is followed again once it has differed from the text.
+"""After text and hint have differed, the hint is followed again where this many consecutive tokens
+are equal.
 """
 
 
 class HintProposer(Proposer):
-    """Follows `Ask.hint` while the text equals it; after a difference, searches for the place where
-    they agree again.
+    """Proposes the tokens of `Ask.hint` while the text equals the hint; after a difference,
+    searches the hint for the text's last tokens.
     """
 
     def __init__(self) -> None:
-        # keyed by sequence: number of tokens of the hint that the text has passed
+        # keyed by sequence: the position in the hint that the text has reached
         self._places: dict[int, int] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Return the rest of each hint."""
+        """Propose the rest of each hint."""
         return [self._next(ask) if ask.hint else NOTHING for ask in asks]
 
     def ended(self, key: int) -> None:
-        """Forget the place of a sequence that ended."""
+        """Forget which position in its hint an ended sequence has reached."""
         self._places.pop(key, None)
 
     def _next(self, ask: Ask) -> TokenProposal:
@@ -39,8 +40,8 @@ class HintProposer(Proposer):
         return TokenProposal(tokens, 0.9 if tokens else 0.0)
 
     def _aligned(self, ask: Ask) -> int | None:
-        """Return the place in the hint where the text continues; None if the text differs from the
-        hint.
+        """Return the position in the hint where the text continues; None if the text's last tokens
+        are not found.
         """
         if ask.written == 0:
             return 0
@@ -60,10 +61,10 @@ class HintProposer(Proposer):
 
 
 _GRAM = 3
-"""Least length of a match, in tokens, for a lookup."""
-_LONGEST = 24  # matches are compared up to this length
-_PLACES = 12  # most occurrences of an n-gram that are compared, newest first
-_GROUPS = 64  # most problems whose texts are kept
+"""Least number of equal tokens for a match."""
+_LONGEST = 24  # the length of a match is counted up to this number of tokens
+_PLACES = 12  # most occurrences of an n-gram that the index keeps: the newest ones
+_GROUPS = 64  # most problems for which texts are kept
 
 
 _Text = list[int]
@@ -71,17 +72,18 @@ _Text = list[int]
 
 @dataclass(slots=True)
 class _Group:
-    """The texts of one problem, with an index of the places where each n-gram ends."""
+    """The texts of one problem, with an index of the positions where each n-gram ends."""
 
     grams: defaultdict[tuple[int, ...], deque[tuple[_Text, int]]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=_PLACES))
     )
-    # texts of running sequences, keyed by sequence
+    # keyed by running sequence: its text
     texts: dict[int, _Text] = field(default_factory=dict[int, _Text])
-    latest: dict[str, _Text] = field(default_factory=dict[str, _Text])  # keyed by rollout
+    # keyed by rollout: its latest text
+    latest: dict[str, _Text] = field(default_factory=dict[str, _Text])
 
     def learn(self, ask: Ask) -> None:
-        """Add the tokens that a sequence wrote since the last call to the index."""
+        """Add a sequence's new tokens (those since the last call) to the index."""
         text = self.texts.get(ask.key)
         if text is None:
             text = self.texts[ask.key] = self._begun(ask)
@@ -91,8 +93,8 @@ class _Group:
                 self.grams[tuple(text[-_GRAM:])].append((text, end))
 
     def _begun(self, ask: Ask) -> _Text:
-        """Return the indexed text that this request continues: its rollout's text, if the rollout
-        is known.
+        """Return the indexed text that this request continues: the text of its rollout, as far as
+        both agree.
         """
         known = self.latest.get(ask.rollout, _Text()) if ask.rollout else _Text()
         same = next(
@@ -105,8 +107,8 @@ class _Group:
         return text
 
     def places(self, ids: Sequence[int]) -> list[tuple[int, _Text, int]]:
-        """Return the earlier places that match the end of the text, and the length of each match,
-        longest first.
+        """Find the last tokens of `ids` in the indexed texts. Return for each match its length and
+        the position after it, longest matches first.
         """
         earlier_places = self.grams.get(tuple(ids[-_GRAM:]), ())
         matches = [
@@ -118,25 +120,25 @@ class _Group:
 
 
 class SuffixProposer(Proposer):
-    """Proposes what followed earlier occurrences of a text's end in its problem's texts; learns how
-    reliable matches of each length are.
+    """Searches the problem's texts for the last tokens of a text, and proposes the tokens that
+    followed them there. Learns how reliable matches of each length are.
     """
 
     def __init__(self, least: int = _GRAM) -> None:
-        """Create a proposer that follows matches of at least `least` tokens."""
+        """Create a proposer that uses matches of at least `least` tokens."""
         self._least = max(least, _GRAM)
         self._groups: OrderedDict[object, _Group] = OrderedDict()
-        # by length of match: accepted and tried tokens, with a prior acceptance of length / (length
-        # + 2)
+        # by length of the match: number of accepted and of tried proposals; the initial counts give
+        # an acceptance of length / (length + 2)
         self._accepted = [1.0 * length for length in range(_LONGEST + 1)]
         self._tried = [1.0 * length + 2.0 for length in range(_LONGEST + 1)]
-        # keyed by sequence: the length of the match behind its last proposal
+        # keyed by sequence: the length of the match that gave its last proposal
         self._matched: dict[int, int] = {}
         self._running: dict[int, _Group] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Propose the tokens after the longest match; among equally long matches, the most frequent
-        tokens.
+        """Propose the tokens that followed the longest match; if several matches are equally long,
+        propose the most frequent tokens.
         """
         groups = [self._group(ask) for ask in asks]
         for ask, group in zip(asks, groups, strict=True):
@@ -144,14 +146,14 @@ class SuffixProposer(Proposer):
         return [self._next(ask, group) for ask, group in zip(asks, groups, strict=True)]
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Learn how often the first token after a match of this length is accepted."""
+        """Learn how often the first proposed token is accepted, for matches of this length."""
         length = self._matched.pop(key, 0)
         self._tried[length] += 1
         self._accepted[length] += accepted > 0
 
     def ended(self, key: int) -> None:
-        """Keep the texts of problems for their other rollouts; drop the oldest problems if there
-        are too many.
+        """Forget an ended sequence; its text stays in the problem's index for the other
+        rollouts.
         """
         self._matched.pop(key, None)
         group = self._running.pop(key, None)
@@ -181,7 +183,7 @@ class SuffixProposer(Proposer):
 
 
 def _match(text: Sequence[int], end: int, ids: Sequence[int]) -> int:
-    """Count how many tokens before `end` equal the last tokens of `ids`."""
+    """Count how many tokens of `text` before position `end` equal the last tokens of `ids`."""
     length = _GRAM
     most = min(_LONGEST, end, len(ids))
     while length < most and text[end - length - 1] == ids[-length - 1]:
@@ -190,8 +192,8 @@ def _match(text: Sequence[int], end: int, ids: Sequence[int]) -> int:
 
 
 def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
-    """Return the continuation token by token: the most frequent token among the places that agree
-    so far.
+    """Continue token by token: choose the most frequent next token, and drop the places where
+    another token follows.
     """
     tokens: list[int] = []
     while places and len(tokens) < most:
@@ -205,19 +207,19 @@ def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
 
 
 class BestProposer(Proposer):
-    """Asks several proposers in order of cost. Once one is confident enough, later proposers are
-    not asked.
+    """Calls several proposers, the cheapest first. If a proposal is confident enough, later
+    proposers are not called.
     """
 
     def __init__(self, proposers: Sequence[Proposer], enough: float = 0.7) -> None:
         self._proposers = tuple(proposers)
         self._enough = enough
-        # the proposer of each sequence's last proposal
+        # keyed by sequence: the proposer that made its last proposal
         self._chosen: dict[int, Proposer] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Return the first confident proposal for each request, or the most confident one if none
-        is confident enough.
+        """Return for each request the first proposal that is confident enough; if there is none,
+        return the most confident one.
         """
         best = [NOTHING] * len(asks)
         open_places = list(range(len(asks)))
@@ -233,17 +235,15 @@ class BestProposer(Proposer):
         return best
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Report the outcome to the proposer that made the proposal."""
+        """Report to the proposer of a proposal how many of its tokens were accepted."""
         self._chosen[key].verified(key, proposal, accepted)
 
     def silence(self) -> str:
-        """Return the reason of the last proposer, which is asked only if the others have no
-        proposal.
-        """
+        """Return the last proposer's reason for proposing nothing."""
         return self._proposers[-1].silence()
 
     def ended(self, key: int) -> None:
-        """Report the ended sequence to all proposers."""
+        """Report to all proposers that a sequence ended."""
         self._chosen.pop(key, None)
         for proposer in self._proposers:
             proposer.ended(key)

@@ -1,1 +1,3 @@
-"""BlockLLM: models stored and served by the blocks that they share."""
+"""BlockLLM: models that share blocks are stored together and served by one loop, each shared block
+once.
+"""

@@ -1,7 +1,7 @@
-"""Several models of a zoo in one loop: each block is loaded once, and runs once for all that share
-it.
+"""Several models of a zoo in one loop: a block is loaded once, and runs once per step for all
+models that share it.
 
-The first part is about the cache slots that models share, and the scheduler that lends them.
+The first part of the module manages the cache slots that models share.
 """
 
 from __future__ import annotations
@@ -43,52 +43,53 @@ from atts.local.scheduler import WORTH_WAITING, CacheAction, Scheduler, Schedule
 from atts.local.seams import HookedModel, Model
 from atts.models.stored_blocks import content_digest, unit_digests
 
-# Layers are divided where the models of the loop differ. Each range of layers is a column with its
-# own slots, and each position of a sequence has one slot per column. If a related model computed
-# the same tokens with the same blocks, a sequence reads that model's slots instead of computing
-# them again. The input of the first unit that differs is read from a store of states.
+# The layers are divided into ranges where the models of the loop differ. Each range of layers is a
+# column with its own slots, and each position of a sequence has one slot per column. If a related
+# model has computed the same tokens with the same blocks, a sequence reads that model's slots and
+# does not compute these tokens again in shared layers. It continues at the first unit that differs,
+# whose input is read from a store of states.
 
 OnSplit = Callable[[list[int]], None]
-"""Called with the new columns, after a division: for each, the index of the old column that it
-comes from.
+"""Callback for a new division of the layers into columns; its list has, for each new column, the
+index of the old column that it comes from.
 """
 
 
 class Lineage(NamedTuple):
-    """Names of the computations of a model's chain, equal if the computations are equal: 0
-    embedding, 1 + 2 * layer attention, ...
+    """Names of the computations of a model; equal names mean equal computations. `units` has the
+    embedding at 0, and a layer's attention at 1 + 2 * layer.
     """
 
     units: tuple[str, ...]
     keys: tuple[str, ...]  # for each layer: name of the computation that gives its keys and values
-    whole: int  # the last unit before which a step has the states of all its rows
+    whole: int  # the last unit whose input has all rows of a step
 
 
 class Relative(NamedTuple):
-    """A related model that may have computed a sequence's first tokens."""
+    """A related model, whose cached keys and values a sequence may read."""
 
     chain: int
-    layers: int  # number of layers with the same keys and values
-    unit: int  # first unit that the two models compute separately
+    layers: int  # number of first layers that give both models the same keys and values
+    unit: int  # first unit that both models compute separately
 
 
 class Kept(NamedTuple):
-    """Stored inputs of a unit, by the slots of the column before it."""
+    """Stored inputs of a unit, one state per slot of the column before the unit."""
 
     column: int
     states: NDArray[np.float32]  # [slots, width]
-    # True where the state was computed in a batch of many rows. A single row uses another attention
-    # kernel, whose results differ in the last bits.
+    # True where a valid state is stored. Only states computed with many rows at once are stored,
+    # because few rows use another attention kernel, whose results differ in the last bits.
     is_known: NDArray[np.bool_]
 
 
 def alone(parents: list[int]) -> None:
-    """Do nothing, for loops without columns."""
+    """Do nothing: the callback for loops without columns of slots."""
 
 
 def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
-    """Return the number of layers whose keys and values two chains share, and the first unit that
-    differs.
+    """Return the number of first layers whose keys and values two models share, and the first unit
+    that differs.
     """
     pairs = zip(one.units, other.units, strict=False)
     unit = next(
@@ -101,8 +102,8 @@ def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
 
 
 class SlotLedger(SlotAllocator):
-    """Slots by column, each with the number of its holders: the sequence that wrote it, and the
-    sequences that read it.
+    """Allocator of the slots of each column. It counts the holders of a slot: the sequence that
+    wrote the slot, and the sequences that read it.
     """
 
     def __init__(self, num_slots: int, width: int) -> None:
@@ -112,9 +113,10 @@ class SlotLedger(SlotAllocator):
         self.holders: NDArray[np.int32] = np.zeros((1, num_slots + 1), dtype=np.int32)
         self.starts: tuple[int, ...] = (0,)  # the first layer of each column
         self.kin: dict[int, list[Relative]] = {}
-        self.kept: dict[int, Kept] = {}  # keyed by the unit that the state goes into
-        # For each row of the slot table: the position up to which the row reads a relative's slots,
-        # and the first unit that it computes itself for these positions.
+        self.kept: dict[int, Kept] = {}  # keyed by the unit whose inputs are stored
+        # For each row of the slot table: `borrowed` is the position up to which the row reads slots
+        # of a related model, and `_units` the first unit that it computes itself for these
+        # positions.
         self.borrowed: Ints = np.zeros(0, dtype=np.int64)
         self._units: Ints = np.zeros(0, dtype=np.int64)
 
@@ -124,28 +126,30 @@ class SlotLedger(SlotAllocator):
         return np.zeros((1, rows, width), dtype=np.int32).transpose(1, 2, 0)
 
     def lend(self, row: int, stop: int, unit: int) -> None:
-        """Record that a row reads a relative's slots up to position `stop`, in all layers before a
-        unit.
+        """Record that a row reads slots of a related model up to position `stop`, and computes
+        these positions itself only from `unit` on.
         """
         self.borrowed[row] = stop
         self._units[row] = unit
 
     def first_units(self, batch: StepBatch) -> Ints:
-        """Return the first unit that is computed for each sequence of a step: [sequences]."""
+        """Return for each sequence of a step the first unit to compute: [sequences]."""
         rows = batch.table_rows
         begins = batch.context_lens - np.diff(batch.query_starts)
         return np.where(begins < self.borrowed[rows], self._units[rows], 0)
 
     def relate(self, chains: Mapping[int, Lineage], divide: OnSplit = alone) -> None:
-        """Divide the layers where these chains differ; `divide` gets the old column that each new
-        column comes from.
+        """Divide the layers into columns where these chains (models) differ. Call `divide` with the
+        index of the old column that each new column comes from.
 
-        Memory is allocated first, so nothing has changed if memory runs out or `divide` fails.
+        Memory is allocated before any change, so the ledger stays unchanged if memory runs out or
+        `divide` fails.
         """
         divergences = {
             (a, b): divergence_point(chains[a], chains[b]) for a in chains for b in chains if a != b
         }
-        # keyed by number of layers: a unit from which a whole part of the chain can continue there
+        # keyed by number of shared layers: the earliest unit at which chains that share these
+        # layers differ
         units = dict[int, int]()
         for layers, unit in divergences.values():
             if layers:
@@ -171,8 +175,8 @@ class SlotLedger(SlotAllocator):
         self.kin = kin
 
     def _kept(self, unit: int, column: int, parent: int) -> Kept:
-        """Return the states stored before a unit for these slots; empty if the store is of other
-        slots.
+        """Return the store of a unit's inputs for a new column: the old store if it belongs to the
+        column `parent`, or else an empty one.
         """
         known = self.kept.get(unit)
         size = self.num_slots + 1
@@ -183,22 +187,26 @@ class SlotLedger(SlotAllocator):
         )
 
     def column_of(self, layer: int) -> int:
-        """Return the column that a layer belongs to."""
+        """Return the index of the column that contains a layer."""
         return bisect_right(self.starts, layer) - 1
 
     def reach(self, kin: Relative, slots: SlotIds) -> int:
-        """Count the leading positions of the relative from which a sequence can continue."""
+        """Count the first positions for which the related model's slots have a stored state, so
+        that a sequence can read them.
+        """
         kept = self.kept[kin.unit]
         known = kept.is_known[slots[:, kept.column]] if len(slots) else np.zeros(0, dtype=np.bool_)
         return len(known) if known.all() else int(known.argmin())
 
     def borrow(self, kin: Relative, slots: SlotIds) -> SlotIds:
-        """Hold a relative's slots of the shared layers, and allocate slots for the other layers."""
+        """Add a holder to a related model's slots of the shared layers, and allocate slots for the
+        other layers.
+        """
         return self._hold(slots[:, : self._shared(kin)])
 
     def exchange(self, kin: Relative, mine: SlotIds, theirs: SlotIds) -> None:
-        """Replace slots by the relative's slots, in place, wherever both were computed alike and so
-        are equal.
+        """Replace the slots `mine` by the related model's slots `theirs`, in place, where both
+        contain equal keys and values.
         """
         kept = self.kept[kin.unit]
         alike = np.ones(len(mine), dtype=np.bool_)
@@ -229,7 +237,7 @@ class SlotLedger(SlotAllocator):
         return self._hold(np.zeros((count, 0), dtype=np.int32))
 
     def free(self, runs: Many[SlotIds]) -> None:
-        """Release one holder of each of these slots; slots without a holder become free."""
+        """Remove one holder of each of these slots; slots without a holder become free."""
         for run in runs:
             for at, (column, slots) in enumerate(zip(self._columns, run.T, strict=True)):
                 self.holders[at, slots] -= 1
@@ -237,7 +245,7 @@ class SlotLedger(SlotAllocator):
         self._count()
 
     def num_apart(self, slots: SlotIds) -> int:
-        """Return the largest number of these slots in one column."""
+        """Return the number of different slots in the column that has the most of them."""
         is_there = np.zeros((slots.shape[1], self.num_slots + 1), dtype=np.bool_)
         is_there[np.arange(slots.shape[1]), slots] = True
         return int(is_there.sum(axis=1).max())
@@ -248,17 +256,17 @@ class SlotLedger(SlotAllocator):
 
 
 class SharedSlots(NamedTuple):
-    """A relative's slots that a waiting request may read for its first ids."""
+    """A loan: slots of a related model that a waiting request may read for its first tokens."""
 
     ledger: SlotLedger
     kin: Relative
-    found: PrefixMatch  # node in the relative's part of the prefix tree
+    found: PrefixMatch  # match in the related model's part of the prefix tree
     stop: int
     gain: int
 
     def put_into(self, sequence: Sequence, row: SlotIds, free: int) -> None:
-        """Put the relative's slots into the row for the shared layers, and at most this many `free`
-        slots for the others.
+        """Put the related model's slots of the shared layers into the sequence's row, with new
+        slots for the other layers; at most `free` positions.
         """
         start = sequence.capacity
         stop = min(self.stop, start + free)
@@ -269,24 +277,25 @@ class SharedSlots(NamedTuple):
 
 
 class KVSharing:
-    """Records which related models have cached keys and values of a sequence's ids."""
+    """Finds cached keys and values that related models computed for a sequence's tokens."""
 
     def __init__(self, tree: PrefixTree, ledger: SlotLedger) -> None:
         self._tree = tree
         self.ledger = ledger
 
     def kinds(self, sequence: Sequence) -> Iterator[tuple[Relative, int]]:
-        """Return each relative of its model, with the kind of cache that the relative's entries
-        have.
+        """Yield each model related to the sequence's model, with the root key of its entries in the
+        prefix tree.
         """
         for kin in self.ledger.kin.get(sequence.model, ()):
             yield kin, sequence.kind_of(kin.chain)
 
     def best(self, sequence: Sequence, known: int) -> SharedSlots | None:
-        """Find the loan that saves a waiting request the most work, if enough rows remain to be
-        computed.
+        """Find the loan of slots that saves a waiting request the most work. Enough rows must
+        remain to be computed.
 
-        Very few rows would use another attention kernel, whose results differ in the last bits.
+        If very few rows remained, they would use another attention kernel, whose results differ in
+        the last bits.
         """
         best = None
         ids = tuple(sequence.ids)
@@ -301,7 +310,9 @@ class KVSharing:
         return best
 
     def deduplicate(self, sequence: Sequence, row: SlotIds, start: int) -> None:
-        """Replace this model's slots from a position on by those that relatives computed for the same tokens."""
+        """Replace a sequence's slots from position `start` on by equal slots that related models
+        computed for the same tokens.
+        """
         ids = tuple(sequence.ids[: sequence.num_computed])
         start = max(start, self._tree.match(ids, len(ids), self._tree.root(sequence.kind)).length)
         for kin, kind in self.kinds(sequence):
@@ -311,18 +322,20 @@ class KVSharing:
 
 
 class SharingScheduler(Scheduler):
-    """A scheduler whose sequences can read keys and values that related models computed."""
+    """A scheduler whose sequences can read cached keys and values of related models."""
 
     def __init__(self, config: SchedulerConfig, tree: PrefixTree, ledger: SlotLedger) -> None:
         super().__init__(config, tree, ledger)
         self._ledger = ledger
         self._sharing = KVSharing(tree, ledger)
-        self._loan: SharedSlots | None = None  # the request that was examined last
+        self._loan: SharedSlots | None = None  # the loan for the request that was examined last
         self.tables: SlotIds = self.table.transpose(2, 0, 1)  # [columns, rows, tokens]
         self.divide([0])
 
     def divide(self, parents: list[int]) -> None:
-        """Rebuild each column of slots from the given old column; a current loan is made again."""
+        """Rebuild each column of slots from the given old column. Preempt sequences that have not
+        computed all borrowed positions; they are admitted again later.
+        """
         for sequence in self.running():
             if sequence.num_computed < self._ledger.borrowed[sequence.row]:
                 self._preempt(sequence)
@@ -330,7 +343,7 @@ class SharingScheduler(Scheduler):
         none = np.zeros((0, len(parents)), dtype=np.int32)
         nodes = list(self.tree.nodes())
         divided = [node.slots[:, parents] if len(node.slots) else none for node in nodes]
-        # no memory is allocated after this line, so nothing can fail
+        # no memory is allocated below, so the changes cannot fail half-way
         self.tree.no_slots = none
         for node, slots in zip(nodes, divided, strict=True):
             node.slots = slots
@@ -339,7 +352,9 @@ class SharingScheduler(Scheduler):
 
     @property
     def num_locked(self) -> int:
-        """Count the slots that running sequences read or write, in the fullest column."""
+        """Count the slots that running sequences read or write, in the column with the most of
+        them.
+        """
         running = self.running()
         if not running:
             return super().num_locked
@@ -347,7 +362,9 @@ class SharingScheduler(Scheduler):
         return self._ledger.num_apart(np.concatenate(rows))
 
     def cache_prefix(self, sequence: Sequence) -> PrefixNode:
-        """Give computed slots to the prefix tree, after replacing them by equal slots of relatives."""
+        """Give computed slots to the prefix tree; first replace them by equal slots of related
+        models.
+        """
         assert sequence.node is not None, "a running sequence holds a lock"
         start = max(sequence.num_shared, sequence.node.depth)
         self._sharing.deduplicate(sequence, self.table[sequence.row], start)
@@ -355,7 +372,8 @@ class SharingScheduler(Scheduler):
 
     def _prefill_stop(self, sequence: Sequence, stop: int) -> int:
         borrowed = int(self._ledger.borrowed[sequence.row])
-        # all units compute the later tokens
+        # borrowed positions are computed in a step of their own, because later tokens need all
+        # units
         return min(stop, borrowed) if sequence.num_computed < borrowed else stop
 
     def _reachable(self, sequence: Sequence, match: PrefixMatch) -> int:
@@ -374,8 +392,8 @@ class SharingScheduler(Scheduler):
         return True
 
     def _can_free(self, count: int) -> bool:
-        """Return whether enough slots can be freed, not counting slots of the tree that running
-        sequences also hold.
+        """Return whether this many slots can be freed. Slots of the prefix tree do not count if
+        running sequences also hold them.
         """
         free = self._ledger.num_free
         if free >= count or free + self.tree.num_evictable < count:
@@ -392,8 +410,8 @@ class SharingScheduler(Scheduler):
 
 
 class Layers(Protocol):
-    """The computation of some of a model's units on rows: its embedding (0), the halves of its
-    layers, its last norm.
+    """A model that can compute a range of its units. Unit 0 is the embedding; then follow two units
+    per layer and the last norm.
     """
 
     def through(
@@ -404,14 +422,14 @@ class Layers(Protocol):
         units: tuple[int, int],
         /,
     ) -> None:
-        """Compute the batch in these layers. `rows` are the states of the batch's tokens and of its
-        `logit_rows`; the last layer computes only the latter.
+        """Compute the batch in these units, in place. `rows` has the states of the batch's tokens,
+        and the states of its `logit_rows`; the last layer computes only `logit_rows`.
         """
         ...
 
 
 class RangedModel(HookedModel, Layers, Protocol):
-    """Computes a whole model in the same way."""
+    """A model that can compute all its units at once, or a range of them."""
 
 
 M = TypeVar("M", bound=RangedModel)
@@ -419,20 +437,21 @@ M_co = TypeVar("M_co", bound=RangedModel, covariant=True)
 
 
 class Chain(NamedTuple, Generic[M_co]):
-    """A model of a loop that has several models."""
+    """One model of a loop with several models, as a chain of units."""
 
     model: M_co
-    # names of the units; chains with equal names can compute a unit together
+    # name of each unit; chains in which a unit has the same name can compute it together
     units: tuple[str, ...]
     lineage: Lineage = Lineage((), (), 0)
     adapter: PackedAdapter | None = None
 
 
 class ManyModels(Generic[M]):
-    """The models of one loop by number, with their output heads; each is loaded when it is first
-    used.
+    """The models of one loop, by number, with their output heads. A model is loaded when it is
+    first used.
 
-    If heads differ, the rows of states have an additional column with the number of their model.
+    If heads differ, each row of hidden states has an additional column with the number of its
+    model.
     """
 
     def __init__(self, load: Callable[[WorkerConfig], Chain[M]], first: WorkerConfig) -> None:
@@ -443,12 +462,12 @@ class ManyModels(Generic[M]):
         self._model = self._chains[0].model
 
     def add(self, config: WorkerConfig) -> None:
-        """Add a model; its number is one more than the last one's."""
+        """Add a model, which gets the next number."""
         self._configs.append(config)
 
     def open(self, number: int, divide: OnSplit = alone) -> None:
-        """Load a model when it is first used; `divide` gets the ledger's old column that each new
-        column comes from.
+        """Load a model if it is not loaded yet. If the ledger's columns change, `divide` is called
+        with the old column of each new column.
 
         :raises EngineError: the model cannot be loaded; nothing has changed.
         """
@@ -460,7 +479,9 @@ class ManyModels(Generic[M]):
             self._has_one_head = len({chain.units[-1] for chain in self._chains.values()}) == 1
 
     def _alike(self, unit: int) -> Ints:
-        """Return for each model, by number, the first model with the same unit."""
+        """Return for each model, by number, the first loaded model whose unit at this index has the
+        same name.
+        """
         representatives = np.zeros(1 + max(self._chains), dtype=np.int64)
         first_with = dict[str, int]()  # keyed by a unit's name
         for number, chain in self._chains.items():
@@ -468,10 +489,12 @@ class ManyModels(Generic[M]):
         return representatives
 
     def _relate(self, number: int, chain: Chain[M], divide: OnSplit) -> None:
-        """Check that a model can run together with the others."""
+        """Prepare to run a new model together with the others; by default nothing is needed."""
 
     def _owned(self, hidden: Floats, owners: Ints) -> Tensor:
-        """Return the states of these models after their last norms."""
+        """Return the hidden states as a tensor; if heads differ, add a column with the number of
+        each row's model.
+        """
         if self._has_one_head:
             return torch.from_numpy(hidden)
         return torch.from_numpy(
@@ -484,11 +507,11 @@ class ManyModels(Generic[M]):
         return self._model.is_thread_independent
 
     def use_threads(self, threads: int) -> None:
-        """Set the number of threads; a step uses the number of its first model."""
+        """Set the number of threads of the loop's first model."""
         self._model.use_threads(threads)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of the rows: [logits, vocabulary] float32."""
+        """Compute the logits of each row with the head of its model: [rows, vocabulary] float32."""
         if self._has_one_head:
             return self._model.compute_logits(hidden)
         logits = torch.empty(len(hidden), self._configs[0].model.vocabulary)
@@ -499,7 +522,9 @@ class ManyModels(Generic[M]):
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """Score one token per row; return the logits of some rows as well."""
+        """Compute the log-probability of one token per row; also return the logits of
+        `kept_rows`.
+        """
         if self._has_one_head:
             return self._model.score(hidden, tokens, kept_rows)
         values = np.empty(len(tokens))
@@ -508,7 +533,7 @@ class ManyModels(Generic[M]):
         for model, rows in self._by_head(hidden):
             mine = np.isin(asked, rows)
             scored_tokens = [tokens[row] for row in rows]
-            # the last column of a row is the number of its model
+            # without the last column, which is the number of the row's model
             scores, logits = model.score(
                 hidden[rows, :-1].contiguous(),
                 scored_tokens,
@@ -519,7 +544,7 @@ class ManyModels(Generic[M]):
         return values.tolist(), kept
 
     def _by_head(self, hidden: Tensor) -> list[tuple[M, Ints]]:
-        """Group rows by the output head that they need, each group with a model that has this head."""
+        """Group rows by output head; return a model with each head, and the indices of its rows."""
         heads = self._heads[hidden[:, -1].numpy().astype(np.int64)]
         return [
             (self._chains[head].model, (heads == head).nonzero()[0])
@@ -533,13 +558,13 @@ class ManyModels(Generic[M]):
         return self._model.sample(logits, sampling, uniforms)
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Score each row's token under the unmodified distribution."""
+        """Return the log-probability of each row's token, without temperature or filters."""
         return self._model.logprobs(logits, tokens)
 
 
 class ZooLoader:
-    """Loads models of a zoo that share one cache, which has the cache's number of layers; equal
-    blocks share their weights.
+    """Loads models of a zoo over one cache, each with at most as many layers as the cache has;
+    equal blocks share their weights.
     """
 
     def __init__(self, library: ctypes.CDLL, cache: Tensor, threads: int) -> None:
@@ -596,7 +621,9 @@ class ZooLoader:
 
 
 def rope_names(shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
-    """Name each layer's rotation and attention window."""
+    """Name each layer's rotary position encoding and attention window; equal names mean equal
+    settings.
+    """
     return [
         f"{content_name(None, ropes[kind].frequencies, ropes[kind].scales)} {window}"
         for kind, window in zip(shape.ropes, shape.windows, strict=True)
@@ -604,9 +631,10 @@ def rope_names(shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
 
 
 def half_names(folder: Path, shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
-    """Name the two halves of each layer of a stored model; equal names mean equal computation.
+    """Name the attention half and the feed-forward half of each layer of a stored model; equal
+    names mean equal computation.
 
-    :raises ZooError: the manifest cannot be read.
+    :raises ZooError: the model's manifest cannot be read.
     """
     names = rope_names(shape, ropes)
     return [
@@ -618,10 +646,10 @@ def half_names(folder: Path, shape: ModelConfig, ropes: Mapping[str, Rope]) -> l
 def key_names(
     shape: ModelConfig, weights: Weights, ropes: Many[str], deltas: Many[LowRank | None]
 ) -> tuple[str, ...]:
-    """Name the parameters that make each layer's keys and values: rotation, norms, and rows of the
-    first matrix.
+    """Name the parameters that determine each layer's keys and values: rotation, norms, and rows of
+    the first matrix. Equal names mean equal parameters.
     """
-    # the rows of queries come before those of keys and values
+    # in the first matrix, the rows of queries come before the rows of keys and values
     query_rows = shape.num_heads * shape.head_dim
     names = list[str]()
     for rope, layer, low in zip(ropes, weights.layers, deltas[::4], strict=True):
@@ -634,8 +662,8 @@ def key_names(
 
 
 def content_name(low: LowRank | None, *tensors: Tensor | None) -> str:
-    """Name arrays by their content, so equal arrays have equal names; an adapter that adds nothing
-    has no name.
+    """Return a digest of arrays and an adapter as their name, so that equal arrays have equal
+    names; an adapter that adds nothing is ignored.
     """
     added = (low.down, low.up) if low and low.up.any() else ()
     parts = [
@@ -649,16 +677,16 @@ class LoopModels(Model, Protocol):
     """Several models that one loop computes like a single model."""
 
     def add(self, config: WorkerConfig) -> None:
-        """Add a model; its number is one more than the last one's."""
+        """Add a model, which gets the next number."""
         ...
 
     def open(self, number: int, divide: OnSplit = ...) -> None:
-        """Load a model when it is first used."""
+        """Load a model if it is not loaded yet."""
         ...
 
 
 class ManyModelsLoop(StepLoop):
-    """A step loop whose requests name one of several models."""
+    """A step loop with several models; each request names its model."""
 
     def __init__(
         self,
@@ -682,22 +710,23 @@ class ManyModelsLoop(StepLoop):
         return sequence
 
     def _divide(self, parents: list[int]) -> None:
-        """Do nothing: there are no columns of slots here."""
+        """Do nothing, because this loop has no columns of slots."""
 
 
-# A model is a chain of units: its embedding, the attention and feed-forward block of each layer,
-# and its head. Two chains share a unit if they have the same block at the same place. Rows are
-# summed in the same order whatever else the step computes, so a model's results equal those it
-# computes alone, to the bit. Adapters are computed for the rows of their models only.
+# A model is a chain of units: its embedding, the attention block and the feed-forward block of each
+# layer, and its head. Two chains share a unit if they have the same block at the same place. Sums
+# over a row have the same order whatever else the step computes. So a model's results are equal to
+# the bit, whether the model runs alone or with others. An adapter is computed only for the rows of
+# its model.
 
 _Rows = slice | Ints
 _Part = tuple[int, ...]
-"""Rows and units of a model, in the form that `NativeModel.run` takes."""
+"""One call of `NativeModel.run`: a model, a range of its units, and a range of rows."""
 _MOST_LAYOUTS = 256
 
 
 class UnitSpan(NamedTuple):
-    """A range of units that the same chains compute together."""
+    """A range of units in which the same groups of chains compute together."""
 
     start: int
     stop: int
@@ -705,43 +734,44 @@ class UnitSpan(NamedTuple):
 
 
 class _Keeping(NamedTuple):
-    """Rows before a unit: those whose stored states become invalid, those that read stored states,
-    and those to store.
+    """Rows of a step at a unit with stored inputs: `passing` make stored states invalid, `begun`
+    read stored states, and `known` are stored.
     """
 
     unit: int
     passing: _Rows
     begun: _Rows
     known: _Rows
-    is_idle: bool  # whether no rows are read or stored
+    is_idle: bool  # True if no rows are read or stored
 
 
 class _Layout(NamedTuple):
-    """The order of computation in a step: where states are stored, which adapters apply, and which
-    model owns each row.
+    """The plan of a step's computation: where states are stored, which rows each adapter applies
+    to, and the model of each row.
     """
 
     keepings: list[_Keeping]
     runs: list[tuple[_Keeping | None, Ints]]
     adapted: Adapted
-    owners: Ints  # model of each logit row
+    owners: Ints  # number of the model of each logit row
     unit_calls: int
     unit_rows: int
 
 
 class _Ready(NamedTuple):
-    """The layout of a step, with its input arrays and its working arrays."""
+    """A step that is ready to run: its layout, input arrays and working arrays."""
 
     given: tuple[StepBatch, SlotIds]
-    units: Ints  # first unit that is computed for each sequence
-    order: tuple[Ints, Ints]  # the order of the sequences, and the places of their logit rows in it
+    units: Ints  # for each sequence, the first unit to compute
+    # the sorted order of the sequences, and the new places of their logit rows
+    order: tuple[Ints, Ints]
     batch: StepBatch
     layout: _Layout
     rows: tuple[Floats, Floats]
-    step: Any  # step object of the native model
+    step: Any  # the step object that the native model prepared
 
     def fill(self) -> None:
-        """Copy the new tokens of a step in which every sequence writes one token."""
+        """Copy the tokens of the next step, in which every sequence has one new token."""
         given, table = self.given
         batch = self.batch
         # copy in place, because the prepared step has pointers to these arrays
@@ -751,10 +781,10 @@ class _Ready(NamedTuple):
 
 
 class ChainModel(ManyModels[NativeModel]):
-    """Runs steps with sequences of several models over one cache.
+    """Computes steps whose sequences belong to several models, over one cache.
 
-    Chains that share blocks are ordered next to each other, so that a block computes one slice of
-    the rows.
+    Rows are ordered so that models that share blocks are neighbours; a shared block then computes
+    one slice of the rows.
     """
 
     def __init__(
@@ -764,8 +794,8 @@ class ChainModel(ManyModels[NativeModel]):
         first: WorkerConfig,
         block_rows: int | None = None,
     ) -> None:
-        """Create a schedule in which one run of a block has at most `block_rows` rows, if that is
-        given.
+        """Load the first model; if `block_rows` is given, one run of a block computes at most that
+        many rows.
         """
         self._loader = load
         self._ledger = ledger
@@ -773,12 +803,14 @@ class ChainModel(ManyModels[NativeModel]):
         self._order: list[int] = []
         self._layouts: dict[tuple[bytes, ...], _Layout] = {}
         self._ready: _Ready | None = None
-        # number of rows computed in units, and number of runs of units
+        # `unit_rows`: rows computed, summed over units; `unit_calls`: number of runs of units
         self.unit_rows = self.unit_calls = 0
         super().__init__(load, first)
 
     def _relate(self, number: int, chain: Chain[NativeModel], divide: OnSplit) -> None:
-        """Return the chains' numbers, ordered so that neighbours share most of their units."""
+        """Divide the cache where the models differ, and order the models so that neighbours share
+        most of their units.
+        """
         chains = {**self._chains, number: chain}
         self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)
         self._order = _neighbours(
@@ -802,8 +834,8 @@ class ChainModel(ManyModels[NativeModel]):
         return self._loader.num_bytes
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """Return the final, normed hidden states of the batch's `logit_rows`; the slot table has a
-        layer for each column of the ledger.
+        """Return the final, normed hidden states of the batch's `logit_rows`. `table` has one slot
+        table for each column of the ledger.
         """
         ready = self._ready
         units = self._ledger.first_units(batch)
@@ -813,7 +845,7 @@ class ChainModel(ManyModels[NativeModel]):
             and ready.given[1] is table
             and np.array_equal(ready.units, units)
         ):
-            ready.fill()  # the next step uses the same arrays with other contents
+            ready.fill()  # this step has the same arrays as the last one, with new contents
         else:
             self._ready = ready = self._prepared(batch, units, table)
         x, hidden = ready.rows
@@ -844,8 +876,8 @@ class ChainModel(ManyModels[NativeModel]):
 
     @staticmethod
     def _ordered(batch: StepBatch, order: Ints, table: SlotIds) -> tuple[StepBatch, Ints]:
-        """Order a batch by chains, with the slots of all columns; also return the new places of its
-        logit rows.
+        """Sort a batch in this order, with the slots of all columns; also return the new places of
+        its logit rows.
         """
         ordered, rows, _ = picked(batch, order)
         counts = np.diff(ordered.query_starts)
@@ -858,7 +890,7 @@ class ChainModel(ManyModels[NativeModel]):
         return ordered, logit_rows.searchsorted(asked_rows)
 
     def _layout(self, batch: StepBatch, units: Ints, table: SlotIds) -> _Layout:
-        """Return the layout of a step; it is reused while each sequence writes one token."""
+        """Return the layout of a step; steps of the same shape reuse their layout."""
         key = tuple(
             [part.tobytes() for part in (batch.models, units, batch.query_starts, batch.logit_rows)]
         )
@@ -907,8 +939,8 @@ class ChainModel(ManyModels[NativeModel]):
         return _Layout(keepings, calls, adapted, owners, int(counts.sum()), int(counts @ rows))
 
     def _keeping(self, unit: int, batch: StepBatch, units: Ints) -> _Keeping:
-        """Plan the storage of states before a unit: sequences that begin at the unit read them, and
-        long inputs write them.
+        """Plan which rows read and store states before a unit: sequences that begin at the unit
+        read them, and sequences with many rows store them.
         """
         counts = np.diff(batch.query_starts)
         passes = (self._depths[batch.models] > unit) & (units < unit)
@@ -920,8 +952,8 @@ class ChainModel(ManyModels[NativeModel]):
         )
 
     def _keep(self, keeping: _Keeping, slots: Ints, x: Floats) -> None:
-        """Read stored inputs of a unit for the sequences that begin there; store the inputs of
-        other long sequences.
+        """Read a unit's stored inputs for the sequences that begin at the unit; store the inputs of
+        other sequences with many rows.
         """
         kept = self._ledger.kept[keeping.unit]
         mine = slots[kept.column]
@@ -930,8 +962,8 @@ class ChainModel(ManyModels[NativeModel]):
         kept.is_known[mine[keeping.known]] = True
 
     def spans(self, present: Many[int]) -> list[UnitSpan]:
-        """Divide the units of a step's chains into ranges: chains with equal units run together,
-        and ranges end where states are stored.
+        """Divide the units of a step's chains into ranges. In each range, chains with equal units
+        run together; a range ends where states are stored or a column ends.
         """
         cuts = {*self._ledger.kept, *(1 + 2 * start for start in self._ledger.starts[1:])}
         spans = list[UnitSpan]()
@@ -949,13 +981,15 @@ class ChainModel(ManyModels[NativeModel]):
 
 
 def bounds_of(batch: StepBatch) -> Ints:
-    """Return the bounds of the sequences in the arrays of rows, sequences and logit rows."""
+    """Return where each sequence begins and ends in the arrays of rows, sequences and logit
+    rows.
+    """
     starts = batch.query_starts
     return np.column_stack([starts, np.arange(len(starts)), batch.logit_rows.searchsorted(starts)])
 
 
 def adapted_rows(batch: StepBatch, bounds: Ints, adapters: Mapping[int, PackedAdapter]) -> Adapted:
-    """Return the rows that each adapter applies to, by model."""
+    """Return the ranges of rows that each model's adapter applies to."""
     segments = [
         Segment(first, last, logits, end, adapter.address)
         for chain, adapter in adapters.items()
@@ -969,7 +1003,7 @@ def adapted_rows(batch: StepBatch, bounds: Ints, adapters: Mapping[int, PackedAd
 
 def _neighbours(chains: Many[int], units: Mapping[int, Many[str]]) -> list[int]:
     """Order chains so that neighbours share many units: insert each chain where it adds the fewest
-    differences, twice.
+    differences, then do so once more.
     """
     order = list[int]()
 
@@ -994,10 +1028,10 @@ def _neighbours(chains: Many[int], units: Mapping[int, Many[str]]) -> list[int]:
 
 
 def _spans(bounds: Ints, mask: NDArray[np.bool_], most: int | None = None) -> list[_Part]:
-    """Return runs of neighbouring sequences as bounds of rows, sequences and logit rows. A single
-    sequence above the limit stays whole.
+    """Group neighbouring sequences of a mask into runs of at most `most` rows. Return each run's
+    bounds in rows, sequences and logit rows.
 
-    One that alone is more stays in one piece.
+    A single sequence with more than `most` rows is not divided.
     """
     edges = list[int]()
     for begin, end in (
@@ -1019,7 +1053,7 @@ def _floats(rows: int, columns: int) -> Floats:
 
 
 def _among(mask: NDArray[np.bool_]) -> _Rows:
-    """Return the indices of a mask, as a slice if they are contiguous."""
+    """Return the indices at which a mask is True, as a slice if they are contiguous."""
     wanted_rows = mask.nonzero()[0]
     first = int(wanted_rows[0]) if len(wanted_rows) else 0
     count = len(wanted_rows)
@@ -1027,8 +1061,8 @@ def _among(mask: NDArray[np.bool_]) -> _Rows:
 
 
 def shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.CDLL | None, str]:
-    """Return kernels that run several models of a zoo in one step, if there are any, and a message
-    if their cache cannot be used.
+    """Return native kernels that can run several models of a zoo in one step, or None. Return also
+    a message if the kernels' build cache cannot be used.
     """
     options = config.options
     if device.type != "cpu" or options.dtype == "bfloat16" or options.kernel == "torch":
@@ -1042,7 +1076,9 @@ def shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.C
 
 
 class SharedLoop(ManyModelsLoop):
-    """Return a step loop for models that share blocks, and slots of the layers that are the same."""
+    """A step loop for several models that share blocks, and share cache slots in layers that are
+    the same.
+    """
 
     def __init__(
         self,

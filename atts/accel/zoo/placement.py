@@ -1,4 +1,6 @@
-"""Placement of blocks on servers, and the choice of a server or a replica for a request."""
+"""Placement of blocks on servers or workers, and the choice of a server or a replica for a
+request.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +17,26 @@ if TYPE_CHECKING:
 
 
 class Instance(NamedTuple):
-    """A server that has a block, as the dispatcher sees it for one request; all times in seconds."""
+    """Estimates for one server that has a block, and one request; all times are in seconds."""
 
-    wait: float  # waiting time for earlier requests
+    wait: float  # time until the server has finished earlier requests
     run: float
     owns: bool  # whether the server has the request's keys and values of this block
-    move: float  # seconds to copy the keys and values to the server
-    recompute: float  # seconds to compute the keys and values again
-    hop: float  # seconds to send the hidden states to the server
+    move: float  # time to copy missing keys and values to the server
+    recompute: float  # time to compute missing keys and values again on the server
+    hop: float  # time to send the hidden states to the server
 
     @property
     def cost(self) -> float:
-        """Return the seconds until this server would have finished the request."""
+        """Return the estimated seconds until this server would finish the request."""
         return (
             self.wait + self.run + (0.0 if self.owns else min(self.move, self.recompute)) + self.hop
         )
 
 
 def dispatched(instances: Sequence[Instance]) -> int:
-    """Choose the server with the lowest cost; among equal ones, a server that has the keys and
-    values.
+    """Return the index of the server with the lowest cost; if costs are equal, prefer a server that
+    has the keys and values.
 
     >>> busy, idle = Instance(0.5, 0.1, True, 0, 0, 0), Instance(0.0, 0.1, False, 0.3, 0.9, 0.01)
     >>> dispatched([busy, idle]), dispatched([busy._replace(wait=0.3), idle])
@@ -44,7 +46,7 @@ def dispatched(instances: Sequence[Instance]) -> int:
 
 
 class Demand(NamedTuple):
-    """Demand for a block: its bytes, and the work on it as a number of busy servers."""
+    """A block's size in bytes, and its load: the number of servers that its work keeps busy."""
 
     bytes: float
     load: float
@@ -55,12 +57,12 @@ def placed(
 ) -> dict[str, list[int]]:
     """Place each block on as many servers as its load needs, near its neighbours.
 
-    The busiest block is placed first. Each following block goes to the server of its most frequent
-    neighbours, if it has room and no other server has half a server's load less. Every block is on
-    at least one server. Remaining room is filled with copies of small neighbours, so that fewer
-    requests change servers.
+    The busiest block is placed first. Each further block goes to a server with room for it whose
+    load is at most 0.5 above the lowest; among these, the server with its most frequent neighbours.
+    Every block is placed on at least one server. Room that is left is filled with copies of small
+    neighbours, so that fewer requests change servers.
 
-    :raises ValueError: a block fits on no server.
+    :raises ValueError: no server has room for a block.
     """
     left = list(rooms)
     loads = [0.0] * len(rooms)
@@ -89,7 +91,8 @@ def placed(
         for at in mine:
             loads[at] += demand.load / len(mine)
         found[name] = mine
-    for one, other in near:  # no request changes servers if the neighbour fits on this server too
+    # copy a neighbour to this server if it fits, so that requests need not change servers
+    for one, other in near:
         for at in found[one]:
             if (
                 at not in found[other]
@@ -102,14 +105,17 @@ def placed(
 
 
 _REMEMBERED = 10_000
-"""Most rollouts and problems whose cached tokens are recorded for each replica."""
+"""Most entries (a replica and a rollout or problem) for which the number of cached tokens is
+recorded.
+"""
 _FIRST = 1e-2, 1e-4
-"""Estimated seconds per request and per prompt token, before any request was served."""
+"""Seconds per request and per token that are assumed until requests were measured."""
 
 
 def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
-    """Create one of several engines on the same model, each as its own replica."""
-    from atts.servers import ReplicaPool  # the placement of blocks does not use clients of servers
+    """Combine several engines on the same model into one engine; each is a replica."""
+    # imported here, because other functions of this module need no server clients
+    from atts.servers import ReplicaPool
 
     return ReplicaPool(
         [(str(at), one) for at, one in enumerate(engines)],
@@ -119,22 +125,22 @@ def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
 
 
 class Dispatch:
-    """Chooses a replica with `placement.dispatched`, by waiting time, running time, and time to
-    compute uncached tokens.
+    """Chooses a replica with `dispatched`, by waiting time, running time, and the time to compute
+    tokens that are not cached.
 
-    The waiting time is the number of requests in the replica's loop, of all models, times the mean
-    seconds of a request. Keys and values are not moved between processes, and sending a request
-    costs the same for all replicas.
+    A replica's waiting time is the number of requests in its loop (of all models) times the mean
+    seconds per request. Keys and values are never copied between replicas, and the time to send a
+    request does not count.
     """
 
     def __init__(self, engines: Sequence[LocalEngine]) -> None:
         self._engines = engines
         self._cached = OrderedDict[
             tuple[str, str], int
-        ]()  # number of cached tokens, by replica and rollout or problem
+        ]()  # number of cached tokens, keyed by replica and rollout, or by replica and problem
 
     def choose(self, free: Sequence[ReplicaLoad], request: SampleRequest | ScoreRequest) -> int:
-        """Choose one of the available replicas."""
+        """Return the index of the best available replica for a request."""
         given = len(
             request.ids if isinstance(request, SampleRequest) else request.prefix + request.suffix
         )
@@ -159,7 +165,7 @@ class Dispatch:
 
     @staticmethod
     def _seconds(engines: Sequence[LocalEngine]) -> tuple[float, float]:
-        """Return the mean seconds of the loop so far: per request, and per token of a request."""
+        """Return the mean seconds per finished request and per token, over all these engines."""
         stats = [engine.stats() for engine in engines]
         busy = sum(one.busy_seconds for one in stats)
         tokens = sum(one.prefilled_tokens + one.scored_tokens + one.sampled_tokens for one in stats)

@@ -1,4 +1,6 @@
-"""A worker that the engines on models of one zoo share: one step loop computes all of them."""
+"""A worker that several engines on models of one zoo share: one step loop computes all their
+models.
+"""
 
 from __future__ import annotations
 
@@ -33,24 +35,22 @@ Share = Callable[[WorkerConfig, int], WorkerConfig]
 
 @dataclass(frozen=True, slots=True)
 class AddModel(Command):
-    """Command that adds a model to a loop with several models; its number is one more than the last
-    one's.
-    """
+    """A command that adds a model to a loop with several models; the model gets the next number."""
 
     config: WorkerConfig
 
 
 class SharedWorker:
-    """One engine's connection to a shared loop; the first one starts the loop, and the last one to
-    close ends it.
+    """One engine's connection to a shared loop. The first engine to open starts the loop, and the
+    last one to close ends it.
 
-    Engines share a loop if native kernels compute them and they agree in zoo, options, tokenizer,
-    replica and shape, except for the number of layers. Other engines have their own loops. Steps,
-    busy time and cache are counted for all of them.
+    Engines share a loop if native kernels compute them and their zoo, options, tokenizer, replica
+    number and model shape are equal; the number of layers may differ. All other engines have a loop
+    of their own. Statistics of steps, busy time and cache cover all engines of a loop.
     """
 
     def __init__(self, zoo: Path, replica: int, stages: StageOptions, share: Share) -> None:
-        """Create a worker. `share` returns the settings of a loop for models of at most the given
+        """Create a worker. `share` returns the settings of a loop for models with at most a given
         number of layers.
         """
         self._zoo = zoo
@@ -58,13 +58,14 @@ class SharedWorker:
         self._stages = stages
         self._share = share
         self._host: _Host | None = None
-        self._own: LoopWorker | None = None  # used if no loop can be shared
+        self._own: LoopWorker | None = None  # this engine's own loop, if it cannot share one
         self._chain = 0
         self._deliver: Deliver = lambda report: None
         self._stats = LoopStats()
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Join the loop of these models; start the loop if this engine is the first.
+        """Join the shared loop, or start it if this engine is the first; if the loop cannot take
+        this model, start an own loop.
 
         :raises EngineError: the loop could not be started.
         """
@@ -90,33 +91,33 @@ class SharedWorker:
         finally:
             if self._host is None:
                 host.leave(self)
-        # models that cannot join have their own loop
+        # the shared loop cannot take this model, so the engine starts its own loop
         self._own = new_worker(config.options.worker)
         return self._own.open(config, deliver)
 
     def _depth(self, config: WorkerConfig) -> int:
-        """Return the number of layers of the zoo's deepest model that can join, because the cache
-        serves all models.
+        """Return the number of layers of the deepest model of the zoo that can join this loop; the
+        shared cache needs that many layers.
         """
         depth = config.model.num_layers
         for folder in (self._zoo / MODELS).glob("[!.]*"):
             try:
                 model = read_model_config(folder, config.name)
             except EngineError:
-                continue  # a damaged model joins no loop
+                continue  # skip a damaged model, because it cannot join a loop
             if self._shape(replace(config, model=model)) == self._shape(config):
                 depth = max(depth, model.num_layers)
         return depth
 
     def _shape(self, config: WorkerConfig) -> object:
-        """Return the properties that models must share to be run in one step."""
-        # stages share ranges of layers, which needs models with the same number of layers
+        """Return the properties that must be equal for models that run in the same loop."""
+        # with stages, models share ranges of layers, so they need the same number of layers
         depth = config.model.num_layers if self._stages.stages > 1 else 0
         shape = replace(config.model, num_layers=depth, ropes=(), windows=(), ties_embeddings=False)
         return shape, config.pieces, config.options, self._stages
 
     def send(self, command: Command) -> None:
-        """Send a command to the loop; a request gets the loop's own number."""
+        """Send a command of this engine to the loop; the loop numbers requests itself."""
         if self._own is not None:
             self._own.send(command)
             return
@@ -133,16 +134,18 @@ class SharedWorker:
             case Cancel(request_id):
                 self._stats.cancelled += self._host.cancel(self, request_id)
             case _:
-                # the only other message is `close`
+                # `close` is a method, so an engine sends no other command
                 raise AssertionError("unknown command: an engine can only sample, score and cancel")
 
     @property
     def in_loop(self) -> int | None:
-        """Return the number of requests in the loop, from all engines."""
+        """Return the number of unanswered requests in the shared loop, from all engines; None
+        without a shared loop.
+        """
         return None if self._host is None else len(self._host.asked)
 
     def close(self) -> None:
-        """Leave the loop; a second call does nothing."""
+        """Leave the shared loop, or close the engine's own loop; a second call does nothing."""
         host = self._host
         own = self._own
         self._host = None
@@ -156,8 +159,8 @@ class SharedWorker:
     def receive(
         self, replies: list[tuple[Reply, int]], stats: LoopStats | None, in_flight: int
     ) -> None:
-        """Receive replies for this engine, each with the number of tokens already delivered, and
-        the loop's counters.
+        """Receive the replies to this engine's requests, each with the request's number of prompt
+        tokens, and the loop's statistics.
         """
         for reply, given in replies:
             self._count(reply, given)
@@ -181,12 +184,12 @@ _OWN = (
     *("requests", "cancelled", "failed"),
     *("sampled_tokens", "scored_tokens", "prefilled_tokens", "cached_tokens"),
 )
-"""Counters that each engine has for itself."""
+"""Counters of `LoopStats` that are counted for each engine, not for the whole loop."""
 
 
 class _Asked(NamedTuple):
-    """A request in the loop: its engine, its number in that engine, and the number of tokens
-    delivered.
+    """A request in the shared loop: its engine, its number in that engine, and its number of prompt
+    tokens.
     """
 
     member: SharedWorker
@@ -195,7 +198,7 @@ class _Asked(NamedTuple):
 
 
 class _Host:
-    """A loop and the engines that share it."""
+    """A shared loop, and the engines that use it."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.members: list[SharedWorker] = []
@@ -208,7 +211,7 @@ class _Host:
         self._lock = threading.Lock()
 
     def start(self) -> WorkerReady:
-        """Start the loop once; engines that arrive meanwhile wait.
+        """Start the loop, if it has not been started; engines that open meanwhile wait.
 
         :raises EngineError: the loop could not be started.
         """
@@ -218,7 +221,7 @@ class _Host:
             return self._ready
 
     def chain_of(self, config: WorkerConfig) -> int:
-        """Return the number of a model in the loop; a new model is announced to the loop first."""
+        """Return a model's number in the loop; if the model is new, add it to the loop."""
         with self._lock:
             if config.folder not in self._chains:
                 self._chains[config.folder] = len(self._chains)
@@ -226,14 +229,14 @@ class _Host:
             return self._chains[config.folder]
 
     def submit(self, asked: _Asked, request: SampleRequest | ScoreRequest, chain: int) -> None:
-        """Send a request to the loop under the next number."""
+        """Send a request to the loop, with the loop's next request number."""
         with self._lock:
             self._last += 1
             self.asked[self._last] = asked
             self._worker.send(Submit(self._last, request, chain))
 
     def cancel(self, member: SharedWorker, request_id: int | None = None) -> int:
-        """Cancel one request of an engine, or all; return the number of unanswered ones."""
+        """Cancel one request of an engine, or all its requests; return how many were cancelled."""
         with self._lock:
             mine = [number for number, asked in self.asked.items() if asked.member is member]
             gone = [
@@ -250,7 +253,8 @@ class _Host:
         }
         with self._lock:
             for reply in report.replies:
-                if not reply.request_id:  # the reply reports the loop's end to all requests
+                # a reply without a number reports to all engines that the loop has ended
+                if not reply.request_id:
                     for heard in replies.values():
                         heard.append((reply, 0))
                 elif (asked := self.asked.pop(reply.request_id, None)) and asked.member in replies:
@@ -264,7 +268,7 @@ class _Host:
             member.receive(heard, report.stats, in_flight[member])
 
     def leave(self, member: SharedWorker) -> None:
-        """Remove an engine; the loop ends with its last engine."""
+        """Remove an engine; close the loop if no other engine uses it."""
         with _HOSTS_LOCK:
             if member in self.members:
                 self.members.remove(member)
@@ -274,7 +278,7 @@ class _Host:
             self._worker.close()
 
     def _retire(self) -> None:
-        """Make engines that open from now on start a new loop."""
+        """Forget this loop, so that engines that open later start a new one."""
         with _HOSTS_LOCK:
             for key in [key for key, known in _HOSTS.items() if known is self]:
                 del _HOSTS[key]

@@ -1,4 +1,6 @@
-"""The executor that sends steps through ranges of layers in several workers."""
+"""The executor that sends the rows of a step from worker to worker, each of which computes some
+ranges of layers.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,10 @@ from atts.local.messages import FailureReply, WorkerConfig
 
 _NONE: Ints = np.zeros(0, dtype=np.int64)
 Bring = Callable[[int, Ints], Held]
-"""Function that requests the keys and values of some slots from a worker."""
+"""Function that fetches the keys and values of some slots from the worker with this number."""
 _LATEST = 0.1
-"""Weight of the latest time in a mean. The least time of a hop rises by a hundredth of this weight
-per step, so it can adapt.
+"""Weight of the latest time in a running mean. The recorded least time of a message rises by a
+hundredth of this weight per step, so that old minima lose effect.
 """
 
 
@@ -48,29 +50,31 @@ class StageShare(NamedTuple):
     """One worker's part of a step."""
 
     worker: int
-    entries: Ints  # entries of the batch
-    # keys and values to receive from other workers, by slots
+    entries: Ints  # indices of the entries of the batch that this worker computes
+    # keys and values from other workers, each with its slots
     brought: Sequence[tuple[Ints, Held]] = ()
-    # earlier tokens that the worker computes again first
+    # earlier tokens whose keys and values the worker computes again, with their inputs
     again: Sequence[tuple[StepBatch, Floats]] = ()
-    slots: Ints = _NONE  # slots whose keys and values the worker has afterwards
+    # slots whose keys and values the worker has after these copies and computations
+    slots: Ints = _NONE
 
 
 class StageCosts:
-    """Measured times of the workers of one stage."""
+    """Measured times of the workers that have one range of layers."""
 
     def __init__(self, setup: StageSetup) -> None:
         model = setup.config.model
         number = 2 if setup.config.options.dtype == "bfloat16" else 4
-        # bytes of keys and values per token
+        # bytes of one token's keys and values
         self._bytes = 2 * len(setup.layers) * model.num_kv_heads * model.head_dim * number
-        self._row = [1e-4, 1e-4]  # seconds per row: for single rows, and for many rows together
-        self._byte = 1e-9  # seconds per byte of keys and values
-        self._hops: dict[int, float] = {}  # least seconds of a message both ways, keyed by worker
+        self._row = [1e-4, 1e-4]  # seconds per row: with few rows per sequence, and with many
+        self._byte = 1e-9  # seconds to copy one byte of keys and values between workers
+        # keyed by worker: least seconds that a message and its answer take on the way
+        self._hops: dict[int, float] = {}
 
     def heard(self, worker: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """Learn from a part of a step: the time from sending to answer, and the time within the
-        worker.
+        """Learn the times of a worker's part of a step: from sending it to the answer, and within
+        the worker.
         """
         whole, inside = seconds
         is_many = rows >= MANY * sequences
@@ -80,14 +84,14 @@ class StageCosts:
     def brought(self, size: int, seconds: float) -> None:
         """Learn the time of fetching keys and values of `size` bytes.
 
-        They are sent twice, from a worker to the loop and from the loop to a worker; `seconds` is the
-        time of the first half.
+        Keys and values are sent twice: from a worker to the loop, and from the loop to another
+        worker. `seconds` is the time of the first transfer.
         """
         self._byte += _LATEST * (2 * seconds / size - self._byte)
 
     def instance(self, worker: int, own: tuple[int, bool], lacks: int, wait: float) -> Instance:
-        """Describe a worker for one sequence: seconds to compute its new tokens, and to copy or
-        recompute earlier ones.
+        """Estimate a worker's times for one sequence: to compute its new tokens, and to copy or
+        recompute the `lacks` earlier tokens that the worker lacks.
         """
         hop = self._hops.get(worker, 0.0)
         fed, is_there = own
@@ -100,37 +104,40 @@ class StageCosts:
 class _Sequences(NamedTuple):
     """The sequences of one step."""
 
-    # [sequences, 3] row of the slot table, offset of its position in the angle tables, model
+    # [sequences, 3] a sequence's row in the slot table, its offset in the angle tables, its model
     whose: Ints
-    entries: Ints  # the sequence of each entry of the batch
+    entries: Ints  # for each entry of the batch, the index of its sequence
     fed: Ints
     slots: Ints  # [sequences, positions]
-    # [workers, sequences, positions] whether the worker lacks keys and values of a position before
-    # the new tokens
+    # [workers, sequences, positions] whether the worker lacks the keys and values of this earlier
+    # position
     lacks: NDArray[np.bool_]
 
 
 class KvResidency:
-    """Inputs of a stage by slots, from which any of its workers can continue, and which worker has
-    which slots computed.
+    """The stored inputs of a stage, one per slot, from which any worker can compute keys and values
+    again. It also records which worker has the keys and values of which slots.
     """
 
     def __init__(self, workers: int, slots: int, width: int) -> None:
         self.rows = np.zeros((slots, width), dtype=np.float32)
-        # number of rows of the same sequence that were computed together with each row, at most
-        # MANY
+        # for each slot: how many rows of its sequence were computed in the same step, at most MANY
         self._together = np.ones(slots, dtype=np.int64)
         self.held: NDArray[np.bool_] = np.zeros((workers, slots), dtype=np.bool_)
 
     def note(self, batch: StepBatch, rows: Floats) -> None:
-        """Store the inputs of new tokens, which no worker has computed yet."""
+        """Store the inputs of new tokens, and record that no worker has their keys and values
+        yet.
+        """
         counts = np.diff(batch.query_starts)
         self.rows[batch.slots] = rows
         self._together[batch.slots] = np.minimum(counts, MANY).repeat(counts)
         self.held[:, batch.slots] = False
 
     def has(self, worker: int, batch: StepBatch, table: SlotIds) -> NDArray[np.bool_]:
-        """Return for each entry of a batch whether a worker has all earlier tokens of its sequence."""
+        """Return for each entry of a batch whether a worker has the keys and values of all earlier
+        tokens of the entry's sequence.
+        """
         step = self._lacking(batch, table)
         has_all: NDArray[np.bool_] = ~step.lacks[worker].any(axis=1)[step.entries]
         return has_all
@@ -143,12 +150,12 @@ class KvResidency:
         waits: dict[int, float],
         bring: Bring,
     ) -> list[StageShare]:
-        """Divide the sequences of a step among workers: each goes to the worker that would finish
-        it first.
+        """Divide the sequences of a step among workers: a sequence goes to the worker that would
+        finish it first.
 
-        `waits` has the time when each worker is free, and is updated to the time when it finishes.
+        `waits` has the seconds until each worker is free; the new work is added to it.
 
-        :raises EngineUnavailable: a worker that has needed keys and values has ended.
+        :raises EngineUnavailable: a worker ended from which keys and values were to be copied.
         """
         step = self._lacking(batch, table)
         workers = list(waits)
@@ -215,8 +222,8 @@ class KvResidency:
             if len(missing):
                 again.append(self._again(step.whose[at], step.slots[at], missing))
         brought = list[tuple[Ints, Held]]()
-        # `lacks` was computed before these requests; replies that arrive meanwhile count in later
-        # steps
+        # `lacks` was computed before the calls of `bring`; answers that arrive during these calls
+        # count only in later steps
         for other, lacks in enumerate(step.lacks):
             theirs = np.intersect1d(moved, step.slots[is_brought & ~lacks])
             if len(theirs):
@@ -225,11 +232,12 @@ class KvResidency:
         return StageShare(worker, entries, brought, again, done.nonzero()[0])
 
     def _again(self, whose: Ints, slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
-        """Return earlier rows of a sequence in the same groups as before, so that results are equal
-        to the bit.
+        """Return a batch that computes earlier rows of a sequence again, in the same groups as
+        before, so that results are equal to the bit.
 
-        `whose` has the sequence's row of the slot table, its offset in the angle tables, and its
-        model. A group of which only a part is missing is padded with rows whose slot is never read.
+        `whose` has the sequence's row in the slot table, its offset in the angle tables, and its
+        model. If only a part of a group is missing, rows whose slot is never read are added to the
+        group.
         """
         kinds = self._together[slots[missing]]
         is_new = np.append(True, (np.diff(missing) != 1) | (np.diff(kinds) != 0))
@@ -262,12 +270,14 @@ class KvResidency:
 
 
 class LayerRange:
-    """A range of layers: the models that contain it, the workers that have it, and its inputs."""
+    """A range of layers: the models that contain it, the workers that have loaded it, and its
+    stored inputs.
+    """
 
     def __init__(self, setup: StageSetup, nodes: int) -> None:
         self.setup = setup
         self.members = dict[int, StageSetup]()
-        self.homes = list[int]()  # the workers that should have this range
+        self.homes = list[int]()  # numbers of the workers that should have this range
         self.holders = set[int]()
         self.loading = Counter[int]()
         self.failure: EngineError | None = None
@@ -284,7 +294,7 @@ class LayerRange:
             )
 
     def join(self, node: WorkerHandle, setups: Sequence[StageSetup]) -> None:
-        """Send the range, or the parts that models add to it, to a worker."""
+        """Ask a worker to load this range for these models."""
         self.failure = None
         self.loading[node.number] += 1
         node.ask([*setups], partial(self._joined, node.number))
@@ -293,32 +303,32 @@ class LayerRange:
         self.loading[number] -= 1
         if isinstance(answer, FailureReply):
             self.failure = answer.error(self.setup.config.name)
-        # the worker keeps the range until its pending replies have arrived
+        # the range counts as loaded after the worker has answered all requests to load it
         elif answer is None and not self.loading[number]:
             self.holders.add(number)
         self.loading += Counter()
 
     def leave(self, number: int) -> None:
-        """Remove the range from a worker."""
+        """Record that a worker no longer has this range."""
         self.holders.discard(number)
         if self.kept is not None:
             self.kept.held[number] = False
 
     def forget(self, number: int, slots: SlotIds) -> None:
-        """Forget which slots a worker has computed."""
+        """Record that a worker no longer has the keys and values of these slots."""
         if self.kept is not None:
             self.kept.held[number, slots] = False
 
     def heard(self, number: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """Learn from a part of a step: the time from sending to answer, and the time within the
-        worker.
+        """Learn the times of a worker's part of a step: from sending it to the answer, and within
+        the worker.
         """
         self.costs.heard(number, rows, sequences, seconds)
         self.seconds += seconds[1]
 
     def demand(self, seconds: float) -> Demand:
-        """Return the range's number of layers, and the number of workers that its work of these
-        seconds keeps busy.
+        """Return the range's size in layers, and the number of workers that its work kept busy in
+        the last `seconds` seconds.
         """
         size = len(self.setup.layers)
         busy = self.seconds / seconds / max(1, len(self.holders))
@@ -326,28 +336,32 @@ class LayerRange:
 
 
 _LOOKED_AT = 256
-"""Number of steps between two checks of the placement of ranges."""
+"""Number of steps after which the placement of ranges is checked again."""
 _FEWER = 0.8
-"""Ranges are moved only if the number of rows sent between workers falls at least to this share."""
+"""Ranges are moved only if this reduces the number of rows sent between workers to this share or
+less.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """A step in progress; each entry waits for, or is in, a range of its model."""
+    """A step in progress. `levels` has, for each entry of the batch, the index of its next or
+    current range.
+    """
 
     batch: StepBatch
     table: SlotIds
     rows: Floats
-    hidden: Floats  # rows after the last range
+    hidden: Floats  # rows of the results, after the last range
     chains: Ints
     levels: Ints
-    visits: int = 0  # parts that workers are computing
+    visits: int = 0  # number of parts that workers are computing now
     error: Exception | None = None
 
     @classmethod
     def of(cls, batch: StepBatch, table: SlotIds, width: int) -> InFlightStep:
-        """Start a step before its first range; without named models, all entries belong to the
-        first model.
+        """Create a step whose entries are all at their first range. If the batch names no models,
+        all entries belong to the first model.
         """
         entries = len(batch.table_rows)
         rows = len(batch.tokens)
@@ -360,7 +374,9 @@ class InFlightStep:
 
 
 class _Stop(NamedTuple):
-    """The entries of a step in one range on a worker, with their rows and logit rows in the step."""
+    """The entries of a step that a worker computes in one range, with their rows and logit rows in
+    the step.
+    """
 
     held: LayerRange
     entries: Ints
@@ -370,11 +386,11 @@ class _Stop(NamedTuple):
 
 
 class StageExecutor:
-    """The ranges of one model or several models, in workers.
+    """Runs steps of one or several models whose ranges of layers are in workers.
 
-    A sequence stays in one worker for all consecutive ranges there. It moves to a worker that would
-    finish sooner, after its keys and values are copied or computed again. If a worker ends, its
-    replacement or other workers do its work.
+    A sequence stays in one worker for all consecutive ranges that the worker has. It may move to a
+    worker that would finish sooner; that worker copies its keys and values, or computes them again.
+    If a worker ends, its replacement or other workers continue its work.
     """
 
     def __init__(
@@ -386,11 +402,11 @@ class StageExecutor:
         worker: StageWorker = "process",
         is_shared: bool = False,
     ) -> None:
-        """Create an executor of at most `most` workers; if `is_shared` is set, the models of a zoo
-        may share their ranges of layers.
+        """Create an executor of at most `most` workers. With `is_shared`, models of a zoo may share
+        ranges of layers.
 
-        A range with a single worker stores no inputs, because no other worker can continue from
-        them.
+        If only one worker can have a range, the range's inputs are not stored, because no other
+        worker could use them.
         """
         self._config = config
         self._build = build
@@ -402,14 +418,15 @@ class StageExecutor:
         self.nodes = list[WorkerHandle]()
         self._spare = Counter[int]()
         self.ranges = dict[str, LayerRange]()
-        self.paths = dict[int, list[LayerRange]]()  # keyed by model
-        self.handed = Counter[tuple[str, str]]()  # rows sent from one range to the next
+        # keyed by the model's number: its ranges in order
+        self.paths = dict[int, list[LayerRange]]()
+        self.handed = Counter[tuple[str, str]]()  # number of rows passed from one range to the next
         self._flights = list[InFlightStep]()
         self._steps = 0
         self._since = perf_counter()
 
     def start(self, label: str) -> int:
-        """Start one more worker, which is replaced once if it ends; return its number.
+        """Start another worker, which is replaced once if it ends; return its number.
 
         :raises EngineError: the worker cannot be started.
         """
@@ -419,7 +436,7 @@ class StageExecutor:
         return number
 
     def start_here(self) -> None:
-        """Add this process as a worker."""
+        """Add a worker that runs in this process."""
         self.nodes.append(WorkerHandle(len(self.nodes), "", WorkerHere(self._build)))
 
     def _started(self, number: int, label: str) -> WorkerHandle:
@@ -429,8 +446,8 @@ class StageExecutor:
     def add(
         self, setups: Sequence[StageSetup], chain: int = 0, homes: Sequence[list[int]] = ()
     ) -> None:
-        """Add the ranges of a model in order, in the given workers or near the model's other
-        ranges.
+        """Add a model's ranges in order, and make workers load them: the workers `homes`, or
+        workers near the model's other ranges.
         """
         path = self.paths[chain] = list[LayerRange]()
         for setup in setups:
@@ -456,7 +473,7 @@ class StageExecutor:
     def load(self, chain: int = 0) -> None:
         """Wait until all new ranges of a model are loaded.
 
-        :raises EngineError: a range cannot be loaded; the model is removed.
+        :raises EngineError: a range cannot be loaded; the model was removed again.
         """
         path = self.paths[chain]
         while any(held.loading for held in path):
@@ -476,19 +493,23 @@ class StageExecutor:
                 self._let_go(held, held.holders.copy())
 
     def _fill(self, layer_range: LayerRange) -> None:
-        """Make the workers that should have a range load it, if they have not loaded it."""
+        """Make each worker that should have a range load it, unless the worker has it or is loading
+        it.
+        """
         for home in layer_range.homes:
             if home not in layer_range.holders and not layer_range.loading[home]:
                 layer_range.join(self.nodes[home], list(layer_range.members.values()))
 
     def _let_go(self, layer_range: LayerRange, numbers: set[int]) -> None:
-        """Remove a range from some workers."""
+        """Make some workers unload a range."""
         for number in numbers:
             layer_range.leave(number)
             self.nodes[number].ask(Leave(layer_range.setup.name), lambda answer: None)
 
     def _placed(self) -> dict[str, list[int]]:
-        """Place ranges with `placement.placed`, with the least room per worker that works."""
+        """Place ranges on workers with `placement.placed`, with the smallest room per worker for
+        which enough copies of every range fit.
+        """
         seconds = max(1e-3, perf_counter() - self._since)
         alive = [node for node in self.nodes if node.error is None]
         demands = {name: held.demand(seconds) for name, held in self.ranges.items()}
@@ -509,7 +530,9 @@ class StageExecutor:
             room *= 1.1
 
     def place(self) -> None:
-        """Move ranges if fewer rows would be sent between workers; old counts lose weight."""
+        """Move ranges if clearly fewer rows would then be sent between workers; halve the counts of
+        rows, so that old ones lose weight.
+        """
         wanted = self._placed()
         crossing = self.crossing({name: held.homes for name, held in self.ranges.items()})
         if self.crossing(wanted) <= _FEWER * crossing - 1:
@@ -523,15 +546,15 @@ class StageExecutor:
             held.seconds = 0.0
 
     def crossing(self, homes: Mapping[str, Sequence[int]]) -> int:
-        """Count the rows that would be sent between workers under this placement."""
+        """Count the rows that would have been sent between workers with this placement."""
         return sum(
             count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]}
         )
 
     def begin(self, flight: InFlightStep) -> None:
-        """Start a step.
+        """Begin a step without waiting for its results.
 
-        :raises EngineUnavailable: a range has no worker left.
+        :raises EngineUnavailable: no worker is left for a range.
         """
         for chain, count in Counter(flight.chains.tolist()).items():
             for one, two in pairwise(self.paths[chain]):
@@ -543,9 +566,10 @@ class StageExecutor:
         self._go_on(0.0)
 
     def end(self, flight: InFlightStep) -> Floats:
-        """Return the rows after the last range; raise the error that stopped the step.
+        """Wait for a step that was begun, and return its results; raise the error that stopped the
+        step, if there is one.
 
-        :raises EngineUnavailable: a range has no worker left.
+        :raises EngineUnavailable: no worker is left for a range.
         """
         while flight in self._flights:
             self._go_on(None)
@@ -579,7 +603,9 @@ class StageExecutor:
                 self._send(flight)
 
     def _mend(self, node: WorkerHandle, error: EngineUnavailable) -> None:
-        """Replace a worker that has ended, once; after that, other workers do its work."""
+        """Replace a worker that has ended. If it was replaced before, give its ranges to other
+        workers.
+        """
         number = node.number
         lost = list[LayerRange]()
         for held in self.ranges.values():
@@ -604,10 +630,10 @@ class StageExecutor:
             self._fill(held)
 
     def _send(self, flight: InFlightStep) -> None:
-        """Send every entry to a worker that has its next range; wait for a worker that is loading
-        the range.
+        """Send every entry to a worker that has the entry's next range. Entries whose range is
+        still being loaded wait.
 
-        :raises EngineUnavailable: no worker could load the range.
+        :raises EngineUnavailable: no worker could load a range.
         """
         waits = {node.number: node.wait for node in self.nodes}
         starts = defaultdict[int, dict[LayerRange, StageShare]](dict)
@@ -620,7 +646,7 @@ class StageExecutor:
                     starts[share.worker][held] = share._replace(entries=entries[share.entries])
             except (
                 EngineUnavailable
-                # a process with a part of the model ended; work is divided again after it is replaced
+                # a worker has ended; the work is divided again after it is replaced
             ):
                 return
         for number, own in starts.items():
@@ -629,7 +655,7 @@ class StageExecutor:
     def _before(
         self, flight: InFlightStep, levels: Ints, entries: Ints
     ) -> list[tuple[LayerRange, Ints]]:
-        """Return the next range of each of these entries."""
+        """Group these entries by their next range."""
         found = dict[LayerRange, list[int]]()
         chains = flight.chains.tolist()
         places = levels.tolist()
@@ -642,8 +668,8 @@ class StageExecutor:
     def _divided(
         self, held: LayerRange, flight: InFlightStep, entries: Ints, waits: dict[int, float]
     ) -> list[StageShare]:
-        """Divide entries among workers; `waits` has the time when each worker is free, and is
-        updated to the time when it finishes.
+        """Divide the entries of a range among workers. `waits` has the seconds until each worker is
+        free; the new work is added to it.
         """
         if held.kept is None:
             return [StageShare(next(iter(held.holders)), np.arange(len(entries)))]
@@ -654,7 +680,7 @@ class StageExecutor:
         return shares
 
     def _bring(self, held: LayerRange, number: int, slots: Ints) -> Held:
-        """Copy keys and values from a worker that has them to a worker that lacks them."""
+        """Fetch the keys and values of some slots from a worker, and measure the time."""
         began = perf_counter()
         gift: Held = self.nodes[number].at_once(Wanted(held.setup.name, slots))
         held.costs.brought(gift.nbytes, perf_counter() - began)
@@ -667,7 +693,9 @@ class StageExecutor:
         starts: Mapping[LayerRange, StageShare],
         seconds: float,
     ) -> None:
-        """Send a worker its entries, each with all consecutive ranges that the worker has."""
+        """Send a worker its entries of a step; it computes each entry in all consecutive ranges
+        that it has.
+        """
         entries = np.sort(np.concatenate([share.entries for share in starts.values()]))
         batch, rows, _ = part_of(flight.batch, entries)
         table = flight.table
@@ -683,8 +711,8 @@ class StageExecutor:
         node.ask(visit, partial(self._visited, flight, node, stops), seconds)
 
     def _way(self, flight: InFlightStep, number: int, entries: Ints) -> Iterator[_Stop]:
-        """Yield the consecutive ranges of entries in a worker, as long as the worker has all inputs
-        of the next one.
+        """Yield the ranges that a worker computes for these entries one after the other. An entry
+        leaves the worker before a range that the worker lacks, or lacks keys and values for.
         """
         levels = flight.levels.copy()
         stays = np.zeros(len(flight.levels), dtype=np.bool_)
@@ -708,15 +736,16 @@ class StageExecutor:
         stops: Sequence[tuple[_Stop, Ints]],
         answer: StageReply | EngineUnavailable,
     ) -> None:
-        """Receive a worker's results, range by range; if the worker has ended, its entries wait for
-        their first range again.
+        """Receive a worker's results for each range. If the worker has ended, its entries are sent
+        again from the same range.
         """
         flight.visits -= 1
         if isinstance(answer, EngineUnavailable):
             return
         if isinstance(answer.rows, Exception):
             flight.error = answer.rows
-            # the worker may have done any part of the work, so none of these slots counts as filled
+            # the failed worker may have done any part of the work, so none of these slots counts as
+            # filled on it
             for stop, _ in stops:
                 stop.held.forget(node.number, flight.table[stop.batch.table_rows])
             return
@@ -725,7 +754,7 @@ class StageExecutor:
             held = stop.held
             if held.kept is not None:
                 held.kept.note(stop.batch, flight.rows[stop.rows])
-                # otherwise the request to release the slots is sent later
+                # a worker that must unload the range loses these slots
                 if node.number in held.holders:
                     held.kept.held[node.number, np.append(had, stop.batch.slots)] = True
             held.heard(node.number, len(stop.rows), len(stop.entries), (seconds + hop, seconds))
@@ -737,6 +766,6 @@ class StageExecutor:
 
 
 def _end(workers: Sequence[Worker]) -> None:
-    """Close the workers when their owner is garbage-collected, or when Python exits."""
+    """Close the workers; called when their owner is garbage-collected or Python exits."""
     for worker in workers:
         worker.close()

@@ -1,7 +1,7 @@
 """Workers that hold ranges of layers: processes, actors of a Ray cluster, or this process.
 
 A worker process runs this file as its main program. The message classes are in `stages`, so that
-both sides import the same classes.
+the engine's process and its workers import the same classes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from atts.local.messages import GONE
 from atts.local.worker import worker_environment
 
 _END_SECONDS = 1.0
-"""Seconds that a silent process gets to end."""
+"""Most seconds to wait for the exit code of a process that does not answer."""
 
 
 class Worker(Protocol):
-    """A worker that answers each message before the next one is sent."""
+    """A worker that receives one message at a time: its answer must be taken before the next
+    message is sent.
+    """
 
     def send(self, message: object) -> None:
         """Send a message.
@@ -45,7 +47,7 @@ class Worker(Protocol):
         ...
 
     def take(self) -> Any:
-        """Wait for the answer.
+        """Wait for the answer to the message, and return it.
 
         :raises EngineUnavailable: the worker has ended.
         """
@@ -57,14 +59,14 @@ class Worker(Protocol):
 
 
 class WorkerHere:
-    """A worker in this process."""
+    """A worker that runs in the caller's process."""
 
     def __init__(self, build: BuildStage) -> None:
         self._server = StageServer(build)
         self._answers = list[object]()
 
     def send(self, message: object) -> None:
-        """Handle the message at once."""
+        """Handle the message at once, and keep the answer for `take`."""
         self._answers.append(self._server.answer(message))
 
     def take(self) -> Any:
@@ -72,14 +74,14 @@ class WorkerHere:
         return self._answers.pop()
 
     def close(self) -> None:
-        """Do nothing: this worker has no resources of its own."""
+        """Do nothing, because this worker has no process of its own."""
 
 
 class StageProcess:
-    """A worker in its own process."""
+    """A worker that runs in its own process."""
 
     def __init__(self, name: str, label: str, build: BuildStage) -> None:
-        """Start the process, for an engine; `label` names its layers in messages.
+        """Start the worker's process for the engine `name`. Error messages call the worker `label`.
 
         :raises EngineUnavailable: the system cannot start the process.
         """
@@ -105,7 +107,8 @@ class StageProcess:
             ) from error
         finally:
             theirs.close()
-        with suppress(*GONE):  # a lost process is noticed because its answers are missing
+        # a process that has ended is noticed later, because its answers are missing
+        with suppress(*GONE):
             self._pipe.send(build)
 
     def send(self, message: object) -> None:
@@ -119,7 +122,7 @@ class StageProcess:
             raise self._lost() from error
 
     def take(self) -> Any:
-        """Wait for the answer.
+        """Wait for the answer to the message, and return it.
 
         :raises EngineUnavailable: the process has ended.
         """
@@ -146,8 +149,8 @@ class StageProcess:
 
     @staticmethod
     def ready(processes: Sequence[Any], seconds: float | None) -> list[StageProcess]:
-        """Wait up to this many seconds for answers (None: forever); return the workers that have
-        answered or ended.
+        """Wait up to this many seconds (None: forever) until a worker has answered or ended; return
+        all workers that have.
         """
         poll = select.poll()
         numbers = [process._pipe.fileno() for process in processes]
@@ -160,12 +163,12 @@ class StageProcess:
 
 
 class StageActor(StageServer):
-    """The part of a worker that runs in an actor; messages come as bytes, because arrays that Ray
-    unpacks cannot be written to.
+    """The part of a worker that runs in a Ray actor. Messages are sent as bytes, because arrays
+    that Ray unpacks are read-only.
     """
 
     def answer_bytes(self, message: bytes) -> bytes:
-        """Return the answer to a message."""
+        """Answer a message; message and answer are pickled."""
         return _bytes(self.answer(pickle.loads(message)))
 
 
@@ -173,9 +176,10 @@ class RayStage:
     """A worker that is a Ray actor, with as many cores and GPUs as the engine's own actor."""
 
     def __init__(self, name: str, label: str, build: BuildStage) -> None:
-        """Start the actor, on another node if there is one; `label` names its layers in messages.
+        """Start the actor, on another node of the Ray cluster if there is one. Error messages call
+        the worker `label`.
 
-        :raises UnsupportedByEngine: this process is not an actor.
+        :raises UnsupportedByEngine: this process is not a Ray actor.
         """
         self._name = name
         self._label = label
@@ -188,14 +192,14 @@ class RayStage:
         }
         actor: Any = self._ray.remote(StageActor).options(**limits, max_restarts=0)
         self._actor: Any = actor.remote(build)
-        self._answer: Any = None  # Ray objects of answers that have not arrived
+        self._answer: Any = None  # Ray object of the answer that was not taken yet
 
     def send(self, message: object) -> None:
         """Send a message."""
         self._answer = self._actor.answer_bytes.remote(_bytes(message))
 
     def take(self) -> Any:
-        """Wait for the answer.
+        """Wait for the answer to the message, and return it.
 
         :raises EngineUnavailable: the actor has ended.
         """
@@ -216,8 +220,8 @@ class RayStage:
 
     @staticmethod
     def ready(actors: Sequence[Any], seconds: float | None) -> list[RayStage]:
-        """Wait as for processes; return the workers that have answered or ended, among those with
-        an open message.
+        """Wait up to this many seconds (None: forever) until an actor with an unanswered message
+        has answered or ended; return all actors that have.
         """
         asked = {actor._answer: actor for actor in actors if actor._answer is not None}
         answered, _ = (
@@ -242,42 +246,44 @@ def _bytes(message: object) -> bytes:
 
 
 KINDS: dict[str, type[StageProcess | RayStage]] = {"process": StageProcess, "ray": RayStage}
-"""Worker classes by the value of the option `stage_worker`."""
+"""Worker class for each value of the option `stage_worker`."""
 
 
 Receive = Callable[[Any], object]
-"""Callback for the answer to a message, or for the error instead of an answer."""
+"""Callback that receives the answer to a message, or the error if there is no answer."""
 
 
 class WorkerHandle:
-    """A worker and its queue of messages, which are sent one after the other."""
+    """A worker with a queue of messages; the next message is sent when the last one is answered."""
 
     def __init__(self, number: int, label: str, worker: Worker) -> None:
         self.number = number
         self.label = label
         self.worker = worker
-        # expected time when the worker has finished its messages, and the time of the last message
+        # `due`: time when the worker is expected to have answered all messages; `sent`: time when
+        # the last message was sent
         self.due = self.sent = 0.0
         self._queue = deque[tuple[object, Receive]]()
-        self._heard: Receive | None = None  # receiver of the next answer
+        # callback for the pending answer; None if no answer is pending
+        self._heard: Receive | None = None
         self.error: EngineUnavailable | None = None
         self._table: SlotIds = np.zeros(
             (0, 0), dtype=np.int32
-        )  # rows of the slot table, as far as the worker has them
+        )  # copy of the slot table as the worker knows it
 
     @property
     def is_asked(self) -> bool:
-        """Return whether an answer is pending."""
+        """Return whether the worker has not answered the last message yet."""
         return self._heard is not None
 
     @property
     def wait(self) -> float:
-        """Return the expected seconds until the worker is free."""
+        """Return the expected seconds until the worker has answered all messages."""
         return max(0.0, self.due - perf_counter()) if self.is_asked else 0.0
 
     def ask(self, message: object, receive: Receive, seconds: float = 0.0) -> None:
-        """Send a message after the earlier ones are answered; it is expected to take this many
-        seconds.
+        """Send a message as soon as all earlier messages are answered. The worker is expected to
+        need `seconds` for it.
         """
         if self.error is not None:
             receive(self.error)
@@ -300,7 +306,9 @@ class WorkerHandle:
                     self.receive()
 
     def receive(self) -> None:
-        """Receive an answer; if none is pending, a readable pipe means that the worker has ended."""
+        """Receive the pending answer. If no answer is pending, the pipe was readable because the
+        worker has ended.
+        """
         try:
             answer = self.worker.take()
         except EngineUnavailable as error:
@@ -312,7 +320,7 @@ class WorkerHandle:
             heard(answer)
 
     def at_once(self, message: object) -> Any:
-        """Return the answer to a message, which is sent before the messages in the queue.
+        """Send a message before those in the queue, and return its answer.
 
         :raises EngineUnavailable: the worker has ended.
         """
@@ -328,7 +336,9 @@ class WorkerHandle:
         raise self.error
 
     def news(self, batch: StepBatch, table: SlotIds) -> News:
-        """Return the part of the slot table that was not sent yet, for the sequences of a step."""
+        """Return the entries of the slot table that changed since they were sent, for the sequences
+        of a step.
+        """
         if self._table.shape != table.shape:
             self._table = np.zeros_like(table)
         used = np.unique(batch.table_rows)
@@ -339,7 +349,7 @@ class WorkerHandle:
         return changes
 
     def _lose(self, error: EngineUnavailable) -> None:
-        # the error's frames would keep the receiver in memory
+        # drop the traceback, because its frames would keep the callback in memory
         self.error = error.with_traceback(None)
         self.worker.close()
         waiting = [self._heard, *(receive for _, receive in self._queue)]
@@ -351,7 +361,9 @@ class WorkerHandle:
 
 
 def main() -> None:
-    """Answer messages until the other side closes the pipe; the main function of a worker process."""
+    """Answer messages until the engine's process closes the pipe; this is the main function of a
+    worker process.
+    """
     end_with(int(sys.argv[1]))
     pipe = Connection(int(sys.argv[2]))
     with suppress(*GONE):  # the pipe is closed because the parent has ended

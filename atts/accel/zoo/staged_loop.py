@@ -1,5 +1,5 @@
-"""Models whose layers are in workers, and a step loop that runs several of their steps at the same
-time.
+"""Models whose layers are computed by workers, and a step loop that has several steps in progress
+at the same time.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from atts.local.scheduler import Scheduler, SchedulerConfig
 
 
 class StagedModel(ManyModels[RangedModel]):
-    """A model in stages, whose first stage is in this process; or models of a zoo, which share some
-    ranges of layers.
+    """One model in stages, whose first stage is in this process; or several models of a zoo that
+    share ranges of layers.
 
-    Embeddings and heads are in this process. Cached prompts belong to one model and are not lent to
-    others.
+    Embeddings and heads are in this process. Cached prompts are not shared between models.
     """
 
     def __init__(
@@ -53,8 +52,8 @@ class StagedModel(ManyModels[RangedModel]):
         options: StageOptions,
         is_shared: bool = False,
     ) -> None:
-        """Create a model in stages. `cache` belongs to the `first` stage, or is a cache of no
-        layers; returned states have its type and device.
+        """Create a model in stages. `cache` is the cache of the `first` stage, or has no layers.
+        Returned hidden states have its data type and device.
         """
         self._line = line
         self.cache = cache
@@ -67,7 +66,9 @@ class StagedModel(ManyModels[RangedModel]):
         super().__init__(load, config)
 
     def _relate(self, number: int, chain: Chain[RangedModel], divide: OnSplit) -> None:
-        """Make workers load the layers of a zoo's model that they do not have."""
+        """Add the ranges of a zoo's model, and wait until workers have loaded those that they
+        lack.
+        """
         config = self._configs[number]
         options = self._configs[0].options
         if self._is_shared:
@@ -86,7 +87,7 @@ class StagedModel(ManyModels[RangedModel]):
 
     @property
     def device_name(self) -> str:
-        """Describe the workers and devices of the stages."""
+        """Describe the device and the number of stages or worker processes."""
         name = self._model.device_name
         if self._is_shared:
             return f"{name}, shared blocks in {len(self._line.nodes)} processes"
@@ -95,9 +96,10 @@ class StagedModel(ManyModels[RangedModel]):
         return f"{name}, {options.stages} stages{replicas}"
 
     def begin(self, batch: StepBatch, table: SlotIds) -> InFlightStep:
-        """Start a step; an error in this process is raised when the step ends.
+        """Begin a step without waiting for its results. An error in this process is raised when the
+        step ends.
 
-        :raises EngineUnavailable: a range has no worker left.
+        :raises EngineUnavailable: no worker is left for a range.
         """
         flight = InFlightStep.of(batch, table, self._configs[0].model.hidden_size)
         try:
@@ -112,7 +114,9 @@ class StagedModel(ManyModels[RangedModel]):
         return flight
 
     def _embed(self, flight: InFlightStep) -> None:
-        """Return the first rows, from the embeddings of each model."""
+        """Write the embeddings of a step's tokens into its rows, each with the embedding of its
+        model.
+        """
         batch = flight.batch
         owners = self._alike(0)[flight.chains].repeat(np.diff(batch.query_starts))
         for chain in np.unique(owners):
@@ -121,7 +125,7 @@ class StagedModel(ManyModels[RangedModel]):
             np.copyto(flight.rows, own, where=(owners == chain)[:, None])
 
     def end(self, flight: InFlightStep) -> Tensor:
-        """Return the result of `forward` for a step that was begun."""
+        """Wait for a step that was begun, and return what `forward` returns."""
         hidden = self._line.end(flight)
         batch = flight.batch
         if self._first is not None:
@@ -135,12 +139,14 @@ class StagedModel(ManyModels[RangedModel]):
         return self._owned(hidden, owners)
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """Return the final, normed hidden states of the batch's `logit_rows`;"""
+        """Return the final, normed hidden states of the batch's `logit_rows`."""
         return self.end(self.begin(batch, table))
 
 
 def _ends(config: WorkerConfig, stages: int) -> list[int]:
-    """Divide layers about evenly, and wherever models of the zoo begin or stop to share layers."""
+    """Return the bounds of ranges of layers: about equal ranges, divided also where models of the
+    zoo begin or stop to share layers.
+    """
     layers = config.model.num_layers
     stages = min(stages, config.model.num_layers)
     names = list[list[str]]()
@@ -149,9 +155,11 @@ def _ends(config: WorkerConfig, stages: int) -> list[int]:
             model = read_model_config(folder, config.name)
             halves = half_names(folder, model, load_ropes(folder, model, config.name))
         except EngineError:
-            continue  # the model is not open, or has ranges of its own
+            # skip a model that cannot be read, because it is not in this loop or has ranges of its
+            # own
+            continue
         names += [halves] * (model.num_layers == layers)
-    # for each half of a layer: the models that share it
+    # for each half of a layer and each model: the first model with an equal half
     alike = [[[*own].index(name) for name in own] for own in zip(*names, strict=True)]
     partings = {
         at for at in range(1, layers) if alike[2 * at : 2 * at + 2] != alike[2 * at - 2 : 2 * at]
@@ -160,18 +168,18 @@ def _ends(config: WorkerConfig, stages: int) -> list[int]:
 
 
 class StagedScheduler(Scheduler):
-    """A scheduler that does not change sequences whose step is in progress."""
+    """A scheduler that leaves sequences unchanged while a step with them is in progress."""
 
     def __init__(self, config: SchedulerConfig, tree: PrefixTree, most_steps: int) -> None:
-        """Create a scheduler with up to `most_steps` steps under way; each step gets its share of
-        all running sequences.
+        """Create a scheduler for up to `most_steps` steps at the same time; each step gets an equal
+        part of the running sequences.
         """
         super().__init__(config, tree)
         self._most_steps = most_steps
         self.under_way = set[Sequence]()
 
     def is_under_way(self, request_id: int) -> bool:
-        """Return whether a request is in a step that was begun."""
+        """Return whether a step with this request is in progress."""
         return self.is_unfinished(request_id) and self.sequence(request_id) in self.under_way
 
     def _candidates(self) -> list[Sequence]:
@@ -186,8 +194,8 @@ class StagedScheduler(Scheduler):
 
 
 class StagedLoop(ManyModelsLoop):
-    """Begins steps before earlier ones have ended; changes to a sequence wait for the end of its
-    step.
+    """A step loop that begins steps before earlier steps have ended. A sequence is changed only
+    after its step has ended.
     """
 
     def __init__(
@@ -200,18 +208,21 @@ class StagedLoop(ManyModelsLoop):
         super().__init__(model, scheduler, token_table, send)
         self._staged = model
         self._steps = scheduler
-        self._under_way = deque[tuple[StepPlan, InFlightStep | None]]()  # the oldest first
+        # steps in progress, the oldest first
+        self._under_way = deque[tuple[StepPlan, InFlightStep | None]]()
         self._ending: InFlightStep | None = None
 
     def run(self, inbox: Inbox) -> None:
-        """Run like any other loop, and end the model's workers with it."""
+        """Run the loop until it ends, then end the model's workers."""
         try:
             super().run(inbox)
         finally:
             self._staged.close()
 
     def step(self) -> None:
-        """Begin a step; first end the oldest one if the number of steps is at its limit."""
+        """Begin a step; then, if as many steps are in progress as allowed or nothing could begin,
+        end the oldest step.
+        """
         began = perf_counter()
         most = self._staged.most_steps
         plan = self._scheduler.schedule()

@@ -1,4 +1,6 @@
-"""Stages of a model: ranges of its layers in workers, and the messages they answer."""
+"""Stages of a model: the ranges of layers that workers compute, and the messages that workers
+answer.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +27,28 @@ from atts.local.messages import FailureReply, WorkerConfig
 Held = NDArray[np.uint8]
 """Keys and values of some slots in some layers, as bytes."""
 News = tuple[Ints, Ints, SlotIds]
-"""Slots that are new in a table, by row and column."""
+"""Changed entries of a slot table: their rows, their columns, and the new slots."""
 
 
 class StageSetup(NamedTuple):
-    """Setup of a worker: some layers of a model, with as many slots and threads as its other
-    workers.
+    """Setup of a worker for one range of layers; all workers of the model have as many slots and
+    threads.
 
-    Models of a zoo share ranges: `name` names their common blocks, and each model adds its own
-    parts.
+    Models of a zoo may share a range. `name` then names their common blocks, and each model adds
+    its own parts, such as an adapter.
     """
 
     config: WorkerConfig
     layers: range
     replicas: int = 1  # number of workers that have these layers
     name: str = ""
-    chain: int = 0  # index of the zoo's model
-    is_shared: bool = False  # whether models of a zoo share the layers
+    chain: int = 0  # number of the model in the loop
+    is_shared: bool = False  # whether models of a zoo may share these layers
 
     @property
     def is_last(self) -> bool:
-        """Return whether the stage has the model's last layer, which computes the requested rows
-        only.
+        """Return whether the stage has the model's last layer, which computes only the rows for
+        which logits are needed.
         """
         return self.layers.stop == self.config.model.num_layers
 
@@ -55,53 +57,58 @@ class StageSetup(NamedTuple):
 
 
 class RangeStep(NamedTuple):
-    """One worker's part of a step in one of its ranges."""
+    """A worker's part of a step in one range of layers."""
 
     name: str
-    entries: Ints  # entries of the visit's batch
-    brought: Sequence[tuple[Ints, Held]] = ()  # keys and values from another worker, by slots
-    # earlier rows whose keys and values are computed again
+    entries: Ints  # indices of the entries of the call's batch
+    # keys and values from other workers, each with its slots
+    brought: Sequence[tuple[Ints, Held]] = ()
+    # earlier rows whose keys and values are computed again, with their inputs
     again: Sequence[tuple[StepBatch, Floats]] = ()
 
 
 class StageCall(NamedTuple):
-    """Sequences of a step that pass through consecutive ranges of a worker."""
+    """Message that makes a worker compute sequences of a step in one or several consecutive
+    ranges.
+    """
 
     batch: StepBatch
     rows: Floats
     shape: tuple[int, ...]  # shape of the slot table
-    news: News  # entries of the slot table that changed since the last visit
+    news: News  # entries of the slot table that changed since the last call
     steps: Sequence[RangeStep]
 
 
 class StageReply(NamedTuple):
-    """The rows after each range, or the error that stopped them, and the time of each range."""
+    """The answer to a `StageCall`: the rows after each range, or the error that stopped the
+    computation, and the seconds of each range.
+    """
 
     rows: Sequence[Floats] | Exception
     seconds: Sequence[float]
 
 
 class Wanted(NamedTuple):
-    """Request to a worker for its keys and values of some slots, which another worker lacks."""
+    """Request for a worker's keys and values in some slots, because another worker lacks them."""
 
     name: str
     slots: Ints
 
 
 class Leave(NamedTuple):
-    """Command to unload a range from a worker."""
+    """Command that makes a worker unload a range of layers."""
 
     name: str
 
 
 class StageModel:
-    """Some layers of a model, with their keys and values."""
+    """The layers of one range, with the cache of their keys and values."""
 
     def __init__(self, setup: StageSetup, model: Layers, cache: Tensor) -> None:
         self.setup = setup
         self.cache = cache
         self._model = model
-        # embeddings, norms and heads of shared layers are in the loop's process
+        # if models share layers, the loop's process computes their embeddings, last norms and heads
         alone = not setup.is_shared
         self._units = (
             int(setup.layers.start > 0 or not alone),
@@ -109,24 +116,24 @@ class StageModel:
         )
 
     def join(self, setup: StageSetup) -> None:
-        """Add a model that has these layers.
+        """Add a model that contains these layers.
 
-        :raises EngineError: the model's own parts cannot be loaded.
+        :raises EngineError: the parts that only this model has cannot be loaded.
         """
 
     def held(self, slots: Ints) -> Held:
-        """Return the keys and values in these slots."""
+        """Return the keys and values of all layers in these slots, as bytes."""
         return self.cache[:, :, torch.from_numpy(slots)].view(torch.uint8).numpy(force=True)
 
     def take(self, slots: Ints, contents: Held) -> None:
-        """Store keys and values from another worker in these slots."""
+        """Write keys and values from another worker into these slots."""
         self.cache[:, :, torch.from_numpy(slots)] = (
             torch.from_numpy(contents).view(self.cache.dtype).to(self.cache)
         )
 
     def run(self, batch: StepBatch, table: SlotIds, rows: Floats) -> Floats:
-        """Return the rows after these layers: all rows, or only the requested ones after the last
-        layer.
+        """Compute these layers and return the rows after them: all rows, or only those that need
+        logits after the model's last layer.
         """
         if not self.setup.is_last:
             every = np.arange(len(batch.tokens))
@@ -140,8 +147,8 @@ class StageModel:
 
 
 class SharedLayers(StageModel):
-    """Layers that several models of a zoo share: rows of all models are computed together, and each
-    adapter is applied to its own rows.
+    """Layers that several models of a zoo share. The rows of all models are computed together; each
+    adapter is applied only to its model's rows.
     """
 
     def __init__(self, setup: StageSetup, model: NativeModel, cache: Tensor) -> None:
@@ -150,7 +157,7 @@ class SharedLayers(StageModel):
         self._adapters = dict[int, PackedAdapter]()
 
     def join(self, setup: StageSetup) -> None:
-        """Add a model.
+        """Add a model that contains these layers, with its adapter if it has one.
 
         :raises EngineError: the model's adapter cannot be used.
         """
@@ -174,16 +181,18 @@ BuildStage = Callable[[StageSetup], StageModel]
 
 
 class StageServer:
-    """Ranges of layers by name, in a worker's process or actor, or in the loop's own process."""
+    """The ranges of layers that one worker has, by name, in a process, a Ray actor or the loop's
+    own process.
+    """
 
     def __init__(self, build: BuildStage) -> None:
         self._build = build
         self._held: dict[str, StageModel] = {}
-        # the slot table, as far as it was received
+        # copy of the loop's slot table, updated by each call
         self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)
 
     def answer(self, message: Any) -> object:
-        """Answer a message. The answer to a range that is to be loaded is None, or the error."""
+        """Answer a message. The answer to a request to load a range is None, or the error."""
         match message:
             case list():
                 return self._load(message)
@@ -196,7 +205,9 @@ class StageServer:
                 return None
 
     def _load(self, setups: Sequence[StageSetup]) -> FailureReply | None:
-        """Load a range for all of these models, or for none if one fails."""
+        """Load a range for all these models; if it fails for one model, the range is loaded for
+        none of them.
+        """
         name = setups[0].name
         try:
             stage = self._held.get(name) or self._build(setups[0])
@@ -240,8 +251,8 @@ class StageServer:
 
 
 def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup]:
-    """Divide a model's layers into stages of about equal size in bytes; the first stage also has
-    the embedding and the head.
+    """Divide a model's layers into stages of about equal size. The first stage also has the
+    embedding and the head.
 
     :raises UnsupportedByEngine: the number of stages exceeds the number of layers.
     """
@@ -255,7 +266,7 @@ def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup
     layer = (model.matrix_weights - words) / model.num_layers
     outer = (
         words if model.ties_embeddings else 2 * words
-    ) / layer  # size of embedding and head, in layers
+    ) / layer  # size of embedding and head together, as a number of layers
     first = round((model.num_layers + outer) / stages - outer)
     first = max(1, min(first, model.num_layers - stages + 1)) if stages > 1 else model.num_layers
     rest = model.num_layers - first

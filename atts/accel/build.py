@@ -253,7 +253,7 @@ def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target
         if is_shared:
             line.start_here()
             for _ in range(sum(stages.replicas)):
-                line.start("a worker with some of its layers")
+                line.start("a worker for shared layers")
             no_layers = replace(plain, model=plain.model.part(range(0)))
             cache = allocate_cache(no_layers, dtype, device)
             load = ZooLoader(kernels, cache, threads_of(config))
@@ -373,7 +373,7 @@ def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerC
     """Return the draft model's configuration: a cache of this many slots, and most other options as
     for the target.
     """
-    assert plan.drafter is not None, "there is one"
+    assert plan.drafter is not None, "the plan must name a draft model"
     is_apart = _drafter_device(plan, config).type != device_of(config).type
     kernel = "auto" if is_apart else config.options.kernel
     options = replace(config.options, kv_tokens=slots, scores="float32", kernel=kernel)
@@ -386,7 +386,7 @@ def _drafter(
     """Make the draft model with as many cache slots as the target has; None if no drafter is named."""
     if plan.drafter is None:
         return None
-    assert target.drafter is not None, "the model's weights must be loaded"
+    assert target.drafter is not None, "the drafter's weights must be loaded"
     drafter_config = _drafter_config(plan, config, target.slots)
     if plan.speculation.drafter_device:
         # No CUDA graphs: captured steps use a CUDA stream that all devices of a process share.
@@ -440,7 +440,7 @@ def overlapped_drafter(
     if speculation.beside == "inline":
         own = replace(own, options=replace(own.options, graphs="off"))
     weights = weights or _drafter_weights(plan, config)
-    assert weights is not None, "the command must name a model to load"
+    assert weights is not None, "the plan must name a draft model"
     dtype = dtype_of(config)
     device = _drafter_device(plan, config)
     cache = allocate_cache(own, dtype, device, least=slots + BRANCH_SLOTS)

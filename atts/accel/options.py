@@ -19,7 +19,7 @@ SPECULATE = ("auto", "draft", "suffix", "pearl", "ssd", "mirror", "off")
 OVERLAPPED = ("pearl", "ssd", "mirror")
 MOST_PROPOSED = 32
 MOST_REPLICAS = 64
-_A_DRAFTER = "needs a draft model: write drafter=embedded:draft, or another's name"
+_A_DRAFTER = "needs a draft model; write drafter=MODEL, such as drafter=embedded:draft"
 _BELONGS = {
     "auto": ("drafter", "k", "fuzzy", "drafter_device", "beside"),
     "draft": ("drafter", "k", "fuzzy", "drafter_device"),

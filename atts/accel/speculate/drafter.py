@@ -168,7 +168,8 @@ class ModelDrafter(Proposer):
         if self._num_beyond:
             return f"no text fits into the draft's context of {self._context:,} tokens"
         if self._num_unknown:
-            return f"every text has tokens outside the draft's vocabulary of {self._vocabulary:,}"
+            vocabulary = f"the draft's vocabulary of {self._vocabulary:,} tokens"
+            return f"every text has tokens outside {vocabulary}"
         return super().silence()
 
     def _draft(self, asks: list[Ask]) -> list[TokenProposal]:

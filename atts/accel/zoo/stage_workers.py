@@ -316,7 +316,7 @@ class WorkerHandle:
         else:
             heard = self._heard
             self._heard = None
-            assert heard is not None, "it was asked"
+            assert heard is not None, "an answer must be pending"
             heard(answer)
 
     def at_once(self, message: object) -> Any:
@@ -332,7 +332,7 @@ class WorkerHandle:
                 return self.worker.take()
         except EngineUnavailable as error:
             self._lose(error)
-        assert self.error is not None, "else it answers"
+        assert self.error is not None, "a worker without an error must answer"
         raise self.error
 
     def news(self, batch: StepBatch, table: SlotIds) -> News:

@@ -1,7 +1,8 @@
-"""The directory of a zoo: it stays valid if adding, removing or exporting a model is interrupted.
+"""The directory of a zoo, which stays valid even if adding, removing or exporting a model is
+interrupted.
 
-The first part checks added model folders and completes them from a base model. The last part
-measures the similarity of blocks of one shape, and replaces blocks of a model.
+The first part of the module checks model folders that are added, and completes them from a base
+model. The last part compares blocks of the same shape, and replaces blocks of a model.
 """
 
 from __future__ import annotations
@@ -53,14 +54,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_LENGTH = 8  # number of bytes that contain the length of a header
+# number of bytes at the start of a safetensors file that contain the length of its header
+_LENGTH = 8
 _ALIGNMENT = 8
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Place of a tensor's bytes, and its description in the file's header."""
+    """A tensor in a weight file: its data type and shape from the file's header, and its bytes."""
 
     kind: str
     shape: Sequence[int]
@@ -71,7 +73,7 @@ class WeightFile:
     """A memory-mapped safetensors file: its header as text, and its tensors by name."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        """Read the header of a file that the caller has checked."""
+        """Map a file into memory and read its header; the caller must have checked the file."""
         file = stack.enter_context(path.open("rb"))
         self._whole = stack.enter_context(mmap(file.fileno(), 0, access=ACCESS_READ))
         view = stack.enter_context(memoryview(self._whole))
@@ -86,25 +88,25 @@ class WeightFile:
         }
 
     def stored(self) -> StoredFile:
-        """Return the file's entry in a manifest."""
+        """Return the entry for this file in a model's manifest."""
         return StoredFile(self.name, self.header, content_digest(self._whole))
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a model, and the tensors of its file."""
+    """A part of a model, such as one layer's attention, and the contents of the block's file."""
 
     stored: StoredBlock
     parts: Sequence[bytes | memoryview]
 
 
 def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
-    """Return the blocks of a model in the order in which a token passes through them."""
+    """Divide a model's files into blocks, in the order in which a token passes through them."""
     places = dict[str, dict[str, tuple[str, StoredTensor]]]()
     for file in files:
         for name, tensor in file.tensors.items():
             place, inner = _place(name, family)
-            # a tensor is named twice, with and without the prefix of the full model
+            # two tensors have the same name except for the prefix "model."
             if inner in places.get(place, ()):
                 place = "rest"
                 inner = name
@@ -115,7 +117,9 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
 def completed(
     own: Sequence[WeightFile], base: Mapping[str, StoredTensor], num_layers: int
 ) -> Block:
-    """Complete the weights in `own`, which are a part of a model, from its base's."""
+    """Return all weights of a model as one block: those in `own`, and for tensors that `own` lacks,
+    those of its base.
+    """
     weights = dict[str, tuple[str, StoredTensor]]()
     for tensors in (base, *(file.tensors for file in own)):
         for name, tensor in tensors.items():
@@ -126,12 +130,14 @@ def completed(
 
 
 def whole_block(place: str, file: WeightFile) -> Block:
-    """Return all tensors of a file as one block."""
+    """Make one block of all tensors of a file."""
     return _block(place, {name: (name, tensor) for name, tensor in file.tensors.items()})
 
 
 def joined(file: StoredFile, tensors: Mapping[str, StoredTensor]) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a weight file as it was added, from its header and its tensors."""
+    """Yield the bytes of a weight file, exactly as it was added, from its header and its
+    tensors.
+    """
     header = file.header.encode()
     yield len(header).to_bytes(_LENGTH, "little") + header
     for name, _, _, _ in sorted(_entries(file.header), key=lambda entry: entry[2]):
@@ -145,8 +151,8 @@ def _entries(header: str) -> Iterator[tuple[str, dict[str, Any], int, int]]:
 
 
 def _place(name: str, family: Family) -> tuple[str, str]:
-    """Return the block that a tensor belongs to, and its name in the block, which is the same in
-    every layer.
+    """Return the place of the block that a tensor belongs to, and the tensor's name in this block.
+    This name is the same in every layer.
     """
     found = _LAYER.fullmatch(name)
     if found is None:
@@ -165,7 +171,7 @@ def _order(place: str) -> tuple[int, int, str]:
 
 
 def _block(place: str, tensors: dict[str, tuple[str, StoredTensor]]) -> Block:
-    """Make a block whose file depends on its tensors alone."""
+    """Make a block. Its file depends only on its tensors, so equal blocks have equal files."""
     header = dict[str, Any]()
     end = 0
     order = sorted(tensors, key=lambda inner: (-_width(tensors[inner][1].kind), inner))
@@ -185,7 +191,7 @@ def _block(place: str, tensors: dict[str, tuple[str, StoredTensor]]) -> Block:
 
 
 def _width(kind: str) -> int:
-    """Return the number of bits of a type such as BF16 or F8_E4M3."""
+    """Return the number of bits of a data type such as BF16 or F8_E4M3."""
     number = re.search(r"\d+", kind)
     return int(number[0]) if number else 8
 
@@ -202,16 +208,16 @@ _OTHER_WEIGHTS = (
     "*.h5",
     "*.msgpack",
 )
-"""File endings of weights that no local engine reads; such files are not copied."""
+"""Name patterns of weight files in any format; these files are not copied as side files."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _INDEX = ".safetensors.index.json"
-"""Index files, which name the file of each weight."""
+"""Ending of index files, which list the file of each tensor."""
 
 
 def check_name(name: str, taken: Collection[str] = ()) -> None:
-    """Check that a model may have this name.
+    """Check that a new model may have this name.
 
-    :raises OptionError: the name is not allowed, or another model has it.
+    :raises OptionError: the name is not allowed, or another model has this name.
     """
     if not _NAME.fullmatch(name):
         raise OptionError(
@@ -225,27 +231,27 @@ def check_name(name: str, taken: Collection[str] = ()) -> None:
 
 
 def checked(folder: Path, name: str) -> Family:
-    """Read the configuration of a complete model in a folder.
+    """Check that a folder contains a complete model, and return its model family.
 
     :raises ModelLoadError: the folder contains no model that a local engine can run.
     """
     config, _ = check_model(folder, name)
     with import_lock:
-        from atts.local.loader import check_weights  # imports torch
+        from atts.local.loader import check_weights  # this module imports torch
     check_weights(folder, config, name)
     return config.rules
 
 
 def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
-    """Write a model to a new folder. Weights and other files that `folder` lacks come from `base`,
-    a model of a zoo.
+    """Write a complete model to the new folder `whole`. Weights and other files that `folder` lacks
+    are copied from `base`, a model of a zoo.
 
-    For a folder without weights, the model has the base's first layers and its head; the folder's
-    configuration gives the number of layers.
+    If `folder` has no weights, the model has the base's embedding, first layers and head. The
+    folder's configuration gives the number of layers.
 
-    :raises OptionError: the base is an adapter's model.
+    :raises OptionError: the base is a model with an adapter.
     :raises ModelLoadError: the folder's weights are damaged.
-    :raises ZooError: the base's are.
+    :raises ZooError: the base's weights are damaged.
     """
     stored = check_stored(base)
     assert stored is not None, "a model of a zoo must have a manifest"
@@ -274,8 +280,8 @@ def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
 
 
 def tensors_of(folder: Path, model: StoredModel, stack: ExitStack) -> dict[str, StoredTensor]:
-    """Return every tensor of a zoo's model by its name in the model's files, including an
-    adapter's.
+    """Return all tensors of a zoo's model, keyed by name as in the model's files. Tensors of an
+    adapter are included.
     """
     tensors = dict[str, StoredTensor]()
     for file in model.files if model.is_whole else ():
@@ -287,7 +293,7 @@ def tensors_of(folder: Path, model: StoredModel, stack: ExitStack) -> dict[str, 
 
 
 def unadapted(model: StoredModel, option: str) -> StoredModel:
-    """Return the model if it has no adapter.
+    """Return the model, if it has no adapter.
 
     :raises OptionError: the model has an adapter.
     """
@@ -299,7 +305,7 @@ def unadapted(model: StoredModel, option: str) -> StoredModel:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """List the files of a model's folder other than its weights."""
+    """List the files of a model's folder, except weights and the manifest."""
     with storage(folder):
         plain = [
             path
@@ -314,12 +320,12 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def bytes_of(files: Iterable[Path]) -> int:
-    """Return the total size of the files."""
+    """Return the total size of these files in bytes."""
     return sum(path.stat().st_size for path in files)
 
 
 def copy_files(files: Iterable[Path], folder: Path) -> None:
-    """Make copies that are on the disk when this returns."""
+    """Copy files to a folder; all copies are on the disk when the function returns."""
     for path in files:
         with open_ordinary(path) as file:
             write_atomic(folder / path.name, iter(lambda: file.read(1 << 20), b""))
@@ -327,23 +333,25 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SharedPart:
-    """Blocks that exactly these models have; its children are blocks that fewer of them have."""
+    """The blocks that exactly these models have in common. `below` has the blocks that only some of
+    these models share.
+    """
 
     models: tuple[str, ...]
-    places: tuple[str, ...]  # places in the first of these models
+    places: tuple[str, ...]  # places of the blocks in the first of these models
     bytes: int  # bytes of the blocks; each block is stored once
     below: tuple[SharedPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLine:
-    """One model of a zoo; `parts` has, for each of its blocks, the number of models with that
-    block.
+    """One model of a zoo. `parts` has, for the place of each block, the number of models that have
+    this block.
     """
 
     name: str
     base: str
-    bytes: int  # size of the model's files when it was added
+    bytes: int  # size in bytes of the model's files when it was added
     parts: Mapping[str, int]
     is_whole: bool
 
@@ -356,19 +364,19 @@ class ZooContents:
     models: tuple[ModelLine, ...]
     tree: tuple[SharedPart, ...]
     blocks: int  # number of different blocks
-    stored: int  # bytes of the zoo's files
-    apart: int  # bytes of the added folders; for an adapter, with the files of its base
+    stored: int  # size of the zoo's files
+    apart: int  # total size of the models as they were added; for an adapter, including its base
 
     @property
     def saved(self) -> float:
-        """Return the share of bytes that sharing saves; negative if the manifests take more than
-        sharing saves.
+        """Return the share of bytes that the zoo saves compared with separate folders. It is
+        negative if manifests take more bytes than shared blocks save.
         """
         return 1 - self.stored / self.apart if self.apart else 0.0
 
 
 def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContents:
-    """Describe the contents of a zoo; `stored` is the number of bytes on its disk."""
+    """Describe the contents of a zoo; `stored` is the size of its files in bytes."""
     owners = dict[str, tuple[str, ...]]()
     parts = dict[tuple[str, ...], list[StoredBlock]]()
     for model in models:
@@ -392,7 +400,9 @@ def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContent
 
 
 def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
-    """Arrange parts in a tree: each below the smallest part whose models include all of its own."""
+    """Arrange parts in a tree. The parent of a part is the part with the fewest models that include
+    all models of the child.
+    """
     ordered = sorted(groups, key=lambda part: (-len(part.models), part.models))
     below = dict[tuple[str, ...], list[SharedPart]]()
     for part in reversed(ordered):
@@ -406,7 +416,7 @@ def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
 
 
 def written_places(places: Sequence[str]) -> str:
-    """Shorten a list of places: consecutive layers become a range.
+    """Return a list of places as short text: consecutive layers become a range.
 
     >>> written_places(["embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp"])
     'embedding, layers 0-1'
@@ -434,24 +444,23 @@ def written_places(places: Sequence[str]) -> str:
 _LOCK = "lock"
 _ADAPTER_FILE = "adapter_model.safetensors"
 _COMPLETED = ".completed"
-"""Folder below the zoo for the files of a model that are completed from a base while it is added.
-"""
+"""Temporary folder in the zoo for a model that is being added and is completed from a base."""
 
 
 class Zoo:
-    """Models in one directory: `models/NAME/` has a manifest and small files, `blocks/` has the
-    weights that models share.
+    """A directory of models that share weights: `models/NAME/` has a model's manifest and small
+    files, and `blocks/` has the shared weights.
 
-    Adding or removing a model takes effect by one renaming at the end. A process that is killed
-    earlier leaves files that no model names, which the next change deletes. A lock lets one process
-    at a time change the zoo.
+    Adding or removing a model takes effect when a folder is renamed at the end. If a process is
+    killed before, it leaves files that no model uses; the next change deletes them. A lock ensures
+    that only one process at a time changes the zoo.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def names(self) -> list[str]:
-        """List the models by name.
+        """List the names of the zoo's models, sorted.
 
         :raises ZooError: the directory is not a zoo, or is a zoo of a newer version.
         """
@@ -462,9 +471,9 @@ class Zoo:
             )
 
     def folder(self, name: str) -> Path:
-        """Return the folder with a model's configuration and tokenizer, which a local engine opens.
+        """Return the folder of a model in the zoo, which a local engine can open.
 
-        :raises ZooError: there is no such model.
+        :raises ZooError: the zoo has no model with this name.
         """
         known = self.names()
         if name not in known:
@@ -478,20 +487,20 @@ class Zoo:
     def model(self, name: str) -> StoredModel:
         """Return a model's manifest.
 
-        :raises ZooError: there is no such model, or its manifest is damaged.
+        :raises ZooError: the zoo has no model with this name, or the model's manifest is damaged.
         """
         return read_stored(self.folder(name))
 
     def show(self) -> ZooContents:
-        """Describe which models share blocks, and their sizes; models with a damaged manifest are
-        left out.
+        """Describe the models, the blocks that they share, and all sizes; models with a damaged
+        manifest are left out.
 
         :raises ZooError: the directory is not a zoo, or is a zoo of a newer version.
         """
         return contents(str(self.directory), self._known(), self._size())
 
     def damage(self) -> list[str]:
-        """Compare every block with its digest; return one line for each damaged model.
+        """Compare every block with its digest; return one error message for each damaged model.
 
         :raises ZooError: the directory is not a zoo, or is a zoo of a newer version.
         """
@@ -505,16 +514,17 @@ class Zoo:
         return found
 
     def add(self, name: str, folder: Path, base: str = "") -> StoredModel:
-        """Store a model under a name; blocks that the zoo already has are not written again.
+        """Add a model to the zoo under a name; blocks that the zoo already has are not written
+        again.
 
-        The folder may contain a PEFT adapter: then the model is `base` with the adapter as one more
-        block. If no base is named, it is the model that was added from the folder that the adapter
-        names. A folder with a configuration may lack weights or tokenizer files, for example of
-        layers that were not tuned; these come from `base`.
+        The folder may contain a PEFT adapter. The new model is then `base` with the adapter as one
+        more block. If no base is named, the base is the zoo's model that was added from the folder
+        that the adapter names. With `base`, a folder with a configuration may lack weights (for
+        example of layers that were not tuned) or tokenizer files; these are copied from `base`.
 
-        :raises OptionError: the name is not allowed or is taken.
+        :raises OptionError: the name is not allowed, or another model has this name.
         :raises ModelLoadError: the folder contains no model that a local engine can run.
-        :raises ZooError: this is not a zoo, or one of a newer version.
+        :raises ZooError: the directory is not a zoo, or is a zoo of a newer version.
         :raises StorageError: the disk cannot be written; nothing has changed.
         """
         check_name(name)
@@ -525,7 +535,7 @@ class Zoo:
             )
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
             return self._add_adapter(name, folder, base)
-        # this test must precede the line that makes a new directory a zoo
+        # check the folder before `_adding` makes a new directory a zoo
         family = None if base else checked(folder, name)
         with self._adding(name), ExitStack() as stack:
             whole = self.directory / _COMPLETED if base else folder
@@ -553,7 +563,9 @@ class Zoo:
             return self._put(replace(model, is_whole=True), [*side, *files])
 
     def _add_adapter(self, name: str, folder: Path, base: str) -> StoredModel:
-        """Store an adapter as a model: the blocks of its base, and one more for the adapter."""
+        """Add an adapter as a model: it has the blocks of its base, and one more block for the
+        adapter.
+        """
         with self._adding(name), ExitStack() as stack:
             base_model = self._base_of(folder, base, name)
             home = self._models / base_model.name
@@ -580,7 +592,7 @@ class Zoo:
             return self._put(model, side_files(home), side)
 
     def _base_of(self, folder: Path, base: str, name: str) -> StoredModel:
-        """Return the model that an adapter was trained on."""
+        """Return the base model that an adapter was trained on."""
         if base:
             return unadapted(self.model(base), "--base")
         said = str(read_object(folder / ADAPTER_CONFIG, name).get("base_model_name_or_path") or "")
@@ -597,13 +609,13 @@ class Zoo:
             ", ".join(model.name for model in known) or "the zoo is empty, so add the base first"
         )
         problem = f"the base of {folder} is {said or 'not named'}, and the zoo has no model from this source"
-        raise OptionError("--base", f"{problem}; name one: {names}")
+        raise OptionError("--base", f"{problem}; name the base: {names}")
 
     def remove(self, name: str) -> int:
-        """Remove a model, and delete blocks that no other model needs; return the number of freed
+        """Remove a model, and delete blocks that no other model uses; return the number of freed
         bytes.
 
-        :raises ZooError: there is no such model.
+        :raises ZooError: the zoo has no model with this name.
         :raises StorageError: the disk cannot be written.
         """
         with self._changing():
@@ -616,11 +628,13 @@ class Zoo:
             return before - self._size()
 
     def export(self, name: str, out: Path) -> None:
-        """Write a model's folder as it was added, and compare every file with its digest.
+        """Write the files of a model to a new folder, exactly as they were added; compare every
+        weight file with its digest.
 
-        :raises ZooError: there is no such model, or a block of it is damaged.
+        :raises ZooError: the zoo has no model with this name, or one of the model's blocks is
+            damaged.
         :raises OptionError: `out` exists already.
-        :raises StorageError: the disk cannot be written; no files are left.
+        :raises StorageError: the disk cannot be written; no partial files are left.
         """
         if out.exists():
             raise OptionError("OUT", f"{out} exists already; name a new folder")
@@ -645,9 +659,10 @@ class Zoo:
                     )
 
     def _refuse_links_out(self, folder: Path) -> None:
-        """Refuse a folder with a link to a file outside the zoo, because that file was never added.
+        """Refuse a model's folder that has a link to a file outside the zoo, because this file was
+        never added.
 
-        :raises ZooError: there is such a link.
+        :raises ZooError: the folder has a link that leads out of the zoo.
         """
         root = self.directory.resolve()
         for path in folder.iterdir():
@@ -659,13 +674,14 @@ class Zoo:
                 )
 
     def likenesses(self, name: str, most: int = 1, apart: float = 1.0) -> list[BlockSimilarity]:
-        """Find for each block of a model the blocks of the same shape with the nearest parameters.
+        """Find, for each block of a model, other blocks of the same shape with the nearest
+        parameters.
 
-        At most `most` blocks per place are returned. Their distance is at most `apart`, relative to
-        the length of the model's own block.
+        At most `most` blocks per place are returned. The distance of a returned block is at most
+        `apart` times the norm of the model's own block.
 
         :raises OptionError: the model is an adapter.
-        :raises ZooError: there is no such model, or its manifest is damaged.
+        :raises ZooError: the zoo has no model with this name, or the model's manifest is damaged.
         """
         unadapted(self.model(name), "NAME")
         with self._changing():
@@ -676,10 +692,10 @@ class Zoo:
     def keep(
         self, name: str, model: StoredModel, digests: Mapping[str, str], loss: Loss
     ) -> StoredModel:
-        """Store a variant of a model with other blocks of the zoo at some places, and the measured
-        loss of the change.
+        """Add a variant of a model to the zoo. It uses other blocks at some places; `loss` is the
+        measured loss of this change.
 
-        :raises OptionError: the name is not allowed or is taken.
+        :raises OptionError: the name is not allowed, or another model has this name.
         :raises StorageError: the disk cannot be written; nothing has changed.
         """
         with self._adding(name), ExitStack() as stack:
@@ -693,11 +709,11 @@ class Zoo:
             return self._put(made, side_files(self.folder(model.name)))
 
     def within(self, name: str, bound: float) -> StoredModel:
-        """Choose the stored variant of a model with the largest divergence up to this many nats per
+        """Return the variant of a model that has the largest divergence of at most `bound` nats per
         token.
 
-        :raises OptionError: no variant is close enough.
-        :raises ZooError: there is no such model, or its manifest is damaged.
+        :raises OptionError: no variant has such a small divergence.
+        :raises ZooError: the zoo has no model with this name, or the model's manifest is damaged.
         """
         own = name, self.model(name).marks[1]
         kept = {
@@ -718,7 +734,7 @@ class Zoo:
         )
 
     def _known(self) -> list[StoredModel]:
-        """Return the models whose manifests can be read."""
+        """Return the models of the zoo whose manifests can be read."""
         return [model for model in map(self._read, self.names()) if model is not None]
 
     @property
@@ -727,14 +743,14 @@ class Zoo:
 
     @contextmanager
     def _adding(self, name: str) -> Generator[None, None, None]:
-        """Hold the zoo's lock while a model with a new name is added."""
+        """Hold the zoo's lock while a model is added; check that its name is new."""
         with self._changing(create=True):
             check_name(name, self.names())
             yield
 
     @contextmanager
     def _changing(self, *, create: bool = False) -> Generator[None, None, None]:
-        """Hold the zoo's lock, after deleting unfinished files of processes that have ended."""
+        """Hold the zoo's lock; first delete files that interrupted changes have left."""
         if create and not (self.directory / MARK).exists():
             self._create()
         check_schema(self.directory)
@@ -760,15 +776,15 @@ class Zoo:
             write_atomic(self.directory / MARK, msgspec.json.encode({"schema": SCHEMA}))
 
     def _read(self, name: str) -> StoredModel | None:
-        """Return a model's manifest; None if it is damaged, so that the model shares no blocks."""
+        """Return a model's manifest; None if the manifest is damaged."""
         try:
             return read_stored(self._models / name)
         except ZooError:
             return None
 
     def _separate(self, model: StoredModel) -> None:
-        """Cut a whole model into its blocks: blocks are written first, and the model's files are
-        deleted last.
+        """Divide a model that is stored as files into blocks. Blocks are written first and the
+        model's files are deleted last, so an interruption loses nothing.
         """
         if not model.is_whole:
             return
@@ -783,7 +799,7 @@ class Zoo:
         self._collect()
 
     def _write_blocks(self, blocks: Iterable[Block]) -> None:
-        """Write the blocks that are missing or damaged."""
+        """Write those of these blocks that are missing or damaged in the zoo."""
         for block in blocks:
             path = block_path(self.directory, block.stored.digest)
             digest = block.stored.digest
@@ -795,8 +811,8 @@ class Zoo:
     def _put(
         self, model: StoredModel, files: Sequence[Path], adapter: Sequence[Path] = ()
     ) -> StoredModel:
-        """Write a model's folder under a temporary name, with an adapter's files in a subfolder,
-        then rename it.
+        """Write a model's folder under a temporary name, then rename the folder. An adapter's files
+        are in a subfolder.
         """
         with _made(self._models / model.name) as temporary:
             copy_files(files, temporary)
@@ -809,15 +825,16 @@ class Zoo:
                 raise ZooError(
                     self.directory,
                     f"the files of {model.source} changed while they were read",
-                    "Again",
+                    "Add the model again",
                 )
             write_atomic(temporary / MANIFEST, msgspec.json.encode(model))
         return model
 
     def _collect(self) -> None:
-        """Delete files that no model names, from interrupted changes or removed models.
+        """Delete files that no model uses: those of interrupted changes and of removed models.
 
-        While a manifest cannot be read, all blocks are kept, because that model may need them.
+        If any model's manifest cannot be read, all blocks are kept, because this model may use
+        them.
         """
         models = [(name, self._read(name)) for name in self.names()]
         with storage(self.directory):
@@ -842,8 +859,8 @@ class Zoo:
 
 @contextmanager
 def _made(folder: Path) -> Generator[Path, None, None]:
-    """Make a folder under a temporary name, and rename it when all is written; after an error,
-    nothing is left.
+    """Yield a new folder with a temporary name. Rename the folder at the end, or delete it after an
+    error.
     """
     temporary = folder.with_name(f".{folder.name}.{token_hex(6)}")
     with storage(folder):
@@ -861,22 +878,22 @@ _KINDS = ("embedding", "attention", "mlp", "head")
 
 @dataclass(frozen=True, slots=True)
 class BlockSimilarity:
-    """A block of a model, and a different block of the same shape."""
+    """The similarity of a model's block at `place` to another block of the same shape."""
 
     place: str
     digest: str  # digest of the other block
     other: str  # origin of the other block: MODEL/PLACE
-    distance: float  # distance of their parameters, relative to the length of the model's own
+    distance: float  # distance of both blocks' parameters, divided by the norm of the model's block
     cosine: float
 
 
 def likenesses(
     zoo: Path, model: StoredModel, models: Sequence[StoredModel], limits: tuple[int, float]
 ) -> list[BlockSimilarity]:
-    """Find for each block of a model the nearest of its shape by parameters.
+    """Find, for each block of a model, the blocks of the same shape with the nearest parameters.
 
-    All blocks of the model are in memory at once, as float32; the other blocks are read one after
-    the other.
+    All blocks of the model are in memory at once, as float32; other blocks are read one at a time.
+    `limits` has the most results per place, and the largest relative distance.
     """
     own_blocks = {
         block.digest: _read(zoo, block.digest)
@@ -916,7 +933,9 @@ def _kind(place: str) -> str:
 
 
 def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
-    """Read the names and shapes of a block's tensors, and their numbers as one array."""
+    """Read a block; return the names, types and shapes of its tensors as text, and all parameters
+    as one array.
+    """
     with import_lock:
         import torch
         from safetensors.torch import load_file
@@ -926,7 +945,9 @@ def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
 
 
 def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Return the distance relative to the length of the first array, and the cosine."""
+    """Return the distance of two arrays, divided by the norm of the first one, and the cosine of
+    their angle.
+    """
     length = float(mine.norm())
     other = float(theirs.norm())
     cosine = float(mine @ theirs) / (length * other) if length and other else 0.0
@@ -934,7 +955,9 @@ def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
 
 
 def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
-    """Change a cut model's manifest to use other blocks at some places, and mark it as changed."""
+    """Return a model's manifest with other blocks at some places, and with new marks, because the
+    weights have changed.
+    """
     blocks = tuple(
         replace(block, digest=digests.get(block.place, block.digest)) for block in model.blocks
     )
@@ -946,7 +969,9 @@ def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
 def substituted(
     zoo: Path, model: StoredModel, digests: Mapping[str, str]
 ) -> Generator[Path, None, None]:
-    """Yield a temporary folder of a cut model with other blocks of its zoo at some places."""
+    """Yield a temporary folder of a model that uses other blocks of its zoo at some places; the
+    model must be stored as blocks.
+    """
     with TemporaryDirectory() as scratch:
         home = Path(scratch) / MODELS / model.name
         copytree(zoo / MODELS / model.name, home)
@@ -963,7 +988,9 @@ if TYPE_CHECKING:
 
 
 class Divergence(NamedTuple):
-    """Divergence between the distributions of two models, over all positions of some texts."""
+    """Divergence between the next-token distributions of two models, over positions of some
+    texts.
+    """
 
     tokens: int  # number of positions
     nats: float  # mean Kullback-Leibler divergence
@@ -971,10 +998,10 @@ class Divergence(NamedTuple):
 
 
 def divergence(one: Path, other: Path, texts: Sequence[tuple[TokenIds, int]]) -> Divergence:
-    """Measure the divergence from the model in `one` to the model in `other` over texts, in
-    float32.
+    """Measure the divergence from the model in folder `one` to the model in folder `other`, in
+    float32. Each text has a number of given tokens, and only later tokens count.
 
-    :raises ModelLoadError: the weights of a model cannot be used.
+    :raises ModelLoadError: the weights of one of the models cannot be used.
     """
     longest = max(len(ids) for ids, _ in texts)
     tokens = 0
@@ -1002,7 +1029,9 @@ def _model(folder: Path, longest: int) -> TorchModel:
 
 
 def _laws(model: TorchModel, ids: TokenIds) -> Tensor:
-    """Return the log-probabilities of the next token at each position: [tokens, vocabulary]."""
+    """Return the log-probabilities of every possible next token at each position: [tokens,
+    vocabulary].
+    """
     import numpy as np
 
     from atts.local.batch import single_rows

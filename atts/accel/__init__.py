@@ -1,9 +1,8 @@
 """Accelerators of the local engine that do not change what it writes: speculation, overlap, zoos.
 
-zoo = Zoo(Path("zoo"))
-zoo.add("base", Path("models/base"))      # split, hashed, stored once
-zoo.show().stored, zoo.show().apart       # bytes, and those of the folders they came from
-zoo.export("base", Path("copy"))          # every file as it was added
+zoo = Zoo(Path("zoo")) zoo.add("base", Path("models/base")) # each block is stored once
+zoo.show().stored, zoo.show().apart # bytes in the zoo, and in the added folders zoo.export("base",
+Path("copy")) # every file as it was added
 """
 
 from importlib import import_module

@@ -158,8 +158,8 @@ def _speculating_loop(
         lengths,
         vocabulary=config.model.vocabulary,
         table=table,
-        # If all work is done in one thread, its CPU time excludes the time that other processes
-        # take.
+        # If one thread does all the work, its CPU time is measured, because CPU time excludes the
+        # time that other processes take.
         clock=thread_time if is_here else perf_counter,
     )
     return StepLoop(target.model, scheduler, table, send, proposals)
@@ -306,8 +306,8 @@ def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
 def _proposer_and_lengths(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> tuple[Proposer, Lengths]:
-    """Make the target's proposer of tokens, and the rule that chooses how many tokens it
-    proposes.
+    """Make the target's proposer of tokens, and the rule that chooses how many tokens to
+    propose.
     """
     speculation = plan.speculation
     lengths: Lengths = (
@@ -331,8 +331,8 @@ def _proposer_and_lengths(
 
 
 def _may_learn(plan: LoopPlan, device: torch.device) -> bool:
-    """Return whether the engine chooses from measurements how it uses the named drafter: only on a
-    CPU with at least two cores.
+    """Return whether the engine may choose from measurements how it uses the named drafter. This
+    needs a CPU with at least two cores.
     """
     is_open = plan.drafter is not None and not plan.may_lack_drafter
     return is_open and plan.speculation.is_open and device.type == "cpu" and usable_cores() > 1
@@ -462,8 +462,8 @@ def overlapped_drafter(
 
 
 def _proposer(way: str, drafter: Proposer | None) -> Proposer:
-    """Return the proposer for a way to speculate. By default, combine lookups in known texts with
-    the draft model, if there is one.
+    """Return the proposer for this value of `speculate`. For `auto`, combine lookups in known texts
+    with the draft model, if there is one.
     """
     if way in ("draft", *OVERLAPPED) and drafter is not None:
         return drafter

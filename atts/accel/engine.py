@@ -40,12 +40,12 @@ def accelerated(
 
     The process that runs the loop creates `proposer`, which replaces the proposers that the options
     name. The draft model `lent` becomes the drafter if the options allow it, the tokenizers are
-    equal, and both models fit into the memory of a CPU. On a GPU `lent` is not used, because it
-    would take memory from the target's cache; the options must name a drafter. Engines on models of
-    one zoo share a step loop if their `replica` is equal. See `LocalEngine` for `demand`.
+    equal, and both models fit into main memory. On a GPU `lent` is not used, because it would take
+    memory from the target's cache; the options must name a drafter. Engines on models of one zoo
+    share a step loop if their `replica` is equal. See `LocalEngine` for `demand`.
 
-    :raises OptionError: an option is unknown or impossible.
-    :raises UnsupportedByEngine: with `chat`, the folder holds no chat template.
+    :raises OptionError: an option has an unknown or impossible value.
+    :raises UnsupportedByEngine: `chat` is set, but the model's folder has no chat template.
     """
     acceleration = Acceleration(
         speculation or SpeculationOptions(), stages or StageOptions(), proposer, lent, replica

@@ -32,7 +32,7 @@ _BELONGS = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """Options of speculation: who proposes tokens to the target, and how many tokens at a time."""
+    """Options of speculation: how tokens for the target are proposed, and how many at a time."""
 
     # folder or hub id of the draft model: a smaller model with the same tokenizer that proposes
     # tokens
@@ -217,10 +217,10 @@ class LoopPlan:
     # True for a lent drafter: if it cannot be used, the engine reports the problem and works
     # without it
     may_lack_drafter: bool = False
-    # class of the user's own proposer, which another process imports by name
+    # the user's own proposer class; the loop's process imports the class by its name
     proposer: type[Proposer] | None = None
     is_shared: bool = False  # whether other models of the target's zoo may run in the same loop
-    depth: int = 0  # number of layers of the deepest model in the same loop
+    depth: int = 0  # number of layers of the deepest model that may join the same loop
 
     @property
     def speculates(self) -> bool:

@@ -1,5 +1,5 @@
-"""The main program of the drafter's process; the process has its own cache for the sequences that
-the target's process sends.
+"""The main program of the drafter's process, which keeps its own cache for the target's
+sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from atts.local.messages import GONE, FailureReply, write
 from atts.local.proposals import ask_of
 from atts.local.seams import Ask, OverlapStats, TokenProposal
 
-_SLOT_RUN = 64  # cache slots that are allocated at a time for one sequence
+_SLOT_RUN = 64  # number of cache slots that a sequence gets at a time
 
 
 class ToldTarget(InlineTransport):
@@ -124,14 +124,14 @@ def main() -> int:
         return 0
     set_threads(setup.config)
     write(answers, "ready")
-    gc.freeze()  # the loaded models stay, so the garbage collector need not look through them
-    with suppress(*GONE):  # the pipe is broken because the parent has ended
+    gc.freeze()  # the loaded models stay in memory, so the garbage collector should not search them
+    with suppress(*GONE):  # a broken pipe means that the parent has ended, so this process ends too
         _serve(orders, answers, Drafting(drafter, rows, target))
     return 0
 
 
 class Drafting(NamedTuple):
-    """A drafter, with the rows and the stand-in of its target in this process."""
+    """A drafter in this process, with the target's rows and a stand-in for the target."""
 
     drafter: OverlappedDrafter
     rows: RemoteRows

@@ -1,5 +1,5 @@
-"""The overlapped drafter: while the target verifies a proposal, it continues likely outcomes of the
-verification.
+"""The overlapped drafter: it drafts tokens for likely outcomes of a verification while the target
+is still verifying.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def ranked_outcomes(proposal: Many[int], places: Many[PlaceLaw]) -> list[Outcome
     for the position after them.
 
     Outcome (i, v): the first i tokens are accepted, and token v follows. S_i is the probability
-    that the first i tokens are accepted, and a_i that the next one is too. If it is rejected, r_i
-    is the distribution of its replacement. Then outcome (i, v) has probability S_i (1 - a_i)
-    r_i(v). If all k tokens are accepted and q is the distribution of the next token, it has
-    probability S_k q(v).
+    that the first i tokens are accepted, and a_i that the next proposed token is accepted then. If
+    the next token is rejected, r_i is the distribution of its replacement. So outcome (i, v) has
+    probability S_i (1 - a_i) r_i(v). If all k tokens are accepted and q is the distribution of the
+    next token, outcome (k, v) has probability S_k q(v).
 
     >>> first = PlaceLaw(0.75, (7, 8), (0.5, 0.25))
     >>> [tuple(guess) for guess in ranked_outcomes((7,), (first, PlaceLaw(1.0, (5,), (0.5,))))]
@@ -103,8 +103,8 @@ def most_worthwhile(
     """Choose how many of the likeliest outcomes to continue, and with how many tokens each.
 
     If n outcomes are continued, time allows `length(n)` tokens for each. `acceptance` has, for each
-    token, the probability that it is accepted if all earlier tokens are. At least one outcome is
-    continued.
+    token, the probability that it is accepted if all earlier tokens are accepted. At least one
+    outcome is continued.
     """
     best = (1, max(0, length(1)))
     covered = 0.0
@@ -209,7 +209,7 @@ class DraftJob:
     lent: list[SlotIds] = field(default_factory=list[SlotIds])
     # for each proposal of this step: the draft's next token, and the distribution at its position
     begun: tuple[list[int], list[PlaceLaw]] = field(default_factory=lambda: ([], []))
-    is_enough: bool = False  # set when the target's step is done: the drafter then stops early
+    is_enough: bool = False  # set when the target's step is done, so that the drafter stops early
     error: BaseException | None = None
 
 
@@ -265,7 +265,7 @@ class BranchWriter:
         self._stats.drafted += sum([len(branch.tokens) for branch in branches]) - before
 
     def _stream(self, heads: StreamHeads, branches: list[DraftBranch], hidden: Tensor) -> None:
-        """Add the tokens that the heads predict to each branch, until the probability of a token is
+        """Add to each branch the tokens that the heads predict, until the probability of a token is
         too low.
         """
         live = [
@@ -354,7 +354,7 @@ PATIENCE = 5.0
 
 BRANCH_SLOTS = 4096  # number of cache slots for all branches together
 _MOST_BRANCHES = 64
-# least number of tokens per branch, even if the target's step is too short for them
+# least number of tokens per branch, even if they do not fit into the target's step
 _LEAST = 2
 _FADE = 0.98  # factor by which older counts of accepted tokens lose weight per round
 
@@ -631,8 +631,8 @@ class OverlappedDrafter(ModelDrafter):
         self._transport.post(lambda: self._run(job, self._continue))
 
     def _run(self, job: DraftJob, work: Callable[[DraftJob], None]) -> None:
-        """Run a part of the drafting work; store an error in the job, so that the collector raises
-        it.
+        """Run a part of the drafting work; store an error in the job, so that `drafted` raises it
+        later.
         """
         try:
             if job.error is None:

@@ -118,7 +118,7 @@ class ExitModel:
         self._adapter = adapter
         self._eps = eps
         self._listener: ExitListener | None = None
-        # only `forward` differs from the wrapped model, so its other methods are used directly
+        # only `forward` differs from the wrapped model; the model's other methods are used directly
         self.is_thread_independent = model.is_thread_independent
         self.use_threads = model.use_threads
         self.compute_logits = model.compute_logits
@@ -127,8 +127,8 @@ class ExitModel:
         self.score = model.score
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Report guesses of the next step to the listener, and only of that step: for each
-        sequence, what follows its newest token and each proposed token.
+        """Report guesses of the next step to the listener, and only of that step: what follows each
+        sequence's newest token and each proposed token.
         """
         self._listener = listener
 

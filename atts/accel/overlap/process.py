@@ -88,7 +88,7 @@ class DrafterProcess(Proposer):
 
         :raises EngineError: the draft model cannot be loaded.
         """
-        self._sequence = sequence  # returns the unfinished sequence with this key
+        self._sequence = sequence  # function that returns the unfinished sequence with a given key
         self._exits = exits
         self._hears = False
         self._all_exits = exits

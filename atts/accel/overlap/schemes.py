@@ -1,4 +1,6 @@
-"""The choice of a drafting scheme: the scheme with the most measured tokens per second is used."""
+"""The choice of a drafting scheme: the scheme with the most tokens per second, as measured, is
+used.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from atts.local.seams import (
     TokenProposal,
 )
 
-_TURN = 16  # steps of a trial
-_STRETCH = 64  # steps between two checks of the scheme in use
+_TURN = 16  # number of steps of a trial
+_STRETCH = 64  # number of steps after which the scheme in use is compared with the others again
 # first steps of a turn, which do not count, because the drafter must first compute missed text
 _SETTLE = 4
 _KNOWN = 128  # most steps that a scheme's earlier rate weighs in its mean rate
@@ -83,7 +85,9 @@ class _Scheme:
 
 @dataclass(slots=True)
 class _Load:
-    """The statistics of all schemes for one class of loads, and the current turn."""
+    """The statistics of all schemes for one class of loads (numbers of sequences per step), and the
+    current turn.
+    """
 
     schemes: list[_Scheme]
     current: int = 0
@@ -117,7 +121,7 @@ class SchemeControl:
         """Create a control of this many schemes. With `has_oracle`, the last scheme is like the
         others but guesses outcomes better.
 
-        With `has_oracle`, the last scheme is tried only if one of the others would pay with perfect
+        This last scheme is then tried only if one of the other schemes would save time with perfect
         guesses.
         """
         self._schemes = schemes
@@ -207,8 +211,8 @@ class AdaptiveDrafting(Proposer, Lengths):
     """Proposes tokens with the drafting scheme that gives the most tokens per second.
 
     The first scheme drafts before each step with `serial`, and `lengths` chooses how many tokens
-    (or none). The other schemes draft during a step with `ahead`. They are tried once proposals of
-    the first scheme pay.
+    (or none). The other schemes draft during a step with `ahead`. They are tried once the first
+    scheme's proposals save time.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ from atts.local.seams import NOTHING, Ask, Model, Proposer, TokenProposal
 # confidence of a draft model's proposal; lookup proposers use the same scale from 0 to 1
 _CONFIDENCE = 0.8
 _CHUNK = 512  # most tokens of missing text that one pass computes
-# this many last tokens of missing text, or fewer, are computed in one batch with those of other
+# up to this many last tokens of each missing text are computed together, in one batch for all
 # sequences
 _FEW = 3
 
@@ -50,7 +50,7 @@ drafter samples.
 
 
 def fed_rows(row: int, tokens: Many[int], start: int) -> list[FedRow]:
-    """Return one sequence's tokens, of which the first one has the position `start`."""
+    """Return a row for each of one sequence's tokens; the first token has the position `start`."""
     last = len(tokens) - 1
     return [(row, start + at, token, at == last) for at, token in enumerate(tokens)]
 
@@ -81,7 +81,7 @@ class DraftedRows:
     ) -> None:
         self.table = table
         self.slots = slots
-        self.sequence = sequence  # returns the unfinished sequence with this key
+        self.sequence = sequence  # function that returns the unfinished sequence with a given key
         # keyed by request: the number of its last admission, and the number of tokens computed
         # since
         self._progress = dict[int, tuple[int, int]]()
@@ -151,7 +151,7 @@ class ModelDrafter(Proposer):
         self._rows.advance(sequence, self._rows.drafted(sequence) + fed)
 
     def ended(self, key: int) -> None:
-        """Forget the number of tokens computed for a sequence."""
+        """Forget how many tokens were computed of a sequence that ended."""
         self._rows.forget(key)
 
     def _can_follow(self, ask: Ask) -> bool:
@@ -173,8 +173,8 @@ class ModelDrafter(Proposer):
         return super().silence()
 
     def _draft(self, asks: list[Ask]) -> list[TokenProposal]:
-        """Draft for all requests, sorted by falling number of tokens to draft, so that finished
-        requests leave the batch from its end.
+        """Draft tokens for all requests. Requests with the most tokens to draft must come first, so
+        that finished ones leave the batch from its end.
         """
         sequences = [self._rows.sequence(ask.key) for ask in asks]
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
@@ -248,8 +248,8 @@ class ModelDrafter(Proposer):
         return filtered_rows(self._sampling_batch(asks), self._vocabulary) is not None
 
     def _sampling_batch(self, asks: list[Ask], device: torch.device | None = None) -> SamplingBatch:
-        """Return sampling settings as tensors. They are reused if these requests are the first ones
-        of the previous call.
+        """Return sampling settings as tensors. The tensors are reused if these requests are the
+        first ones of the previous call.
         """
         key = tuple([ask.key for ask in asks])
         if key != self._sampling[0][: len(key)]:

@@ -17,20 +17,20 @@ from numpy.typing import NDArray
 from atts.local.batch import StepPlan
 from atts.local.seams import Forecast, Lengths, SpeculationRound
 
-# The speed of a shared machine changes within seconds. So the logarithm of a step's time is
-# modelled as the sum of two parts: the machine's present slowness, which changes, and the cost of
-# the step's number of tokens, which does not change. A Kalman filter can separate the two parts,
-# because consecutive steps have different numbers of tokens. The filter also estimates the variance
-# of each part, and gives outliers little weight.
+# The speed of a shared machine changes within seconds. So a step's log time is modelled as the sum
+# of two parts: the machine's present slowness, and the cost of the step's number of tokens. Only
+# the slowness changes with time. A Kalman filter can separate the two parts, because consecutive
+# steps have different numbers of tokens. The filter also estimates the variance of each part, and
+# gives outliers little weight.
 
 
 Floats = NDArray[np.float64]
-# three facts about a step: whether it also computes other tokens (such as prompts), the class of
-# its number of sequences, and the class of their mean length
+# a step's condition: whether it also computes other tokens (such as prompts), the class of its
+# number of sequences, the class of their mean length
 Condition = tuple[int, ...]
 
 _UNSEEN_VARIANCE = 1.0
-# variance that is added to the log of a step time when it is copied from another condition
+# a step time that is copied from another condition gets this much more variance (of its logarithm)
 _COPIED = 0.04
 _ENOUGH = 0.12  # a cell of the table counts as measured if its variance is below this
 _AGEING = 0.00002  # variance that each step adds to a cell that gets no new time
@@ -40,7 +40,7 @@ _LEARNING = 1 / 32
 # variance that each step adds to the machine's slowness, as a share of the variance of one step's
 # time
 _WANDERING = 0.05
-_OUTLYING = 2.5  # deviations from the expected time are cut to this many standard deviations
+_OUTLYING = 2.5  # deviations from the expected time are limited to this many standard deviations
 # a cell has few times if its variance is above this share of the variance of one step's time
 _YOUNG = 0.25
 _STALE = 8  # number of new times after which a curve is fitted again
@@ -92,8 +92,8 @@ class Curve:
         return np.where(rows < first, below, above).astype(np.float64)
 
     def least(self, rows: Floats) -> Floats:
-        """Return lower bounds on the seconds of steps with these numbers of rows: the time of the
-        next smaller measured number, or 0 if there is none.
+        """Return lower bounds on the seconds of steps with these numbers of rows. A bound is the
+        time of the next smaller measured number, or 0.
         """
         places = np.searchsorted(self.rows, rows, side="right") - 1
         return np.where(places < 0, 0.0, self.seconds[places]).astype(np.float64)
@@ -120,7 +120,8 @@ class StepCosts:
         self._added = 0
         self._wandering = _WANDERING if wanders else 0.0
         self._of_machine = 0.0
-        self._of_step = _STEP  # variance of one step's time; `_of_machine` is that of the slowness
+        # variance of one step's time; `_of_machine`: variance of the slowness
+        self._of_step = _STEP
         self._machine = 0.0  # logarithm of the machine's slowness
 
     @property
@@ -256,7 +257,8 @@ _MOST_WAITING = 1024  # most rounds that are collected before they are counted
 
 
 class Survival:
-    """Counts for each position: how many rounds tested a token there, and how many accepted it.
+    """Counts of rounds for each position: those that tested a token there, and those that accepted
+    the token.
 
     Tokens after a rejected token are not tested, so they do not count. The ratio of accepted to
     proposed tokens would be a biased estimate.
@@ -306,7 +308,7 @@ class Survival:
             self._own = {key: self._own[key] for key in keys if key in self._own}
 
     def fade(self, most: float) -> None:
-        """Reduce the weight of old observations to at most this many tests per position."""
+        """Let old observations count as at most `most` tests per position."""
         self._count()
         self._pool = self._pool * most / np.maximum(self._pool[0], most)
         self._own = {}
@@ -342,7 +344,7 @@ _MARGIN = 0.01  # lengths change only if the relative gain is above this
 _DOUBT = 0.02
 _DOUBT_OF_ONE = 0.001
 _SURPRISE_WEIGHT = 1 / 32
-_MOST_SURPRISE = 0.5  # the log ratio of measured to expected time of one step is cut to this
+_MOST_SURPRISE = 0.5  # the log ratio of measured to expected time of one step is limited to this
 # proposals stop only if the gain of stopping exceeds this many standard deviations of the estimated
 # time
 _CAUTION = 0.3
@@ -350,21 +352,22 @@ _CAUTION = 0.3
 _FORGETTING = 0.8
 # weight that earlier acceptance counts of a position keep after a rest, as a number of tests
 _FADED = 1.0
-_PERIODS = 16, 256  # steps between two decisions: after a change of lengths, and at most
+# number of steps until the next decision: after a change of lengths, and at most
+_PERIODS = 16, 256
 _LOOKS = 8  # number of steps that are timed at the start and after a rest
 _EVERY = 8  # outside trials, one of this many steps is timed
 # lengths are chosen for steps that also compute other requests' tokens only after this many
 # consecutive such steps
 _MIXED = 32
-# The optimistic time of a length that was never timed: this share of its estimated extra time.
+# For a length that was never timed, the optimistic estimate of its extra time is this share of the
+# normal estimate.
 _HOPE = 0.5
 _PLAIN = 4  # timed steps of a trial without proposals
 # untimed steps at the start of a trial without proposals; meanwhile the CPU caches fill with the
 # target's weights
 _SETTLING = 8
 _SHARE = 0.01  # share of the run's time that trials may lose
-# trials may begin as long as the balance is above minus the time of this many steps without
-# proposals
+# a trial may begin with a negative balance, down to the time of this many steps without proposals
 _ADVANCE = 16
 # upper limit of the balance for trials, as the time of this many steps without proposals
 _SAVED = 12
@@ -381,7 +384,7 @@ _FEW = 4  # length of the trial with a few sequences that comes first while acce
 _MOST_LOST = 0.02, 0.012
 # even at the start of a run, proposals may lose the time of this many steps without proposals
 _GRACE = 64
-_NEW = -1  # stands for any new sequence, which has no observations
+_NEW = -1  # key that stands for any new sequence, which has no observations
 
 
 class StepShape(NamedTuple):
@@ -391,7 +394,7 @@ class StepShape(NamedTuple):
 
     keys: Sequence[int]  # keys of the sequences for which tokens may be proposed
     others: int  # number of tokens of prompts and of texts to score
-    context: float  # mean length of these sequences, in tokens
+    context: float  # mean length of the sequences in `keys`, in tokens
 
     @property
     def rows(self) -> int:
@@ -441,7 +444,7 @@ class _Load:
 
     verdict: _Verdict = field(default_factory=_Verdict)
     steps: int = 0
-    looks: int = _LOOKS  # number of steps that are still timed one after the other
+    looks: int = _LOOKS  # this many next steps are all timed
     mixed: int = 0  # number of consecutive steps that also computed other requests' tokens
     trial: _Trial | None = None
     next_plain: int = 0  # number of the step at which the next trial without proposals may begin
@@ -460,8 +463,8 @@ class GoodputControl:
 
     The tokens most likely to be accepted are proposed first. The control compares every total
     number of tokens, because goodput may have several maxima where step times jump. It keeps a
-    decision for several steps, because for a small model deciding takes long compared with a step.
-    While proposals lose time, the control rests: it proposes nothing and measures nothing.
+    decision for several steps, because with a small model a decision takes long compared with a
+    step. While proposals lose time, the control rests: it proposes nothing and measures nothing.
 
     Trials measure other lengths. They may lose a small share of the run's time; a balance counts
     the seconds that they may still lose.
@@ -721,8 +724,8 @@ class GoodputControl:
         """Choose the total number of tokens to propose; `tokens` has the expected number of written
         tokens for each total.
 
-        Return also a length to try for all sequences, or None: its time is unknown, and it would
-        save time if its optimistic time is right.
+        Return also a length to try for all sequences, or None. This length was never timed, and
+        would save time if the optimistic estimate is right.
         """
         curve = self._costs.curve(step.condition)
         proposing = self._proposing.curve(_among(len(step.keys)))

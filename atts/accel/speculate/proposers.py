@@ -93,8 +93,8 @@ class _Group:
                 self.grams[tuple(text[-_GRAM:])].append((text, end))
 
     def _begun(self, ask: Ask) -> _Text:
-        """Return the indexed text that this request continues: the text of its rollout, as far as
-        both agree.
+        """Return the indexed text that this request continues: its rollout's latest text, as far as
+        it equals the request's tokens.
         """
         known = self.latest.get(ask.rollout, _Text()) if ask.rollout else _Text()
         same = next(

@@ -1,3 +1,3 @@
-"""BlockLLM: models that share blocks are stored together and served by one loop, each shared block
-once.
+"""BlockLLM: models that share blocks; a shared block is stored once, and computed once for all
+models.
 """

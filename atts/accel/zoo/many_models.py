@@ -45,13 +45,13 @@ from atts.models.stored_blocks import content_digest, unit_digests
 
 # The layers are divided into ranges where the models of the loop differ. Each range of layers is a
 # column with its own slots, and each position of a sequence has one slot per column. If a related
-# model has computed the same tokens with the same blocks, a sequence reads that model's slots and
-# does not compute these tokens again in shared layers. It continues at the first unit that differs,
-# whose input is read from a store of states.
+# model has computed the same tokens with the same blocks, a sequence reads that model's slots. It
+# does not compute these tokens again in shared layers. It begins at the first unit that differs,
+# and reads this unit's input from a store of states.
 
 OnSplit = Callable[[list[int]], None]
-"""Callback for a new division of the layers into columns; its list has, for each new column, the
-index of the old column that it comes from.
+"""Callback for a new division of the layers into columns. It receives, for each new column, the
+index of the old column that contained it.
 """
 
 
@@ -62,14 +62,16 @@ class Lineage(NamedTuple):
 
     units: tuple[str, ...]
     keys: tuple[str, ...]  # for each layer: name of the computation that gives its keys and values
-    whole: int  # the last unit whose input has all rows of a step
+    # the last unit whose input has all rows of a step; later units compute only the requested rows
+    whole: int
 
 
 class Relative(NamedTuple):
     """A related model, whose cached keys and values a sequence may read."""
 
     chain: int
-    layers: int  # number of first layers that give both models the same keys and values
+    # number of layers, from the first, in which both models have the same keys and values
+    layers: int
     unit: int  # first unit that both models compute separately
 
 
@@ -88,8 +90,8 @@ def alone(parents: list[int]) -> None:
 
 
 def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
-    """Return the number of first layers whose keys and values two models share, and the first unit
-    that differs.
+    """Return the number of layers, from the first, in which two models have the same keys and
+    values; also return the first unit that differs.
     """
     pairs = zip(one.units, other.units, strict=False)
     unit = next(
@@ -115,7 +117,7 @@ class SlotLedger(SlotAllocator):
         self.kin: dict[int, list[Relative]] = {}
         self.kept: dict[int, Kept] = {}  # keyed by the unit whose inputs are stored
         # For each row of the slot table: `borrowed` is the position up to which the row reads slots
-        # of a related model, and `_units` the first unit that it computes itself for these
+        # of a related model. `_units` is the first unit that the row's own model computes for these
         # positions.
         self.borrowed: Ints = np.zeros(0, dtype=np.int64)
         self._units: Ints = np.zeros(0, dtype=np.int64)
@@ -126,8 +128,8 @@ class SlotLedger(SlotAllocator):
         return np.zeros((1, rows, width), dtype=np.int32).transpose(1, 2, 0)
 
     def lend(self, row: int, stop: int, unit: int) -> None:
-        """Record that a row reads slots of a related model up to position `stop`, and computes
-        these positions itself only from `unit` on.
+        """Record that a row reads slots of a related model up to position `stop`; its own model
+        computes these positions only from `unit` on.
         """
         self.borrowed[row] = stop
         self._units[row] = unit
@@ -140,7 +142,7 @@ class SlotLedger(SlotAllocator):
 
     def relate(self, chains: Mapping[int, Lineage], divide: OnSplit = alone) -> None:
         """Divide the layers into columns where these chains (models) differ. Call `divide` with the
-        index of the old column that each new column comes from.
+        index of the old column that contained each new column.
 
         Memory is allocated before any change, so the ledger stays unchanged if memory runs out or
         `divide` fails.
@@ -175,8 +177,8 @@ class SlotLedger(SlotAllocator):
         self.kin = kin
 
     def _kept(self, unit: int, column: int, parent: int) -> Kept:
-        """Return the store of a unit's inputs for a new column: the old store if it belongs to the
-        column `parent`, or else an empty one.
+        """Return the store of a unit's inputs for a new column: the old store if it belongs to
+        column `parent`, or else an empty store.
         """
         known = self.kept.get(unit)
         size = self.num_slots + 1
@@ -191,8 +193,8 @@ class SlotLedger(SlotAllocator):
         return bisect_right(self.starts, layer) - 1
 
     def reach(self, kin: Relative, slots: SlotIds) -> int:
-        """Count the first positions for which the related model's slots have a stored state, so
-        that a sequence can read them.
+        """Count the positions, from the first, for which a sequence can read the related model's
+        slots, because they have a stored state.
         """
         kept = self.kept[kin.unit]
         known = kept.is_known[slots[:, kept.column]] if len(slots) else np.zeros(0, dtype=np.bool_)
@@ -265,8 +267,8 @@ class SharedSlots(NamedTuple):
     gain: int
 
     def put_into(self, sequence: Sequence, row: SlotIds, free: int) -> None:
-        """Put the related model's slots of the shared layers into the sequence's row, with new
-        slots for the other layers; at most `free` positions.
+        """Put the related model's slots of the shared layers, and new slots for the other layers,
+        into the sequence's row. At most `free` positions are filled.
         """
         start = sequence.capacity
         stop = min(self.stop, start + free)
@@ -294,8 +296,7 @@ class KVSharing:
         """Find the loan of slots that saves a waiting request the most work. Enough rows must
         remain to be computed.
 
-        If very few rows remained, they would use another attention kernel, whose results differ in
-        the last bits.
+        Very few rows would use another attention kernel, whose results differ in the last bits.
         """
         best = None
         ids = tuple(sequence.ids)
@@ -422,8 +423,9 @@ class Layers(Protocol):
         units: tuple[int, int],
         /,
     ) -> None:
-        """Compute the batch in these units, in place. `rows` has the states of the batch's tokens,
-        and the states of its `logit_rows`; the last layer computes only `logit_rows`.
+        """Compute the batch in these units, and write results into `rows`: the states of the
+        batch's tokens, and the states of its `logit_rows`. The last layer computes only the
+        `logit_rows`.
         """
         ...
 
@@ -440,7 +442,7 @@ class Chain(NamedTuple, Generic[M_co]):
     """One model of a loop with several models, as a chain of units."""
 
     model: M_co
-    # name of each unit; chains in which a unit has the same name can compute it together
+    # name of each unit; chains can compute a unit together if it has the same name in all of them
     units: tuple[str, ...]
     lineage: Lineage = Lineage((), (), 0)
     adapter: PackedAdapter | None = None
@@ -466,8 +468,8 @@ class ManyModels(Generic[M]):
         self._configs.append(config)
 
     def open(self, number: int, divide: OnSplit = alone) -> None:
-        """Load a model if it is not loaded yet. If the ledger's columns change, `divide` is called
-        with the old column of each new column.
+        """Load a model if it is not loaded yet. If the ledger's columns change, call `divide` with
+        the old column of each new column.
 
         :raises EngineError: the model cannot be loaded; nothing has changed.
         """
@@ -662,8 +664,8 @@ def key_names(
 
 
 def content_name(low: LowRank | None, *tensors: Tensor | None) -> str:
-    """Return a digest of arrays and an adapter as their name, so that equal arrays have equal
-    names; an adapter that adds nothing is ignored.
+    """Return a digest of arrays and an adapter as a name, so that equal arrays have equal names. An
+    adapter that adds nothing is ignored.
     """
     added = (low.down, low.up) if low and low.up.any() else ()
     parts = [
@@ -747,7 +749,7 @@ class _Keeping(NamedTuple):
 
 class _Layout(NamedTuple):
     """The plan of a step's computation: where states are stored, which rows each adapter applies
-    to, and the model of each row.
+    to, and which model each row belongs to.
     """
 
     keepings: list[_Keeping]
@@ -876,8 +878,8 @@ class ChainModel(ManyModels[NativeModel]):
 
     @staticmethod
     def _ordered(batch: StepBatch, order: Ints, table: SlotIds) -> tuple[StepBatch, Ints]:
-        """Sort a batch in this order, with the slots of all columns; also return the new places of
-        its logit rows.
+        """Return the batch in this order, with the slots of all columns; also return the new places
+        of its logit rows.
         """
         ordered, rows, _ = picked(batch, order)
         counts = np.diff(ordered.query_starts)
@@ -1003,7 +1005,7 @@ def adapted_rows(batch: StepBatch, bounds: Ints, adapters: Mapping[int, PackedAd
 
 def _neighbours(chains: Many[int], units: Mapping[int, Many[str]]) -> list[int]:
     """Order chains so that neighbours share many units: insert each chain where it adds the fewest
-    differences, then do so once more.
+    differences, then move each chain in the same way.
     """
     order = list[int]()
 
@@ -1076,9 +1078,7 @@ def shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.C
 
 
 class SharedLoop(ManyModelsLoop):
-    """A step loop for several models that share blocks, and share cache slots in layers that are
-    the same.
-    """
+    """A step loop for several models that share blocks, and share cache slots in equal layers."""
 
     def __init__(
         self,

@@ -57,10 +57,10 @@ def placed(
 ) -> dict[str, list[int]]:
     """Place each block on as many servers as its load needs, near its neighbours.
 
-    The busiest block is placed first. Each further block goes to a server with room for it whose
-    load is at most 0.5 above the lowest; among these, the server with its most frequent neighbours.
-    Every block is placed on at least one server. Room that is left is filled with copies of small
-    neighbours, so that fewer requests change servers.
+    The busiest block is placed first. Candidates for each further block are servers that have room
+    and a load at most 0.5 above the lowest. It is placed on the candidate with its most frequent
+    neighbours. Every block is placed on at least one server. Copies of small neighbouring blocks
+    fill the room that is left, so that fewer requests change servers.
 
     :raises ValueError: no server has room for a block.
     """
@@ -91,7 +91,8 @@ def placed(
         for at in mine:
             loads[at] += demand.load / len(mine)
         found[name] = mine
-    # copy a neighbour to this server if it fits, so that requests need not change servers
+    # copy a smaller neighbouring block to this server if there is room, so that requests need not
+    # change servers
     for one, other in near:
         for at in found[one]:
             if (
@@ -105,11 +106,9 @@ def placed(
 
 
 _REMEMBERED = 10_000
-"""Most entries (a replica and a rollout or problem) for which the number of cached tokens is
-recorded.
-"""
+"""Most pairs (replica, rollout or problem) for which the number of cached tokens is recorded."""
 _FIRST = 1e-2, 1e-4
-"""Seconds per request and per token that are assumed until requests were measured."""
+"""Assumed seconds per request and per token, as long as no request was measured."""
 
 
 def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:

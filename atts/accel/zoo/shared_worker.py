@@ -44,8 +44,8 @@ class SharedWorker:
     """One engine's connection to a shared loop. The first engine to open starts the loop, and the
     last one to close ends it.
 
-    Engines share a loop if native kernels compute them and their zoo, options, tokenizer, replica
-    number and model shape are equal; the number of layers may differ. All other engines have a loop
+    Engines share a loop if they use native kernels and their zoo, options, tokenizer, replica
+    number and model shape are equal. The number of layers may differ. All other engines have a loop
     of their own. Statistics of steps, busy time and cache cover all engines of a loop.
     """
 
@@ -117,7 +117,9 @@ class SharedWorker:
         return shape, config.pieces, config.options, self._stages
 
     def send(self, command: Command) -> None:
-        """Send a command of this engine to the loop; the loop numbers requests itself."""
+        """Send a command of this engine to the loop. A request gets a new number that is unique in
+        the loop.
+        """
         if self._own is not None:
             self._own.send(command)
             return
@@ -134,7 +136,7 @@ class SharedWorker:
             case Cancel(request_id):
                 self._stats.cancelled += self._host.cancel(self, request_id)
             case _:
-                # `close` is a method, so an engine sends no other command
+                # an engine sends no other command, because closing is a method
                 raise AssertionError("unknown command: an engine can only sample, score and cancel")
 
     @property

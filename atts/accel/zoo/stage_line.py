@@ -47,7 +47,7 @@ hundredth of this weight per step, so that old minima lose effect.
 
 
 class StageShare(NamedTuple):
-    """One worker's part of a step."""
+    """One worker's part of a step in one range of layers."""
 
     worker: int
     entries: Ints  # indices of the entries of the batch that this worker computes
@@ -73,8 +73,8 @@ class StageCosts:
         self._hops: dict[int, float] = {}
 
     def heard(self, worker: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """Learn the times of a worker's part of a step: from sending it to the answer, and within
-        the worker.
+        """Learn two times of a worker's part of a step: the seconds from the message to its answer,
+        and the seconds within the worker.
         """
         whole, inside = seconds
         is_many = rows >= MANY * sequences
@@ -91,7 +91,7 @@ class StageCosts:
 
     def instance(self, worker: int, own: tuple[int, bool], lacks: int, wait: float) -> Instance:
         """Estimate a worker's times for one sequence: to compute its new tokens, and to copy or
-        recompute the `lacks` earlier tokens that the worker lacks.
+        recompute `lacks` missing earlier tokens.
         """
         hop = self._hops.get(worker, 0.0)
         fed, is_there = own
@@ -155,7 +155,7 @@ class KvResidency:
 
         `waits` has the seconds until each worker is free; the new work is added to it.
 
-        :raises EngineUnavailable: a worker ended from which keys and values were to be copied.
+        :raises EngineUnavailable: a worker has ended, and its keys and values were needed.
         """
         step = self._lacking(batch, table)
         workers = list(waits)
@@ -320,8 +320,8 @@ class LayerRange:
             self.kept.held[number, slots] = False
 
     def heard(self, number: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """Learn the times of a worker's part of a step: from sending it to the answer, and within
-        the worker.
+        """Learn two times of a worker's part of a step: the seconds from the message to its answer,
+        and the seconds within the worker.
         """
         self.costs.heard(number, rows, sequences, seconds)
         self.seconds += seconds[1]
@@ -338,9 +338,7 @@ class LayerRange:
 _LOOKED_AT = 256
 """Number of steps after which the placement of ranges is checked again."""
 _FEWER = 0.8
-"""Ranges are moved only if this reduces the number of rows sent between workers to this share or
-less.
-"""
+"""Ranges are moved only if the number of rows sent between workers falls to this share or less."""
 
 
 @dataclass(slots=True, eq=False)
@@ -402,8 +400,8 @@ class StageExecutor:
         worker: StageWorker = "process",
         is_shared: bool = False,
     ) -> None:
-        """Create an executor of at most `most` workers. With `is_shared`, models of a zoo may share
-        ranges of layers.
+        """Create an executor with at most `most` workers. With `is_shared`, models of a zoo may
+        share ranges of layers.
 
         If only one worker can have a range, the range's inputs are not stored, because no other
         worker could use them.
@@ -471,7 +469,7 @@ class StageExecutor:
                 )
 
     def load(self, chain: int = 0) -> None:
-        """Wait until all new ranges of a model are loaded.
+        """Wait until workers have loaded all new ranges of a model.
 
         :raises EngineError: a range cannot be loaded; the model was removed again.
         """
@@ -680,7 +678,7 @@ class StageExecutor:
         return shares
 
     def _bring(self, held: LayerRange, number: int, slots: Ints) -> Held:
-        """Fetch the keys and values of some slots from a worker, and measure the time."""
+        """Request the keys and values of some slots from a worker, and measure the time."""
         began = perf_counter()
         gift: Held = self.nodes[number].at_once(Wanted(held.setup.name, slots))
         held.costs.brought(gift.nbytes, perf_counter() - began)
@@ -712,7 +710,8 @@ class StageExecutor:
 
     def _way(self, flight: InFlightStep, number: int, entries: Ints) -> Iterator[_Stop]:
         """Yield the ranges that a worker computes for these entries one after the other. An entry
-        leaves the worker before a range that the worker lacks, or lacks keys and values for.
+        leaves the worker before a range if the worker lacks the range, or lacks keys and values for
+        it.
         """
         levels = flight.levels.copy()
         stays = np.zeros(len(flight.levels), dtype=np.bool_)

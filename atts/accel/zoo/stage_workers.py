@@ -31,7 +31,7 @@ from atts.local.messages import GONE
 from atts.local.worker import worker_environment
 
 _END_SECONDS = 1.0
-"""Most seconds to wait for the exit code of a process that does not answer."""
+"""Most seconds to wait for the exit code of a process whose pipe is closed."""
 
 
 class Worker(Protocol):
@@ -192,7 +192,7 @@ class RayStage:
         }
         actor: Any = self._ray.remote(StageActor).options(**limits, max_restarts=0)
         self._actor: Any = actor.remote(build)
-        self._answer: Any = None  # Ray object of the answer that was not taken yet
+        self._answer: Any = None  # Ray object of the answer that `take` has not returned yet
 
     def send(self, message: object) -> None:
         """Send a message."""
@@ -349,7 +349,7 @@ class WorkerHandle:
         return changes
 
     def _lose(self, error: EngineUnavailable) -> None:
-        # drop the traceback, because its frames would keep the callback in memory
+        # drop the error's traceback, because its frames would keep the callback in memory
         self.error = error.with_traceback(None)
         self.worker.close()
         waiting = [self._heard, *(receive for _, receive in self._queue)]
@@ -366,13 +366,13 @@ def main() -> None:
     """
     end_with(int(sys.argv[1]))
     pipe = Connection(int(sys.argv[2]))
-    with suppress(*GONE):  # the pipe is closed because the parent has ended
+    with suppress(*GONE):  # a closed pipe means that the parent has ended, so this process ends too
         server = StageServer(pipe.recv())
         while True:
             message = pickle.loads(pipe.recv_bytes())
             pipe.send_bytes(_bytes(server.answer(message)))
             if isinstance(message, list):
-                # the loaded models stay, so the garbage collector need not look through them
+                # the loaded models stay in memory, so the garbage collector should not search them
                 gc.freeze()
 
 

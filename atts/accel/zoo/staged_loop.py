@@ -66,9 +66,7 @@ class StagedModel(ManyModels[RangedModel]):
         super().__init__(load, config)
 
     def _relate(self, number: int, chain: Chain[RangedModel], divide: OnSplit) -> None:
-        """Add the ranges of a zoo's model, and wait until workers have loaded those that they
-        lack.
-        """
+        """Add the ranges of a zoo's model, and wait until workers have loaded all of them."""
         config = self._configs[number]
         options = self._configs[0].options
         if self._is_shared:
@@ -114,8 +112,8 @@ class StagedModel(ManyModels[RangedModel]):
         return flight
 
     def _embed(self, flight: InFlightStep) -> None:
-        """Write the embeddings of a step's tokens into its rows, each with the embedding of its
-        model.
+        """Write the embedding of each token of a step into its row; each model has its own
+        embedding.
         """
         batch = flight.batch
         owners = self._alike(0)[flight.chains].repeat(np.diff(batch.query_starts))
@@ -144,8 +142,8 @@ class StagedModel(ManyModels[RangedModel]):
 
 
 def _ends(config: WorkerConfig, stages: int) -> list[int]:
-    """Return the bounds of ranges of layers: about equal ranges, divided also where models of the
-    zoo begin or stop to share layers.
+    """Return the bounds of ranges of layers. Ranges are about equal, but also end where models of
+    the zoo begin or stop to share layers.
     """
     layers = config.model.num_layers
     stages = min(stages, config.model.num_layers)
@@ -155,8 +153,7 @@ def _ends(config: WorkerConfig, stages: int) -> list[int]:
             model = read_model_config(folder, config.name)
             halves = half_names(folder, model, load_ropes(folder, model, config.name))
         except EngineError:
-            # skip a model that cannot be read, because it is not in this loop or has ranges of its
-            # own
+            # skip a model that cannot be read: it is not in this loop, or has ranges of its own
             continue
         names += [halves] * (model.num_layers == layers)
     # for each half of a layer and each model: the first model with an equal half
@@ -220,8 +217,8 @@ class StagedLoop(ManyModelsLoop):
             self._staged.close()
 
     def step(self) -> None:
-        """Begin a step; then, if as many steps are in progress as allowed or nothing could begin,
-        end the oldest step.
+        """Begin a step. Then end the oldest step, if no further step may be in progress or there
+        was nothing to begin.
         """
         began = perf_counter()
         most = self._staged.most_steps

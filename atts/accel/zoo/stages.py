@@ -31,8 +31,8 @@ News = tuple[Ints, Ints, SlotIds]
 
 
 class StageSetup(NamedTuple):
-    """Setup of a worker for one range of layers; all workers of the model have as many slots and
-    threads.
+    """Setup of a worker for one range of layers. All workers of a model have the same number of
+    slots and threads.
 
     Models of a zoo may share a range. `name` then names their common blocks, and each model adds
     its own parts, such as an adapter.
@@ -118,7 +118,7 @@ class StageModel:
     def join(self, setup: StageSetup) -> None:
         """Add a model that contains these layers.
 
-        :raises EngineError: the parts that only this model has cannot be loaded.
+        :raises EngineError: the model's own parts, such as its adapter, cannot be loaded.
         """
 
     def held(self, slots: Ints) -> Held:
@@ -132,8 +132,8 @@ class StageModel:
         )
 
     def run(self, batch: StepBatch, table: SlotIds, rows: Floats) -> Floats:
-        """Compute these layers and return the rows after them: all rows, or only those that need
-        logits after the model's last layer.
+        """Compute these layers and return the rows after them: all rows, or after the model's last
+        layer only those that need logits.
         """
         if not self.setup.is_last:
             every = np.arange(len(batch.tokens))

@@ -73,7 +73,9 @@ class WeightFile:
     """A memory-mapped safetensors file: its header as text, and its tensors by name."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        """Map a file into memory and read its header; the caller must have checked the file."""
+        """Read a file's header and map the file into memory; the caller must have checked the
+        file.
+        """
         file = stack.enter_context(path.open("rb"))
         self._whole = stack.enter_context(mmap(file.fileno(), 0, access=ACCESS_READ))
         view = stack.enter_context(memoryview(self._whole))
@@ -106,7 +108,8 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
     for file in files:
         for name, tensor in file.tensors.items():
             place, inner = _place(name, family)
-            # two tensors have the same name except for the prefix "model."
+            # if two names differ only in the prefix "model.", the second tensor goes to the block
+            # "rest"
             if inner in places.get(place, ()):
                 place = "rest"
                 inner = name
@@ -117,8 +120,8 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
 def completed(
     own: Sequence[WeightFile], base: Mapping[str, StoredTensor], num_layers: int
 ) -> Block:
-    """Return all weights of a model as one block: those in `own`, and for tensors that `own` lacks,
-    those of its base.
+    """Return all weights of a model as one block: those in `own`, and those of its base that `own`
+    lacks.
     """
     weights = dict[str, tuple[str, StoredTensor]]()
     for tensors in (base, *(file.tensors for file in own)):
@@ -208,7 +211,9 @@ _OTHER_WEIGHTS = (
     "*.h5",
     "*.msgpack",
 )
-"""Name patterns of weight files in any format; these files are not copied as side files."""
+"""Name patterns of files with weights, in any format; all other files of a model are its side
+files.
+"""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _INDEX = ".safetensors.index.json"
 """Ending of index files, which list the file of each tensor."""
@@ -452,8 +457,8 @@ class Zoo:
     files, and `blocks/` has the shared weights.
 
     Adding or removing a model takes effect when a folder is renamed at the end. If a process is
-    killed before, it leaves files that no model uses; the next change deletes them. A lock ensures
-    that only one process at a time changes the zoo.
+    killed before the renaming, it leaves files that no model uses; the next change deletes them. A
+    lock ensures that only one process at a time changes the zoo.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -519,8 +524,9 @@ class Zoo:
 
         The folder may contain a PEFT adapter. The new model is then `base` with the adapter as one
         more block. If no base is named, the base is the zoo's model that was added from the folder
-        that the adapter names. With `base`, a folder with a configuration may lack weights (for
-        example of layers that were not tuned) or tokenizer files; these are copied from `base`.
+        that the adapter names. With `base`, a folder with a configuration may lack tokenizer files
+        or weights, for example of layers that were not tuned. Missing files and weights are copied
+        from `base`.
 
         :raises OptionError: the name is not allowed, or another model has this name.
         :raises ModelLoadError: the folder contains no model that a local engine can run.
@@ -709,8 +715,8 @@ class Zoo:
             return self._put(made, side_files(self.folder(model.name)))
 
     def within(self, name: str, bound: float) -> StoredModel:
-        """Return the variant of a model that has the largest divergence of at most `bound` nats per
-        token.
+        """Return one variant of a model: of those that diverge by at most `bound` nats per token,
+        the one that diverges most.
 
         :raises OptionError: no variant has such a small divergence.
         :raises ZooError: the zoo has no model with this name, or the model's manifest is damaged.
@@ -799,7 +805,9 @@ class Zoo:
         self._collect()
 
     def _write_blocks(self, blocks: Iterable[Block]) -> None:
-        """Write those of these blocks that are missing or damaged in the zoo."""
+        """Write these blocks to the zoo; skip a block that the zoo already has, unless it is
+        damaged.
+        """
         for block in blocks:
             path = block_path(self.directory, block.stored.digest)
             digest = block.stored.digest
@@ -999,7 +1007,7 @@ class Divergence(NamedTuple):
 
 def divergence(one: Path, other: Path, texts: Sequence[tuple[TokenIds, int]]) -> Divergence:
     """Measure the divergence from the model in folder `one` to the model in folder `other`, in
-    float32. Each text has a number of given tokens, and only later tokens count.
+    float32. Each text comes with a number of given tokens; only the tokens after them count.
 
     :raises ModelLoadError: the weights of one of the models cannot be used.
     """

@@ -670,7 +670,7 @@ def study_speed(options: Options) -> list[Table]:
     except CannotBeMadeError as error:
         raise SystemExit(f"the models cannot be had: {error}") from error
     sizes = Sizes(
-        options.pick(1, 3, 4),
+        options.pick(1, 3, 8),
         options.pick(24, 64, 128),
         options.pick((1, 4), (1, 4, 16), (1, 4, 16)),
     )
@@ -738,7 +738,9 @@ class Lab:
         The first text is not timed, because during this text the drafter starts and the controller
         learns.
         """
-        options = LocalOptions(threads=THREADS_ALONE, kv_tokens=4096)
+        # a drafter that works while the target verifies has half of the threads
+        threads = THREADS_ALONE // 2 if speculation.is_overlapped else THREADS_ALONE
+        options = LocalOptions(threads=threads, kv_tokens=4096)
         engine = accelerated(self.target, options=options, speculation=speculation)
         return [anyio.run(self._one_by_one, engine, number)]
 
@@ -925,7 +927,8 @@ def together_table(lab: Lab) -> Table:
         "median, minimum and maximum of the rounds, and ratios compare programs within a "
         "round. atts stores bfloat16 weights and multiplies in float32, and transformers "
         "stores float32 weights. llama.cpp's server stores weights in the format that the row "
-        "names, and rounds activations before it multiplies.",
+        f"names, and rounds activations before it multiplies. {len(own)} rounds; a cell without a "
+        "range has one round.",
     )
 
 

@@ -1,4 +1,6 @@
-"""Asynchronous test-time scaling of LLM reasoning, with conformal control of the share that the large model writes."""
+"""Asynchronous test-time scaling of LLM reasoning, with conformal control of the share of chunks
+that the large model writes.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

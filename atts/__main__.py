@@ -4,14 +4,14 @@ import gc
 import signal
 import sys
 
-# number of new objects between collections; with Python's 700 and thousands of calls in flight, a
-# third of the time would go into collections
+# number of new objects between two garbage collections; with Python's default of 700 and thousands
+# of calls in flight, collections would take a third of the time
 _COLLECT_AFTER = 20_000
 
 
 def main() -> None:
-    """Run the command line of this process and exit with its code; import nothing from the current
-    directory.
+    """Run the command line of this process, and exit with the exit code of the command. Modules in
+    the current directory are never imported.
     """
     from atts.concurrency import import_path
 
@@ -20,7 +20,7 @@ def main() -> None:
 
     gc.set_threshold(_COLLECT_AFTER, 10, 10)
     code = run()
-    # after this line, a Ctrl-C would only change the exit code
+    # ignore Ctrl-C from here on, because it could only change the exit code
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 

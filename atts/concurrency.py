@@ -1,4 +1,6 @@
-"""Task groups, counting slots and child processes; no other module opens a task group."""
+"""Helpers for task groups, queues for slots, and child processes; no other module opens a task
+group.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import current_token
 
 import_lock = threading.RLock()
-"""Hold this lock while importing transformers or torch, and while a first call imports more of them.
+"""Hold this lock while importing transformers or torch, and during a first call that imports more
+of their modules.
 
 Both libraries fill their lazy modules without a lock, so a second thread can see a module that is
 only half loaded. Take the lock inside functions only: a module that takes it at import time
@@ -57,9 +60,10 @@ Args = TypeVarTuple("Args")
 
 @asynccontextmanager
 async def task_group() -> AsyncGenerator[TaskGroup]:
-    """Open an anyio task group that raises a plain error, never an exception group.
+    """Open an anyio task group that raises the error of a task itself, never an exception group.
 
-    If several tasks failed, `first_error` chooses the error to raise and notes the others on it.
+    If several tasks failed, `first_error` chooses the error to raise and attaches the other errors
+    as notes.
 
     :raises BaseException: the error of a task, or of the block itself.
     """
@@ -74,7 +78,8 @@ async def task_group() -> AsyncGenerator[TaskGroup]:
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the most important error of a group, with the other errors attached as notes.
+    """Return the most important error of an exception group, with the other errors attached as
+    notes.
 
     An interrupt (such as KeyboardInterrupt) ranks before a failure, an earlier error before a later
     one, and cancellations rank last.
@@ -139,11 +144,11 @@ async def background(
 
 
 def backoff(attempt: int, first: float, *, longest: float = math.inf, salt: int = 0) -> float:
-    """Return the seconds to wait before repeating attempt number `attempt` (counted from 1).
+    """Return the seconds to wait after failed attempt number `attempt` (counted from 1).
 
-    The wait doubles with each attempt and is spread by up to a quarter in either direction. `salt`
-    decides the spread, so callers that failed together do not retry together, and a rerun waits
-    equally long.
+    The wait doubles with each attempt, up to `longest`. A pseudo-random factor between 0.75 and
+    1.25 multiplies the wait. The factor depends on `salt`, so callers that failed together do not
+    retry together, and a rerun waits equally long.
 
     >>> [round(backoff(attempt, 0.5, longest=1.0, salt=3), 2) for attempt in (1, 2, 3)]
     [0.59, 1.18, 1.18]
@@ -154,26 +159,27 @@ def backoff(attempt: int, first: float, *, longest: float = math.inf, salt: int 
 
 @contextmanager
 def shielded(seconds: float) -> Generator[None]:
-    """Protect clean-up that awaits from cancellation, for at most `seconds`."""
+    """Protect asynchronous clean-up in the block from cancellation, for at most `seconds`."""
     with anyio.move_on_after(seconds, shield=True):
         yield
 
 
 def clock() -> Callable[[], float]:
-    """Return the running loop's clock as a plain function.
+    """Return a function that reads the clock of the running event loop.
 
-    The function reads what `anyio.current_time` reads, but does not look up the loop at each call.
+    The function returns the same time as `anyio.current_time`, but is faster because it does not
+    look up the loop at each call.
 
     :raises anyio.NoEventLoopError: no event loop is running.
     """
-    anyio.current_time()  # raises where there is no loop
+    anyio.current_time()  # raises NoEventLoopError if no event loop is running
     try:
-        # None under trio's guest mode, because the host loop has another clock
+        # None in trio's guest mode, because the host loop and trio have different clocks
         if asyncio.current_task() is not None:
             return asyncio.get_running_loop().time
     except RuntimeError:
         pass
-    from trio.lowlevel import current_clock  # trio is installed if trio's loop runs
+    from trio.lowlevel import current_clock  # safe to import, because the running loop is trio's
 
     return current_clock().current_time
 
@@ -190,7 +196,7 @@ def loop_caller() -> Callable[[Callable[[], None]], None]:
     )
 
     def schedule(function: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and nothing waits for the call any more
+        with suppress(RuntimeError):  # the loop has ended, so the call is dropped
             run(function)
 
     return schedule
@@ -207,11 +213,13 @@ class _Waiter:
 
 
 class SlotQueue:
-    """A semaphore over slots and tokens, with a queue per priority; None means unlimited.
+    """A semaphore with a number of slots and a number of tokens, and one queue per priority; None
+    means unlimited.
 
     Lower priority numbers are served first, and within a priority the order is first come, first
-    served. The head of a queue is never overtaken by a smaller request behind it, so a large request
-    cannot starve. If a waiter is cancelled after it was granted, its grant passes to the next one.
+    served. A request never overtakes a larger request at the head of its queue, so a large request
+    cannot starve. If a waiting task is cancelled after its request was granted, the slot and the
+    tokens pass to the next waiting task.
     """
 
     __slots__ = ("_event", "_lanes", "_priorities", "free_slots", "free_tokens", "slots", "tokens")
@@ -219,16 +227,17 @@ class SlotQueue:
     def __init__(self, slots: int | None, tokens: int | None = None) -> None:
         self.slots = slots
         self.tokens = tokens
-        # negative while more slots are in use than a resize allows
+        # negative while more slots are in use than the limit that `resize` set
         self.free_slots: float = math.inf if slots is None else slots
         self.free_tokens: float = math.inf if tokens is None else tokens
         self._event: Callable[[], anyio.Event] = anyio.Event
-        self._lanes: dict[int, deque[_Waiter]] = {}  # keyed by priority; an empty lane is removed
-        self._priorities: list[int] = []  # priorities of the lanes, sorted
+        # queues of waiting tasks, keyed by priority; an empty queue is removed
+        self._lanes: dict[int, deque[_Waiter]] = {}
+        self._priorities: list[int] = []  # sorted priorities of the queues that are not empty
 
     def enter_loop(self) -> None:
-        """Remember the running loop's event class: `anyio.Event()` spends most of its time finding
-        this class.
+        """Remember the running loop's event class: finding this class takes most of the time of
+        `anyio.Event()`.
         """
         self._event = type(anyio.Event())
 
@@ -250,7 +259,8 @@ class SlotQueue:
     def resize(self, slots: int) -> None:
         """Change the number of slots.
 
-        New slots are granted at once. Slots above a lower limit disappear as they are given back.
+        If the number grows, waiting tasks get the new slots at once. If it shrinks, slots above the
+        limit disappear when they are given back.
         """
         assert self.slots is not None, "an unlimited queue cannot be resized"
         self.free_slots += slots - self.slots
@@ -258,7 +268,9 @@ class SlotQueue:
         self._grant()
 
     def take_nowait(self, tokens: int = 0) -> bool:
-        """Take a slot and the tokens if both are free and nothing is queued."""
+        """Take a slot and `tokens` tokens if they are free and no task waits; return True if they
+        were taken.
+        """
         if self._lanes or self.free_slots < 1 or self.free_tokens < tokens:
             return False
         self.free_slots -= 1
@@ -266,10 +278,10 @@ class SlotQueue:
         return True
 
     async def take(self, tokens: int = 0, priority: int = 0) -> None:
-        """Wait for a slot and the tokens.
+        """Wait until a slot and `tokens` tokens are free, and take them.
 
-        :raises ValueError: more tokens than the queue will ever have; subclasses override `_refuse`
-            to raise another error.
+        :raises ValueError: `tokens` exceeds the queue's limit. Subclasses override `_refuse` to
+            raise a different error.
         """
         if self.tokens is not None and tokens > self.tokens:
             self._refuse(tokens)
@@ -284,19 +296,23 @@ class SlotQueue:
         except BaseException:
             if (
                 waiter.state == "granted"
-            ):  # granted and cancelled in the same step: pass the grant on
+                # granted and cancelled in the same step of the loop: pass the slot on
+            ):
                 self.give(tokens)
             else:
                 waiter.state = "gone"
-                self._grant()  # smaller requests behind this request may fit now
+                # this request leaves the queue, so smaller requests behind it may fit now
+                self._grant()
             raise
 
     def _refuse(self, tokens: int) -> None:
         raise ValueError(f"{tokens} tokens were requested, but the limit is {self.tokens} tokens")
 
     def give(self, tokens: int = 0) -> None:
-        """Return a slot and its tokens; a waiter that fits has them before this call returns."""
-        # a slot that is given back twice would silently raise the limit for good
+        """Give back a slot and its tokens; waiting tasks that now fit get them before this call
+        returns.
+        """
+        # a slot that is given back twice would silently raise the limit forever
         assert self.slots is None or self.free_slots < self.slots, (
             "a slot must be taken before it is given back"
         )
@@ -322,11 +338,12 @@ class SlotQueue:
 
 
 _PARENT_SECONDS = 0.25
-"""Seconds between two checks of a child process for its parent."""
+"""Seconds between two checks by a child process that its parent still runs."""
 _DEATH_SIGNAL = 1
-"""The value of PR_SET_PDEATHSIG on Linux.
+"""The number of the prctl option PR_SET_PDEATHSIG on Linux.
 
-Linux sends the signal when the *thread* that started the child ends, so the signal must be harmless.
+Linux sends the signal of this option when the *thread* that started the child ends, so the signal
+must be harmless.
 """
 _START = """\
 import json, runpy, sys
@@ -346,8 +363,8 @@ else:
 def python_command(program: str | Path, *arguments: str) -> list[str]:
     """Return the command that runs a module or file in an isolated Python with this process's `atts`.
 
-    The child ignores Python's own environment variables, but keeps the entries that they added to
-    the import path of this process.
+    The child ignores Python's own environment variables, but keeps the entries that these variables
+    added to the import path of this process.
     """
     start = json.dumps([str(program), import_path(), str(Path(__file__).parent)])
     return [sys.executable, "-I", "-c", _START, start, *arguments]
@@ -375,9 +392,9 @@ def usable_cores() -> int:
 
 
 def end_with(parent: int) -> None:
-    """Kill this process and its children as soon as process `parent` has ended."""
+    """Start a thread that kills this process and its children when process `parent` has ended."""
     if sys.platform == "linux":
-        # a stopped child cannot poll; SIGCONT wakes it up
+        # a stopped child cannot check for its parent, so SIGCONT wakes the child up
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGCONT)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""The values that engines, pipelines, gates and journals exchange: frozen, slotted, plain data."""
+"""The immutable data classes that engines, pipelines, gates and journals exchange."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ Action = Literal["accept", "verify", "escalate"]
 Origin = Literal["gate", "forced", "warm-up", "budget", "certificate", "recalled"]
 """The origin of a decision.
 
-"gate": the gate's rule. "forced": the score is missing. "warm-up": scores are stored, but nothing is
-escalated yet. "budget": the cap on escalations is used up. "certificate": the gate of a certified
-policy. "recalled": a decision of an earlier session of the same run.
+"gate": the gate's rule decided. "forced": the score is missing. "warm-up": scores are stored, but
+nothing is escalated yet. "budget": the cap on escalations is used up. "certificate": the gate of a
+certified policy decided. "recalled": a decision of an earlier session of the same run.
 """
 AnswerKind = Literal["math", "choice", "text", "code"]
 Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "failed"]
 """The reason why a rollout stopped.
 
-"settled": the vote no longer needed it. "end": its model ended the text without a marked answer.
+"settled": the rollout could no longer change the vote. "end": the model ended the text without a
+marked answer.
 """
 
 
@@ -45,13 +46,13 @@ class Grading:
     relative: float = 0.0
     absolute: float = 0.0
     units: Literal["optional", "required"] = "optional"
-    # "decimals": a decimal of five digits may stand for a value such as 1/3, whose decimals never
-    # end
+    # "decimals": a decimal with five digits is accepted for a value such as 1/3, whose decimals
+    # never end
     rounding: Literal["decimals", "none"] = "decimals"
-    # "formula": letters that name sizes in formulas of physics are positive; "positive": every
-    # letter is
+    # "formula": letters that usually name sizes in physics are assumed to be positive; "positive":
+    # all letters are assumed to be positive
     variables: Literal["formula", "real", "positive"] = "formula"
-    # "text": the text of the correct choice counts as well as its letter
+    # "text": the text of the correct choice is accepted, and not only its letter
     choices: Literal["letter", "text"] = "letter"
 
 
@@ -67,8 +68,8 @@ class Problem:
     subject: str = ""
     choices: tuple[str, ...] = ()
     source: str = ""
-    grading: Grading | None = None  # None: the default rules of comparison
-    # worked examples (problem, solution), shown to the model before this problem
+    grading: Grading | None = None  # None: answers are compared by the default rules
+    # pairs (problem, solution) that are shown to the model as examples before this problem
     examples: tuple[tuple[str, str], ...] = ()
 
 
@@ -82,7 +83,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Rules for drawing a token from the model's distribution; by default the distribution is
+    """Rules for sampling a token from the model's distribution; by default the distribution is
     unchanged.
     """
 
@@ -102,11 +103,11 @@ class SampleRequest:
     """A request to continue `ids` by at most `max_tokens`, stopping after a stop string or a stop
     id.
 
-    The token that completes the stop stays in the completion. `rollout` is only a hint at which
-    cache may hold the beginning. If log-probabilities are "unneeded", an engine may leave them out.
-    The last `num_begun` ids already belong to the completion: they were drawn before, perhaps by
-    another engine, with the first uniform numbers of this seed. The engine continues with the
-    uniform numbers after those, and so writes the rest of what it would have written without
+    The token that completes the stop stays in the completion. `rollout` is only a hint: the
+    rollout's cache may contain the beginning of `ids`. If `logprobs` is "unneeded", an engine may
+    return no log-probabilities. The last `num_begun` ids already belong to the completion: they
+    were sampled before, perhaps by another engine, with the first uniform numbers of this seed. The
+    engine continues with the next uniform numbers, so the whole completion is the same as without
     `num_begun`.
     """
 
@@ -117,14 +118,14 @@ class SampleRequest:
     stop: tuple[str, ...] = ()
     stop_ids: TokenIds = ()
     rollout: str = ""
-    priority: int = 0  # lower is sooner
+    priority: int = 0  # requests with lower numbers are served first
     logprobs: Literal["raw", "unneeded"] = "raw"
     # number of ids at the end of `ids` that belong to the completion; `max_tokens` excludes them
     num_begun: int = 0
     # a guess at the completion, which may make the engine faster but never changes its text
     hint: TokenIds = ()
-    # tokens of a think block, those among `ids` included, after which an engine with the capability
-    # "thinking" closes the block; 0: no limit
+    # largest number of tokens in a think block, including those in `ids`; an engine with the
+    # capability "thinking" then closes the block; 0: no limit
     thinking_budget: int = 0
 
 
@@ -132,8 +133,8 @@ class SampleRequest:
 class Completion:
     """A model's text: `ids` exactly as generated, end token included; `text` without end tokens.
 
-    `logprobs` has one raw log-probability (temperature 1, no filter) per id. It is empty if the
-    engine gives none, or if the request said that it needs none.
+    `logprobs` has one raw log-probability (temperature 1, no filter) per id. `logprobs` is empty if
+    the engine returns no log-probabilities, or if the request does not need them.
     """
 
     ids: TokenIds
@@ -149,15 +150,17 @@ class ScoreRequest:
     non-empty.
 
     `draw` is the sampling request for the text that the target would write after `prefix` instead
-    of the suffix. An engine with the capability "draw" samples its first tokens from the
-    distributions that it computes for the scores, and returns them in `Scores.beginning`.
+    of the suffix. An engine with the capability "draw" samples the first tokens of that text from
+    the distributions that it computes for the scores. It returns these tokens in
+    `Scores.beginning`.
 
     With `entropies`, each number is minus the entropy of the distribution at that token instead of
-    the token's own log-probability. It is the mean log-probability of a token drawn there.
+    the token's own log-probability. Minus the entropy is the mean log-probability of a token that
+    is sampled from the distribution.
 
-    With `texts`, which are a problem and the steps of its solution so far, a reward model that is
-    joined with the target replies. It gives one number: the logarithm of the probability that the
-    last step is correct. The suffix is then the last token of that step.
+    If `texts` is given, it contains a problem and the steps of its solution so far. The target's
+    reward model then answers the request with one number: the logarithm of the probability that the
+    last step is correct. The suffix is then the last token of the last step.
     """
 
     prefix: TokenIds
@@ -165,14 +168,16 @@ class ScoreRequest:
     rollout: str = ""
     priority: int = 0
     turn: int = 0  # turn of the rollout; recorded for timing only
-    draw: SampleRequest | None = None  # never changes the scores
+    draw: SampleRequest | None = None  # a hint for the engine that never changes the scores
     entropies: bool = False  # for engines with the capability "entropy"
     texts: tuple[str, ...] = ()  # for engines with the capability "reward"
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The first tokens of a completion, and why it ended if they are all of it."""
+    """The first tokens of a completion; if they are the complete text, also the reason why it
+    ended.
+    """
 
     ids: TokenIds = ()
     logprobs: tuple[float, ...] = ()
@@ -201,10 +206,11 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A gate's decision about one chunk, with everything needed to audit it and to feed it back.
+    """A gate's decision about one chunk, with all values that are needed to check the decision
+    later.
 
-    A `p` near 1 means that the chunk scores worse than the calibration chunks; None if the gate
-    uses no p-value.
+    `p` is the gate's p-value, or None if the gate uses none; near 1, the chunk scores worse than
+    most calibration chunks.
     """
 
     action: Action
@@ -215,25 +221,25 @@ class Decision:
     issue: int | None = None
     score: float | None = None
     p: float | None = None
-    why: str = ""  # the reason for the decision, for people only
+    why: str = ""  # the reason for the decision, in words; the program does not read it
     origin: Origin = "gate"
     length: float | None = None  # length of the chunk, if the gate ranks by length
 
     @property
     def escalate(self) -> bool:
-        """Return True if the chunk is escalated."""
+        """Return True if the decision escalates the chunk."""
         return self.action == "escalate"
 
     @property
     def turn_key(self) -> TurnKey:
-        """Return the turn that the decision is about."""
+        """Return the key of the turn that the decision is about."""
         return self.question, self.sample, self.turn
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
     """Evidence that a gate may use in addition to the score: the draft's log-probabilities, and the
-    answers of siblings.
+    answers of other rollouts of the problem.
     """
 
     question: str
@@ -244,16 +250,18 @@ class Features:
     # the estimated share of the run's decisions that are still to be made; None if unknown
     left: float | None = None
     tokens: int = 0
-    # the mean of the draft's log-probabilities; NaN if it gave none, which no comparison may accept
+    # the mean of the draft's log-probabilities; NaN if there are none, so every comparison with it
+    # is false
     draft_logprob: float = math.nan
     # the draft's certainty of the chunk (0 is certain, lower is less sure), as
     # `atts.pipelines.scores` computes it from the score rule; NaN if the draft gave no
     # log-probabilities
     draft_evidence: float = math.nan
     has_answer: bool = False
-    answered: int = 0  # siblings with an answer
-    agreement: float = 0.0  # the leading answer's share of the siblings' answers
-    agrees: bool = False  # whether this chunk's answer is the leading answer
+    answered: int = 0  # number of sibling rollouts that have an answer
+    # share of the siblings' answers that are equal to the most frequent answer
+    agreement: float = 0.0
+    agrees: bool = False  # whether this chunk's answer is the most frequent answer of the siblings
     text: str = ""
 
     def decision(
@@ -267,16 +275,19 @@ class Features:
         )  # fmt: skip
 
     def uniform(self, seed: int, purpose: str) -> float:
-        """Return a uniform number that depends on the chunk's identity, never on the schedule."""
+        """Return a uniform random number that depends only on the seed and the chunk's place in the
+        run, never on the schedule.
+        """
         name = Seed(seed, self.question, self.sample, self.turn, "gate", purpose=purpose)
         return float(uniforms(name, 1)[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of reasoning in both tokenizers' ids, without end tokens; it is never re-tokenised.
+    """A piece of reasoning with its ids in the draft's and in the target's tokenizer, without end
+    tokens. A chunk is never re-tokenised.
 
-    With a shared tokenizer the two id tuples are the same object.
+    If both models share a tokenizer, the two tuples of ids are the same object.
     """
 
     author: Role
@@ -284,16 +295,17 @@ class Chunk:
     draft_ids: TokenIds
     target_ids: TokenIds
     ended: Ending
-    # log-probabilities by the author, one per generated id (a generated end token included), or none
+    # log-probabilities of the model that wrote the chunk, one per generated id (including a
+    # generated end token); may be empty
     logprobs: tuple[float, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens the author generated."""
+        """Return the number of tokens that the model generated to write the chunk."""
         return len(self.logprobs) or len(self.ids(self.author))
 
     def ids(self, role: Role) -> TokenIds:
-        """Return the chunk's ids for that model."""
+        """Return the chunk's ids in the tokenizer of the given model."""
         return self.draft_ids if role == "draft" else self.target_ids
 
 
@@ -305,15 +317,15 @@ class Prompt:
     target_ids: TokenIds
 
     def ids(self, role: Role) -> TokenIds:
-        """Return the prompt's ids for that model."""
+        """Return the prompt's ids in the tokenizer of the given model."""
         return self.draft_ids if role == "draft" else self.target_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a rollout: the drafted chunk, its score, and the chunks that it led to.
+    """One turn of a rollout: the drafted chunk, its score, and the chunks that resulted.
 
-    `chunks` entered the rollout in this order; `discarded` did not enter it.
+    The rollout's text contains `chunks`, in this order, but not `discarded`.
     """
 
     index: int
@@ -321,17 +333,22 @@ class Turn:
     discarded: tuple[Chunk, ...] = ()
     score: float | None = None
     decision: Decision | None = None
-    # the reason why a score is missing, or a description of a failure; for people only
+    # the reason why a score is missing, or a description of a failure, in words; the program does
+    # not read it
     note: str = ""
-    # number of tokens scored by the target; 0 if an equal chunk of a sibling gave the score
+    # number of tokens that the target scored; 0 if the score was copied from an equal chunk of a
+    # sibling rollout
     scored_tokens: int = 0
     is_forced: bool = False  # whether budget forcing inserted the chunk's text
-    # whether the text of the rollout begins again with this turn; the chunks before are discarded
+    # whether the rollout's text starts again with this turn, so that the chunks of earlier turns
+    # are discarded
     restarts: bool = False
 
     @property
     def drafted(self) -> Chunk | None:
-        """Return the draft's chunk, kept or discarded, or None if the draft wrote none."""
+        """Return the chunk that the draft wrote in this turn, even if it was discarded, or None if
+        the draft wrote no chunk.
+        """
         for chunk in (*self.discarded, *self.chunks):
             if chunk.author == "draft":
                 return chunk
@@ -339,26 +356,28 @@ class Turn:
 
     @property
     def score_reused(self) -> bool:
-        """Return whether the score is that of an equal chunk of a sibling, so that no score was
-        requested.
+        """Return whether the score was copied from an equal chunk of a sibling rollout instead of
+        requested from the target.
         """
         return self.score is not None and not self.scored_tokens
 
     @property
     def was_cut_short(self) -> bool:
-        """Return whether the turn was judged and not carried out, because its rollout was stopped."""
+        """Return whether the rollout was stopped after the turn's chunk was judged, but before the
+        decision was carried out.
+        """
         return bool(self.discarded) and not self.chunks
 
     def tokens_written(self, author: Role) -> int:
-        """Count the tokens that this model wrote in the turn, discarded tokens included."""
+        """Count the tokens that the given model wrote in the turn, including discarded tokens."""
         chunks = [chunk for chunk in (*self.discarded, *self.chunks) if chunk.author == author]
         return sum(chunk.tokens for chunk in chunks if self.is_written(chunk))
 
     def is_written(self, chunk: Chunk) -> bool:
-        """Return whether a model wrote the chunk in this turn.
+        """Return whether the chunk counts as written by a model in this turn.
 
-        Budget forcing inserts text that no model wrote. A kept part of a discarded chunk counts as
-        written with the whole chunk.
+        Text that budget forcing inserts does not count, because no model wrote it. The kept part of
+        a discarded chunk does not count either, because the discarded chunk counts in full.
         """
         if chunk.logprobs:
             return True
@@ -372,11 +391,13 @@ class Turn:
 
     @property
     def remark(self) -> str:
-        """Describe what was unusual in the turn: its note, whether words were inserted, and why no
+        """Describe what was unusual in the turn: its note, inserted text, and the reason why no
         score was requested.
         """
         recalled = (
-            "scored like an equal chunk after an equal beginning" if self.score_reused else ""
+            "the score was copied from an equal chunk after an equal beginning"
+            if self.score_reused
+            else ""
         )
         return "; ".join(
             filter(
@@ -393,21 +414,21 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Numbers of tokens and calls; usages add up with +."""
+    """Numbers of tokens and calls; two usages are added with `+`."""
 
     draft_tokens: int = 0  # tokens sampled by the draft
     target_tokens: int = 0  # tokens sampled by the target
     scored_tokens: int = 0  # tokens scored by the target
     draft_prefill_tokens: int = 0
     target_prefill_tokens: int = 0
-    wasted_tokens: int = 0  # tokens that were sampled, then discarded or cancelled
+    wasted_tokens: int = 0  # sampled tokens whose chunk or call was discarded or cancelled
     calls: int = 0
     # the part of target_tokens that was drawn while scoring, without a decoding step
     drawn_tokens: int = 0
 
     @property
     def target_share(self) -> float:
-        """Return the target's share of the tokens that both models wrote."""
+        """Return the target's share of all tokens that the two models wrote."""
         written = self.draft_tokens + self.target_tokens
         return self.target_tokens / written if written else 0.0
 
@@ -426,7 +447,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One line of reasoning about a problem; every turn makes a new value."""
+    """One attempt to solve a problem by reasoning. The object is immutable, so every turn makes a
+    new one.
+    """
 
     problem: str
     sample: int
@@ -436,11 +459,12 @@ class Rollout:
     answer: str | None = None
     usage: Usage = Usage()
     error: str = ""
-    # no answer was marked as final: the fallback extracted one after the model had ended
+    # whether the answer was not marked as final, but extracted from the text after the model had
+    # ended it
     is_fallback_answer: bool = False
 
     def ids(self, role: Role) -> TokenIds:
-        """Return the ids of prompt and chunks as that model reads them."""
+        """Return the ids of the prompt and the chunks in the tokenizer of the given model."""
         ids = list(self.prompt.ids(role))
         for chunk in self.chunks:
             ids.extend(chunk.ids(role))
@@ -448,7 +472,9 @@ class Rollout:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Return the chunks of the text: those since the rollout last started again, if it did."""
+        """Return the chunks of the text; if the rollout started again, only the chunks since its
+        last start.
+        """
         chunks: list[Chunk] = []
         for turn in self.turns:
             if turn.restarts:
@@ -457,9 +483,9 @@ class Rollout:
         return chunks
 
     def turn_limit(self, limit: int) -> int:
-        """Return how many turns the rollout may have if the policy allows so many.
+        """Return the largest number of turns that the rollout may have.
 
-        A rollout that starts again within the limit gets as many turns again.
+        The policy's `limit` is counted again from the turn in which the rollout starts again.
         """
         for position, turn in enumerate(self.turns[:limit]):
             if turn.restarts:
@@ -473,38 +499,47 @@ class Rollout:
 
 
 Combine = Literal["vote", "select", "synthesize", "auto"]
-"""The ways to make a problem's answer from the answers of its rollouts."""
+"""The methods for making a problem's answer from the answers of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CombinePlan:
-    """A decision on one problem after its vote: keep the vote, or ask the target."""
+    """A decision about one problem after its rollouts have voted: keep the vote, or ask the
+    target.
+    """
 
     action: Literal["vote", "select", "synthesize"]
-    is_trial: bool = False  # whether the vote stays the answer although the target is asked
-    below: float = 1.0  # the largest share of the leading answer at which a vote counts as split
+    # whether the target is asked only as a trial, so that the vote stays the answer
+    is_trial: bool = False
+    # a vote counts as split if the share of its most frequent answer is at most this
+    below: float = 1.0
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """A record of how a problem's answer was made from its rollouts' answers, with the cost."""
+    """A record of how a problem's answer was made from the answers of its rollouts, and of the
+    cost.
+    """
 
     plan: CombinePlan
-    voted: str  # the leading answer of the vote
-    share: float  # share of the votes that `voted` has
-    # the vote of each half of the rollouts: its leader's share, and whether its leader is `voted`
+    voted: str  # the most frequent answer among the rollouts
+    share: float  # share of the votes for `voted`
+    # for each half of the rollouts: the share of its most frequent answer, and whether that answer
+    # is `voted`
     halves: tuple[tuple[float, bool], ...] = ()
-    finalists: tuple[str, ...] = ()  # answers whose texts the target read
+    finalists: tuple[str, ...] = ()  # answers whose solutions the target read
     chosen: str | None = None  # the answer that the target prefers or wrote; None: undecided
-    pairs: int = 0  # number of questions that were asked in both orders
-    consistent: int = 0  # number of these with the same answer in both orders
+    pairs: int = 0  # number of comparisons that the target made in both orders of the two solutions
+    consistent: int = 0  # number of comparisons with the same result in both orders
     usage: Usage = Usage()
-    error: str = ""  # the reason why the target could not be asked
+    error: str = ""  # the reason why the target could not be asked, if there is one
 
     @property
     def answer(self) -> str:
-        """Return the problem's answer, which is the vote unless the target chose another one."""
+        """Return the problem's answer: the target's choice if it made one, or else the vote's
+        answer.
+        """
         if self.chosen is None or self.plan.is_trial:
             return self.voted
         return self.chosen
@@ -512,7 +547,9 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one problem: all rollouts, and the answer that was made from their answers."""
+    """The result of one problem: all its rollouts, and the answer that was made from the rollouts'
+    answers.
+    """
 
     problem: Problem
     rollouts: tuple[Rollout, ...]
@@ -521,7 +558,7 @@ class Outcome:
     status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
     why: str = ""
     usage: Usage = Usage()
-    # a warning about the answer, such as a problem unlike those of the calibration scores
+    # a warning about the answer, for example that the problem is unlike the calibration problems
     doubt: str = ""
     combination: Combination | None = None  # None if the vote alone decides the answer
 
@@ -534,7 +571,9 @@ class Outcome:
 
     @property
     def agreement(self) -> float:
-        """Return the winner's share of all votes, or 0 without votes."""
+        """Return the share of the votes for the most frequent answer, or 0 if there are no
+        votes.
+        """
         total = math.fsum(self.votes.values())
         return max(self.votes.values()) / total if total else 0.0
 
@@ -544,12 +583,14 @@ RolloutStatus = Literal["done", "failed", "settled", "cancelled"]
 ProblemStatus = Literal["done", "failed", "cancelled"]
 
 RELEASE = "release"
-"""The stage of the span in which rollouts that started together wait for their last sibling."""
+"""The name of the stage in which rollouts that started together wait for the last of them."""
 HOLD = "hold"
-"""The stage of the span in which a rollout waits for the score of a sibling's equal chunk."""
+"""The name of the stage in which a rollout waits for the score of an equal chunk of another
+rollout.
+"""
 
-# Spans are structs because every engine call makes one, in a fifth of the time that a frozen
-# dataclass takes. Their tags are those of their lines in a journal.
+# Every engine call makes a span. Spans are structs because a struct is made five times as fast as a
+# frozen dataclass. The tag of a span is also the tag of its line in a journal.
 
 
 class CallSpan(
@@ -557,23 +598,24 @@ class CallSpan(
 ):
     """One engine call, a node of the task graph; times are in seconds on the loop's clock.
 
-    The times satisfy ready <= queued <= started <= ended. A call that was cancelled in the queue has
-    started == ended. A "recalled" call took its result from an earlier session and did no work.
-    Spans are never changed after they are made.
+    The times satisfy ready <= queued <= started <= ended. A call that was cancelled in the queue
+    has started == ended. The result of a "recalled" call was read from an earlier session's
+    journal, so the call did no work. Spans are never changed after they are made.
     """
 
-    node: int  # a number higher than those of the calls it waited for
+    node: int  # the call's number, which is higher than the numbers of the calls that it waited for
     stage: str
     engine: str
     problem: str
     sample: int  # -1: the call belongs to the problem, not to a rollout
     turn: int
-    # when the rollout could have made the call; `queued` is later only by its wait for siblings
+    # when the rollout could have made the call; `queued` is later than `ready` only if it waited
+    # for siblings
     ready: float
     queued: float
     started: float  # time at which a slot and its tokens were granted
     ended: float
-    after: tuple[int, ...] = ()  # numbers of the calls it waited for
+    after: tuple[int, ...] = ()  # numbers of the calls that this call waited for
     attempt: int = 0
     status: CallStatus = "done"
     tokens: int = 0
@@ -602,17 +644,20 @@ class RolloutSpan(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """The times of one rollout; `released` is later than `ended` if it kept its slot for siblings."""
+    """The times of one rollout. `released` is later than `ended` if the rollout kept its slot until
+    its siblings ended.
+    """
 
     problem: str
     sample: int
     status: RolloutStatus
-    queued: float  # time at which the rollout was submitted
-    started: float  # time at which the rollout was admitted
+    queued: float  # time at which the rollout was added to the queue
+    started: float  # time at which the rollout got a slot and started
     ended: float
     released: float
     attempts: int = 1
-    waited: float = 0.0  # seconds spent waiting for siblings, in rounds and for release
+    # seconds that the rollout waited for siblings, in rounds or before its slot was given back
+    waited: float = 0.0
     error: str = ""
 
 

@@ -1,4 +1,6 @@
-"""The engine protocol: the two calls of a model, its description, its counters and its checks."""
+"""The engine protocol: how atts samples from and scores with a model, with the engine's
+description, counters and checks.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,15 @@ _Value = TypeVar("_Value")
 _MOST_IDS = 1 << 31
 EngineState = Literal["new", "open", "closed"]
 Capability = Literal["sample", "score", "rate", "draw", "entropy", "reward", "thinking"]
-"""A capability of an engine: sample, score, rate, draw, give entropies or rewards, or end a think
-block.
+"""The names of what an engine can do.
 
 "sample": it continues ids. "score": it returns the log-probability of every token of a suffix.
 "rate": it scores single-token suffixes among a few likely tokens, which is enough for a one-digit
-rating. "draw": while scoring, it also samples from the distributions that it computes
-(`ScoreRequest.draw`), and it continues a completion that another engine began
+rating. "draw": while scoring, the engine also samples from the distributions that it computes
+(`ScoreRequest.draw`). It also continues a completion that another engine began
 (`SampleRequest.num_begun`). "entropy": it returns the entropy of its distribution at every token of
-a suffix (`ScoreRequest.entropies`). "reward": it is joined with a reward model
-(`ScoreRequest.texts`). "thinking": it closes a think block that has used up its budget
+a suffix (`ScoreRequest.entropies`). "reward": a reward model answers requests with
+`ScoreRequest.texts`. "thinking": it closes a think block that has used up its budget
 (`SampleRequest.thinking_budget`).
 """
 
@@ -49,8 +50,8 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """Return a hash of vocabulary, merges and special tokens; with equal digests, ids mean the
-        same.
+        """Return a hash of the vocabulary, merges and special tokens. If two tokenizers have equal
+        digests, each id has the same meaning in both.
         """
         ...
 
@@ -63,7 +64,7 @@ class Tokenizer(Protocol):
         ...
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """Return the ids of a conversation, ending where the assistant's turn begins."""
+        """Return the ids of a conversation, up to the place where the assistant's turn begins."""
         ...
 
 
@@ -73,27 +74,30 @@ class EngineSpec:
 
     name: str
     model: str
-    tokenizer: str  # digest of everything that turns text into ids
+    tokenizer: str  # digest of the tokenizer's data, on which the ids of a text depend
     context_length: int
     end_ids: TokenIds
     vocabulary: int
-    engine: str = ""  # kind and major.minor version, such as "local 0.1"
+    engine: str = ""  # type and major.minor version of the engine, such as "local 0.1"
     dtype: str = "float32"
-    # whether scores, and tokens drawn while scoring, have a lower precision than samples
+    # whether scores, and tokens sampled while scoring, are computed in a lower precision than
+    # samples
     rounds_scores: bool = False
     # "none": completions have no log-probabilities
     logprobs: Literal["raw", "processed", "none"] = "raw"
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
-    flops_per_token: float = 0.0  # operations for one decoded token; 0 if unknown
+    flops_per_token: float = 0.0  # floating-point operations for one decoded token; 0 if unknown
     weights: str = ""  # digest of the weight files, if they are local
     chat_template: str = ""  # digest of the chat template, if the engine renders conversations
-    # log-probabilities of a fixed text, from which a change of the server's model is recognised
+    # log-probabilities of a fixed text; if they change, the server's model has changed
     known_logprobs: tuple[float, ...] = ()
-    # results of the probe, such as ("scores", "yes: 12 finite scores, ...")
+    # results of the probe requests to a server, such as ("scores", "yes: 12 finite scores, ...")
     findings: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> dict[str, object]:
-        """Return the fields that must match before one engine's scores calibrate another engine."""
+        """Return the fields that two engines must share before the scores of one may calibrate the
+        other.
+        """
         fields_to_match: dict[str, object] = {}
         for name in ("engine", "model", "tokenizer", "dtype", "logprobs"):
             fields_to_match[name] = getattr(self, name)
@@ -121,10 +125,11 @@ _SAME_MODEL_NATS = 0.2
 
 
 def is_other_model(was: Sequence[float], now: Sequence[float]) -> bool:
-    """Return True if the log-probabilities of one text are those of two models.
+    """Return True if two lists of log-probabilities of one text come from two different models.
 
-    One model differs from itself by a few hundredths of a nat per token, as requests are batched
-    differently, and two models by far more. The result is False if a side is missing.
+    Two requests to one model differ by a few hundredths of a nat per token, because the server
+    batches them differently. Two models differ by far more. The result is False if one of the lists
+    is empty.
 
     >>> is_other_model([-1.0, -9.0], [-1.02, -9.1]), is_other_model([-1.0, -9.0], [-1.3, -8.0])
     (False, True)
@@ -135,12 +140,12 @@ def is_other_model(was: Sequence[float], now: Sequence[float]) -> bool:
         return False
     if len(was) != len(now):
         return True
-    # `dist` is infinite where a sum of squares would overflow
+    # `dist` returns infinity if the distance is too large for a float
     return not math.dist(was, now) / math.sqrt(len(was)) <= _SAME_MODEL_NATS
 
 
 def first_values(logprobs: Sequence[float]) -> str:
-    """Return a text with the first log-probabilities.
+    """Return the first three log-probabilities as text.
 
     >>> first_values([-1.5, -0.25])
     '(-1.500, -0.250, ...)'
@@ -162,12 +167,12 @@ class EngineStats:
     cached_tokens: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
-    queue_seconds: float = 0.0  # seconds in the queue, summed over requests
+    queue_seconds: float = 0.0  # seconds that requests waited in the queue, summed over requests
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """The growing counters from which `EngineStats` are taken."""
+    """The counters of an open engine, which grow; `EngineStats` is a snapshot of them."""
 
     requests: int = 0
     in_flight: int = 0
@@ -182,13 +187,13 @@ class EngineCounters:
     queue_seconds: float = 0.0
 
     def sampled(self, request: SampleRequest, done: Completion) -> None:
-        """Count a completion."""
+        """Count a sample request that was answered."""
         self.sampled_tokens += len(done.ids)
         self.cached_tokens += done.cached_tokens
         self.prefilled_tokens += max(0, len(request.ids) - done.cached_tokens)
 
     def scored(self, request: ScoreRequest, done: Scores) -> None:
-        """Count the scores of a suffix."""
+        """Count a score request that was answered."""
         self.scored_tokens += len(done.logprobs)
         self.cached_tokens += done.cached_tokens
         self.prefilled_tokens += max(
@@ -196,7 +201,9 @@ class EngineCounters:
         )
 
     def snapshot(self, *, busy_for: float = 0.0) -> EngineStats:
-        """Return the counters; `busy_for` is the length of the busy period that is still running."""
+        """Return a snapshot of the counters; `busy_for` is the seconds of the busy period that has
+        not ended yet.
+        """
         values: dict[str, Any] = {
             field.name: getattr(self, field.name) for field in fields(EngineStats)
         }
@@ -207,24 +214,25 @@ class EngineCounters:
 class Engine(Protocol):
     """A model that samples and scores, opened by `async with` and safe to call from many tasks.
 
-    Cancelling the awaiting scope frees the work. Concurrent requests change an engine's speed, never
-    its distributions. Stop strings are searched in the generated text only, never across the
-    boundary to the prompt. Closing twice is allowed, and a closed engine raises EngineUnavailable.
-    `atts.testing.check_engine` checks these promises from outside.
+    If the scope that awaits a call is cancelled, the engine stops the call's work. Concurrent
+    requests change an engine's speed, never its distributions. Stop strings are searched in the
+    generated text only, never across the boundary to the prompt. Closing twice is allowed, and a
+    closed engine raises EngineUnavailable. `atts.testing.check_engine` checks these promises from
+    outside.
     """
 
     @property
     def spec(self) -> EngineSpec:
-        """Return the engine's description, which is known once the engine is open."""
+        """Return the engine's description, which is available after the engine was opened."""
         ...
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer, with which pipelines render and decode."""
+        """Return the model's tokenizer, which pipelines use to render prompts and to decode ids."""
         ...
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Continue the ids.
+        """Continue the ids of the request by sampling tokens.
 
         :raises ContextOverflow: the ids plus `max_tokens` exceed the context.
         :raises UsageError: empty ids, or `max_tokens` below 1.
@@ -260,16 +268,18 @@ class Returning(Protocol):
     """An engine that may come back after it was lost, such as a server that is restarted."""
 
     async def comes_back(self) -> bool:
-        """Wait as long as the engine's options allow, and return True if the engine is back."""
+        """Wait until a lost engine is back, but no longer than its options allow; return True if it
+        is back.
+        """
         ...
 
 
 @runtime_checkable
 class Stepping(Protocol):
-    """An engine that computes all calls in common steps, and counts the steps.
+    """An engine that computes all its calls together, step by step, and counts the steps.
 
-    A call may wait long for its turn at such an engine. The wait is not a fault while steps are
-    taken, so a call's deadline counts from the newest step.
+    A call to a stepping engine may wait long for its turn. While the engine takes steps, the wait
+    is not a failure, so a call's deadline counts from the newest step.
     """
 
     def steps_taken(self) -> int:
@@ -278,7 +288,8 @@ class Stepping(Protocol):
 
 
 class EngineAround:
-    """A wrapper that forwards every call to another engine; subclasses watch, record or disturb calls.
+    """A wrapper that forwards every call to an inner engine; subclasses observe, record or disturb
+    calls.
 
     With lifetime "own", opening and closing the wrapper also opens and closes the inner engine; with
     "lent" it does not.
@@ -290,7 +301,7 @@ class EngineAround:
 
     @property
     def inner(self) -> Engine:
-        """Return the engine that calls are forwarded to."""
+        """Return the engine that gets the forwarded calls."""
         return self._engine
 
     @property
@@ -302,7 +313,9 @@ class EngineAround:
         return self._engine.tokenizer
 
     def stats(self) -> EngineStats:
-        """Return the inner engine's counters, which exclude calls that never reached it."""
+        """Return the inner engine's counters, which do not include calls that a wrapper never
+        forwarded.
+        """
         return self._engine.stats()
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -318,13 +331,13 @@ class EngineAround:
         return speculated_by(self._engine)
 
     async def comes_back(self) -> bool:
-        """Wait for the inner engine, if it can come back."""
+        """Wait until the inner engine is back; return False at once if it cannot come back."""
         return isinstance(self._engine, Returning) and await self._engine.comes_back()
 
     async def around(
         self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Make one call of either kind; subclasses override this method."""
+        """Forward one sample or score request; subclasses override this method."""
         return await call(request)
 
     async def __aenter__(self) -> Self:
@@ -343,7 +356,7 @@ class EngineAround:
 
 
 def stepping(engine: Engine) -> Stepping | None:
-    """Return the engine that counts steps, also from inside wrappers; None if there is none."""
+    """Return the engine itself or the wrapped engine that counts steps, or None if neither does."""
     # `isinstance` of a protocol takes ten times as long, and every request of a server comes here
     while not hasattr(engine, "steps_taken"):
         if not isinstance(engine, EngineAround):
@@ -353,7 +366,8 @@ def stepping(engine: Engine) -> Stepping | None:
 
 
 def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
-    """Refuse a sampling request that no engine can serve; every engine calls this first.
+    """Raise an error for a sample request that no engine can serve. Every engine calls this
+    function first.
 
     :raises UsageError: empty ids, an id outside the vocabulary, or an impossible limit or
         temperature.
@@ -385,7 +399,9 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
 
 
 def check_score(request: ScoreRequest, spec: EngineSpec) -> None:
-    """Refuse a scoring request that no engine can serve; the errors are those of `check_sample`."""
+    """Raise an error for a score request that no engine can serve; it raises the same errors as
+    `check_sample`.
+    """
     prefix = request.prefix
     suffix = request.suffix
     _check_ids(spec, len(prefix) + len(suffix), (prefix, "the prefix"), (suffix, "the suffix"))
@@ -411,8 +427,8 @@ def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> N
 
 
 class BaseEngine(ABC):
-    """A base class that checks and counts requests; subclasses set `_spec` and `_tokenizer`, and
-    answer.
+    """A base class that checks and counts requests. Subclasses set `_spec` and `_tokenizer`, and
+    answer the requests.
     """
 
     def __init__(self, name: str) -> None:
@@ -421,19 +437,19 @@ class BaseEngine(ABC):
         self._spec: EngineSpec | None = None
         self._tokenizer: Tokenizer | None = None
         self._counts = EngineCounters()
-        # `open` sets the event loop's clock: before it, no loop may be running
+        # placeholder: `open` sets the event loop's clock, because a loop may not be running yet
         self._clock: Callable[[], float] = lambda: 0.0
         self._busy_since = 0.0
         self._idle_since = 0.0
 
     @property
     def spec(self) -> EngineSpec:
-        """Return the engine's description, which is known once the engine is open."""
+        """Return the engine's description, which is available after the engine was opened."""
         return opened(self._spec, self._name)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer, which is known once the engine is open."""
+        """Return the model's tokenizer, which is available after the engine was opened."""
         return opened(self._tokenizer, self._name)
 
     def stats(self) -> EngineStats:
@@ -488,7 +504,7 @@ class BaseEngine(ABC):
         return None
 
     async def comes_back(self) -> bool:
-        """Return False: most engines do not come back once they are lost."""
+        """Return False, because most engines cannot come back after they are lost."""
         return False
 
     async def _close(self) -> None:  # noqa: B027  # some engines hold nothing
@@ -510,7 +526,7 @@ class BaseEngine(ABC):
     async def _counted(
         self, request: _Request, answer: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Answer a request; count it while it is being answered and when it ends."""
+        """Answer a request, and count the request as in flight, answered, failed or cancelled."""
         counts = self._counts
         counts.requests += 1
         if not counts.in_flight:
@@ -539,7 +555,7 @@ def not_open(name: str, state: EngineState) -> EngineUnavailable:
 
 
 def opened(value: _Value | None, name: str) -> _Value:
-    """Return a value that an engine has only once it is open.
+    """Return `value` if it is not None: a value that an engine has only after it was opened.
 
     :raises EngineUnavailable: the engine is not open.
     """
@@ -550,26 +566,29 @@ def opened(value: _Value | None, name: str) -> _Value:
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """Speculation counters since an engine opened, or the difference of two snapshots."""
+    """Counters of speculative decoding since an engine opened, or the difference between two
+    snapshots.
+    """
 
-    rounds: int = 0  # a round is one sequence in one step whose proposal was verified
-    proposed: int = 0  # tokens
-    accepted: int = 0  # tokens
-    # for each position in a proposal: rounds in which all tokens before it were accepted
+    rounds: int = 0  # number of verified proposals, counted once per sequence and step
+    proposed: int = 0  # number of proposed tokens
+    accepted: int = 0  # number of proposed tokens that the target accepted
+    # for each position in a proposal: number of rounds in which all earlier tokens were accepted
     tested_at: tuple[int, ...] = ()
-    # for each position in a proposal: rounds in which its token was accepted as well
+    # for each position in a proposal: number of rounds in which this token and all earlier ones
+    # were accepted
     accepted_at: tuple[int, ...] = ()
-    seconds: float = 0.0  # seconds spent on drafting proposals
-    choices: int = 0  # decisions on a proposal's length: one per sequence and step
-    chosen: int = 0  # the sum of those lengths; chosen / choices is the mean length
-    # predicted and real tokens and seconds, summed over the steps that had a prediction
+    seconds: float = 0.0  # seconds that the proposals took
+    choices: int = 0  # number of decisions about a proposal's length, one per sequence and step
+    chosen: int = 0  # sum of the chosen lengths of proposals; chosen / choices is the mean length
+    # predicted and real numbers of tokens and seconds, summed over the steps with a prediction
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    # the seconds predicted for the same tokens without proposals, minus the real seconds
+    # the predicted seconds for the same tokens without proposals, minus the real seconds
     saved_seconds: float = 0.0
-    silence: str = ""  # the reason why nothing was proposed; empty if something was proposed
+    silence: str = ""  # the reason why no token was proposed; empty if tokens were proposed
 
     def __add__(self, other: Speculated) -> Speculated:
         return self._with(other, add)
@@ -579,7 +598,9 @@ class Speculated:
 
     @property
     def accepted_share(self) -> tuple[float, ...]:
-        """Return the share of tested tokens that were accepted, by position."""
+        """Return, for each position in a proposal, the share of tested tokens that were
+        accepted.
+        """
         return tuple(
             accepted / tested
             for accepted, tested in zip(self.accepted_at, self.tested_at, strict=True)
@@ -593,7 +614,7 @@ class Speculated:
         300 tokens proposed, 80 % accepted (by position 0.90 0.89 0.88), 1.6 per step
         """
         if not self.proposed:
-            # lengths and times of steps without proposals would say nothing about speculation
+            # without proposals, lengths and times say nothing about speculation
             return ", ".join(filter(None, ("no tokens proposed", self.silence)))
         shares = " ".join(f"{share:.2f}" for share in self.accepted_share[:8])
         accepted = 100 * self.accepted / self.proposed
@@ -634,25 +655,27 @@ class Speculating(Protocol):
 
 
 def speculated_by(engine: object) -> Speculated | None:
-    """Return any engine's speculation counters, or None if it has none."""
+    """Return the engine's counters of speculative decoding, or None if the engine has none."""
     # `isinstance` of a protocol takes ten times as long, and every request of a server comes here
     return cast(Speculating, engine).speculated() if hasattr(engine, "speculated") else None
 
 
 def speculated_since(before: Speculated | None, engine: object) -> Speculated | None:
-    """Return the counters since `before`, or None if nothing was proposed since, without a reason."""
+    """Return what the counters grew by since `before`. Return None if no token was proposed and no
+    reason is known.
+    """
     now = speculated_by(engine)
     more = now - (before or Speculated()) if now is not None else None
     return more if more is not None and (more.proposed or more.silence) else None
 
 
 def together(one: Speculated | None, other: Speculated | None) -> Speculated | None:
-    """Add two counters, either of which may be missing."""
+    """Return the sum of two sets of speculation counters, either of which may be None."""
     return one + other if one and other else one or other
 
 
 def counters_of(stats: Any) -> Speculated:
-    """Copy speculation counters out of an object whose counters still grow."""
+    """Return a copy of the speculation counters of an object whose counters still grow."""
     values: dict[str, Any] = {
         field.name: getattr(stats, field.name) for field in fields(Speculated)
     }

@@ -1,4 +1,4 @@
-"""Every error a user can meet, as one tree with documented exit codes.
+"""All errors that atts raises on purpose, as one tree with documented exit codes.
 
 ATTSError (1)
 ├── UsageError (2)              the request cannot be carried out as given
@@ -25,7 +25,7 @@ ATTSError (1)
 └── CheckFailed (5)             a check that the user asked for did not pass
 
 An interrupted run exits with 130 and keeps its work. A run exits with 3 if an engine failed on a
-part of it; the same command then does the missing part.
+part of the run; the same command then runs the missing part.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ DISTRIBUTION = "atts-llm"
 
 
 class ATTSError(Exception):
-    """Base of every error this package raises on purpose; `exit_code` is what the command line
-    returns.
+    """The base class of all errors that this package raises on purpose; `exit_code` is the exit
+    code of the command line.
     """
 
     exit_code: ClassVar[int] = 1
@@ -63,7 +63,8 @@ class MissingExtra(UsageError):
 class OptionError(UsageError):
     """An option is unknown or has an impossible value.
 
-    The nearest of `known` to `given` is suggested; by default `given` is the option.
+    The message suggests the name in `known` that is most similar to `given`; the default of `given`
+    is the option's name.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class CalibrationInputError(UsageError):
 
 
 class FingerprintError(UsageError):
-    """A stored state was made under other conditions than those of the run that uses it."""
+    """Stored data was made under conditions that differ from those of the run that uses it."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ def _shown(value: object) -> str:
 
 
 class EngineError(ATTSError):
-    """An engine failed; `engine` is its name."""
+    """An engine failed; the attribute `engine` is the engine's name."""
 
     exit_code = 3
 
@@ -138,7 +139,7 @@ class EngineUnavailable(EngineError):
 
 
 class EngineTimeout(EngineError):
-    """The engine did not answer within the deadline."""
+    """The engine did not answer before the deadline."""
 
     retryable = True
 
@@ -150,7 +151,7 @@ class BadReply(EngineError):
 
 
 class UnusableScores(EngineError):
-    """The engine still answers, but its scores cannot be used."""
+    """The engine still answers requests, but its scores cannot be used."""
 
 
 class UnsupportedByEngine(EngineError):
@@ -170,7 +171,7 @@ class ZooError(ModelLoadError):
 
 
 class OutOfMemory(EngineError):
-    """The work does not fit into memory, even after shrinking."""
+    """The work does not fit into memory, even after atts has reduced it."""
 
 
 class ContextOverflow(EngineError):
@@ -207,11 +208,11 @@ class JournalLocked(JournalError):
 
 
 class JournalCorrupt(JournalError):
-    """A line before the last one is damaged; nothing was overwritten."""
+    """A line of the journal before its last line is damaged; atts has overwritten nothing."""
 
 
 class JournalVersion(JournalError):
-    """The journal has a schema that this version does not know."""
+    """The journal has a schema that this version of atts does not know."""
 
 
 class StorageError(JournalError):
@@ -219,6 +220,6 @@ class StorageError(JournalError):
 
 
 class CheckFailed(ATTSError):
-    """A check the user asked for did not pass."""
+    """A check that the user requested did not pass."""
 
     exit_code = 5

@@ -1,4 +1,6 @@
-"""Write files atomically, turn operating-system errors into messages, and convert to strict JSON."""
+"""Functions that write files atomically, turn operating-system errors into messages, and convert
+values to strict JSON.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ ADVICE: dict[int, str] = {
 
 
 def refused(path: Path, error: BaseException) -> StorageError:
-    """Return a StorageError with the operating system's reason and advice."""
+    """Return a StorageError with the operating system's reason, and with advice for the user."""
     if isinstance(error, MemoryError):
         return StorageError(
             path, "there is no memory left", "Free some memory and run the same command again"
@@ -51,7 +53,7 @@ def refused(path: Path, error: BaseException) -> StorageError:
 
 @contextmanager
 def storage(path: Path) -> Generator[None, None, None]:
-    """Turn every disk or memory error inside the block into a StorageError about `path`.
+    """Raise a StorageError about `path` instead of any disk or memory error of the block.
 
     :raises StorageError: instead of an OSError, a MemoryError, or Python's error for a name that no
         file can have.
@@ -71,7 +73,7 @@ def storage(path: Path) -> Generator[None, None, None]:
 
 
 def is_same_file(handle: int, path: Path) -> bool:
-    """Return True if the path still names the open file; links are not followed."""
+    """Return True if the path still names the open file; a symbolic link does not count."""
     try:
         return os.path.samestat(os.fstat(handle), path.lstat())
     except FileNotFoundError:
@@ -81,10 +83,12 @@ def is_same_file(handle: int, path: Path) -> bool:
 def write_atomic(
     path: Path, data: bytes | Iterable[bytes | memoryview], *, durable: bool = True
 ) -> None:
-    """Replace a file so that readers and crashes see either the old content or the new content.
+    """Replace a file atomically: readers, also after a crash, see either the old content or the new
+    content.
 
-    An existing file keeps its permissions; a new file gets those of the umask. Without `durable`
-    the call does not wait for the disk, and a power failure may bring the old content back.
+    An existing file keeps its permissions; the umask decides the permissions of a new file. If
+    `durable` is false, the call does not wait for the disk, so a power failure may restore the old
+    content.
 
     :raises StorageError: the disk refuses; the old file is unchanged.
     """
@@ -175,7 +179,7 @@ def open_ordinary(path: Path) -> BufferedReader:
 
 
 def check_ordinary(mode: int, path: Path) -> None:
-    """Check that a file mode belongs to an ordinary file.
+    """Check that `mode`, the mode of an open file, is that of an ordinary file.
 
     :raises OSError: if it is the mode of a directory, device, pipe or socket.
     """
@@ -188,7 +192,7 @@ def check_ordinary(mode: int, path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to the disk, where the system can do that."""
+    """Flush a directory's entries to the disk, if the operating system supports this."""
     if sys.platform == "win32":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -239,7 +243,8 @@ def _constant(word: str) -> float:
 def plain_fields(record: object) -> dict[str, Any]:
     """Return the fields of a dataclass, including inner ones, in JSON's types.
 
-    This takes a tenth of the time of `asdict`, and every request of a server makes a manifest.
+    The function takes a tenth of the time of `asdict`, which matters because every request to a
+    server makes a manifest.
 
     :raises TypeError: if JSON has no type for one of the values.
     """
@@ -248,7 +253,8 @@ def plain_fields(record: object) -> dict[str, Any]:
 
 
 def _plain_value(value: object) -> object:
-    """Return a value in JSON's types if its class is derived from them, as NumPy's texts are.
+    """Return a value as one of JSON's types if its class is derived from one, for example NumPy's
+    strings.
 
     :raises TypeError: if JSON has no type for the value.
     """

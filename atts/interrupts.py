@@ -1,4 +1,6 @@
-"""Handle Ctrl-C around an event loop: the first press cancels, later ones do not stop the clean-up."""
+"""Functions that handle Ctrl-C around an event loop: the first press cancels the work, and later
+presses do not stop the clean-up.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,17 @@ if TYPE_CHECKING:
     from anyio import CancelScope
 
 _Result = TypeVar("_Result")
-# number of presses after which Ctrl-C kills the process, as it does without a handler
+# the number of the press of Ctrl-C that kills the process, as Ctrl-C does without a handler
 _PATIENCE = 4
 
 
 def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
     """Run `anyio.run(function)`, and handle Ctrl-C.
 
-    The first press cancels the function, whose shielded clean-up runs to its end; later presses do
-    nothing, until the fourth kills. A KeyboardInterrupt raised while the loop cleans up would leave
-    worker threads waiting, and the process with them. A handler that the program or its host has
-    installed is not replaced.
+    The first press cancels the function, but its shielded clean-up still runs to the end. The
+    second and third press do nothing; the fourth kills the process. A KeyboardInterrupt during the
+    clean-up would leave worker threads waiting, so the process would never end. A handler that the
+    program or its host has installed is not replaced.
 
     :raises KeyboardInterrupt: Ctrl-C was pressed; everything opened in the loop is closed.
     """
@@ -50,8 +52,8 @@ def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
 
 
 def _cancel_at_first_press(scope: CancelScope) -> None:
-    """Let Ctrl-C cancel the scope instead of the task, because a cancelled task would ignore its
-    shields.
+    """Make Ctrl-C cancel the scope instead of the task, because shields do not protect a task that
+    is itself cancelled.
     """
     from atts.concurrency import loop_caller
 
@@ -72,7 +74,7 @@ def _cancel_at_first_press(scope: CancelScope) -> None:
 
 @contextmanager
 def interrupts_ignored() -> Generator[None]:
-    """Ignore Ctrl-C within the block, for the last output of a command that is ending."""
+    """Ignore Ctrl-C within the block, so that a command can finish its last output."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -555,7 +555,7 @@ def not_open(name: str, state: EngineState) -> EngineUnavailable:
 
 
 def opened(value: _Value | None, name: str) -> _Value:
-    """Return `value` if it is not None: a value that an engine has only after it was opened.
+    """Return `value`, which is None as long as the engine `name` is not open.
 
     :raises EngineUnavailable: the engine is not open.
     """

@@ -1,5 +1,5 @@
-"""The ledger of engine calls, which reserves every call before it starts, so that no cap is
-exceeded.
+"""The ledger of engine calls, which reserves the largest cost of every call before the call starts,
+so that no cap is exceeded.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from atts.files import read_ordinary, storage, write_atomic
 LEDGER = "ledger.jsonl"
 """The name of a ledger's file in a run directory."""
 PRICES = "prices by role"
-"""The setting of a manifest with the price of each role's model, for the money in reports."""
+"""The name of the manifest's setting that has the price of each role's model, from which reports
+compute costs.
+"""
 
-# picodollars in a dollar; in picodollars, prices per million tokens are whole numbers
+# picodollars in a dollar; costs are counted in whole picodollars, so sums are exact
 _PICO = 10**12
 _MILLION = 10**6
 
 
 class LimitReached(ATTSError):
-    """A call would exceed a cap; `limit` is the cap's name."""
+    """The error for a call that would exceed a cap; `limit` is the cap's name."""
 
     def __init__(self, limit: str, problem: str) -> None:
         super().__init__(f"{limit}: {problem}")
@@ -41,7 +43,7 @@ class LimitReached(ATTSError):
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """The spending of engine calls in whole numbers, so that sums are exact."""
+    """The calls, tokens and cost of engine calls, in whole numbers, so that sums are exact."""
 
     calls: int = 0
     target_tokens: int = 0  # number of tokens that the target wrote
@@ -66,11 +68,11 @@ class Amount:
 
     @property
     def dollars(self) -> float:
-        """Return the money in dollars."""
+        """Return the cost in dollars."""
         return self.picodollars / _PICO
 
     def by_cap(self) -> dict[str, float]:
-        """Return the spent quantity for each cap, by the cap's name."""
+        """Return how much was spent of the quantity that each cap limits, by the cap's name."""
         return {
             "max_calls": self.calls,
             "max_target_tokens": self.target_tokens,
@@ -83,7 +85,7 @@ class Amount:
 class Caps:
     """Hard limits on spending; None means no limit.
 
-    :raises OptionError: for a limit below 1, or a cost that is not above 0.
+    :raises OptionError: a limit is below 1, or the cap on cost is not above 0.
     """
 
     max_calls: Annotated[int | None, "engine calls"] = None
@@ -109,18 +111,19 @@ class Caps:
 
     @property
     def limits_calls(self) -> bool:
-        """Return True if a call may be refused; seconds pass without calls."""
+        """Return True if there is a cap other than `max_seconds`, so that a call may be refused."""
         return replace(self, max_seconds=None) != Caps()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the limits that are set."""
+        """Return the caps that are not None."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     def exceeded_by(self, amount: Amount) -> str:
         """Return the name of the first cap that the amount exceeds, or "".
 
-        Seconds also pass without calls, so the caller must watch `max_seconds`.
+        `max_seconds` is not checked; the caller must watch it, because time also passes without
+        calls.
         """
         pairs = (
             ("max_calls", self.max_calls, amount.calls),
@@ -135,7 +138,9 @@ class Caps:
 
 
 def _picodollars(dollars: float | None) -> int | None:
-    """Return whole picodollars, rounded down, so that a cap is never exceeded by rounding."""
+    """Convert a cap in dollars to whole picodollars, rounded down, so that rounding never raises
+    the cap.
+    """
     return None if dollars is None else math.floor(dollars * _PICO)
 
 
@@ -143,7 +148,7 @@ def _picodollars(dollars: float | None) -> int | None:
 class Price:
     """The price of one model, in dollars per million tokens.
 
-    :raises OptionError: a price below 0, or cached tokens that cost more than others.
+    :raises OptionError: a price is below 0, or cached tokens cost more than other input tokens.
     """
 
     input: float  # price of prompts and scored texts
@@ -159,7 +164,9 @@ class Price:
             raise OptionError("prices.cached", f"{self.cached} is above input {self.input}")
 
     def picodollars(self, read: int, cached: int, written: int) -> int:
-        """Return the cost of tokens that were read, taken from a cache, and written."""
+        """Return the cost of `read` uncached input tokens, `cached` input tokens and `written`
+        output tokens, in picodollars.
+        """
         cached_price = self.input if self.cached is None else self.cached
         return (
             read * _of_million(self.input)
@@ -169,7 +176,9 @@ class Price:
 
 
 def _of_million(dollars: float) -> int:
-    """Return the picodollars of one token, rounded up, so that spending is never underestimated."""
+    """Convert a price in dollars per million tokens to picodollars per token, rounded up, so that
+    the cost is never underestimated.
+    """
     return math.ceil(dollars * _PICO / _MILLION - 1e-6)
 
 
@@ -177,9 +186,9 @@ Prices = Mapping[Role, Price]
 
 
 def read_prices(path: Path) -> dict[str, Price]:
-    """Read the prices of models, by name, from a TOML file.
+    """Read the prices of models from a TOML file; return them by the model's name.
 
-    :raises OptionError: the file cannot be read, or has something else than prices.
+    :raises OptionError: the file cannot be read, or contains anything other than prices.
     """
     try:
         tables = tomllib.loads(read_ordinary(path).decode())
@@ -205,7 +214,9 @@ class _PriceTable(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def prices_of(prices: Mapping[str, Price], models: Mapping[Role, str]) -> dict[Role, Price]:
-    """Return the price of each role's model; a price may name the model or its role."""
+    """Return the price of each role's model; in `prices`, the key of a price is a model's name or a
+    role.
+    """
     by_role = dict[Role, Price]()
     for role, model in models.items():
         price = prices.get(model) or prices.get(role)
@@ -215,9 +226,9 @@ def prices_of(prices: Mapping[str, Price], models: Mapping[Role, str]) -> dict[R
 
 
 def check_prices(caps: Caps, prices: Mapping[str, Price], models: Mapping[Role, str]) -> None:
-    """Check that a cap in dollars has a price for every model.
+    """Check that every model has a price if there is a cap in dollars.
 
-    :raises OptionError: if a model has no price, naming the model.
+    :raises OptionError: a model has no price; the message names the model.
     """
     if caps.max_cost is None:
         return
@@ -232,7 +243,9 @@ def check_prices(caps: Caps, prices: Mapping[str, Price], models: Mapping[Role, 
 
 
 def cost_of(usage: Usage, prices: Prices, roles: tuple[Role, ...]) -> float | None:
-    """Return the cost of recorded usage in dollars, or None if a used model has no price."""
+    """Return the cost of the usage in dollars, or None if the model of one of the `roles` has no
+    price.
+    """
     if not roles or any(role not in prices for role in roles):
         return None
     read = {"draft": usage.draft_prefill_tokens, "target": usage.target_prefill_tokens}
@@ -242,7 +255,9 @@ def cost_of(usage: Usage, prices: Prices, roles: tuple[Role, ...]) -> float | No
 
 
 def recorded_prices(value: object) -> dict[Role, Price]:
-    """Return the prices that a run's manifest has under `PRICES`; empty if it has none."""
+    """Return the prices in `value`, the manifest's setting `PRICES`; an empty dictionary if the
+    manifest has no prices.
+    """
     if not isinstance(value, Mapping):
         return {}
     recorded = cast(Mapping[Role, Mapping[str, float]], value)
@@ -260,11 +275,11 @@ def money_of(usage: Usage, prices: Prices) -> float | None:
 
 
 def most_of(role: Role, request: SampleRequest | ScoreRequest, prices: Prices) -> Amount:
-    """Return the largest possible spending of a call."""
+    """Return the largest number of tokens and the largest cost that the call can have."""
     if isinstance(request, SampleRequest):
         return _amount(role, len(request.ids), 0, request.max_tokens, prices)
     read = len(request.prefix) + len(request.suffix)
-    # A drawn beginning has at most one token more than it shares with the suffix.
+    # A drawn beginning consists of tokens that are equal to the suffix, and at most one more token.
     drawn = 0 if request.draw is None else min(request.draw.max_tokens, len(request.suffix) + 1)
     return _amount(role, read, 0, drawn, prices)
 
@@ -272,7 +287,7 @@ def most_of(role: Role, request: SampleRequest | ScoreRequest, prices: Prices) -
 def taken_by(
     role: Role, request: SampleRequest | ScoreRequest, reply: Completion | Scores, prices: Prices
 ) -> Amount:
-    """Return the spending of a call from its reply."""
+    """Return the tokens and the cost of an answered call."""
     if isinstance(request, SampleRequest):
         assert isinstance(reply, Completion), "a sample request is answered by a completion"
         read = len(request.ids)
@@ -298,9 +313,9 @@ def _amount(role: Role, read: int, cached: int, written: int, prices: Prices) ->
 class Account:
     """The budget of one request or run: caps, spending, and reservations for calls in flight.
 
-    An account inside another one spends from both, so the caps of the outer account also limit the
-    inner one. A call that failed or was cancelled is charged with its largest possible spending,
-    because the engine may have done the work.
+    Calls of an inner account are also charged to the outer account, so the caps of the outer
+    account limit both. A call that failed or was cancelled is charged with its largest possible
+    cost, because the engine may have done the work.
     """
 
     def __init__(
@@ -319,16 +334,17 @@ class Account:
         self.prices: Prices = dict(prices or {})
         self.spent = spent or Amount()
         self.reserved = Amount()
-        self.unanswered = unanswered or Amount()  # the part of `spent` for calls without a reply
+        # the part of `spent` that was charged for calls without a reply
+        self.unanswered = unanswered or Amount()
         self.written = 0  # tokens that both models wrote
         self.cached = 0  # prompt tokens that came from a cache
-        self.limit = ""  # the cap that refused a call
+        self.limit = ""  # the name of the cap that refused a call; empty if none did
         self._file: LedgerFile | None = file
         if file is None and inside is not None:
             self._file = inside._file
         self._outer: tuple[Account, ...] = () if inside is None else inside.accounts
         self._may_refuse = self.caps.limits_calls
-        self._settled: anyio.Event | None = None  # created by the task that waits for it
+        self._settled: anyio.Event | None = None  # the event is made by the task that waits for it
         self._refused: anyio.Event | None = None
 
     @property
@@ -359,12 +375,16 @@ class Account:
                 self._file.settle(self.name, number, reservation.taken, is_answered=is_answered)
 
     def count(self, reply: Completion | Scores) -> None:
-        """Add an answered call to the tokens written and cached, which no cap needs."""
+        """Add the reply's tokens to `written` and `cached`, which are only reported and have no
+        cap.
+        """
         for account in self.accounts:
             account.count_here(reply)
 
     def count_here(self, reply: Completion | Scores) -> None:
-        """Add a call, such as one of an earlier session, to this account only."""
+        """Add the reply's tokens to this account only, for example for a call of an earlier
+        session.
+        """
         self.cached += reply.cached_tokens
         if isinstance(reply, Completion):
             self.written += len(reply.ids)
@@ -375,7 +395,8 @@ class Account:
     def reserved_now(self, most: Amount) -> Generator[_Reservation]:
         """Reserve a call for the duration of the block.
 
-        :raises LimitReached: if the call, with all spending and reservations, would exceed a cap.
+        :raises LimitReached: the call, together with all spending and reservations, would exceed a
+            cap.
         """
         for account in self.accounts:
             if not account._may_refuse:
@@ -387,7 +408,8 @@ class Account:
             yield reservation
 
     async def room(self, most: Amount) -> None:
-        """Wait until a call fits under the caps; calls in flight may spend less than they reserved.
+        """Wait until a call fits under the caps, which may happen because calls in flight spend
+        less than they reserved.
 
         A call that can never fit waits forever; `exhausted` then ends the run or request.
         """
@@ -432,7 +454,7 @@ class Account:
             self._refused.set()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the spending, as strict JSON."""
+        """Return the spending as values for strict JSON."""
         spent = self.spent
         plain: dict[str, Any] = {
             "calls": spent.calls,
@@ -450,7 +472,7 @@ class Account:
 
 
 class _Reservation:
-    """A reserved call; until it is answered, it counts with its largest possible spending."""
+    """A reserved call; until the call is answered, its largest possible cost is reserved."""
 
     __slots__ = ("is_answered", "most", "taken")
 
@@ -460,7 +482,7 @@ class _Reservation:
         self.is_answered = False
 
     def answered(self, taken: Amount) -> None:
-        """Replace the reservation by the real spending of the call."""
+        """Replace the reserved amount by the call's real tokens and cost."""
         left = self.most - taken
         assert min(left.calls, left.target_tokens, left.total_tokens, left.picodollars) >= 0, (
             f"a call took {taken}, but only {self.most} were reserved"
@@ -471,37 +493,37 @@ class _Reservation:
 
 @dataclass(slots=True)
 class Spending:
-    """The spending of an account, on calls that were answered and on those that were not."""
+    """The spending of an account, separately for answered and unanswered calls."""
 
     answered: Amount = Amount()
     unanswered: Amount = Amount()
 
     @property
     def total(self) -> Amount:
-        """Return the total spending."""
+        """Return the spending on answered and unanswered calls together."""
         return self.answered + self.unanswered
 
     def count(self, taken: Amount, *, is_answered: bool) -> None:
-        """Add one call."""
+        """Add the spending of one call."""
         if is_answered:
             self.answered += taken
         else:
             self.unanswered += taken
 
     def add(self, other: Spending) -> None:
-        """Add what another account has spent."""
+        """Add the spending of another account."""
         self.answered += other.answered
         self.unanswered += other.unanswered
 
 
 class LedgerFile:
     """An append-only file of reservations and settlements, which is complete even if the process is
-    killed.
+    killed. A settlement records what a reserved call really cost.
 
     Every reservation is written before its call is dispatched. A reservation without a settlement
-    is charged in full when the file is opened again. The file is rewritten as sums when it has
-    grown long, so its size is bounded by the calls in flight: one sum for each account of `keep`,
-    which will be continued, and one for all the others.
+    is charged in full when the file is opened again. When the file has grown long, it is rewritten:
+    one sum for each account that `keep` names, one sum for all other accounts, and the reservations
+    in flight. So the file's size stays limited.
     """
 
     def __init__(
@@ -510,8 +532,8 @@ class LedgerFile:
         self._path = path
         self._most_lines = most_lines
         recorded = _read(path)
-        self.total = Amount()  # spending of earlier sessions
-        self._others = Spending()  # sum of all accounts that are not kept
+        self.total = Amount()  # spending of earlier sessions, by account
+        self._others = Spending()  # total spending of all accounts that `keep` does not name
         self._kept = {name: Spending() for name in keep}
         for name, spending in recorded.items():
             self.total += spending.total
@@ -523,14 +545,14 @@ class LedgerFile:
         self._rewrite()
 
     def reserve(self, name: str, most: Amount) -> int:
-        """Record a reservation and return its number."""
+        """Write a reservation to the file, and return its number."""
         self._number += 1
         self._write(_line("reserve", name, self._number, most))
         self._open[self._number] = name, most
         return self._number
 
     def settle(self, name: str, number: int, taken: Amount, *, is_answered: bool = True) -> None:
-        """Record the spending of a reserved call."""
+        """Write the real spending of a reserved call to the file."""
         self._write(_line("settle" if is_answered else "charge", name, number, taken))
         del self._open[number]
         self._spending(name).count(taken, is_answered=is_answered)
@@ -538,11 +560,15 @@ class LedgerFile:
             self._rewrite()
 
     def keep(self, name: str) -> None:
-        """Keep the sum of an account separately from now on, so that a restart can continue it."""
+        """Keep a separate sum for an account from now on, so that the account can be continued
+        after a restart.
+        """
         self._kept.setdefault(name, Spending())
 
     def merge(self, name: str) -> None:
-        """Add the sum of a kept account that will not be continued to the sum of all others."""
+        """Stop keeping a separate sum for an account, because it will not be continued; add its sum
+        to that of the other accounts.
+        """
         self._others.add(self._kept.pop(name, Spending()))
 
     def spent_by(self, name: str) -> Spending:
@@ -564,7 +590,9 @@ class LedgerFile:
         self.close()
 
     def _rewrite(self) -> None:
-        """Replace the file's lines by their sums and the reservations of calls in flight."""
+        """Replace the file's lines by the sums of accounts and the reservations of calls in
+        flight.
+        """
         lines = [_line("spent", "", 0, self._others.total)]
         for name, spending in self._kept.items():
             lines.append(_line("spent", name, 0, spending.answered))
@@ -594,7 +622,8 @@ _decode = msgspec.json.Decoder(tuple[str, str, int, int, int, int, int]).decode
 
 
 def read_ledger(path: Path) -> dict[str, Amount]:
-    """Return the spending of each account of a ledger's file; a torn last line is ignored.
+    """Read a ledger's file, and return the spending of each account. An incomplete last line is
+    ignored.
 
     :raises JournalCorrupt: a line before the last one is damaged.
     """
@@ -616,13 +645,15 @@ def _read(path: Path) -> dict[str, Spending]:
             kind, name, call, *values = _decode(line)
         except (msgspec.DecodeError, ValueError) as error:
             if number == len(lines):
-                break  # the process was killed while it wrote the line, so the call did not start
+                # the process was killed while it wrote this line; if the line is a reservation, its
+                # call never started
+                break
             raise JournalCorrupt(path, f"line {number} is damaged") from error
         amount = Amount(*values)
         if kind == "reserve":
             open_calls[call] = name, amount
             continue
-        if call:  # 0: the sum of earlier calls
+        if call:  # a line with number 0 is a sum of earlier calls
             open_calls.pop(call, None)
         spent.setdefault(name, Spending()).count(amount, is_answered=kind != "charge")
     for name, amount in open_calls.values():

@@ -1,4 +1,6 @@
-"""The ready-made methods, as presets of a policy and a gate, and gates built from calibrations."""
+"""The ready-made methods, each a preset of a policy and a gate, and functions that build and
+certify gates from calibration data.
+"""
 
 from __future__ import annotations
 
@@ -44,20 +46,21 @@ from atts.pipelines import (
 
 @dataclass(frozen=True, slots=True)
 class GateInputs:
-    """The inputs of a method's gate: a calibrator, which has the rate, the seed and the stored
-    scores, and the settings of gates.
+    """The inputs of a method's gate: the calibrator (with the rate, the seed and the stored scores)
+    and the settings of gates.
 
-    Each setting is a configuration key: a field of `Setup` with the same name, default and its
-    help. Runs record a setting that is not its default, and compare it when they resume.
+    Each setting is also a configuration key: `Setup` has a field with the same name, default and
+    help. Runs record the settings that are not at their defaults, and compare them when they
+    resume.
     """
 
     calibrator: Calibrator
-    # the conformal gate stores so many of the run's first scores instead of stored ones
+    # number of the run's first scores that the conformal gate uses instead of stored scores
     warmup: int = 0
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
-        """Return the names of the settings."""
+        """Return the names of the gate settings."""
         return tuple(one.name for one in fields(cls) if one.name != "calibrator")
 
     @property
@@ -74,25 +77,29 @@ class Preset:
     what: str
     changes: dict[str, Any]
     gate: Callable[[GateInputs], Gate | RoundGate]
-    is_judged: bool = True  # whether chunks are judged; False: every chunk is kept
+    # whether a gate judges chunks; False: every chunk is kept without a decision
+    is_judged: bool = True
     has_rate: bool = True  # whether the gate aims at the nominal rate
-    departures: tuple[str, ...] = ()  # departures from the published implementation of the method
+    departures: tuple[str, ...] = ()  # differences from the published implementation of the method
 
     def policy(self, base: Policy) -> Policy:
         """Return the base policy with this method's changes; samples, limits and sampling stay."""
         return replace(base, **self.changes)
 
     def roles(self, policy: Policy) -> tuple[Role, ...]:
-        """Return the roles whose models this method uses under its policy, draft first."""
+        """Return the roles whose models this method uses with its policy, draft first."""
         return asked_roles(policy, is_judged=self.is_judged)
 
     def reads_chunks(self, policy: Policy) -> bool:
-        """Return whether anything reads a rollout between its chunks, under its policy."""
+        """Return whether a gate, a stop rule or a second writer reads a rollout between its
+        chunks.
+        """
         return reads_chunks(policy, is_judged=self.is_judged)
 
 
 def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
-    """Return the roles whose models are used, draft first; judging a chunk may use the target.
+    """Return the roles whose models a policy uses, draft first. The target's model is used, for
+    example, if the target judges the draft's chunks or combines the answers.
 
     >>> asked_roles(Policy(), is_judged=False), asked_roles(Policy(drafter="target"), is_judged=True)
     (('draft',), ('target',))
@@ -145,8 +152,8 @@ def _conditional(inputs: GateInputs) -> Gate:
 
 
 def _first_turns(inputs: GateInputs) -> list[tuple[str, float]]:
-    """Return the stored scores of first turns with their questions; the published rule uses no
-    others.
+    """Return the stored scores of first turns with their questions, because the published rule uses
+    only scores of first turns.
     """
     stored = inputs.calibrator.stored
     rows = zip(stored.questions, stored.turns, stored.scores, strict=True)
@@ -176,8 +183,8 @@ PAPER_DEPARTURES = (
     "accuracy is that of the vote and of single rollouts, graded by equivalence; in the release a "
     "model grades, and a question counts as solved if any of 16 rollouts is correct",
 )
-"""The differences between the paper's presets and its published code; on equal scores the decisions
-are the same.
+"""The differences between the paper's presets and its published code. If the scores are equal, both
+make the same decisions.
 """
 
 PRESETS: tuple[Preset, ...] = (
@@ -254,7 +261,8 @@ PRESETS: tuple[Preset, ...] = (
         "spec-reason",
         "the target rates each step 0-9 and rewrites those below 7",
         {"score": ScoreRule("rating"), "takeover": "replace", "answers": "verify"},
-        lambda g: ThresholdGate(3.0),  # a score is 10 minus the rating
+        # a score is 10 minus the rating, so ratings below 7 have scores above this threshold
+        lambda g: ThresholdGate(3.0),
         has_rate=False,
     ),
     Preset(
@@ -284,7 +292,7 @@ Right = Callable[[Outcome], bool]
 
 @dataclass(frozen=True, slots=True)
 class LabelledRun:
-    """The result of a policy on the calibration problems: one gate at one rate."""
+    """The result of one gate at one rate on the calibration problems."""
 
     gate: str
     rate: float
@@ -292,9 +300,10 @@ class LabelledRun:
 
 
 def frozen_gate(rate: float, stored: StoredScores, seed: int = 0) -> ConformalGate:
-    """Return a gate that ranks among stored scores and learns nothing, so that it can be certified.
+    """Return a gate that ranks each score among stored scores. The gate learns nothing during a
+    run, so it can be certified.
 
-    :raises CalibrationInputError: if no score is stored.
+    :raises CalibrationInputError: no score is stored.
     """
     return ConformalGate(Calibrator(rate, "split", stored=stored, seed=seed, drift="report"))
 
@@ -307,9 +316,9 @@ def warming_gate(
     meanwhile: Meanwhile = "accept",
     tuning: Tuning = DEFAULTS,
 ) -> WarmingGate:
-    """Return a conformal gate whose stored scores are the first ones of its run.
+    """Return a conformal gate that uses the first scores of its own run as stored scores.
 
-    :raises OptionError: fewer than one score, or an unknown `meanwhile`.
+    :raises OptionError: the number of scores is below 1, or `meanwhile` is unknown.
     """
 
     def make(warmup: Sequence[WarmScore]) -> ConformalGate:
@@ -325,7 +334,9 @@ def warming_gate(
 
 @dataclass(frozen=True, slots=True)
 class GradedPolicy:
-    """A policy's results on labelled problems: whether each was correct, and mean target tokens."""
+    """A policy's results on labelled problems: whether each answer was correct, and the mean number
+    of target tokens per problem.
+    """
 
     gate: str
     rate: float
@@ -342,11 +353,12 @@ def certify_runs(
 ) -> Certificate:
     """Certify the cheapest policy that loses at most `epsilon` of the target's correct answers.
 
-    All runs must have the same problems, and gates that learn nothing from one problem for the
-    next. The cost is target tokens per problem. A gate's rates are tested from the highest down
-    until one fails, so lower ones need not be run.
+    All runs must have the same problems, and their gates must not learn from one problem to the
+    next. The cost is target tokens per problem. For each gate, rates are tested from the highest to
+    the lowest until one fails, so rates below that need no run.
 
-    :raises CalibrationInputError: no runs, or runs of other problems than the target's.
+    :raises CalibrationInputError: there are no runs, or a run has different problems than the run
+        of the target alone.
     """
     return _certified(target, runs, right, epsilon, delta, net=False)
 
@@ -358,13 +370,13 @@ def certify_net_runs(
     epsilon: float,
     delta: float = 0.1,
 ) -> Certificate:
-    """Certify the cheapest policy that is correct at most `epsilon` less often than the target
+    """Certify the cheapest policy whose accuracy is at most `epsilon` below that of the target
     alone.
 
-    Losses by sampling cancel between two runs, so that a policy as good as the target can be
-    certified.
+    Answers that are lost and won only by random sampling cancel each other, so a policy as good as
+    the target can be certified.
 
-    :raises CalibrationInputError: as `certify_runs`.
+    :raises CalibrationInputError: for the same reasons as in `certify_runs`.
     """
     return _certified(target, runs, right, epsilon, delta, net=True)
 
@@ -402,9 +414,10 @@ def certify_graded(
     *,
     net: bool,
 ) -> Certificate:
-    """Certify the cheapest policy by net losses, or by the answers that it loses.
+    """Certify the cheapest policy, by the test on net losses or by the test on lost answers.
 
-    :raises CalibrationInputError: no policies, or other problems than the target's.
+    :raises CalibrationInputError: there are no policies, or a policy has different problems than
+        the target alone.
     """
     names = sorted(target.right)
     candidates: list[Candidate] = []
@@ -423,7 +436,7 @@ def certify_graded(
 def certified_gate(certificate: Certificate, stored: StoredScores, seed: int = 0) -> CertifiedGate:
     """Return the gate of the certified policy, exactly as it was tested.
 
-    :raises CalibrationInputError: if no policy is certified; the message says how many problems a
+    :raises CalibrationInputError: no policy is certified; the message says how many problems a
         certificate needs.
     """
     if certificate.chosen is None:

@@ -1,4 +1,6 @@
-"""Seeded random streams, and the quantiles of classical distributions for intervals."""
+"""Seeded random streams, and quantiles and tails of classical distributions for intervals and
+tests.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 # numpy is imported where it is used, because `atts.core` imports this module and commands that draw
-# nothing should not wait for numpy. The distributions are written out here because scipy, which has
-# them, would be more than a third of what a client of servers installs.
+# nothing should not wait for numpy. The distributions are implemented here, because scipy would be
+# more than a third of the installed size for users who only use servers.
 
-# An upper bound of steps; usually about the square root of the number of trials suffices.
+# The largest number of steps of the continued fraction; about the square root of the number of
+# trials usually suffices.
 _MOST_STEPS = 100_000
 
 
@@ -41,7 +44,9 @@ class Seed:
     purpose: str = "sample"
 
     def key(self) -> int:
-        """Return the stream's 128-bit key, which is equal on every machine and in every version."""
+        """Return the stream's 128-bit key, which is the same on every machine and in every version
+        of atts.
+        """
         fields = (
             self.run,
             self.problem,
@@ -56,7 +61,9 @@ class Seed:
 
 
 def generator(seed: Seed) -> np.random.Generator:
-    """Return a new generator at position 0 of the stream; Philox is counter-based."""
+    """Return a new generator at position 0 of the stream. The generator is NumPy's Philox, which is
+    counter-based.
+    """
     import numpy as np
 
     return np.random.Generator(np.random.Philox(key=seed.key()))
@@ -79,7 +86,7 @@ def normal_quantile(share: float) -> float:
 
 
 def student_quantile(share: float, freedom: float) -> float:
-    """Return the quantile at `share` of Student's t with `freedom` degrees of freedom.
+    """Return the quantile at `share` of Student's t distribution with `freedom` degrees of freedom.
 
     >>> round(student_quantile(0.975, 29), 4)
     2.0452
@@ -91,7 +98,8 @@ def student_quantile(share: float, freedom: float) -> float:
 
 
 def student_tail(value: float, freedom: float) -> float:
-    """Return P(|T| > value) for Student's t with `freedom` degrees of freedom and a value over 0.
+    """Return P(|T| > value) for a `value` above 0, if T has Student's t distribution with `freedom`
+    degrees of freedom.
 
     >>> round(student_tail(2.0452, 29), 4)
     0.05
@@ -99,7 +107,7 @@ def student_tail(value: float, freedom: float) -> float:
     square = value * value
     if square == 0:
         return 1.0
-    # Both parts of 1 are written out, so that neither loses digits.
+    # The two arguments add up to 1. Each is computed separately, so that neither loses digits.
     rest = freedom / (freedom + square)
     part = square / (freedom + square)
     return math.exp(_beta_log_tails(rest, part, freedom / 2, 0.5)[0]) if rest else 0.0
@@ -117,12 +125,12 @@ def beta_quantile(share: ArrayLike, a: ArrayLike, b: ArrayLike) -> Floats:
 
 
 def beta_upper_quantile(share: float, a: float, b: float) -> float:
-    """Return the value that Beta(a, b) exceeds with probability `share`."""
+    """Return the value that a Beta(a, b) variable exceeds with probability `share`."""
     return 1 - _beta_quantile(share, b, a)
 
 
 def beta_tails(value: float, a: float, b: float) -> tuple[float, float]:
-    """Return P(Beta(a, b) <= value) and P(Beta(a, b) > value), each with all its digits.
+    """Return P(Beta(a, b) <= value) and P(Beta(a, b) > value), both with full relative precision.
 
     >>> [round(tail, 9) for tail in beta_tails(0.5, 1, 3)]
     [0.875, 0.125]
@@ -171,7 +179,7 @@ def binomial_quantile(share: float, n: int, chance: float) -> int:
     """Return the smallest count c with P(Bin(n, chance) <= c) >= `share`."""
     if float(binomial_cdf(0, n, chance)) >= share:
         return 0
-    # invariant: the distribution function is below `share` at `low`, and not below at `high`
+    # invariant: the distribution function is below `share` at `low`, and at least `share` at `high`
     low = 0
     high = n
     while high - low > 1:
@@ -197,7 +205,8 @@ def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) 
     return _floats(np.vectorize(of_one, otypes=[float])(n, right))
 
 
-@lru_cache(maxsize=1 << 16)  # arrays of problems repeat the same few counts
+# the arguments contain only a few different counts, so compute each case once
+@lru_cache(maxsize=1 << 16)
 def _hypergeometric_tail(least: int, n: int, right: int, drawn: int) -> float:
     if n < drawn:
         return math.nan
@@ -230,13 +239,13 @@ def _beta_quantile(share: float, a: float, b: float) -> float:
 def _beta_log_odds(share: float, a: float, b: float) -> float:
     """Return log(x / (1 - x)) for the quantile x of Beta(a, b) at a `share` inside (0, 1).
 
-    In these log odds the logarithm of either tail is concave, so Newton's steps approach the root
-    from one side and never leave it.
+    As a function of the log odds, the logarithm of either tail is concave. So Newton's steps
+    approach the root from one side and never cross it.
     """
     is_lower = share <= 0.5
     wanted = math.log(share) if is_lower else math.log1p(-share)
     odds = math.log(a / b)
-    for _ in range(100):  # an upper bound; fewer than ten steps are needed
+    for _ in range(100):  # a generous limit, because fewer than ten steps are needed
         value = 1 / (1 + math.exp(-odds))
         rest = 1 / (1 + math.exp(odds))
         below, above = _beta_log_tails(value, rest, a, b)
@@ -246,7 +255,7 @@ def _beta_log_odds(share: float, a: float, b: float) -> float:
         else:
             step = (above - wanted) * math.exp(above - density)
         odds += step
-        # the next step would be about the square of this one
+        # converged: the next step would be about as small as the square of this step
         if abs(step) <= 1e-9 * (1 + abs(odds)):
             break
     return odds
@@ -254,7 +263,8 @@ def _beta_log_odds(share: float, a: float, b: float) -> float:
 
 def _beta_log_tails(value: float, rest: float, a: float, b: float) -> tuple[float, float]:
     """Return the logarithms of both tails of Beta(a, b) at `value`, where `rest` is 1 - value."""
-    # The continued fraction converges fast below the mean; above it the other tail is computed.
+    # The continued fraction converges fast below the mean, so above the mean the opposite tail is
+    # computed.
     if value * (a + b + 2) > a + 1:
         above, below = _beta_log_tails_below_mean(rest, value, b, a)
         return below, above
@@ -272,7 +282,7 @@ def _beta_log_tails_below_mean(
 
 
 def _beta_fraction(value: float, a: float, b: float) -> float:
-    """Return the continued fraction of the incomplete beta function by Lentz's method.
+    """Compute the continued fraction of the incomplete beta function by Lentz's method.
 
     DLMF 8.17.22, https://dlmf.nist.gov/8.17
     """
@@ -293,8 +303,8 @@ def _beta_fraction(value: float, a: float, b: float) -> float:
 
 
 def _log_beta(a: float, b: float) -> float:
-    """Return log B(a, b) by Stirling's formula, because differences of large values of lgamma lose
-    digits.
+    """Return log B(a, b). Stirling's formula is used, because differences between large values of
+    lgamma lose digits.
     """
     total = a + b
     powers = (0.5 - a) * math.log1p(b / a) + (0.5 - b) * math.log1p(a / b)

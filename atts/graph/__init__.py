@@ -23,9 +23,9 @@ limits.
     outcomes = await graph.run(problems, solve)                       # ordered as the problems, opened lazily
     graph.stats().busy_share("target"), graph.stop("budget"), scope.cancel("why")
 
-Places go to waiting rollouts of all problems, older problems first; a problem is opened when no
-rollout waits. A failed call is tried again as the `RetryPolicy` says; a failed rollout is recorded
-and does not end others. Within one rollout, calls may run side by side
+Free slots go to the waiting rollouts, those of older problems first. The next problem is opened
+when no rollout waits. The `RetryPolicy` decides whether a failed call is repeated. A failed rollout
+is recorded, and the other rollouts continue. Within one rollout, calls may run side by side
 (`atts.concurrency.collect`). The top-B baselines need rounds: with `scope.rollouts(...,
 admit="together")` all samples start at once, `values = await line.meet(mine)` waits for the round,
 and places are given back together. `measure` and `write_trace` read nodes (`CallSpan`), live ones

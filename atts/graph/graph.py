@@ -1,4 +1,5 @@
-"""The task graph, which solves problems with limits on the work in flight, and times every call.
+"""The task graph, which solves problems with limits on the work in flight, and measures the time of
+every call.
 
 First come the limits: slots and tokens of engines, places for rollouts, and attempts at calls. Then
 come the scopes of problems and rollouts, which make calls, wait for siblings and end together. The
@@ -49,20 +50,20 @@ from atts.errors import (
     UnusableScores,
 )
 
-# The number of ended rollouts, per rollout in flight, that may wait for work outside engines, such
-# as grading.
+# The largest number of ended rollouts that may wait for work outside engines, such as grading, as a
+# multiple of the limit on rollouts in flight.
 CONCLUDING_PER_PLACE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The limit on the work of one engine at once; None means no limit.
+    """The limits on the calls and tokens in flight at one engine; None means no limit.
 
-    :raises OptionError: for a bound below 1.
+    :raises OptionError: a limit is below 1.
     """
 
     slots: Annotated[int | None, "calls in flight"] = None
-    # a call's tokens are its prompt's plus its `max_tokens`
+    # limit on the sum over calls in flight of prompt tokens plus `max_tokens`
     tokens: Annotated[int | None, "KV tokens in flight"] = None
 
     def __post_init__(self) -> None:
@@ -74,7 +75,9 @@ class Limit:
 
 
 class Pool(SlotQueue):
-    """A limit in use: its slots and KV tokens, and the seconds of use and of waiting so far."""
+    """The slots and KV tokens of one engine, with the seconds that calls used them and waited for
+    them so far.
+    """
 
     __slots__ = ("busy_seconds", "name", "queue_seconds")
 
@@ -85,7 +88,7 @@ class Pool(SlotQueue):
         self.queue_seconds = 0.0
 
     def _refuse(self, tokens: int) -> None:
-        """Raise the error for a call that needs more tokens than the limit allows.
+        """Raise an error, because a call needs more tokens than the engine's limit allows.
 
         :raises OutOfMemory: always.
         """
@@ -98,20 +101,22 @@ class Pool(SlotQueue):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The number of attempts, the waits between them, and when to stop the whole run.
+    """The rules for repeating failed calls and rollouts, and for stopping the whole run.
 
-    After a retryable error (`ATTSError.retryable`) first the call is repeated, then the rollout. A
-    remaining failure is recorded on its rollout and does not affect others. Two cases end the run:
-    an error that would happen to every rollout (wrong options, a full disk, an engine that cannot
-    score), and `failures_in_row` failed rollouts in a row, for example because of a lost server or
-    a bug.
+    After a retryable error (`ATTSError.retryable`) the call is repeated. If the call still fails,
+    the rollout is repeated. If the rollout still fails, the failure is recorded, and other rollouts
+    continue. Two cases end the run: an error that would happen to every rollout (wrong options, a
+    full disk, an engine that cannot score), and `failures_in_row` failed rollouts in a row, for
+    example because of a lost server or a bug.
 
-    :raises OptionError: for a count below 1 or a negative delay.
+    :raises OptionError: a count is below 1, or a delay is negative.
     """
 
     calls: int = 3
     rollouts: int = 1
-    delay_seconds: float = 0.5  # seconds; they double with every attempt, with a random spread
+    # seconds before the first repetition; the wait doubles with every attempt and varies
+    # pseudo-randomly
+    delay_seconds: float = 0.5
     failures_in_row: int | None = 32
 
     def __post_init__(self) -> None:
@@ -127,25 +132,28 @@ class RetryPolicy:
             raise OptionError("delay_seconds", f"{self.delay_seconds} is negative")
 
     def retries(self, error: Exception, attempt: int, attempts: int) -> bool:
-        """Return whether attempt number `attempt` (from 0) of `attempts` is followed by another."""
+        """Return whether to try again after attempt number `attempt` (counted from 0) of `attempts`
+        failed with this error.
+        """
         return attempt + 1 < attempts and isinstance(error, ATTSError) and error.retryable
 
     def delay(self, attempt: int, salt: int) -> float:
         """Return the seconds before the next attempt.
 
-        `salt` spreads callers that failed together, in a reproducible way.
+        The delay depends on `salt`, so callers that failed together do not retry together, and a
+        rerun waits equally long.
         """
         return backoff(attempt + 1, self.delay_seconds, salt=salt)
 
     def is_fatal(self, error: Exception) -> bool:
-        """Return whether the error would happen to every other rollout too."""
+        """Return whether the error would also happen in every other rollout."""
         if isinstance(error, EngineError):
             return isinstance(error, UnsupportedByEngine | ModelLoadError | UnusableScores)
         return isinstance(error, ATTSError | AssertionError)
 
 
 class AdmissionGroup(Protocol):
-    """Rollouts that were submitted together and may be started."""
+    """A group of rollouts that one problem submitted together and that `Admission` starts."""
 
     @property
     def unit(self) -> int:
@@ -160,22 +168,22 @@ class AdmissionGroup(Protocol):
         ...
 
     def start(self) -> None:
-        """Start one unit, for which places have been taken already."""
+        """Start one unit of rollouts, for which the concurrency slots have already been taken."""
         ...
 
     def close(self, why: str) -> None:
-        """Start no more rollouts, and cancel those that run."""
+        """Start no more rollouts of the group, and cancel the running ones."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Admission:
-    """Places for rollouts in flight.
+    """The queue of rollouts for the limited number of concurrency slots (`places`).
 
-    Waiting rollouts are started in the order of (priority, problem, submission). The next problem
-    is opened only when no rollout waits and a place is free, and not while too many ended rollouts
-    wait for grading. So the number of open problems stays in proportion to the rollouts in flight,
-    and a slow grader slows the opening of problems.
+    Waiting groups of rollouts are started in the order of (priority, problem, submission). The next
+    problem is opened only when no rollout waits and a slot is free. It is not opened while too many
+    ended rollouts wait for grading. So the number of open problems stays in proportion to the
+    rollouts in flight, and a slow grader slows the opening of problems.
     """
 
     places: int
@@ -183,7 +191,7 @@ class Admission:
     # number of ended rollouts whose problem waits for work outside engines
     concluding: int = 0
     open: int = 0  # number of open problems
-    # open problems that have not submitted a rollout yet: each counts as one rollout
+    # number of open problems that have not submitted a rollout yet; each takes one slot
     opening: int = 0
     _queue: list[tuple[int, int, int, AdmissionGroup]] = field(
         default_factory=list[tuple[int, int, int, AdmissionGroup]]
@@ -204,14 +212,14 @@ class Admission:
         return sum(group.unstarted for *_, group in self._queue)
 
     def opened(self) -> int:
-        """Count one more open problem, and return its number in the order of opening."""
+        """Count a problem that was opened, and return its number in the order of opening."""
         self.open += 1
         self.opening += 1
         self._opened += 1
         return self._opened
 
     def submit(self, group: AdmissionGroup, priority: int, problem: int) -> None:
-        """Queue a group, and start as many rollouts as places allow.
+        """Queue a group of rollouts, and start waiting rollouts while slots are free.
 
         :raises OptionError: the rollouts of a group start together but need more places than the
             graph has.
@@ -227,12 +235,16 @@ class Admission:
         self.dispatch()
 
     def release(self, places: int) -> None:
-        """Give places back, and start as many rollouts as places allow."""
+        """Give back the slots of ended rollouts, and start waiting rollouts while slots are
+        free.
+        """
         self.in_flight -= places
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Start waiting rollouts while there is room, then allow one more problem to open."""
+        """Start waiting rollouts while slots are free. If slots remain, allow one more problem to
+        open.
+        """
         queue = self._queue
         while queue:
             group = queue[0][3]
@@ -271,9 +283,10 @@ V = TypeVar("V")
 Args = TypeVarTuple("Args")
 Admit = Literal["each", "together"]
 Sink = Callable[[object], object]
-"""A function that gets every event when it happens; it must not block, and its result is ignored.
+"""A function that is called with every event of a graph when it happens. The function must not
+block, and its result is ignored.
 """
-_UNKNOWN = -1.0  # a time that has not come yet
+_UNKNOWN = -1.0  # stands for a time that is not known yet
 
 
 def _no_clock() -> float:
@@ -282,10 +295,12 @@ def _no_clock() -> float:
 
 @dataclass(slots=True, eq=False)
 class GraphState:
-    """The state that all scopes of one graph share: its clock, its pools, its sink, its totals."""
+    """The state that all scopes of one graph share: the clock, the pools of the engines, the sink
+    and the totals.
+    """
 
     pools: dict[str, Pool]
-    strict: bool  # engines without a limit are refused
+    strict: bool  # whether a call to an engine without a limit is an error
     policy: RetryPolicy
     sink: Sink | None
     last_id: int
@@ -299,21 +314,22 @@ class GraphState:
     sibling_seconds: float = 0.0
 
     def pool(self, engine: str) -> Pool:
-        """Return the engine's pool; without any limits given, every engine has an unbounded one.
+        """Return the engine's pool. If the graph was made without limits, the pool of every engine
+        is unlimited.
 
-        :raises OptionError: limits were given, and none for this engine.
+        :raises OptionError: the graph has limits, but none for this engine.
         """
         if engine not in self.pools:
             if self.strict:
                 raise OptionError(
                     engine, "the graph does not have a limit for this engine", list(self.pools)
                 )
-            # an unbounded pool never queues, so it need not know the loop
+            # an unlimited pool has no waiting calls, so `enter_loop` is not needed
             self.pools[engine] = Pool(engine, Limit())
         return self.pools[engine]
 
     def enter_loop(self) -> None:
-        """Prepare for the event loop that is running."""
+        """Prepare the clock and the pools for the running event loop."""
         self.now = clock()
         for pool in self.pools.values():
             pool.enter_loop()
@@ -324,13 +340,15 @@ class GraphState:
             self.sink(event)
 
     def close_rollout(self, span: RolloutSpan) -> None:
-        """Count a rollout that ended, and report it."""
+        """Count a rollout that ended, and pass its span to the sink."""
         self.rollouts[span.status] += 1
         self.sibling_seconds += span.waited
         self.emit(span)
 
     def has_given_up(self, status: RolloutStatus) -> bool:
-        """Count how a rollout ended; return whether too many in a row have failed to continue."""
+        """Count how a rollout ended, and return True if the run must stop because too many rollouts
+        in a row have failed.
+        """
         if status == "failed":
             self.failures_in_row += 1
         elif status == "done":
@@ -348,29 +366,29 @@ class Run:
     state: GraphState
     admission: Admission
     cancel_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    # contains only the opening of problems
+    # the scope that contains only the opening of problems
     intake: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    # open groups, in the order of opening
+    # the groups of rollouts that have not ended, in the order of submission
     groups: dict[AdmissionGroup, None] = field(default_factory=dict[AdmissionGroup, None])
     error: Exception | None = None  # the first fatal error
     stopped: str = ""
     why: str = ""
 
     def fail(self, error: Exception) -> None:
-        """End everything; the run raises this error, unless another one came first."""
+        """End the run; `Graph.run` raises this error, unless an earlier fatal error is known."""
         if self.error is None:
             self.error = error
             self.cancel("failed")
 
     def cancel(self, why: str) -> None:
-        """End everything."""
+        """End the run with all its problems."""
         self.why = self.why or why
         self.stopped = self.stopped or why
         self.cancel_scope.cancel()
 
     def stop(self, why: str) -> None:
-        """Open no more problems, end all rollouts, and let problems conclude from their rollouts so
-        far.
+        """Open no more problems and end all rollouts. Open problems compute their results from the
+        rollouts so far.
         """
         self.stopped = self.stopped or why
         self.intake.cancel()
@@ -393,11 +411,12 @@ class Caller:
         self._state = state
         # numbers of the finished calls that the next call depends on
         self.frontier = frontier
-        # set by a problem's first call; after this call, the next problem may be opened
+        # set when the problem makes its first call, so that the next problem may be opened
         self._declared: anyio.Event | None = None
-        # the time when it began to wait for siblings, if it waited since its last call
+        # the time at which the rollout began to wait for siblings, if it has waited since its last
+        # call
         self._ready: float | None = None
-        # the scores that this caller gets and siblings wait for
+        # the score that this caller has requested and that siblings wait for
         self.promised: Arrival | None = None
 
     def emit(self, event: object) -> None:
@@ -415,17 +434,18 @@ class Caller:
         priority: int = 0,
         record: Callable[[CallSpan, T], Awaitable[object]] | None = None,
     ) -> T:
-        """Call `function(*args)` as a node of the graph, when the engine has a slot and `tokens` of
-        KV room.
+        """Wait until the engine has a free slot and `tokens` free KV tokens, then call
+        `function(*args)` as a node of the graph.
 
-        `engine` names the limit, by default the stage's own name. The function must not call into
-        the graph again. With `record`, a call that succeeded is handed to it, with its result,
-        instead of to the sink; the slot is given back when `record` returns.
+        `engine` names the engine whose limit applies; the default is the name of the stage. The
+        function must not make calls of the graph itself. If `record` is given, it gets the span and
+        the result of a successful call, and the sink does not get the span. The slot is given back
+        when `record` returns.
 
-        :raises Exception: what the function raised last, after the attempts the policy allows; what
-            `record` raised.
+        :raises Exception: the function's last error, after all attempts that the policy allows, or
+            an error of `record`.
         :raises OptionError: the graph has no such engine.
-        :raises OutOfMemory: more tokens than the engine's limit will ever hold.
+        :raises OutOfMemory: `tokens` exceeds the engine's limit.
         """
         if self._declared is not None:
             self._declared.set()
@@ -464,14 +484,15 @@ class Caller:
                     span.started = now()
                 result = await function(*args)
                 if record is not None:
-                    # the node ends here, because waiting for the disk is not work of the engine
+                    # the node ends before `record` runs, because writing to the disk is not work of
+                    # the engine
                     is_recorded = True
                     span.ended = now()
                     await record(span, result)
                 return result
             except Exception as error:
                 span.status = "failed"
-                # a call with a recorded result must not be repeated
+                # a call whose result was passed to `record` must not be repeated
                 if is_recorded or not state.policy.retries(error, attempt, state.policy.calls):
                     raise
             except BaseException:
@@ -480,13 +501,15 @@ class Caller:
             finally:
                 self._close(span, pool, has_slot, is_recorded)
             if self.promised is not None:
-                # callers that wait for this call then ask the engine themselves
+                # siblings that wait for this score then request it themselves
                 self.promised.event.set()
             await anyio.sleep(state.policy.delay(attempt, node))
             attempt += 1
 
     def _close(self, span: CallSpan, pool: Pool, has_slot: bool, is_recorded: bool) -> None:
-        """Give a call's slot back, count its time, and report the call unless it is recorded."""
+        """Give back the slot of a call, add its time to the totals, and pass its span to the sink
+        unless `record` gets it.
+        """
         state = self._state
         if span.ended == _UNKNOWN:
             span.ended = state.now()
@@ -498,9 +521,9 @@ class Caller:
         pool.queue_seconds += span.started - span.queued
         state.nodes += 1
         if span.status == "cancelled":
-            pass  # the next call does not wait for it
+            pass  # the next call does not depend on this call
         elif self.frontier is span.after:
-            # in sequential code nothing else finished in the meantime
+            # no other call of this caller finished in the meantime, as in sequential code
             self.frontier = (span.node,)
         else:
             # another call of this caller finished in the meantime, so the next call depends on both
@@ -514,8 +537,8 @@ class Caller:
 class RolloutResult(Generic[T]):
     """The result of one rollout.
 
-    `value` is the result of its function, or the value that it saved last before it failed or was
-    cancelled.
+    `value` is the result of the rollout's function. If the rollout failed or was cancelled, `value`
+    is what the function saved last.
     """
 
     sample: int
@@ -526,7 +549,7 @@ class RolloutResult(Generic[T]):
 
 
 class RolloutScope(Caller, Generic[T]):
-    """The argument of a rollout's function, with the rollout's name in the run and access to
+    """The argument of a rollout's function. It identifies the rollout in the run and makes calls to
     engines.
     """
 
@@ -536,20 +559,21 @@ class RolloutScope(Caller, Generic[T]):
         super().__init__(group.run.state, group.problem, sample, group.frontier)
         self._group = group
         self.attempt = 0
-        # kept after a failed attempt, so that the next attempt may continue from it
+        # the saved value; it is kept after a failed attempt, so that the next attempt may continue
+        # from it
         self.saved: T | None = None
         self.waited = 0.0  # seconds
 
     def save(self, value: T) -> None:
-        """Save the current value as the result in case the rollout fails or is cancelled."""
+        """Save a value, which becomes the rollout's result if the rollout fails or is cancelled."""
         self.saved = value
 
     async def meet(self, value: V) -> Mapping[int, V]:
-        """Wait until every running sibling has called `meet` too; return this round's values by
-        sample.
+        """Wait until every running sibling has called `meet` too, and return the values of this
+        round, keyed by sample.
 
-        This is a barrier for rollouts that are admitted together. In the task graph this rollout's
-        next call depends on all calls of the round.
+        `meet` is a barrier for rollouts that are admitted together. In the task graph, this
+        rollout's next call depends on all calls of the round.
 
         :raises OptionError: the rollouts are not admitted together.
         """
@@ -572,10 +596,11 @@ class RolloutScope(Caller, Generic[T]):
         return current.values
 
     async def wait(self, arrival: Arrival, turn: int) -> None:
-        """Wait for a score that a sibling is about to get, as a node without compute.
+        """Wait for a score that a sibling has requested; the wait is a node of the graph with no
+        compute time.
 
         The node depends on the sibling's calls, so the graph has an edge between the two rollouts.
-        The wait also ends when the sibling's call fails and is retried.
+        The wait also ends if the sibling's call fails, even if the call is then retried.
         """
         since = self._state.now()
         try:
@@ -586,14 +611,16 @@ class RolloutScope(Caller, Generic[T]):
             self._emit_wait(HOLD, turn, since, until, (*self.frontier, *arrival.nodes))
 
     def emit_release(self, ended: float, released: float, after: tuple[int, ...]) -> None:
-        """Report how long this finished rollout kept its place until its last sibling ended."""
+        """Report how long this finished rollout kept its concurrency slot, until its last sibling
+        ended.
+        """
         since = ended if self._ready is None else self._ready
         self._emit_wait(RELEASE, -1, since, released, after)
 
     def _emit_wait(
         self, stage: str, turn: int, since: float, until: float, after: tuple[int, ...]
     ) -> None:
-        """Report a wait for siblings as a node without compute."""
+        """Report a wait for siblings as a node with no compute time."""
         state = self._state
         node = state.last_id + 1
         state.last_id = node
@@ -616,16 +643,16 @@ class RolloutScope(Caller, Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """A value that one rollout is about to get, and that its siblings wait for."""
+    """A value that one rollout has requested and that its siblings wait for."""
 
     event: anyio.Event = field(default_factory=anyio.Event)
-    nodes: tuple[int, ...] = ()  # numbers of the calls that produced it
+    nodes: tuple[int, ...] = ()  # numbers of the calls that produced the value
 
 
 @dataclass(slots=True)
 class Round:
-    """One round of a barrier; once closed, `values` is complete and `frontier` has every node it
-    waited for.
+    """One round of a barrier. When the round is closed, `values` is complete, and `frontier`
+    contains all nodes that the round waited for.
     """
 
     opened_with: tuple[int, ...]
@@ -637,19 +664,21 @@ class Round:
 
 @dataclass(slots=True, eq=False)
 class Group(Generic[T]):
-    """The rollouts of one request of a problem, which start, settle and end as a group.
+    """The rollouts that a problem requested with one call; they start, settle and end as a group.
 
     The problem waits for `done` inside `tasks`.
     """
 
     run: Run
     problem: str
-    frontier: tuple[int, ...]  # the problem's frontier when it requested the rollouts
+    # numbers of the calls on which the first call of each rollout depends
+    frontier: tuple[int, ...]
     function: Callable[[RolloutScope[T]], Awaitable[T]]
     samples: range
     admit: Admit
     settle: Callable[[RolloutResult[T]], bool] | None
-    why: str = field(init=False)  # if not empty, no more rollouts start
+    # the reason why the group was closed; if not empty, no more rollouts start
+    why: str = field(init=False)
     queued: float = field(init=False)
     tasks: TaskGroup | None = None
     results: dict[int, RolloutResult[T]] = field(default_factory=dict[int, RolloutResult[Any]])
@@ -678,29 +707,34 @@ class Group(Generic[T]):
         return 0 if self.why else len(self.samples) - self._next
 
     def start(self) -> None:
-        """Start one rollout, or all of them if they are admitted together."""
+        """Start the next rollout, or all rollouts of the group if they are admitted together."""
         assert self.tasks is not None, "submitted outside its task group"
         for _ in range(self.unit):
             sample = self.samples[self._next]
             self._next += 1
-            # the code of another problem may run this, so use the context variables of this one
+            # code of another problem may call this method, so use the context variables of this
+            # group's problem
             self._context.run(self.tasks.start_soon, self._rollout, sample)
 
     def close(self, why: str) -> None:
-        """Start no more rollouts, and cancel those that run; only the first reason is kept."""
+        """Start no more rollouts of the group, and cancel the running ones. Only the first reason
+        is kept.
+        """
         if not self.why:
             self.why = why
             if self.tasks is not None:
                 self.tasks.cancel_scope.cancel()
 
     def is_cut_short(self) -> bool:
-        """Return whether a rollout has not ended, or was cancelled."""
+        """Return whether a rollout of the group has not ended or was cancelled."""
         if len(self.results) < len(self.samples):
             return True
         return any(result.status == "cancelled" for result in self.results.values())
 
     def gathered(self) -> list[RolloutResult[T]]:
-        """Return every result in the order of the samples, including rollouts that never started."""
+        """Return the results of all rollouts in the order of the samples, including rollouts that
+        never started.
+        """
         results: list[RolloutResult[T]] = []
         for sample in self.samples:
             result = self.results.get(sample) or RolloutResult(sample, self._interruption())
@@ -774,7 +808,7 @@ class Group(Generic[T]):
                 self.done.set()
 
     def _react_to(self, result: RolloutResult[T]) -> None:
-        """Fail the run, or settle the group, if this result requires it."""
+        """End the run or settle the group if the result of this rollout requires it."""
         error = result.error
         state = self.run.state
         has_given_up = state.has_given_up(result.status)
@@ -790,10 +824,13 @@ class Group(Generic[T]):
         if result.status in ("done", "failed") and self.settle(result):
             self.close("settled")
 
-    # The methods below admit members together: in rounds, and where places are given back together.
+    # The methods below serve rollouts that are admitted together, meet in rounds, and give their
+    # slots back together.
 
     def close_round(self) -> bool:
-        """Close the round if no member is missing; those that wait in it continue."""
+        """Close the round if every running rollout has called `meet`; the rollouts that wait in the
+        round then continue.
+        """
         current = self.round
         if not current.values or len(current.values) < len(self.samples) - len(self.results):
             return False
@@ -807,14 +844,15 @@ class Group(Generic[T]):
         current = self.round
         current.values.pop(scope.sample, None)
         if scope.frontier is not current.opened_with:
-            # the rollout worked in this round, so the round waited for it
+            # the rollout made calls in this round before it ended, so the round depends on these
+            # calls
             current.nodes.extend(scope.frontier)
         self.close_round()
 
     def release(self) -> None:
-        """Give back the places that were taken together.
+        """Give back the concurrency slots that were taken together.
 
-        Every finished rollout kept its place until now.
+        Each finished rollout has kept its slot until now.
         """
         if self.admit != "together" or not self._next:
             return
@@ -830,26 +868,27 @@ class Group(Generic[T]):
 
 
 class ProblemScope(Caller):
-    """One open problem. Everything that it started ends before its function returns."""
+    """One open problem. All rollouts and calls that the problem started end before its result is
+    returned.
+    """
 
     __slots__ = ("cancel_scope", "declared", "index", "is_opening", "order", "run", "why")
 
     def __init__(self, run: Run, problem: str, index: int, order: int) -> None:
         super().__init__(run.state, problem, -1, ())
         self.index = index
-        # order of opening, over all runs of the graph: older problems come first
+        # number in the order of opening, over all runs of the graph; rollouts of older problems
+        # start first
         self.order = order
         self.why = ""
         self.cancel_scope = anyio.CancelScope()
-        # whether the problem counts as one rollout, because no rollout was submitted yet
+        # whether the problem takes a slot because it has not submitted a rollout yet
         self.is_opening = True
         self._declared = self.declared = anyio.Event()
         self.run = run
 
     def cancel(self, why: str) -> None:
-        """End this problem with its function, its rollouts and their calls, without affecting other
-        problems.
-        """
+        """Cancel this problem's function, its rollouts and their calls; other problems continue."""
         self.why = self.why or why
         self.cancel_scope.cancel()
 
@@ -857,8 +896,8 @@ class ProblemScope(Caller):
     def concluding(self, rollouts: int) -> Generator[None]:
         """Count `rollouts` ended rollouts as waiting for work outside engines, such as grading.
 
-        While too many wait over all problems, no problem is opened, so that finished work does not
-        pile up behind a slow grader.
+        While too many rollouts of all problems wait, no problem is opened, so that finished work
+        does not pile up behind a slow grader.
         """
         admission = self.run.admission
         admission.concluding += rollouts
@@ -878,15 +917,17 @@ class ProblemScope(Caller):
         admit: Admit = "each",
         priority: int = 0,
     ) -> list[RolloutResult[T]]:
-        """Run `function` once per sample and return every result in the order of the samples.
+        """Run `function` once per sample, and return all results in the order of the samples.
 
-        Rollouts start when places are free, earlier problems first. `settle` gets each rollout that
-        ends by itself; once it returns true, the others are cancelled ("settled").
-        `timeout_seconds` counts from now. If `admit` is "together", all rollouts start at once, may
-        `meet` in rounds, and keep their places until the last has ended.
+        Rollouts start when concurrency slots are free; rollouts of earlier problems start first.
+        `settle` gets the result of each rollout that was not cancelled; when it returns true, the
+        running rollouts are cancelled ("settled"). `timeout_seconds` counts from this call. If
+        `admit` is "together", all rollouts start at once, may `meet` in rounds, and keep their
+        slots until the last rollout has ended.
 
-        :raises OptionError: no samples, or more together than there are places.
-        :raises Exception: what `settle` raised.
+        :raises OptionError: there are no samples, or more samples are admitted together than the
+            graph has slots.
+        :raises Exception: an error of `settle`.
         """
         wanted = range(samples) if isinstance(samples, int) else samples
         if not wanted:
@@ -916,12 +957,12 @@ class ProblemScope(Caller):
             finally:
                 del run.groups[group]
                 if group.is_cut_short():
-                    # the cause is known only here, because `close` was not called
+                    # the time-out did not call `close`, so the reason is set here
                     is_late = anyio.current_time() >= tasks.cancel_scope.deadline
                     group.close("deadline" if is_late else "cancelled")
 
     def end(self, status: ProblemStatus, started: float, error: Exception | None) -> None:
-        """Report the end of the problem; the next one may be opened."""
+        """Report the end of the problem, and allow the next problem to be opened."""
         admission = self.run.admission
         state = self.run.state
         self._declare()
@@ -939,7 +980,7 @@ class ProblemScope(Caller):
 
 
 class HasId(Protocol):
-    """Any object with an id, such as `core.Problem`."""
+    """The type of all objects with an id, such as `core.Problem`."""
 
     @property
     def id(self) -> str:
@@ -950,14 +991,14 @@ class HasId(Protocol):
 P = TypeVar("P", bound=HasId)
 
 # If an open problem neither calls an engine nor submits rollouts, the next problem is opened after
-# this time.
+# this number of seconds.
 OPENING_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """The state of one engine's pool: the current use and queue, and the seconds so far, summed
-    over slots.
+    """A snapshot of one engine's pool: the current use and queue, and the seconds of use so far,
+    summed over slots.
     """
 
     slots: int | None
@@ -971,22 +1012,22 @@ class EngineUse:
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """A snapshot of a graph, with counts since the graph was made."""
+    """A snapshot of a graph's state, with counts since the graph was made."""
 
-    seconds: float  # seconds during which a run was in progress
+    seconds: float  # seconds during which at least one run was in progress
     problems_open: int
     problems_done: int
     rollouts_waiting: int
     rollouts_in_flight: int
     rollouts: Mapping[str, int]  # number of ended rollouts, by status
     nodes: int
-    sibling_seconds: float  # Ts: waiting for siblings, summed over rollouts
+    sibling_seconds: float  # seconds of waiting for siblings, summed over rollouts; the paper's Ts
     engines: Mapping[str, EngineUse]
 
     def busy_share(self, engine: str) -> float:
-        """Return the share of the engine's slot-seconds that was used.
+        """Return the share of the engine's slot-seconds that calls used.
 
-        It is NaN if slots are not bounded or no time passed.
+        The share is NaN if slots are unlimited or no time has passed.
         """
         use = self.engines[engine]
         if not use.slots or not self.seconds:
@@ -999,7 +1040,7 @@ _use = attrgetter(*(field.name for field in fields(EngineUse)))
 
 @dataclass(frozen=True, slots=True)
 class ProblemResult(Generic[T]):
-    """The result of one problem; `value` is the result of its function."""
+    """The result of one problem; `value` is the result of the problem's function."""
 
     index: int
     problem: str
@@ -1012,10 +1053,11 @@ class ProblemResult(Generic[T]):
 class Graph:
     """A graph that runs problems on engines with limits.
 
-    `rollouts` is the largest number in flight over all problems, and `limits` bounds the work of
-    each engine. `sink` gets every `CallSpan`, `RolloutSpan` and `ProblemSpan` as it ends. A graph
-    may run again, and runs may share it. With a `shared_graph` it uses that graph's places and
-    limits, and keeps its own sink, node numbers and ending.
+    `rollouts` is the largest number of rollouts in flight over all problems, and `limits` bounds
+    the work of each engine. `sink` gets every `CallSpan`, `RolloutSpan` and `ProblemSpan` as it
+    ends. A graph can run more than once, and several runs can use it at the same time. If
+    `shared_graph` is given, this graph uses its concurrency slots and limits, but has its own sink
+    and node numbers, and is stopped separately.
 
     :raises OptionError: a limit below 1.
     """
@@ -1055,8 +1097,8 @@ class Graph:
     ) -> list[ProblemResult[T]]:
         """Solve every problem, and return the results in the order of the problems.
 
-        After a `stop`, a `cancel` or the time-out ("deadline", like `stop`) the list ends with the
-        last opened problem.
+        After a `stop`, a `cancel` or the time-out ("deadline", which acts like `stop`), the list
+        ends with the last opened problem.
 
         :raises Exception: the first fatal error (`RetryPolicy.is_fatal`), after everything else was
             cancelled.
@@ -1073,9 +1115,10 @@ class Graph:
         *,
         timeout_seconds: float | None = None,
     ) -> None:
-        """Run like `run`, but pass each result to `finished` when it comes, and keep none.
+        """Run like `run`, but pass each result to `finished` when the problem ends, and store no
+        results.
 
-        :raises Exception: the first fatal error, or what `finished` raised.
+        :raises Exception: the first fatal error, or an error of `finished`.
         """
         self._state.enter_loop()
         if not self._runs:
@@ -1099,19 +1142,19 @@ class Graph:
             raise run.error
 
     def stop(self, why: str) -> None:
-        """Open no more problems, end all rollouts ("cancelled"), and let problems conclude from
-        their rollouts so far.
+        """Open no more problems and end all rollouts ("cancelled"). Open problems compute their
+        results from the rollouts so far.
         """
         for run in self._runs:
             run.stop(why)
 
     def cancel(self, why: str) -> None:
-        """End everything now; open problems are "cancelled"."""
+        """End all runs of the graph now; open problems are "cancelled"."""
         for run in self._runs:
             run.cancel(why)
 
     def stats(self) -> GraphStats:
-        """Return a snapshot of the graph's counts."""
+        """Return a snapshot of the graph's state and counts."""
         state = self._state
         admission = self._admission
         return GraphStats(

@@ -1,4 +1,6 @@
-"""Analyse the time of a run: busy shares, the critical path, lost time, and a Chrome trace."""
+"""Functions that analyse the time of a run: busy seconds of engines, the critical path, waiting
+times, and a Chrome trace.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,18 @@ from atts.core import CallSpan
 
 T = TypeVar("T")
 Event = dict[str, Any]
-_ROLLOUTS = 1  # the process that stands for the rollouts in a trace; engines follow
+# the number of the trace's process for rollouts; the processes of engines have the next numbers
+_ROLLOUTS = 1
 
 COMPUTE_BOUND = frozenset({"score"})
-"""The stages that are a prefill, whose time is bound by arithmetic. Decoding is bound by memory,
-because it reads every weight for every token.
+"""The stages in which the engine only prefills, whose time is limited by arithmetic. Decoding is
+limited by memory, because every weight is read for every token.
 """
 
 
 @dataclass(slots=True)
 class StageTime:
-    """Seconds summed over a stage's nodes."""
+    """The seconds of one stage, summed over its nodes."""
 
     nodes: int = 0
     wait: float = 0.0  # seconds of waiting for siblings
@@ -37,7 +40,7 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A chain of nodes, each of which waited for the one before."""
+    """A chain of nodes; each node waited for the node before it."""
 
     seconds: float
     nodes: tuple[int, ...]
@@ -49,15 +52,18 @@ class Timing:
 
     seconds: float  # seconds from the start of the first node to the end of the last one
     stages: Mapping[str, StageTime]
-    busy_seconds: Mapping[str, float]  # keyed by engine, summed over slots
-    critical_path: Path  # no schedule and no number of slots ends sooner than this path
-    arithmetic_seconds: float  # the paper's Tc
-    memory_seconds: float  # the paper's Tm
-    sibling_seconds: float  # the paper's Ts
+    busy_seconds: Mapping[str, float]  # seconds of calls, keyed by engine and summed over slots
+    # the run cannot be shorter than this path, whatever the schedule and the number of slots
+    critical_path: Path
+    arithmetic_seconds: float  # seconds of prefill; the paper's Tc
+    memory_seconds: float  # seconds of decoding; the paper's Tm
+    sibling_seconds: float  # seconds of waiting for siblings; the paper's Ts
 
     @property
     def intensity(self) -> float:
-        """Return r = Tc / (Tm + Ts), the arithmetic per second of moving weights or waiting for siblings."""
+        """Return r = Tc / (Tm + Ts), the seconds of arithmetic per second of moving weights or
+        waiting for siblings.
+        """
         rest = self.memory_seconds + self.sibling_seconds
         if not rest:
             return math.inf if self.arithmetic_seconds else math.nan
@@ -118,7 +124,9 @@ def _longest_chain(nodes: list[CallSpan]) -> Path:
 
 
 def sibling_edges(nodes: Iterable[CallSpan]) -> set[tuple[int, int]]:
-    """Return the edges between different rollouts of one problem; none in a run without barriers."""
+    """Return the edges of the task graph that join different rollouts of one problem. Only runs
+    with barriers or shared scores have such edges.
+    """
     by_number = {node.node: node for node in nodes}
     edges: set[tuple[int, int]] = set()
     for node in by_number.values():
@@ -132,11 +140,11 @@ def sibling_edges(nodes: Iterable[CallSpan]) -> set[tuple[int, int]]:
 
 
 def write_trace(nodes: Iterable[CallSpan], out: TextIO) -> None:
-    """Write the nodes as one JSON object.
+    """Write the nodes as one JSON object in Chrome's trace format.
 
-    Each engine is a process whose threads are its slots; one more process holds the rollouts, one
-    row for each place, with what they waited for between the calls. Arrows join nodes of different
-    rollouts.
+    In the trace, each engine is a process, and the engine's slots are the threads. One more process
+    shows the rollouts, one row per concurrency slot, and what they waited for between calls. Arrows
+    join nodes of different rollouts.
     """
     out.write('{"displayTimeUnit": "ms", "traceEvents": [')
     separator = "\n"
@@ -209,7 +217,7 @@ def _steps(node: CallSpan, lane: int, zero: float) -> Iterator[Event]:
 
 
 def _lanes(spans: Iterable[tuple[float, float, T]]) -> Iterator[tuple[int, T]]:
-    """Give each span (in the order of their starts) the lowest row that is free."""
+    """Give each span, in the order of the starts, the lowest row that is free at its start."""
     busy: list[tuple[float, int]] = []
     free: list[int] = []
     rows = 0

@@ -1,4 +1,6 @@
-"""Models as files: folders and tokenizers of any model, and the models that come with the package."""
+"""Model files: folders and tokenizers of any model, and the models that are installed with the
+package.
+"""
 
 from atts.models.embedded import EMBEDDED, Drafter, Embedded, ModelInfo, info, path, scores_path
 

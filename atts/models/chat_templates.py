@@ -1,4 +1,6 @@
-"""Render chat templates, which are programs, in a child process with time and memory limits."""
+"""Functions that render chat templates, which are programs, in a child process with limits on time
+and memory.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,14 @@ _TOO_LARGE = (
 _KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR")
 """The environment variables that the child inherits."""
 _MARK = "CONTINUE-FROM-HERE "
-"""Text appended to an unfinished message, to find the place where the template writes the end of the message.
+"""A mark that is appended to an unfinished message, to find the place where the template writes the
+end of the message.
 
-The mark ends with a space, so that a template that trims messages is noticed.
+The mark ends with a space, so that atts notices a template that trims messages.
 """
 
 Rows = Sequence[Mapping[str, str]]
-"""Messages as templates read them: mappings with `role` and `content`."""
+"""The type of messages for templates: mappings with `role` and `content`."""
 
 
 class TemplateError(Exception):
@@ -46,10 +49,11 @@ class TemplateError(Exception):
 def render(
     template: str, messages: Rows, special_tokens: Mapping[str, str], *, is_open: bool
 ) -> str:
-    """Return the text of a conversation in this process; only for templates known to be harmless.
+    """Render a conversation with a template in this process, which is safe only for harmless
+    templates.
 
-    With `is_open` the last message is left open to be continued; otherwise the text ends where the
-    assistant's turn begins.
+    If `is_open` is true, the text ends inside the last message, so that a model can continue it. If
+    `is_open` is false, the text ends where the assistant's turn begins.
 
     :raises Exception: whatever the template raises.
     """
@@ -70,19 +74,23 @@ def render(
     before, mark, after = text.rpartition(_MARK.rstrip())
     if not mark:
         raise TemplateError("the template drops the last message, which must be continued")
-    # A template that trimmed the mark would have trimmed the message itself, as transformers does.
+    # If the template trimmed the mark, trim the message itself too, as transformers does.
     return before if after.startswith(" ") else before.rstrip()
 
 
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> Any:
-    """Compile a template in the dialect of Jinja that Hugging Face models are published with."""
+    """Compile a template in the dialect of Jinja for which templates of Hugging Face models are
+    written.
+    """
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Write what `{% generation %}` blocks contain: the blocks only mark the assistant's text."""
+        """A Jinja extension that renders the content of `{% generation %}` blocks unchanged; the
+        blocks only mark the assistant's text.
+        """
 
         tags = {"generation"}
 
@@ -95,7 +103,7 @@ def _compiled(template: str) -> Any:
         raise TemplateError(message)
 
     def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-        # this filter does not escape HTML, unlike Jinja's own
+        # this filter does not escape HTML, but Jinja's own `tojson` does
         return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
     def now(layout: str) -> str:
@@ -111,7 +119,9 @@ def _compiled(template: str) -> Any:
 
 
 class TemplateProcess:
-    """A child process that renders templates, started on first use and again after it died."""
+    """A child process that renders templates. It is started on first use, and started again if it
+    has died.
+    """
 
     def __init__(self, seconds: float = _SECONDS) -> None:
         self._seconds = seconds
@@ -119,11 +129,13 @@ class TemplateProcess:
         self.child: subprocess.Popen[bytes] | None = None
 
     def __reduce__(self) -> tuple[type[TemplateProcess], tuple[float]]:
-        """Pickle without the child: another process starts its own."""
+        """Pickle this object without its child process, because another process starts its own
+        child.
+        """
         return TemplateProcess, (self._seconds,)
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start a new child, which ends when this object is collected."""
+        """Start a new child process, which ends when this object is garbage-collected."""
         self.child = _started(self._seconds)
         weakref.finalize(self, _end, self.child)
         return self.child
@@ -131,7 +143,7 @@ class TemplateProcess:
     def render(
         self, template: str, messages: Rows, special_tokens: Mapping[str, str], *, is_open: bool
     ) -> str:
-        """Return the result of `render`, computed by the child.
+        """Return the result of the function `render`, computed by the child process.
 
         :raises TemplateError: the template raises, or exceeds the limits on time, memory or text.
         """
@@ -169,9 +181,10 @@ class TemplateProcess:
 
 @lru_cache(maxsize=16)
 def is_plain(template: str) -> bool:
-    """Return True if the template only writes its messages one after another.
+    """Return True if the template does nothing but write its messages one after another.
 
-    Such a template needs no child process: its time and memory grow with the messages only.
+    The child process is not needed for such a template, because its time and memory grow only with
+    the messages.
 
     >>> is_plain("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"), is_plain("{{ 'x' * 10 ** 10 }}")
     (True, False)
@@ -201,7 +214,8 @@ def is_plain(template: str) -> bool:
         return isinstance(node, (*statements, *values, *joins))
 
     try:
-        whole = Environment(autoescape=False).parse(template)  # this call renders nothing
+        # the call only defines the check and renders nothing
+        whole = Environment(autoescape=False).parse(template)
         return is_known(whole) and all(map(is_known, whole.find_all(nodes.Node)))
     except Exception:  # noqa: BLE001  # a template that does not parse is not plain
         return False
@@ -227,11 +241,11 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 def _serve(seconds: float) -> None:
     """Answer every line of standard input with one line, until the input ends."""
-    _compiled("")  # the imports of Jinja happen before the limits
+    _compiled("")  # compile one template first, so that Jinja is imported before the limits apply
     if sys.platform != "win32":
         import resource
 
-        # the system's limit is already lower, or is not supported
+        # the operating system has a lower limit already, or does not support this limit
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
     for line in sys.stdin.buffer:

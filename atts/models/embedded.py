@@ -14,7 +14,9 @@ Embedded = Literal["draft", "target"]
 EMBEDDED: Final[tuple[Embedded, ...]] = get_args(Embedded)
 """The names of the embedded models; they share one tokenizer."""
 Drafter = Literal["deep"]
-"""A drafter with the same tokenizer: eight narrow layers that propose tokens to the target."""
+"""The name of a drafter with the same tokenizer. Its eight narrow layers propose tokens for the
+target.
+"""
 
 _FILES = (
     "config.json",
@@ -27,7 +29,9 @@ _FILES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Size and cost of an embedded model, known before it is loaded."""
+    """The size and the cost per token of an embedded model, which are known before the model is
+    loaded.
+    """
 
     name: Embedded
     path: Path
@@ -35,17 +39,20 @@ class ModelInfo:
     hidden_size: int
     context_length: int
     vocabulary: int
-    weights_per_token: int  # multiply-adds of one token in all matrices, the output matrix included
-    attention_width: int  # heads times head dimension, summed over layers
-    bytes: int  # size of the weights file
+    # multiply-add operations of one token in all matrices, including the output matrix
+    weights_per_token: int
+    attention_width: int  # number of heads times the dimension of a head, summed over layers
+    bytes: int  # size of the weights file in bytes
 
     def flops_per_token(self, context: int = 0) -> float:
-        """Return the floating-point operations of one decoded token that attends to `context` others."""
+        """Return the number of floating-point operations for one decoded token that attends to
+        `context` other tokens.
+        """
         return 2.0 * (self.weights_per_token + 2 * context * self.attention_width)
 
 
 def path(name: Embedded | Drafter) -> Path:
-    """Return the folder of an embedded model, laid out as transformers expects it.
+    """Return the folder of an embedded model; transformers can load the folder.
 
     :raises OptionError: there is no embedded model of that name.
     :raises ModelLoadError: the installation lacks its files.
@@ -67,7 +74,9 @@ def path(name: Embedded | Drafter) -> Path:
 
 
 def scores_path() -> Path:
-    """Return the file of the pair's stored scores, measured on the calibration split."""
+    """Return the file with the stored scores of the embedded models, which were measured on the
+    calibration split.
+    """
     return Path(str(resources.files("atts.models"))) / "scores.json"
 
 

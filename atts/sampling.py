@@ -70,9 +70,9 @@ def generator(seed: Seed) -> np.random.Generator:
 
 
 def uniforms(seed: Seed, count: int) -> NDArray[np.float64]:
-    """Return the first `count` uniforms of the stream, each in [0, 1).
+    """Return the first `count` uniform numbers of the stream, each in [0, 1).
 
-    A longer call begins with the numbers of a shorter call.
+    A call with a larger `count` begins with the numbers of a call with a smaller `count`.
 
     >>> bool((uniforms(Seed(run=7), 8)[:3] == uniforms(Seed(run=7), 3)).all())
     True
@@ -107,7 +107,7 @@ def student_tail(value: float, freedom: float) -> float:
     square = value * value
     if square == 0:
         return 1.0
-    # The two arguments add up to 1. Each is computed separately, so that neither loses digits.
+    # `rest` and `part` add up to 1. Each is computed separately, so that neither loses digits.
     rest = freedom / (freedom + square)
     part = square / (freedom + square)
     return math.exp(_beta_log_tails(rest, part, freedom / 2, 0.5)[0]) if rest else 0.0
@@ -192,10 +192,10 @@ def binomial_quantile(share: float, n: int, chance: float) -> int:
 
 
 def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) -> Floats:
-    """Return the probability of at least `least` correct items among `drawn` of `n`.
+    """Return the probability that `drawn` of `n` items contain at least `least` correct items.
 
-    The items are drawn without replacement, and `right` of the `n` are correct. The result is NaN
-    if `n` is smaller than `drawn`.
+    The items are drawn without replacement, and `right` of the `n` items are correct. The result is
+    NaN if `n` is smaller than `drawn`.
     """
     import numpy as np
 
@@ -205,7 +205,7 @@ def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) 
     return _floats(np.vectorize(of_one, otypes=[float])(n, right))
 
 
-# the arguments contain only a few different counts, so compute each case once
+# callers ask for many problems but only a few different counts, so cache the results
 @lru_cache(maxsize=1 << 16)
 def _hypergeometric_tail(least: int, n: int, right: int, drawn: int) -> float:
     if n < drawn:

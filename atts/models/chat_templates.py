@@ -214,7 +214,7 @@ def is_plain(template: str) -> bool:
         return isinstance(node, (*statements, *values, *joins))
 
     try:
-        # the call only defines the check and renders nothing
+        # `parse` does not render the template, so this is safe for any template
         whole = Environment(autoescape=False).parse(template)
         return is_known(whole) and all(map(is_known, whole.find_all(nodes.Node)))
     except Exception:  # noqa: BLE001  # a template that does not parse is not plain
@@ -241,7 +241,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 def _serve(seconds: float) -> None:
     """Answer every line of standard input with one line, until the input ends."""
-    _compiled("")  # compile one template first, so that Jinja is imported before the limits apply
+    _compiled("")  # compile an empty template, so that Jinja is imported before the limits apply
     if sys.platform != "win32":
         import resource
 

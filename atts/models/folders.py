@@ -1,4 +1,6 @@
-"""Find model folders on disk or on the hub, read their JSON within limits, and refuse their code."""
+"""Functions that find model folders on disk or on the hub, read JSON files of limited size, and
+refuse folders with code.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any, Literal
 from atts.errors import ModelLoadError, UnsupportedByEngine
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-"""File patterns of a tokenizer and a configuration."""
+"""Patterns for the files of a model's tokenizer and configuration."""
 WEIGHT_FILES = ("*.safetensors",)
 NO_TEMPLATE = "Use the model's instruct version, or add chat_template.jinja to its folder"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -23,7 +25,8 @@ _CODE = (
     "processing_*.py",
 )
 _MOST_BYTES = 64 << 20
-_MOST_IDS = 1 << 24  # about forty times the largest published vocabulary
+# the largest token id that is accepted; about forty times the largest published vocabulary
+_MOST_IDS = 1 << 24
 _LOOK = "Check the id and the network, or download the model elsewhere and give its folder"
 _PUBLISHED = {
     "phi3": {
@@ -34,11 +37,14 @@ _PUBLISHED = {
         "Xenova/gpt-4o",
     }
 }
-"""Remote-code entries, by model type, that may be ignored: transformers has the same classes built in."""
+"""Entries for remote code, by model type, that may be ignored, because transformers itself contains
+the same classes.
+"""
 
 
 def find_tokenizer(model: str, name: str) -> Path:
-    """Return the folder of a model's tokenizer: `model` if it is a folder, else its hub snapshot.
+    """Return the folder of a model's tokenizer: `model` itself if it is a folder, or else the
+    downloaded snapshot of this hub id.
 
     :raises ModelLoadError: `model` is neither a folder nor a hub id that can be downloaded.
     """
@@ -47,7 +53,7 @@ def find_tokenizer(model: str, name: str) -> Path:
 
 
 def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK) -> Path:
-    """Return `model` if it is a folder, else the hub snapshot of that id.
+    """Return `model` itself if it is a folder, or else the downloaded snapshot of this hub id.
 
     Only the files that match the patterns in `files` are downloaded.
 
@@ -73,7 +79,7 @@ def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK
 def read_object(path: Path, name: str) -> dict[str, Any]:
     """Read the JSON object in a file of a model folder.
 
-    :raises ModelLoadError: the file contains no JSON object, or is too large for one of a model folder.
+    :raises ModelLoadError: the file contains no JSON object, or is larger than such a file can be.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -89,7 +95,8 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
 
 
 def checkpoint_dtype(folder: Path, name: str) -> Literal["float32", "bfloat16"]:
-    """Return a type that keeps a model's numbers: bfloat16 if config.json names it, else float32.
+    """Return a data type that holds a model's weights exactly: bfloat16 if config.json names it, or
+    else float32.
 
     :raises ModelLoadError: config.json cannot be read.
     """
@@ -99,10 +106,10 @@ def checkpoint_dtype(folder: Path, name: str) -> Literal["float32", "bfloat16"]:
 
 
 def refuse_code(folder: Path, name: str) -> None:
-    """Refuse a model folder that asks for its own code to be run.
+    """Raise an error if a model folder contains code or asks to run code.
 
-    :raises ModelLoadError: the folder names or holds model code, or holds pipes or devices, which
-        could be read without end.
+    :raises ModelLoadError: the folder names or contains model code. Also if it contains pipes or
+        devices, because reading them could take forever.
     """
     for entry in sorted(folder.iterdir()):
         if entry.exists() and not (entry.is_file() or entry.is_dir()):
@@ -128,9 +135,10 @@ def refuse_code(folder: Path, name: str) -> None:
 
 
 def refuse_ids(folder: Path, name: str) -> None:
-    """Refuse a tokenizer with absurdly high ids: its library would allocate memory up to the highest.
+    """Raise an error if a tokenizer has an impossibly high id, because its library would allocate
+    memory for all lower ids.
 
-    :raises ModelLoadError: an id is beyond every real vocabulary.
+    :raises ModelLoadError: an id is higher than in any real vocabulary.
     """
     path = folder / "tokenizer.json"
     tokenizer = read_object(path, name) if path.is_file() else {}
@@ -148,8 +156,8 @@ def refuse_ids(folder: Path, name: str) -> None:
 
 
 def template_of(folder: Path) -> str | None:
-    """Return the chat template of a model folder as text. It is "" if the model has none, and None
-    if its files cannot be read.
+    """Return the chat template of a model folder as a string. It is "" if the model has none, and
+    None if its files cannot be read.
     """
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -160,12 +168,12 @@ def template_of(folder: Path) -> str | None:
     except (OSError, ValueError):
         return None
     template = config.get("chat_template") if isinstance(config, dict) else None
-    # some folders hold several templates by name
+    # some folders contain several templates, each with a name
     return template if isinstance(template, str) else str(template or "")
 
 
 def refuse_gguf(folder: Path, name: str) -> None:
-    """Refuse a folder whose only weights are a GGUF file, which other programs load.
+    """Raise an error if the only weights in a folder are a GGUF file, which atts cannot load.
 
     :raises ModelLoadError: the folder has only GGUF weights; the message says how to make a folder
         that can be loaded.
@@ -182,9 +190,9 @@ def refuse_gguf(folder: Path, name: str) -> None:
 
 
 def require_template(folder: Path, name: str) -> None:
-    """Refuse a model folder without a chat template, before anything is loaded.
+    """Raise an error if a model folder has no chat template, before any weights are loaded.
 
-    :raises UnsupportedByEngine: the folder holds no chat template.
+    :raises UnsupportedByEngine: the folder contains no chat template.
     :raises ModelLoadError: the folder has a GGUF file but no other model.
     """
     refuse_gguf(folder, name)
@@ -200,7 +208,7 @@ def require_template(folder: Path, name: str) -> None:
 
 
 def weight_files(folder: Path, name: str) -> list[Path]:
-    """Return the model's safetensors files, all of which exist.
+    """Return the model's safetensors files, after a check that all of them exist.
 
     :raises ModelLoadError: files are missing, the index is damaged, or the weights are pickled.
     """
@@ -221,12 +229,16 @@ def weight_files(folder: Path, name: str) -> list[Path]:
 
 
 def weights_marks(files: Sequence[Path]) -> tuple[str, str]:
-    """Return a short and a long digest that tell weights apart without reading gigabytes."""
+    """Return a short and a long digest of the weights, computed from samples of the files to avoid
+    reading gigabytes.
+    """
     return _mark(files, 4, 16), _mark(files, 16, 256)
 
 
 def _mark(files: Sequence[Path], digest_size: int, pieces: int) -> str:
-    """Hash each file's size and `pieces` blocks of 64 KiB, spread evenly over the file."""
+    """Return a hash of each file's size and of `pieces` blocks of 64 KiB, spread evenly over the
+    file.
+    """
     mark = blake2b(digest_size=digest_size)
     for path in files:
         size = path.stat().st_size
@@ -239,7 +251,8 @@ def _mark(files: Sequence[Path], digest_size: int, pieces: int) -> str:
 
 
 def read_end_ids(folder: Path, name: str, default: object) -> tuple[int, ...]:
-    """Return the ids that end a text: those of generation_config.json, else `default`.
+    """Return the ids of the tokens that end a text, from generation_config.json if it has any, or
+    else `default`.
 
     :raises ModelLoadError: generation_config.json is damaged, or its entries are not ids.
     """
@@ -269,7 +282,7 @@ def shown(value: object) -> str:
 
 
 def _auto_map_entries(folder: Path, name: str) -> Iterator[tuple[str, str]]:
-    """Yield every auto_map entry of the folder, with the file that holds it."""
+    """Yield every auto_map entry in the folder's JSON files, with the name of its file."""
     for path in sorted(folder.glob("*config.json")):
         for auto_map in _values_of(read_object(path, name), "auto_map"):
             for value in auto_map.values() if isinstance(auto_map, dict) else [auto_map]:
@@ -279,7 +292,7 @@ def _auto_map_entries(folder: Path, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _values_of(value: object, key: str) -> Iterator[Any]:
-    """Yield the values of a key in a JSON value, at any depth."""
+    """Yield all values of a key in nested JSON data, at any depth."""
     pending = [value]
     while pending:
         part = pending.pop()
@@ -292,7 +305,7 @@ def _values_of(value: object, key: str) -> Iterator[Any]:
 
 
 def _shards(index: Path, name: str) -> list[Path]:
-    """Return the weight files that an index lists, in the index's own folder."""
+    """Return the weight files that an index lists; they must be in the folder of the index."""
     listed = read_object(index, name).get("weight_map")
     names = listed.values() if isinstance(listed, dict) else []
     if not names or any(

@@ -1,5 +1,5 @@
-"""Models that are stored as blocks: the manifest that names each block's file by its content, read
-and checked.
+"""Functions that read and check the manifest of a model that is stored as blocks; the name of a
+block's file is a digest of its content.
 """
 
 from __future__ import annotations
@@ -24,27 +24,32 @@ ADAPTER_CONFIG = "adapter_config.json"
 MODELS = "models"
 BLOCKS = "blocks"
 SCHEMA = 1
-"""The version of a zoo's format; a zoo with a higher number was written by a newer atts."""
+"""The version of the zoo format; a zoo with a higher number was written by a newer version of
+atts.
+"""
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{40}$")]
 FileName = Annotated[str, msgspec.Meta(pattern=r"^[^/\\\x00]+\.safetensors$")]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A part of a model: its place in the model, the digest of its content, and the names of its
+    """A part of a model: its position in the model, the digest of its content, and the names of its
     tensors.
     """
 
-    place: str  # embedding, layers.3.attention, layers.3.mlp, head, adapter or rest
+    # position in the model, such as embedding, layers.3.attention, layers.3.mlp, head, adapter or
+    # rest
+    place: str
     digest: Digest  # digest of the block's file, which is also the file's name
     bytes: int
-    tensors: dict[str, str]  # names in the model's files, each with its name in the block's file
+    # names of the tensors in the model's files, each with its name in the block's file
+    tensors: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A weight file as it was added: the header before its tensors, and the digest of the whole
-    file.
+    """A weight file of a model that was added to a zoo: the header before its tensors, and the
+    digest of the complete file.
     """
 
     name: FileName
@@ -54,25 +59,27 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The change in a model's output when some of its blocks are replaced. It is measured on the
-    model's own solutions of some problems.
+    """The change in a model's output when some of its blocks are replaced. The change is measured
+    on solutions that the model itself wrote.
     """
 
     model: str
     weights: str  # digest of the model's weights, as in its engine's spec
-    # for each replaced place, the block that stands there instead: MODEL/PLACE
+    # for each replaced position, the block that replaces it, written as MODEL/POSITION
     stands: dict[str, str]
-    problems: str  # name of the problems that were used
+    problems: str  # name of the set of problems that were used
     count: int  # number of problems
     tokens: int  # number of tokens that the model wrote on these problems, with greedy decoding
-    # mean divergence at these tokens, from the model's distribution to that of the changed model
+    # mean divergence at these tokens in nats, from the model's distribution to that of the changed
+    # model
     nats: float
     flips: float  # share of these tokens at which the most likely token changes
-    accuracy: tuple[float, float]  # accuracy of the model, and of the changed model
-    change: tuple[float, float]  # 95 % interval of the difference in accuracy
+    accuracy: tuple[float, float]  # accuracy of the original model and of the changed model
+    # 95 % confidence interval of the difference in accuracy (changed minus original)
+    change: tuple[float, float]
 
     def __str__(self) -> str:
-        """Describe the loss in one line."""
+        """Return a description of the loss in one line."""
         before, after = self.accuracy
         return (
             f"{self.nats:.4g} nats a token, {100 * self.flips:.2f} % of {self.tokens:,} greedy tokens "
@@ -90,26 +97,27 @@ class StoredModel:
     """
 
     name: str
-    source: str  # the folder that was added
-    base: str  # model that an adapter was added to
-    # whether its weight files are stored whole next to the record, because no other model shares a
-    # block with it
+    source: str  # the model's folder when it was added to the zoo
+    base: str  # name of the model to which an adapter was added
+    # whether the model's complete weight files are stored next to the record, because it shares no
+    # block with other models
     is_whole: bool
-    bytes: int  # size of the model's folder when it was added
-    marks: tuple[str, str]  # the digests of its weights that an engine's spec names
+    bytes: int  # size in bytes of the model's folder when it was added
+    marks: tuple[str, str]  # the digests of the model's weights that an engine's spec contains
     files: tuple[StoredFile, ...]
     blocks: tuple[StoredBlock, ...]
-    loss: Loss | None = None  # loss of this model if it is a changed version of another model
+    # loss against the original model, if this model is a changed version of another model
+    loss: Loss | None = None
 
     @property
     def digests(self) -> frozenset[str]:
-        """Return the digests of the blocks."""
+        """Return the digests of the model's blocks."""
         return frozenset(block.digest for block in self.blocks)
 
 
 class TensorFile(NamedTuple):
-    """A safetensors file with the name that each of a model's tensors has in it. The names are None
-    if the file uses the model's own names.
+    """A safetensors file with the name of each of the model's tensors in the file. The names are
+    None if the file uses the model's own names.
     """
 
     path: Path
@@ -117,8 +125,8 @@ class TensorFile(NamedTuple):
 
 
 def tensor_files(folder: Path, name: str) -> list[TensorFile]:
-    """List the files with the weights of the model in `folder`: its own files, or the blocks of its
-    zoo.
+    """List the files with the weights of the model in `folder`, which are its own files or the
+    block files of its zoo.
 
     :raises ModelLoadError: a file is missing, or its list of tensors is damaged.
     """
@@ -136,8 +144,8 @@ def tensor_files(folder: Path, name: str) -> list[TensorFile]:
 
 
 def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
-    """Return whether two folders hold models of one zoo that have a block in common. With
-    `as_deep`, both must also have the same number of layers.
+    """Return whether the models in two folders belong to one zoo and share a block. If `as_deep` is
+    true, the models must also have the same number of layers.
 
     :raises ZooError: a manifest cannot be read.
     """
@@ -151,8 +159,8 @@ def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
 
 
 def unit_digests(folder: Path, num_layers: int) -> list[str]:
-    """Return the digests of a stored model's blocks in the order in which a token passes them;
-    there are 2 * layers + 2.
+    """Return the digests of a stored model's 2 * layers + 2 blocks, in the order in which a token
+    passes through them.
 
     :raises ZooError: the manifest cannot be read.
     """
@@ -177,10 +185,10 @@ def adapter_file(folder: Path) -> TensorFile | None:
 
 
 def check_stored(folder: Path) -> StoredModel | None:
-    """Read the manifest of the model in `folder`, and compare its weights with their digests.
-    Return None if there is no manifest.
+    """Read the manifest of the model in `folder`, and check its weights against the digests in the
+    manifest. Return None if there is no manifest.
 
-    :raises ZooError: a file is missing, or is not what was stored.
+    :raises ZooError: a file is missing, or its content has changed since it was stored.
     """
     if not (folder / MANIFEST).is_file():
         return None
@@ -233,7 +241,7 @@ class _Mark(msgspec.Struct):
 def check_schema(zoo: Path) -> None:
     """Check that a folder is a zoo that this version can read.
 
-    :raises ZooError: the folder is not such a zoo.
+    :raises ZooError: the folder is not a zoo, or a newer version of atts wrote it.
     """
     advice = "Name a folder that `atts zoo add` made"
     try:
@@ -271,7 +279,9 @@ def file_digest(path: Path) -> str:
 
 
 def content_digest(*parts: bytes | memoryview | mmap) -> str:
-    """Return the digest of some content."""
+    """Return the digest of the given bytes; the file of a block is named by the digest of its
+    content.
+    """
     mark = blake2b(digest_size=20)
     for part in parts:
         mark.update(part)

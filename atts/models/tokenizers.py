@@ -1,4 +1,6 @@
-"""Turn text into a model's token ids and back exactly, and find stop strings across tokens."""
+"""Tokenizers of models that convert text to ids and back exactly, and a search for stop strings
+across tokens.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,9 @@ class ModelTokenizer:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Open the tokenizer in a folder, with or without a model.
+        """Open the tokenizer in a folder, which need not contain model weights.
 
-        :raises ModelLoadError: the folder has no tokenizer, or a damaged one, or brings code.
+        :raises ModelLoadError: the folder has no tokenizer, has a damaged one, or contains code.
         """
         self._name = name
         self._folder = folder
@@ -46,8 +48,9 @@ class ModelTokenizer:
         self._template = _chat_template(folder, settings)
         self._templates = TemplateProcess()
         state: dict[str, Any] = json.loads(self._backend.to_str())
-        # Two models whose digests are equal read ids alike, so one can continue the other's ids.
-        # Pairs often differ in their chat templates only, so the template has its own digest.
+        # If two models have equal tokenizer digests, an id means the same in both, so each can
+        # continue ids of the other. The digest does not cover the chat template, because the two
+        # models often differ only in the chat template.
         self.digest = _digest(
             {key: state[key] for key in state if key not in ("truncation", "padding", "version")}
         )
@@ -77,7 +80,8 @@ class ModelTokenizer:
     def render(self, messages: Sequence[Message]) -> TokenIds:
         """Return the ids of a conversation, ending where the assistant's turn begins.
 
-        If the last message is the assistant's, it is left open to be continued.
+        If the last message is the assistant's, the ids end inside this message, so that the model
+        can continue it.
 
         :raises UnsupportedByEngine: the model has no chat template, or its template refuses these
             messages.
@@ -92,8 +96,8 @@ class ModelTokenizer:
         except UnsupportedByEngine:
             if [row["role"] for row in rows[:2]] != ["system", "user"]:
                 raise
-            # The template knows no system messages (Gemma 2's is one): put the system text before
-            # the question.
+            # The template does not support system messages (Gemma 2's, for example), so put the
+            # system text before the question.
             first = {"role": "user", "content": f"{rows[0]['content']}\n\n{rows[1]['content']}"}
             text = self._render([first, *rows[2:]], is_open)
         return self.encode(text)
@@ -103,7 +107,7 @@ class ModelTokenizer:
         try:
             return render(self._template, rows, self._special_tokens, is_open=is_open)
         except Exception as error:
-            # a template is a program: it may divide by zero or ask for a petabyte
+            # a template is a program, so it may raise any error or need too much memory
             problem = f"the chat template refuses these messages ({error})"
             raise UnsupportedByEngine(
                 self._name, problem, f"The template is in {self._folder}"
@@ -111,7 +115,8 @@ class ModelTokenizer:
 
 
 class StopMatcher:
-    """Search a growing text for stop strings; a piece may end in the middle of a character.
+    """A search for stop strings in a text that grows in pieces; a piece may end in the middle of a
+    character.
 
     >>> watch = StopMatcher(("end",))
     >>> [watch.feed(piece) for piece in (b"the e", b"n", b"d.")]
@@ -135,8 +140,8 @@ class StopMatcher:
         return False
 
     def going_on(self, pieces: Sequence[bytes]) -> int:
-        """Return the number of these pieces that fit before a stop string is complete. No piece
-        is added.
+        """Return how many of these pieces could be added before a stop string is complete. The
+        matcher itself does not change.
         """
         text = self._tail
         if any(stop in text + b"".join(pieces) for stop in self._stops):
@@ -153,7 +158,9 @@ def _digest(value: object) -> str:
 
 
 def _open(folder: Path, name: str) -> Any:
-    """Open tokenizer.json with the tokenizers library, or convert an older tokenizer to it."""
+    """Open tokenizer.json with the tokenizers library; if the file is missing, convert an older
+    tokenizer to this format.
+    """
     path = folder / "tokenizer.json"
     is_older = any((folder / file).is_file() for file in ("tokenizer.model", "vocab.json"))
     if not path.is_file() and not is_older:
@@ -169,14 +176,15 @@ def _open(folder: Path, name: str) -> Any:
             return _converted(folder, name)
         except MissingExtra:
             raise
-        except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
+        # the tokenizers library raises a plain Exception if the file is damaged
+        except Exception as error:
             raise ModelLoadError(
                 name, f"the tokenizer in {folder} cannot be read ({error})"
             ) from error
 
 
 def _converted(folder: Path, name: str) -> Any:
-    """Convert a tokenizer without tokenizer.json, which transformers can do."""
+    """Convert a tokenizer without tokenizer.json with the transformers library."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -193,7 +201,9 @@ def _converted(folder: Path, name: str) -> Any:
 
 
 def _settings(folder: Path, name: str) -> dict[str, Any]:
-    """Read tokenizer_config.json; special_tokens_map.json, an older file, fills the gaps."""
+    """Read tokenizer_config.json, and add settings that are missing in it from the older file
+    special_tokens_map.json.
+    """
     settings = dict[str, Any]()
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / file).is_file():
@@ -206,7 +216,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     tokens = dict[str, str]()
     for role in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"):
         token = settings.get(role)
-        if isinstance(token, dict):  # an added token with its flags
+        if isinstance(token, dict):  # the token is stored as an object with flags, not as a string
             token = token.get("content")
         if isinstance(token, str):
             tokens[role] = token
@@ -219,16 +229,17 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except (FileNotFoundError, UnicodeDecodeError):
         template = settings.get("chat_template")
-    if isinstance(template, list):  # several templates, each with a name
+    if isinstance(template, list):  # the model has several templates, each with a name
         named = {str(entry.get("name")): entry.get("template") for entry in template}
         template = named.get("default")
     return template if isinstance(template, str) else ""
 
 
 def _pieces(vocabulary: dict[str, int], state: dict[str, Any]) -> tuple[bytes, ...]:
-    """Return the bytes that each id writes.
+    """Return the bytes to which each id decodes.
 
-    Decoding is concatenating these pieces, so stop strings are found without decoding a text twice.
+    A decoded text is the concatenation of these bytes, so stop strings are found without decoding a
+    text twice.
     """
     kinds = _decoder_kinds(state.get("decoder"))
     pieces = [b""] * (max(vocabulary.values(), default=0) + 1)
@@ -260,7 +271,7 @@ def _decoder_kinds(decoder: Any) -> set[str]:
 
 
 def _byte_letters() -> list[str]:
-    """Return the printable letters that byte-level tokenizers write for the bytes 0 to 255."""
+    """Return the printable letters by which byte-level tokenizers represent the bytes 0 to 255."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in printable}
     hidden = (byte for byte in range(256) if byte not in letters)

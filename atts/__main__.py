@@ -4,8 +4,8 @@ import gc
 import signal
 import sys
 
-# number of new objects between two garbage collections; with Python's default of 700 and thousands
-# of calls in flight, collections would take a third of the time
+# number of new objects between two garbage collections. With Python's default of 700 and thousands
+# of calls in flight, collections would take a third of the time.
 _COLLECT_AFTER = 20_000
 
 

@@ -14,16 +14,18 @@ from atts.sampling import Seed, uniforms
 TokenIds = tuple[int, ...]
 Role = Literal["draft", "target"]
 Ending = Literal["delimiter", "length", "end"]
-"""The reason why a chunk ended: a delimiter, its token limit, or the model's end of text."""
+"""The reason why a chunk ended: a delimiter, the chunk's token limit, or the end of the model's
+text.
+"""
 TurnKey = tuple[str, int, int]
 """The key of a turn in a run: problem, sample and turn."""
 Action = Literal["accept", "verify", "escalate"]
 Origin = Literal["gate", "forced", "warm-up", "budget", "certificate", "recalled"]
-"""The origin of a decision.
+"""The reason for a gate's decision or the rule that made it.
 
 "gate": the gate's rule decided. "forced": the score is missing. "warm-up": scores are stored, but
 nothing is escalated yet. "budget": the cap on escalations is used up. "certificate": the gate of a
-certified policy decided. "recalled": a decision of an earlier session of the same run.
+certified policy decided. "recalled": the decision was read from an earlier session of the same run.
 """
 AnswerKind = Literal["math", "choice", "text", "code"]
 Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "failed"]
@@ -58,7 +60,7 @@ class Grading:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question with its reference answer, if it has one, and its source."""
+    """A question, its source, and its reference answer if it has one."""
 
     id: str
     text: str
@@ -124,8 +126,8 @@ class SampleRequest:
     num_begun: int = 0
     # a guess at the completion, which may make the engine faster but never changes its text
     hint: TokenIds = ()
-    # largest number of tokens in a think block, including those in `ids`; an engine with the
-    # capability "thinking" then closes the block; 0: no limit
+    # largest number of tokens in a think block, including those in `ids`, before an engine with the
+    # capability "thinking" closes the block; 0: no limit
     thinking_budget: int = 0
 
 
@@ -188,8 +190,8 @@ class Beginning:
 class Scores:
     """Raw log-probabilities, exactly one per suffix token.
 
-    `beginning` is the start of the completion that the request's `draw` asks for: the model's own
-    tokens up to and including the first one that differs from the suffix.
+    `beginning` is the start of the completion that the request's `draw` asks for. It ends with the
+    model's first token that differs from the suffix.
     """
 
     logprobs: tuple[float, ...]
@@ -245,7 +247,7 @@ class Features:
     question: str
     turn: int = 0
     sample: int = 0
-    # the chunk's position in the order in which scores were requested
+    # the chunk's number in the order in which the run requested scores
     issue: int | None = None
     # the estimated share of the run's decisions that are still to be made; None if unknown
     left: float | None = None
@@ -253,9 +255,8 @@ class Features:
     # the mean of the draft's log-probabilities; NaN if there are none, so every comparison with it
     # is false
     draft_logprob: float = math.nan
-    # the draft's certainty of the chunk (0 is certain, lower is less sure), as
-    # `atts.pipelines.scores` computes it from the score rule; NaN if the draft gave no
-    # log-probabilities
+    # the draft's certainty of the chunk (0 is certain, lower is less certain), which
+    # `atts.pipelines.scores` computes by the score rule; NaN if there are no log-probabilities
     draft_evidence: float = math.nan
     has_answer: bool = False
     answered: int = 0  # number of sibling rollouts that have an answer
@@ -395,7 +396,7 @@ class Turn:
         score was requested.
         """
         recalled = (
-            "the score was copied from an equal chunk after an equal beginning"
+            "the score was copied from a sibling rollout with the same text"
             if self.score_reused
             else ""
         )

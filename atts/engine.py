@@ -291,8 +291,8 @@ class EngineAround:
     """A wrapper that forwards every call to an inner engine; subclasses observe, record or disturb
     calls.
 
-    With lifetime "own", opening and closing the wrapper also opens and closes the inner engine; with
-    "lent" it does not.
+    If `lifetime` is "own", opening and closing the wrapper also opens and closes the inner engine.
+    If it is "lent", the wrapper never opens or closes the inner engine.
     """
 
     def __init__(self, engine: Engine, lifetime: Literal["own", "lent"]) -> None:

@@ -6,7 +6,7 @@ ATTSError (1)
 │   ├── MissingExtra            an optional dependency that is not installed
 │   ├── DatasetError            a dataset that cannot be read
 │   ├── CalibrationInputError   an invalid score, rate or calibration state
-│   └── FingerprintError        data made under other conditions than this run's
+│   └── FingerprintError        data made under conditions that differ from this run's
 ├── EngineError (3)             an engine failed
 │   ├── EngineUnavailable       it cannot be reached, or is closed (retryable)
 │   ├── EngineTimeout           it did not answer in time (retryable)
@@ -15,7 +15,7 @@ ATTSError (1)
 │   ├── UnsupportedByEngine     it cannot do what the pipeline needs
 │   ├── ModelLoadError          a model or tokenizer that cannot be loaded
 │   │   └── ZooError            a zoo that cannot be read, or lacks the requested model
-│   ├── OutOfMemory             the work does not fit, even after shrinking
+│   ├── OutOfMemory             the work does not fit into memory, even after atts has reduced it
 │   └── ContextOverflow         the request is longer than the model's context
 ├── JournalError (4)            the run directory cannot be used
 │   ├── JournalLocked           another process is writing it

@@ -32,8 +32,8 @@ ADVICE: dict[int, str] = {
     errno.ENOTDIR: "A file has the name of a needed directory: choose another run directory",
     errno.ESTALE: "Later records are lost: do not change a run directory while a run is writing "
     "it; run the command again",
-    errno.ELOOP: "The path is a link, and links are not followed here: remove the link, or choose "
-    "another run directory",
+    errno.ELOOP: "The path is a symbolic link, which atts does not follow: remove the link, or "
+    "choose another run directory",
     errno.EEXIST: "A file has the name of a needed directory: choose another run directory",
 }
 
@@ -86,9 +86,9 @@ def write_atomic(
     """Replace a file atomically: readers, also after a crash, see either the old content or the new
     content.
 
-    An existing file keeps its permissions; the umask decides the permissions of a new file. If
-    `durable` is false, the call does not wait for the disk, so a power failure may restore the old
-    content.
+    An existing file keeps its permissions. A new file gets the permissions that the umask allows.
+    If `durable` is false, the call does not wait for the disk, so a power failure may restore the
+    old content.
 
     :raises StorageError: the disk refuses; the old file is unchanged.
     """

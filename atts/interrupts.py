@@ -23,9 +23,9 @@ def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
     """Run `anyio.run(function)`, and handle Ctrl-C.
 
     The first press cancels the function, but its shielded clean-up still runs to the end. The
-    second and third press do nothing; the fourth kills the process. A KeyboardInterrupt during the
-    clean-up would leave worker threads waiting, so the process would never end. A handler that the
-    program or its host has installed is not replaced.
+    second and third press do nothing, but the fourth kills the process. A KeyboardInterrupt during
+    the clean-up would leave worker threads waiting, so the process would never end. A handler that
+    the program or its host has installed is not replaced.
 
     :raises KeyboardInterrupt: Ctrl-C was pressed; everything opened in the loop is closed.
     """

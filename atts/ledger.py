@@ -161,7 +161,9 @@ class Price:
             if value is not None and not 0 <= value < math.inf:
                 raise OptionError(f"prices.{name}", f"{value} is not a price; give 0 or more")
         if self.cached is not None and self.cached > self.input:
-            raise OptionError("prices.cached", f"{self.cached} is above input {self.input}")
+            raise OptionError(
+                "prices.cached", f"{self.cached} is above the input price {self.input}"
+            )
 
     def picodollars(self, read: int, cached: int, written: int) -> int:
         """Return the cost of `read` uncached input tokens, `cached` input tokens and `written`
@@ -203,7 +205,8 @@ def read_prices(path: Path) -> dict[str, Price]:
     except msgspec.ValidationError as error:
         raise OptionError(
             "prices",
-            f"{path}: {error}; a model has input, output and cached, in dollars per million tokens",
+            f"{path}: {error}; give each model the prices input, output and (optional) cached, in "
+            "dollars per million tokens",
         ) from error
 
 
@@ -521,9 +524,9 @@ class LedgerFile:
     killed. A settlement records what a reserved call really cost.
 
     Every reservation is written before its call is dispatched. A reservation without a settlement
-    is charged in full when the file is opened again. When the file has grown long, it is rewritten:
-    one sum for each account that `keep` names, one sum for all other accounts, and the reservations
-    in flight. So the file's size stays limited.
+    is charged in full when the file is opened again. To limit its size, a long file is rewritten.
+    The new file has one sum for each account that `keep` names, one sum for all other accounts, and
+    the reservations in flight.
     """
 
     def __init__(

@@ -160,8 +160,9 @@ def _first_turns(inputs: GateInputs) -> list[tuple[str, float]]:
     return [(question, score) for question, turn, score in rows if turn == 0]
 
 
-# The published loop scores every chunk before it looks for an answer in it, lets the target continue
-# after an escalated chunk, runs every rollout to its end, and has no guard against repetition.
+# The published loop scores a chunk before it looks for an answer in the chunk. After an escalated
+# chunk, the target continues the text. Every rollout runs to its end, and there is no guard against
+# repetition.
 _AS_PUBLISHED: dict[str, Any] = {
     "takeover": "continue",
     "score": ScoreRule("mean"),
@@ -196,14 +197,14 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "cascade",
-        "the draft's rollouts vote; the target adds rollouts if they agree too little",
+        "the draft's rollouts vote; if they agree too little, the target adds rollouts",
         {"escalates": "problem", "score": ScoreRule("disagreement"), "early_stop": "none"},
         _conformal,
     ),
     Preset(
         "paper-marginal",
-        "the paper's released rule: ranks in one pool of stored first-turn scores; an escalated "
-        "chunk stays",
+        "the paper's released rule: ranks among all stored first-turn scores; an escalated chunk "
+        "is kept",
         _AS_PUBLISHED,
         _marginal,
         departures=PAPER_DEPARTURES,
@@ -233,7 +234,7 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "exact",
-        "the same text as the target alone, except for rounding; the draft proposes it",
+        "speculative decoding: the draft proposes tokens, and the target decides every token",
         {"drafter": "target", "exact": True},
         lambda g: FixedGate("accept"),
         is_judged=False,
@@ -241,19 +242,19 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "coin",
-        "method atts with seeded coins: chunks escalate at the same rate regardless of scores",
+        "random control for method atts: chunks escalate at the same rate, regardless of scores",
         {},
         lambda g: CoinGate(g.rate, g.calibrator.seed),
     ),
     Preset(
         "trial",
-        "method coin that also scores every chunk: a run to fit a judge on",
+        "method coin, but every chunk is also scored, so that a judge can be fitted to the run",
         {"early_stop": "none"},
         lambda g: TrialGate(g.rate, g.calibrator.seed),
     ),
     Preset(
         "top-b",
-        "synchronous rounds: the worst chunks of each round escalate",
+        "rollouts advance in synchronous rounds; the worst chunks of each round escalate",
         {"barrier": True},
         lambda g: TopGate.of(g.rate),
     ),
@@ -267,14 +268,14 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "speculative-thinking",
-        "chunks escalate where the draft hesitates",
+        "a chunk escalates if its text shows that the draft hesitates",
         {"takeover": "continue", "answers": "stop"},
         lambda g: CueGate(),
         has_rate=False,
     ),
     Preset(
         "deep-conf",
-        "draft rollouts end when they are less confident than those of a warm-up",
+        "a draft rollout ends early if it is less confident than the first (warm-up) rollouts",
         {
             "first_wave": 4,
             "agreement": 0.95,

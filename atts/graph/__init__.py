@@ -1,5 +1,5 @@
-"""The task graph, in which rollouts are plain async functions and their calls are nodes with
-limits.
+"""The task graph, in which rollouts are ordinary async functions, and their engine calls are nodes
+with limits.
 
     graph = Graph(
         rollouts=64,                                                  # in flight over all problems

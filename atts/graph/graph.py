@@ -50,8 +50,8 @@ from atts.errors import (
     UnusableScores,
 )
 
-# The largest number of ended rollouts that may wait for work outside engines, such as grading, as a
-# multiple of the limit on rollouts in flight.
+# The largest number of ended rollouts that may wait for grading or similar work outside engines,
+# divided by the limit on rollouts in flight.
 CONCLUDING_PER_PLACE = 4
 
 
@@ -70,7 +70,7 @@ class Limit:
         for name, value in (("slots", self.slots), ("tokens", self.tokens)):
             if value is not None and value < 1:
                 raise OptionError(
-                    name, f"{value} would allow no call; give at least 1, or None for no bound"
+                    name, f"{value} would allow no call; give at least 1, or None for no limit"
                 )
 
 
@@ -105,9 +105,9 @@ class RetryPolicy:
 
     After a retryable error (`ATTSError.retryable`) the call is repeated. If the call still fails,
     the rollout is repeated. If the rollout still fails, the failure is recorded, and other rollouts
-    continue. Two cases end the run: an error that would happen to every rollout (wrong options, a
-    full disk, an engine that cannot score), and `failures_in_row` failed rollouts in a row, for
-    example because of a lost server or a bug.
+    continue. The run ends after an error that would happen in every rollout, such as a wrong option
+    or a full disk. It also ends after `failures_in_row` failed rollouts in a row, for example
+    because of a lost server.
 
     :raises OptionError: a count is below 1, or a delay is negative.
     """
@@ -227,8 +227,8 @@ class Admission:
         if group.unit > self.places:
             raise OptionError(
                 "admit",
-                f"{group.unit} rollouts that start together need as many places, but the graph "
-                f"has {self.places}",
+                f"{group.unit} rollouts must start together, but the limit on rollouts in flight "
+                f"is {self.places}",
             )
         self._submitted += 1
         heappush(self._queue, (priority, problem, self._submitted, group))
@@ -920,8 +920,8 @@ class ProblemScope(Caller):
         """Run `function` once per sample, and return all results in the order of the samples.
 
         Rollouts start when concurrency slots are free; rollouts of earlier problems start first.
-        `settle` gets the result of each rollout that was not cancelled; when it returns true, the
-        running rollouts are cancelled ("settled"). `timeout_seconds` counts from this call. If
+        `settle` gets the result of each rollout that was not cancelled. When `settle` returns true,
+        the running rollouts are cancelled ("settled"). `timeout_seconds` counts from this call. If
         `admit` is "together", all rollouts start at once, may `meet` in rounds, and keep their
         slots until the last rollout has ended.
 

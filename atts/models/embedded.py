@@ -68,7 +68,7 @@ def path(name: Embedded | Drafter) -> Path:
         raise ModelLoadError(
             f"embedded {name}",
             f"{folder} lacks {', '.join(missing)}",
-            "Install atts again, or train it again with scripts/train.",
+            "Install atts again, or train the model again with scripts/train.",
         )
     return folder
 

@@ -27,7 +27,7 @@ _CODE = (
 _MOST_BYTES = 64 << 20
 # the largest token id that is accepted; about forty times the largest published vocabulary
 _MOST_IDS = 1 << 24
-_LOOK = "Check the id and the network, or download the model elsewhere and give its folder"
+_LOOK = "Check the id and the network, or download the model with another tool and give its folder"
 _PUBLISHED = {
     "phi3": {
         "configuration_phi3.Phi3Config",
@@ -48,7 +48,9 @@ def find_tokenizer(model: str, name: str) -> Path:
 
     :raises ModelLoadError: `model` is neither a folder nor a hub id that can be downloaded.
     """
-    advice = "Name a folder with its tokenizer files: ?tokenizer=FOLDER at the end of its address"
+    advice = (
+        "Add ?tokenizer=FOLDER at the end of the model's address, with a folder of tokenizer files"
+    )
     return find_folder(model, name, TEXT_FILES, advice)
 
 
@@ -72,7 +74,7 @@ def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK
         return Path(snapshot_download(model, allow_patterns=list(files)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        problem = f"{model!r} is not a folder, and the hub does not deliver it ({first})"
+        problem = f"{model!r} is not a folder, and cannot be downloaded from the hub ({first})"
         raise ModelLoadError(name, problem, advice) from error
 
 
@@ -129,7 +131,10 @@ def refuse_code(folder: Path, name: str) -> None:
     for pattern in _CODE:
         code += sorted(p.name for p in folder.glob(pattern) if p.name not in harmless_files)
     if code:
-        problem = f"{folder} brings its own code ({', '.join(code)}), and code of a model folder is never run"
+        problem = (
+            f"{folder} brings its own code ({', '.join(code)}), but atts never runs code of a model "
+            "folder"
+        )
         advice = "Remove the code if the model works without it, or serve the model with vLLM and name that server"
         raise ModelLoadError(name, problem, advice)
 
@@ -151,7 +156,7 @@ def refuse_ids(folder: Path, name: str) -> None:
         ids += [token.get("id") for token in added if isinstance(token, dict)]
     highest = max((number for number in ids if isinstance(number, int)), default=0)
     if highest > _MOST_IDS:
-        problem = f"{path} cannot be read (it names the id {highest}, which no vocabulary has)"
+        problem = f"{path} cannot be read (the id {highest} in it is too high for a vocabulary)"
         raise ModelLoadError(name, problem, "Download or write the file again")
 
 
@@ -183,7 +188,7 @@ def refuse_gguf(folder: Path, name: str) -> None:
     problem = f"{folder} holds {files[0].name} and no config.json: GGUF files are not loaded here"
     advice = (
         f"Serve it (llama-server -m {files[0].name}) and name the server, llamacpp:http://HOST:PORT; "
-        "or let transformers make a folder of it: AutoModelForCausalLM.from_pretrained(FOLDER, "
+        "or convert it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER, "
         "gguf_file=FILE).save_pretrained(NEW), and the same with AutoTokenizer"
     )
     raise ModelLoadError(name, problem, advice)
@@ -220,7 +225,7 @@ def weight_files(folder: Path, name: str) -> list[Path]:
             name, f"{folder} lacks {', '.join(missing)}", "Download the missing shards"
         )
     if not files:
-        problem = f"{folder} holds no safetensors weights"
+        problem = f"{folder} contains no safetensors weights"
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
         if pickled:
             problem += f": {', '.join(pickled[:3])} may be pickled, and a pickle can run code"

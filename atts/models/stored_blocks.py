@@ -1,5 +1,5 @@
-"""Functions that read and check the manifest of a model that is stored as blocks; the name of a
-block's file is a digest of its content.
+"""Functions that read and check the manifest of a model that is stored as blocks, in files named by
+their content's digest.
 """
 
 from __future__ import annotations
@@ -212,7 +212,9 @@ def check_stored(folder: Path) -> StoredModel | None:
             raise ZooError(zoo, problem, advice) from error
         if found != digest:
             raise ZooError(
-                zoo, f"{what} of {stored.name!r} is damaged: its content is {found[:16]}", advice
+                zoo,
+                f"{what} of {stored.name!r} is damaged: its content has the digest {found[:16]}",
+                advice,
             )
     return stored
 

@@ -463,6 +463,6 @@ def test_a_start_command_is_suggested_only_if_no_server_answers(
     )
     said = atts("doctor", "--pair", "r1-1.5b/r1-7b", *words, "--json")
     checks = {check["name"]: check for check in json.loads(said.out)["checks"]}
-    assert "?tokenizer=FOLDER at the end of its address" in checks["draft"]["seen"]
+    assert "?tokenizer=FOLDER at the end" in checks["draft"]["seen"]
     assert checks["draft"]["advice"] == ""
     assert "start command" in checks["target"]["advice"]

@@ -577,7 +577,7 @@ def test_unknown_engines_and_impossible_limits_are_refused(virtually: Virtually[
         async def gang(problem: Named, scope: ProblemScope) -> None:
             await scope.rollouts(pass_by, 5, admit="together")
 
-        with pytest.raises(OptionError, match="5 rollouts that start together"):
+        with pytest.raises(OptionError, match="5 rollouts must start together"):
             await Graph(rollouts=4).run(problems(1), gang)
 
     virtually(main)

@@ -1,4 +1,4 @@
-"""The entry point of `python -m atts` and of the installed `atts`."""
+"""The entry point of `python -m atts` and of the installed command `atts`."""
 
 import gc
 import signal

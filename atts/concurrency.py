@@ -133,7 +133,7 @@ async def collect(functions: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
 async def background(
     function: Callable[[Unpack[Args]], Coroutine[Any, Any, object]], *args: *Args
 ) -> AsyncGenerator[None]:
-    """Run a function concurrently with the block, and cancel it when the block ends.
+    """Run a function concurrently with the block, and cancel the function when the block ends.
 
     :raises BaseException: the function's error, after it has cancelled the block.
     """
@@ -187,8 +187,8 @@ def clock() -> Callable[[], float]:
 def loop_caller() -> Callable[[Callable[[], None]], None]:
     """Return a function with which other threads schedule calls in the current event loop.
 
-    It works on asyncio and trio and never blocks the calling thread. A call that arrives after the
-    loop has ended is dropped.
+    The returned function works on asyncio and trio, and never blocks the calling thread. A call
+    that arrives after the loop has ended is dropped.
     """
     native: Any = current_token().native_token
     run: Callable[[Callable[[], None]], object] = (
@@ -208,7 +208,8 @@ class _Waiter:
     def __init__(self, event: anyio.Event, tokens: int) -> None:
         self.event = event
         self.tokens = tokens
-        # becomes "granted" in `_grant`, or "gone" when the waiting task is cancelled
+        # `_grant` changes the state to "granted"; if the waiting task is cancelled, the state
+        # becomes "gone"
         self.state = "waiting"
 
 
@@ -216,10 +217,10 @@ class SlotQueue:
     """A semaphore with a number of slots and a number of tokens, and one queue per priority; None
     means unlimited.
 
-    Lower priority numbers are served first, and within a priority the order is first come, first
-    served. A request never overtakes a larger request at the head of its queue, so a large request
-    cannot starve. If a waiting task is cancelled after its request was granted, the slot and the
-    tokens pass to the next waiting task.
+    Requests with lower priority numbers are served first. Requests of one priority are served in
+    the order of their arrival. A request never overtakes a larger request at the head of its queue,
+    so a large request cannot starve. If a waiting task is cancelled after its request was granted,
+    the slot and the tokens pass to the next waiting task.
     """
 
     __slots__ = ("_event", "_lanes", "_priorities", "free_slots", "free_tokens", "slots", "tokens")
@@ -375,7 +376,7 @@ def import_path() -> list[str]:
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:
         current = os.path.realpath(os.getcwd())
-    except FileNotFoundError:  # the current directory was deleted
+    except FileNotFoundError:  # no current directory, because it was deleted
         current = ""
     kept = list[str]()
     for entry in sys.path:
@@ -385,7 +386,7 @@ def import_path() -> list[str]:
 
 
 def usable_cores() -> int:
-    """Return the number of processors this process may run on."""
+    """Return the number of processors on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -40,9 +40,9 @@ marked answer.
 class Grading:
     """Rules for comparing an answer with its reference.
 
-    By default numbers must be equal, and a unit may be left out. `relative` is a tolerance as a
-    share of the larger number and applies to references that are decimals; `absolute` applies to
-    every number.
+    By default, numbers must be equal, and an answer may omit the unit. `relative` is a tolerance as
+    a share of the larger number; it applies only if the reference is a decimal. `absolute` is a
+    tolerance for every number.
     """
 
     relative: float = 0.0
@@ -122,7 +122,8 @@ class SampleRequest:
     rollout: str = ""
     priority: int = 0  # requests with lower numbers are served first
     logprobs: Literal["raw", "unneeded"] = "raw"
-    # number of ids at the end of `ids` that belong to the completion; `max_tokens` excludes them
+    # number of ids at the end of `ids` that belong to the completion; `max_tokens` does not count
+    # these ids
     num_begun: int = 0
     # a guess at the completion, which may make the engine faster but never changes its text
     hint: TokenIds = ()
@@ -156,9 +157,9 @@ class ScoreRequest:
     the distributions that it computes for the scores. It returns these tokens in
     `Scores.beginning`.
 
-    With `entropies`, each number is minus the entropy of the distribution at that token instead of
-    the token's own log-probability. Minus the entropy is the mean log-probability of a token that
-    is sampled from the distribution.
+    If `entropies` is true, the result has, instead of each token's log-probability, minus the
+    entropy of the distribution at the token. Minus the entropy is the mean log-probability of a
+    token that is sampled from the distribution.
 
     If `texts` is given, it contains a problem and the steps of its solution so far. The target's
     reward model then answers the request with one number: the logarithm of the probability that the
@@ -169,10 +170,10 @@ class ScoreRequest:
     suffix: TokenIds
     rollout: str = ""
     priority: int = 0
-    turn: int = 0  # turn of the rollout; recorded for timing only
+    turn: int = 0  # turn of the rollout; used only in records of times
     draw: SampleRequest | None = None  # a hint for the engine that never changes the scores
-    entropies: bool = False  # for engines with the capability "entropy"
-    texts: tuple[str, ...] = ()  # for engines with the capability "reward"
+    entropies: bool = False  # only for engines with the capability "entropy"
+    texts: tuple[str, ...] = ()  # only for engines with the capability "reward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,9 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """Return exp(-mean log-probability), in [1, inf]; higher is worse."""
+        """Return the perplexity of a text, exp(-mean log-probability), in [1, inf]; a higher value
+        is worse.
+        """
         assert self.logprobs, "an engine must refuse an empty text to score"
         mean = -math.fsum(self.logprobs) / len(self.logprobs)
         return math.exp(mean) if mean < 700 else math.inf
@@ -424,7 +427,7 @@ class Usage:
     target_prefill_tokens: int = 0
     wasted_tokens: int = 0  # sampled tokens whose chunk or call was discarded or cancelled
     calls: int = 0
-    # the part of target_tokens that was drawn while scoring, without a decoding step
+    # tokens of `target_tokens` that were sampled while scoring, without a decoding step
     drawn_tokens: int = 0
 
     @property
@@ -530,7 +533,8 @@ class Combination:
     # is `voted`
     halves: tuple[tuple[float, bool], ...] = ()
     finalists: tuple[str, ...] = ()  # answers whose solutions the target read
-    chosen: str | None = None  # the answer that the target prefers or wrote; None: undecided
+    # the answer that the target chose or wrote; None: the target made no decision
+    chosen: str | None = None
     pairs: int = 0  # number of comparisons that the target made in both orders of the two solutions
     consistent: int = 0  # number of comparisons with the same result in both orders
     usage: Usage = Usage()
@@ -684,7 +688,7 @@ _Value = TypeVar("_Value")
 
 
 class Recent(dict[_Key, _Value]):
-    """A bounded dictionary that drops the entry stored longest ago.
+    """A dictionary of limited size; if it is full, it drops the entry that was stored longest ago.
 
     >>> recent = Recent[str, int](2)
     >>> recent["a"], recent["b"], recent["a"], recent["c"] = 1, 2, 3, 4

@@ -83,7 +83,7 @@ class EngineSpec:
     # whether scores, and tokens sampled while scoring, are computed in a lower precision than
     # samples
     rounds_scores: bool = False
-    # "none": completions have no log-probabilities
+    # "none": the engine's completions have no log-probabilities
     logprobs: Literal["raw", "processed", "none"] = "raw"
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
     flops_per_token: float = 0.0  # floating-point operations for one decoded token; 0 if unknown
@@ -241,7 +241,9 @@ class Engine(Protocol):
         ...
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the log-probabilities of a non-empty suffix; the errors are those of `sample`."""
+        """Return the log-probabilities of a non-empty suffix; `score` raises the same errors as
+        `sample`.
+        """
         ...
 
     def stats(self) -> EngineStats:
@@ -412,7 +414,8 @@ def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> N
         if not ids:
             raise UsageError(f"{what} is empty, but a request needs at least one id")
         kinds = set[type](map(type, ids))
-        is_plain = kinds == {int}  # `isinstance` with an abstract class is slow
+        # `type` is compared first, because `isinstance` with an abstract class is slow
+        is_plain = kinds == {int}
         if not is_plain and (
             bool in kinds or not all(issubclass(kind, Integral) for kind in kinds)
         ):

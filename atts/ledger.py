@@ -268,7 +268,7 @@ def recorded_prices(value: object) -> dict[Role, Price]:
 
 
 def money_of(usage: Usage, prices: Prices) -> float | None:
-    """Return the cost of usage in dollars, or None if a used model has no price."""
+    """Return the cost of the usage in dollars, or None if a model that did work has no price."""
     asked: list[Role] = []
     if usage.draft_tokens or usage.draft_prefill_tokens:
         asked.append("draft")
@@ -339,7 +339,7 @@ class Account:
         self.reserved = Amount()
         # the part of `spent` that was charged for calls without a reply
         self.unanswered = unanswered or Amount()
-        self.written = 0  # tokens that both models wrote
+        self.written = 0  # number of tokens that draft and target wrote together
         self.cached = 0  # prompt tokens that came from a cache
         self.limit = ""  # the name of the cap that refused a call; empty if none did
         self._file: LedgerFile | None = file
@@ -352,7 +352,7 @@ class Account:
 
     @property
     def accounts(self) -> tuple[Account, ...]:
-        """Return this account and the accounts that contain it."""
+        """Return this account and all outer accounts that contain it."""
         return (self, *self._outer)
 
     @contextmanager
@@ -435,8 +435,8 @@ class Account:
             await tight._settled.wait()
 
     async def exhausted(self, seconds: float = 0.0) -> str:
-        """Wait until a call was refused and nothing is in flight, or the time is up, and return the
-        cap's name.
+        """Wait until a cap has refused a call and no call is in flight, or until `max_seconds` have
+        passed. Return the name of the cap.
 
         `seconds` is the time that earlier sessions took.
         """

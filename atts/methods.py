@@ -268,7 +268,7 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "speculative-thinking",
-        "a chunk escalates if its text shows that the draft hesitates",
+        "a chunk escalates if its text hesitates or checks itself",
         {"takeover": "continue", "answers": "stop"},
         lambda g: CueGate(),
         has_rate=False,

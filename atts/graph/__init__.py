@@ -28,8 +28,8 @@ when no rollout waits. The `RetryPolicy` decides whether a failed call is repeat
 is recorded, and the other rollouts continue. Within one rollout, calls may run side by side
 (`atts.concurrency.collect`). The top-B baselines need rounds: with `scope.rollouts(...,
 admit="together")` all samples start at once, `values = await line.meet(mine)` waits for the round,
-and places are given back together. `measure` and `write_trace` read nodes (`CallSpan`), live ones
-or out of a journal.
+and slots are given back together. `measure` and `write_trace` read nodes (`CallSpan`) of a running
+graph or from a journal.
 """
 
 from atts.core import CallSpan

@@ -1,9 +1,9 @@
 """The task graph, which solves problems with limits on the work in flight, and measures the time of
 every call.
 
-First come the limits: slots and tokens of engines, places for rollouts, and attempts at calls. Then
-come the scopes of problems and rollouts, which make calls, wait for siblings and end together. The
-graph itself is at the end.
+The first classes are the limits: slots and tokens of engines, concurrency slots of rollouts, and
+attempts at calls. The next classes are the scopes of problems and rollouts, which make calls and
+wait for siblings. The class `Graph` is at the end.
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ class Admission:
     def submit(self, group: AdmissionGroup, priority: int, problem: int) -> None:
         """Queue a group of rollouts, and start waiting rollouts while slots are free.
 
-        :raises OptionError: the rollouts of a group start together but need more places than the
-            graph has.
+        :raises OptionError: the rollouts of a group start together, but their number exceeds the
+            limit on rollouts in flight.
         """
         if group.unit > self.places:
             raise OptionError(
@@ -260,7 +260,7 @@ class Admission:
             self._waiting_for_room[0].set()
 
     def has_room(self) -> bool:
-        """Return whether another problem should be opened now."""
+        """Return whether there is room to open another problem now."""
         if self.in_flight + self.opening >= self.places or self.open >= 2 * self.places:
             return False
         if self.concluding >= CONCLUDING_PER_PLACE * self.places:
@@ -268,7 +268,7 @@ class Admission:
         return not any(group.unstarted for *_, group in self._queue)
 
     async def room(self) -> None:
-        """Wait until another problem should be opened."""
+        """Wait until there is room to open another problem."""
         while not self.has_room():
             event = anyio.Event()
             self._waiting_for_room.append(event)
@@ -1133,7 +1133,8 @@ class Graph:
                 async with task_group() as solving:
                     with run.intake:
                         await self._open(run, solving, problems, solve, finished)
-                tasks.cancel_scope.cancel()  # the timer
+                # cancel the timer of `timeout_seconds`, because all problems have ended
+                tasks.cancel_scope.cancel()
         finally:
             self._runs.remove(run)
             if not self._runs:
@@ -1179,8 +1180,8 @@ class Graph:
         solve: Callable[[P, ProblemScope], Awaitable[T]],
         finished: Callable[[ProblemResult[T]], None],
     ) -> None:
-        """Open problems one by one, each when there is room and the previous one has called an
-        engine or submitted rollouts.
+        """Open problems one by one. Each is opened when there is room, and the previous problem has
+        called an engine or submitted rollouts.
         """
         for index, problem in enumerate(problems):
             await self._admission.room()

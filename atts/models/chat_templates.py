@@ -55,7 +55,7 @@ def render(
     If `is_open` is true, the text ends inside the last message, so that a model can continue it. If
     `is_open` is false, the text ends where the assistant's turn begins.
 
-    :raises Exception: whatever the template raises.
+    :raises Exception: any error that the template raises.
     """
     rows = [dict(message) for message in messages]
     if is_open:
@@ -166,7 +166,7 @@ class TemplateProcess:
         assert child.stdin is not None
         assert child.stdout is not None
         line = b""
-        with suppress(OSError):  # the child ended while the parent wrote to it
+        with suppress(OSError):  # the child ended while this process wrote to it
             child.stdin.write(request)
             child.stdin.flush()
             line = child.stdout.readline()
@@ -240,7 +240,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _serve(seconds: float) -> None:
-    """Answer every line of standard input with one line, until the input ends."""
+    """Answer each request for a rendering, a line of standard input, with one line of output."""
     _compiled("")  # compile an empty template, so that Jinja is imported before the limits apply
     if sys.platform != "win32":
         import resource

@@ -1,4 +1,6 @@
-"""Locate the embedded draft and target models, and report their sizes and costs."""
+"""Functions that locate the embedded draft and target models, and report the models' sizes and
+costs.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def path(name: Embedded | Drafter) -> Path:
     """Return the folder of an embedded model; transformers can load the folder.
 
     :raises OptionError: there is no embedded model of that name.
-    :raises ModelLoadError: the installation lacks its files.
+    :raises ModelLoadError: the model's files are not installed.
 
     >>> path("draft").name
     'draft'
@@ -84,7 +86,7 @@ def info(name: Embedded) -> ModelInfo:
     """Return a model's size and cost, read from its configuration.
 
     :raises OptionError: there is no embedded model of that name.
-    :raises ModelLoadError: the installation lacks its files.
+    :raises ModelLoadError: the model's files are not installed.
 
     >>> info("target").flops_per_token() >= 20 * info("draft").flops_per_token()
     True

@@ -110,8 +110,8 @@ def checkpoint_dtype(folder: Path, name: str) -> Literal["float32", "bfloat16"]:
 def refuse_code(folder: Path, name: str) -> None:
     """Raise an error if a model folder contains code or asks to run code.
 
-    :raises ModelLoadError: the folder names or contains model code. Also if it contains pipes or
-        devices, because reading them could take forever.
+    :raises ModelLoadError: the folder names or contains model code, or contains pipes or devices
+        (reading them could take forever).
     """
     for entry in sorted(folder.iterdir()):
         if entry.exists() and not (entry.is_file() or entry.is_dir()):
@@ -287,7 +287,9 @@ def shown(value: object) -> str:
 
 
 def _auto_map_entries(folder: Path, name: str) -> Iterator[tuple[str, str]]:
-    """Yield every auto_map entry in the folder's JSON files, with the name of its file."""
+    """Yield every auto_map entry in the folder's JSON files, with the name of the file that
+    contains it.
+    """
     for path in sorted(folder.glob("*config.json")):
         for auto_map in _values_of(read_object(path, name), "auto_map"):
             for value in auto_map.values() if isinstance(auto_map, dict) else [auto_map]:

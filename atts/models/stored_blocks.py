@@ -264,7 +264,7 @@ def check_schema(zoo: Path) -> None:
 
 
 def block_path(zoo: Path, digest: str) -> Path:
-    """Return the path of the block with this digest in a zoo."""
+    """Return the path of the file of the block with this digest in a zoo."""
     return zoo / BLOCKS / f"{digest}.safetensors"
 
 

@@ -56,7 +56,7 @@ class ModelTokenizer:
         )
         self.template_digest = _digest([self._template, self._special_tokens])
         try:
-            # the bytes of each token id; empty for special tokens
+            # the bytes to which each token id decodes; empty for special tokens
             self.pieces = _pieces(self._backend.get_vocab(), state)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ModelLoadError(

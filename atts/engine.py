@@ -339,7 +339,7 @@ class EngineAround:
     async def around(
         self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Forward one sample or score request; subclasses override this method."""
+        """Pass one sample or score request to the inner engine; subclasses override this method."""
         return await call(request)
 
     async def __aenter__(self) -> Self:

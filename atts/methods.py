@@ -173,16 +173,18 @@ _AS_PUBLISHED: dict[str, Any] = {
 }
 
 PAPER_DEPARTURES = (
-    "chunks are joined token by token under one prompt; the release puts a blank line between them, "
-    "and the system prompt on the first turn only",
-    "the first token of a chunk is scored as well; the release drops it",
-    "only a complete `\\boxed{}` with content ends a rollout; the release also stops at an empty or "
-    "cut box",
-    "a model that has ended its text is not asked again",
-    "a chunk whose score is not finite is escalated; the release accepts a chunk whose request failed",
-    "all problems share the engines; the release runs one question after the other",
-    "accuracy is that of the vote and of single rollouts, graded by equivalence; in the release a "
-    "model grades, and a question counts as solved if any of 16 rollouts is correct",
+    "atts joins chunks token by token under one prompt; the published code puts a blank line "
+    "between chunks, and sends the system prompt on the first turn only",
+    "atts also scores the first token of a chunk; the published code leaves it out",
+    "in atts, only a complete `\\boxed{}` with content ends a rollout; the published code also "
+    "stops at an empty or incomplete box",
+    "atts requests no more text from a model that has ended its text",
+    "atts escalates a chunk whose score is not finite; the published code accepts a chunk whose "
+    "score request failed",
+    "in atts, all problems share the engines; the published code runs one question after the other",
+    "atts reports the accuracy of the vote and of single rollouts, graded by equivalence; in the "
+    "published code a model grades, and a question counts as solved if any of 16 rollouts is "
+    "correct",
 )
 """The differences between the paper's presets and its published code. If the scores are equal, both
 make the same decisions.

@@ -228,7 +228,7 @@ class Decision:
     p: float | None = None
     why: str = ""  # the reason for the decision, in words; the program does not read it
     origin: Origin = "gate"
-    length: float | None = None  # length of the chunk, if the gate ranks by length
+    length: float | None = None  # number of tokens of the chunk, if the gate ranks by length
 
     @property
     def escalate(self) -> bool:

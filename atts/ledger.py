@@ -153,7 +153,8 @@ class Price:
 
     input: float  # price of prompts and scored texts
     output: float
-    cached: float | None = None  # price of prompt tokens from a cache; None: the same as `input`
+    # price of prompt tokens that come from a cache; None: the price `input`
+    cached: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("input", "output", "cached"):

@@ -530,7 +530,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("target", type=Path, help="folder of the target model")
     parser.add_argument("out", type=Path, help="folder of the bank, outside the repository")
     parser.add_argument("--limit", type=int, default=160, help="problems")
-    parser.add_argument("--threads", type=int, default=2, help="of each model's steps")
+    parser.add_argument(
+        "--threads", type=int, help="threads of each model (default: the models share all cores)"
+    )
     parser.add_argument(
         "--rollouts-only",
         action="store_true",

@@ -88,7 +88,7 @@ class OpenLoops:
                 self._report()
 
     def end(self, send: Callable[[Command], None], request_ids: Iterable[int]) -> None:
-        """Count requests that the loop has answered, or that nobody waits for any more."""
+        """Count requests that the loop has answered, or whose callers were cancelled."""
         if send in self._requests:
             with self._lock:
                 self._requests.get(send, set()).difference_update(request_ids)

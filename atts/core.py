@@ -463,8 +463,8 @@ class Rollout:
     answer: str | None = None
     usage: Usage = Usage()
     error: str = ""
-    # whether the answer was not marked as final, but extracted from the text after the model had
-    # ended it
+    # True if the model did not mark an answer as final, and the answer was extracted from the
+    # finished text
     is_fallback_answer: bool = False
 
     def ids(self, role: Role) -> TokenIds:

@@ -100,7 +100,7 @@ class Caps:
         for name in ("max_calls", "max_target_tokens", "max_total_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise OptionError(name, f"{value} would allow no call; give at least 1")
+                raise OptionError(name, f"a limit of {value} allows no calls; give at least 1")
         for name in ("max_cost", "max_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

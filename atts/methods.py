@@ -83,7 +83,7 @@ class Preset:
     departures: tuple[str, ...] = ()  # differences from the published implementation of the method
 
     def policy(self, base: Policy) -> Policy:
-        """Return the base policy with this method's changes; samples, limits and sampling stay."""
+        """Return the base policy with this method's changes; its other settings stay the same."""
         return replace(base, **self.changes)
 
     def roles(self, policy: Policy) -> tuple[Role, ...]:
@@ -91,8 +91,8 @@ class Preset:
         return asked_roles(policy, is_judged=self.is_judged)
 
     def reads_chunks(self, policy: Policy) -> bool:
-        """Return whether a gate, a stop rule or a second writer reads a rollout between its
-        chunks.
+        """Return whether a gate, a stop rule or the target must read each chunk of a rollout before
+        the next chunk is written.
         """
         return reads_chunks(policy, is_judged=self.is_judged)
 
@@ -113,9 +113,10 @@ def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
 
 
 def reads_chunks(policy: Policy, *, is_judged: bool) -> bool:
-    """Return whether a gate, a stop rule or a second writer reads a rollout between its chunks.
+    """Return whether a gate, a stop rule or the target must read each chunk of a rollout before the
+    next chunk is written.
 
-    If nothing does, a rollout needs only one request.
+    If none of them must, one request writes the whole rollout.
     """
     if policy.exact or policy.confidence_stop is not None:
         return True
@@ -123,7 +124,7 @@ def reads_chunks(policy: Policy, *, is_judged: bool) -> bool:
 
 
 def preset(name: str) -> Preset:
-    """Return the preset of that name.
+    """Return the preset with this name.
 
     :raises OptionError: no preset has this name.
     """

@@ -28,8 +28,9 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 # remain at its end. If all of the deficit had to be removed, noise would decide which of the last,
 # hardest chunks escalate.
 SLACK = 0.006
-# The part of the deficit beyond the slack is removed over the remaining decisions divided by this
-# number. A lower number would be too slow for runs whose scores arrive sorted.
+# A controller removes the deficit beyond the slack within 1 / _HASTE (half) of the remaining
+# decisions. With a lower value, the deficit would shrink too slowly in runs whose scores
+# arrive sorted.
 _HASTE = 2.0
 # One decision moves the level by this number divided by the number of rollouts of a problem. With a
 # smaller step, short runs miss their rate. With a larger step, all problems get about the same
@@ -256,7 +257,7 @@ class Tuning:
         return cls(aci_step=_PROBLEM_STEP / max(1, samples))
 
     def limit_at(self, rate: float) -> float:
-        """Return the greatest deficit a question may have at this rate.
+        """Return the largest deficit that a question may have at this rate.
 
         One extra escalation matters more if few chunks are escalated, so the limit is lower at
         rates near 0 and 1.

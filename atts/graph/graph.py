@@ -70,7 +70,8 @@ class Limit:
         for name, value in (("slots", self.slots), ("tokens", self.tokens)):
             if value is not None and value < 1:
                 raise OptionError(
-                    name, f"{value} would allow no call; give at least 1, or None for no limit"
+                    name,
+                    f"a limit of {value} allows no calls; give at least 1, or None for no limit",
                 )
 
 

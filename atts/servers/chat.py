@@ -104,8 +104,8 @@ class TextTokenizer:
 
         The last message is the beginning of the assistant's reply, which may be empty.
         """
-        # Compare the id first, because hashing the large number of a piece takes longer than a
-        # comparison.
+        # Compare the token's id with ASSISTANT first: the id of a piece of text is a large integer,
+        # which takes longer to hash than to compare.
         starts = [
             position for position, token in enumerate(ids) if token <= ASSISTANT and token in _NAMES
         ]

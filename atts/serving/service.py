@@ -345,7 +345,7 @@ class ServeOptions:
         for name in ("requests", "body_bytes"):
             if getattr(self, name) < 1:
                 raise OptionError(
-                    name, f"{getattr(self, name)} would allow nothing; give at least 1"
+                    name, f"a limit of {getattr(self, name)} allows no request; give at least 1"
                 )
         if self.queue < 0:
             raise OptionError("queue", f"{self.queue} is below 0")

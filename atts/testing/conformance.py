@@ -461,7 +461,9 @@ async def check_end(probe: Probe) -> None:
             seen += 1
             _require_sound(probe, completion)
     if not seen:
-        raise NotApplicable(f"the model ended no text within {probe.options.long_tokens} tokens")
+        raise NotApplicable(
+            f"the model did not finish any text within {probe.options.long_tokens} tokens"
+        )
 
 
 @check("sample", "score")

@@ -240,8 +240,8 @@ def _judged(turn: Turn) -> int:
 
 @dataclass(slots=True)
 class Piece:
-    """The results of one arm on one shard of the problems, in order, with the seconds of each
-    block.
+    """The results of one arm on one shard of the problems, in the order of the problems, with the
+    seconds of each block.
     """
 
     arm: str
@@ -366,7 +366,7 @@ Value = Callable[[Solved], float]
 
 @dataclass(frozen=True)
 class Sum:
-    """The results of an arm, added up over all its pieces."""
+    """The results of one arm of a study, added up over all shards of the problems and all seeds."""
 
     pieces: Sequence[Piece]
 
@@ -407,7 +407,7 @@ class Sum:
         ).difference
 
     def each(self, kind: Literal["draft", "scored", "target", "judged"]) -> float:
-        """Return the number of tokens of one kind for each problem."""
+        """Return the mean number of tokens of one kind per problem."""
         return self.total(kind) / max(1, len(self.solved))
 
     def total(self, kind: Literal["draft", "scored", "target", "drawn", "judged"]) -> int:
@@ -747,8 +747,8 @@ def _time(one: Sum, default: Sum) -> float:
 
 
 def _verdict(one: Sum, default: Sum) -> str:
-    """Describe the gain of an option that beats the default; return "" if the option does not. The
-    rule for this verdict is printed under the table.
+    """Describe the gain of an option over the default; return "" if there is no gain. The rule for
+    this verdict is printed under the table.
     """
     votes = one.minus(default, right)
     cost = one.gflops / default.gflops

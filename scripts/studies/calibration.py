@@ -1007,8 +1007,9 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
         "with 64 rollouts in flight. Each run is made twice, with a gate that knows the run's "
         "size and with one that does not. *Worst escalated* is the share of the worst chunks "
         "that the gate escalated; the number of worst chunks is the rate times the number of "
-        "all chunks. The last column interpolates linearly between the runs of the same seed "
-        "at the two nearest rates.",
+        "all chunks. The last column compares runs with equal numbers of escalated chunks. For "
+        "this comparison, the accuracy with unknown size is interpolated linearly between the two "
+        "runs of the same seed with the nearest realised rates.",
     )
 
 

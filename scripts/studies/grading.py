@@ -166,7 +166,7 @@ _CHECKERS: dict[str, Callable[[], Check]] = {
 
 @dataclass(slots=True)
 class Score:
-    """The results of one checker on one set, with the checker's default settings."""
+    """The results of one checker with its default settings on one set of answer pairs."""
 
     check: Check
     seconds: list[float] = field(default_factory=list[float])
@@ -330,8 +330,10 @@ def document() -> str | None:
         agreed = sum(row[-1] for row in found)
         pairs = "pair" if len(found) == 1 else "pairs"
         parts.append(f"## {tag.removeprefix('policy:')}\n")
-        share = f"{agreed} of {len(found)} {pairs}"
-        parts.append(f"`equivalent` agrees with the column *reader* on {share}.\n")
+        parts.append(
+            "`equivalent` gives the same verdict as a careful reader (column *reader*) "
+            f"on {agreed} of {len(found)} {pairs} of answers.\n"
+        )
         parts.append("| | reference | answer | reader | ours | rule |\n|---|---|---|---|---|---|")
         parts += ["| " + " | ".join(row[:-1]) + " |" for row in found]
         parts.append("")

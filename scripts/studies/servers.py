@@ -280,7 +280,7 @@ ARMS = (
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """Time, waiting, accuracy and cost of one run."""
+    """The time, waiting time, accuracy and cost of one run."""
 
     seconds: float
     waiting: float  # share of the calls' time in which rollouts waited for siblings
@@ -791,9 +791,9 @@ def study_soak(options: Options) -> list[Table]:
             f"{options.seed}): "
             f"{', '.join(f'{name} {number:,}' for name, number in sorted(done.items()))}. "
             "Clients of kind *left* disconnect early, and requests of kind *refused* are "
-            "invalid. The process was measured after all clients had disconnected. The server "
-            "remembers its latest 1,000 runs, so its memory grows until it has 1,000 runs. In "
-            "the soak test, the server keeps background responses for a minute.",
+            "invalid. The server process was measured after all clients had disconnected. The "
+            "server keeps its latest 1,000 runs in memory, so its memory grows until it has 1,000 "
+            "runs. In the soak test, the server keeps background responses for a minute.",
             headline=f"{middle[6]} MB and {middle[4]} file descriptors at half time, {last[6]} MB "
             f"and {last[4]} after {last[1]:,} requests in {last[0]:,} s",
         )

@@ -230,7 +230,7 @@ def test_needed_problems_grow_with_the_variance_of_the_difference() -> None:
 def test_unknown_rules_and_unrecorded_units_are_refused(
     options: dict[str, object], problem: str
 ) -> None:
-    """The error names the rule that is unknown, or the unit that the run did not record."""
+    """The error names the unknown stopping rule, or the unit that the run did not record."""
     with pytest.raises(OptionError, match=problem):
         referee(planted(3, 4), RefereeOptions(**options))  # type: ignore[arg-type]
 
@@ -252,7 +252,7 @@ def imported(run_import: Import, tmp_path: Path, problems: int = 8) -> Path:
 def test_rules_see_costs_scores_and_verdicts_of_an_import(
     tmp_path: Path, run_import: Import
 ) -> None:
-    """The rules use costs, scores and verdicts of an imported run."""
+    """Stopping rules use the costs, scores and verdicts of an imported run."""
     directory = imported(run_import, tmp_path)
     found = referee_run(open_run(directory), RefereeOptions(orders=20, unit="dollars"))
     by_rule = {row.rule: row for row in found.rows}
@@ -264,7 +264,7 @@ def test_rules_see_costs_scores_and_verdicts_of_an_import(
 
 
 def test_a_run_of_atts_allows_confidence_rules(tmp_path: Path) -> None:
-    """Recorded log-probabilities give confidence-weighted votes and DeepConf."""
+    """A run with log-probabilities can be judged by confidence-weighted votes and by DeepConf."""
     words = ("--draft", "scripted", "--target", "scripted", "--report", "none")
     out = str(tmp_path / "run")
     assert command(["eval", "arithmetic", *words, "--limit", "4", "--samples", "4",
@@ -275,7 +275,7 @@ def test_a_run_of_atts_allows_confidence_rules(tmp_path: Path) -> None:
 
 
 def test_a_run_without_verdicts_cannot_be_judged(tmp_path: Path, run_import: Import) -> None:
-    """Without references no answer is known to be correct, so the rules are refused."""
+    """Without references no answer is known to be correct, so the comparison is refused."""
     path = write_lines(tmp_path / "a.jsonl", [{"question": "1?", "text": "\\boxed{1}"}])
     with pytest.raises(JournalError, match="no problem is finished and graded"):
         referee_run(open_run(run_import("jsonl", path).directory))
@@ -314,7 +314,9 @@ def test_rules_refuse_options_of_gates(
     words: list[str],
     problem: str,
 ) -> None:
-    """Rules act on whole rollouts and gates on chunks, so their options cannot be combined."""
+    """Stopping rules use whole rollouts and gates use chunks, so their options cannot be
+    combined.
+    """
     directory = str(imported(run_import, tmp_path, 2))
     assert command(["replay", directory, *words]) == 2
     assert problem in capsys.readouterr().err

@@ -742,8 +742,8 @@ def test_a_folder_without_runs_says_so(atts: Any, tmp_path: Path) -> None:
 
 
 class GrowingRun:
-    """A stand-in for waiting on a run in progress: each wait adds lines, also torn ones, until the
-    run ends and its lock is free.
+    """A simulated run in progress: each wait appends journal lines, some of them incomplete, until
+    the run ends and releases its lock.
     """
 
     def __init__(self, recorded: Path, folder: Path, steps: int) -> None:

@@ -82,7 +82,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TorchModel]]:
 
 
 def compare(ours: Any, plain: Any) -> None:
-    """Check that ids are equal, and log-probabilities as close as two orders of summing allow."""
+    """Check that ids are equal, and that log-probabilities differ only by the order of summing."""
     assert ours.replies.keys() == plain.replies.keys()
     for request_id, reply in plain.replies.items():
         if isinstance(reply, SampleReply):
@@ -315,8 +315,8 @@ def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.Mon
 def test_the_paged_kernel_handles_grouped_layers(
     monkeypatch: pytest.MonkeyPatch, make_model: Any
 ) -> None:
-    """In Triton's interpreter, states of the paged kernel equal those of gathered slots, for
-    grouped and separate attentions.
+    """In Triton's interpreter, a model with the paged kernel computes the same hidden states as a
+    model with gathered attention, for grouped and separate attentions.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -79,7 +79,7 @@ def test_a_seed_gives_the_answer_of_solve(policy: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_stream_says_what_a_whole_reply_says(seed: int) -> None:
-    """The role comes first, then reasoning, the content once, the reason, and the usage last."""
+    """A stream has, in order, role, reasoning, content (once), finish reason and usage."""
 
     async def main() -> None:
         async with serving() as client:
@@ -147,7 +147,7 @@ def test_a_stream_begins_before_any_engine_call_has_ended(model: str) -> None:
         ({"atts": {"rate": 1.5}}, 400, "outside [0, 1]"),
         ({"atts": {"early_stop": "maybe"}}, 400, "early_stop"),
         ({"atts": {"max_cost": 1.0}}, 400, "has no price"),
-        ({"atts": {"max_calls": 0}}, 400, "would allow no call"),
+        ({"atts": {"max_calls": 0}}, 400, "a limit of 0 allows no calls"),
         ({"atts": {"on_limit": "x"}}, 400, "best or error"),
         ({"atts": []}, 400, "atts is not an object"),
         ({"model": "atts/toi"}, 404, "did you mean 'atts/toy'?"),
@@ -230,7 +230,7 @@ def test_paths_and_methods_that_are_not_served_are_refused() -> None:
     ],
 )
 def test_a_cap_ends_a_request_and_is_never_exceeded(caps: dict[str, Any], limit: str) -> None:
-    """The reply names the cap, and `on_limit` makes the cap an error instead."""
+    """A reply that a cap ended names the cap; if `on_limit` is "error", it is an error."""
 
     async def main() -> None:
         setup = toy_setup(SLOW) if limit == "max_seconds" else toy_setup()
@@ -278,7 +278,7 @@ def test_a_restart_remembers_what_was_spent(tmp_path: Path) -> None:
 
 
 def test_without_the_key_only_health_is_served() -> None:
-    """Every other route refuses a request without the key."""
+    """Every route except the health check refuses a request without the key."""
 
     async def main() -> None:
         async with serving(key="secret") as client:
@@ -298,7 +298,7 @@ def test_without_the_key_only_health_is_served() -> None:
 
 
 def test_overload_is_refused_with_a_time_to_try_again() -> None:
-    """One request is worked on, one waits, and the third is refused with a Retry-After."""
+    """With one request in work and one waiting, a third is refused with a Retry-After."""
 
     async def main() -> None:
         async with serving(toy_setup(SLOW), requests=1, queue=1) as client:
@@ -483,7 +483,7 @@ def test_limits_that_serve_nothing_are_refused(name: str) -> None:
 
 
 def test_an_account_inside_another_one_spends_from_both() -> None:
-    """The outer cap refuses a call that the inner cap allows."""
+    """The outer account's cap refuses a call that the inner account's cap allows."""
     outer = Account(Caps(max_calls=1))
     inner = Account(Caps(max_calls=5), inside=outer)
     with inner.reserved_now(Amount(1)):

@@ -29,7 +29,7 @@ _SLOT_RUN = 64  # number of cache slots that a sequence gets at a time
 
 class ToldTarget(InlineTransport):
     """A stand-in for the target in the drafter's process. The target's process sends step times and
-    exit guesses as messages; drafting work runs at once.
+    exit guesses as messages; drafting work runs without delay.
     """
 
     is_beside = True
@@ -43,7 +43,7 @@ class ToldTarget(InlineTransport):
         return self.seconds
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Store the listener that will receive the target's exit guesses."""
+        """Store the listener that will receive the tokens guessed by the target's early exit."""
         self.listener = listener
 
 

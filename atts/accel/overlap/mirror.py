@@ -48,8 +48,8 @@ class Exits(Protocol):
     """A target, or its stand-in, that reports the guesses of an early exit."""
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Report the exit guesses of the next step, and only of that step, to the listener; None
-        stops reports.
+        """Pass the tokens that the early exit guesses in the next step, and only in that step, to
+        the listener's callback; None removes the listener.
         """
         ...
 
@@ -127,8 +127,11 @@ class ExitModel:
         self.score = model.score
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Report guesses of the next step to the listener, and only of that step: what follows each
-        sequence's newest token and each proposed token.
+        """Pass the tokens that the early exit guesses in the next step to the listener's callback,
+        and then remove the listener.
+
+        The guesses are for the positions after each sequence's newest token and after each proposed
+        token.
         """
         self._listener = listener
 

@@ -296,13 +296,13 @@ class Survival:
         return acceptance.cumprod(axis=1)
 
     def count(self, tested: Sequence[int], accepted: Sequence[int]) -> None:
-        """Add counts that were collected elsewhere: tests and acceptances for each position."""
+        """Add numbers of tested and accepted tokens for each position, from another source."""
         added = np.array([tested, accepted], dtype=np.float64)
         self._pool = self._pool + np.pad(added, ((0, 0), (0, len(self._places) - len(tested))))
 
     def keep(self, keys: Sequence[int]) -> None:
-        """Forget the counts of all sequences except `keys`, if there are many; the pooled counts
-        still include them.
+        """Forget the counts of all sequences except `keys`, if there are many; the counts pooled
+        over sequences do not change.
         """
         if len(self._own) > 64 + 2 * len(keys):
             self._own = {key: self._own[key] for key in keys if key in self._own}
@@ -721,11 +721,11 @@ class GoodputControl:
     def _best_total(
         self, load: _Load, verdict: _Verdict, step: StepShape, tokens: NDArray[np.float64]
     ) -> tuple[int, int | None]:
-        """Choose the total number of tokens to propose; `tokens` has the expected number of written
-        tokens for each total.
+        """Choose the total number of draft tokens to propose in a step.
 
-        Return also a length to try for all sequences, or None. This length was never timed, and
-        would save time if the optimistic estimate is right.
+        `tokens` has, for each total, the expected number of tokens that the step adds to all texts.
+        Also return a number of proposals per sequence to try: it was never timed, but may be faster
+        by an optimistic estimate of its time. Return None if there is no such number.
         """
         curve = self._costs.curve(step.condition)
         proposing = self._proposing.curve(_among(len(step.keys)))

@@ -115,7 +115,7 @@ OPTIONS: Mapping[str, Parameter] = {
         "vllm",
     ),
     "draft": _key(
-        "Draft model: embedded (a small model that comes with atts), scripted (a toy model "
+        "Draft model: embedded (comes with atts), scripted (a toy model "
         "without weights), hf:MODEL (loaded in this process), or a server such as vllm:URL or "
         "sglang:URL.",
         "embedded",

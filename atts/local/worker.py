@@ -81,17 +81,17 @@ class OpenLoops:
                 self._report()
 
     def begin(self, send: Callable[[Command], None], request_id: int) -> None:
-        """Count a request that the loop is about to get. A loop that does not share is ignored."""
-        if send in self._requests:
-            with self._lock:
-                self._requests.get(send, set()).add(request_id)
+        """Count a request that the loop is about to get; a loop that has left is ignored."""
+        with self._lock:
+            if send in self._requests:
+                self._requests[send].add(request_id)
                 self._report()
 
     def end(self, send: Callable[[Command], None], request_ids: Iterable[int]) -> None:
         """Count requests that the loop has answered, or whose callers were cancelled."""
-        if send in self._requests:
-            with self._lock:
-                self._requests.get(send, set()).difference_update(request_ids)
+        with self._lock:
+            if send in self._requests:
+                self._requests[send].difference_update(request_ids)
                 self._report()
 
     def _report(self) -> None:
@@ -135,6 +135,7 @@ class ThreadWorker:
     def __init__(self) -> None:
         self._mailbox = Mailbox()
         self._thread: threading.Thread | None = None
+        self._is_sharing = False  # whether the loop shares the cores with other loops
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
         """Start the thread, which loads the model and later delivers the reports.
@@ -152,7 +153,9 @@ class ThreadWorker:
 
         ready = Future[WorkerReady]()
         config = join_loops(config, self._share)
-        deliver = partial(_hand_on, deliver, self._share)
+        if config.is_parallel:
+            self._is_sharing = True
+            deliver = partial(_hand_on, deliver, self._share)
 
         def run() -> None:
             try:
@@ -174,7 +177,8 @@ class ThreadWorker:
 
     def send(self, command: Command) -> None:
         """Send a command to the loop without waiting."""
-        _count_request(command, self._share)
+        if self._is_sharing:
+            _count_request(command, self._share)
         self._mailbox.put(command)
 
     def _share(self, command: Command) -> None:
@@ -204,6 +208,7 @@ class ProcessWorker:
         configuration.
         """
         self._outbox = Mailbox()
+        self._is_sharing = False  # whether the loop shares the cores with other loops
         self._threads: list[threading.Thread] = []
         command = python_command("atts.local.child", str(os.getpid()))
         pipe = subprocess.PIPE
@@ -229,7 +234,9 @@ class ProcessWorker:
         process = self._process
         assert process is not None, "a worker may be opened only once, and not after it was closed"
         config = join_loops(config, self._share)
-        deliver = partial(_hand_on, deliver, self._share)
+        if config.is_parallel:
+            self._is_sharing = True
+            deliver = partial(_hand_on, deliver, self._share)
         try:
             answer = first_answer(process, config, config.name)
         except GONE as error:
@@ -251,7 +258,8 @@ class ProcessWorker:
 
     def send(self, command: Command) -> None:
         """Send a command to the loop without waiting."""
-        _count_request(command, self._share)
+        if self._is_sharing:
+            _count_request(command, self._share)
         self._outbox.put(command)
 
     def close(self) -> None:

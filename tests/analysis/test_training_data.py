@@ -257,7 +257,7 @@ def test_an_impossible_teacher_is_refused(recorded: Path, tmp_path: Path) -> Non
         OptionError, match="the teacher's tokenizer differs from that of the run's models"
     ):
         export_run(open_run(recorded), out, ExportOptions("opd"), stranger)
-    with pytest.raises(OptionError, match="only opd does"):
+    with pytest.raises(OptionError, match="--as opd"):
         export_run(open_run(recorded), out, ExportOptions("sft"), stranger)
     for words, problem in (
         ("llamacpp:http://localhost:1/m", "cannot list the most likely tokens"),

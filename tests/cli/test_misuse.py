@@ -499,7 +499,7 @@ CASES = [
         "decision by a shard",
         f"eval {RUN} --compare-to runs/atts --stop-when decided --shard 1/2",
         USAGE,
-        ("shard", "leave one"),
+        ("shard", "--stop-when"),
     ),
     Case(
         "points of nothing",
@@ -676,7 +676,7 @@ CASES = [
         "sweep over what a flag sets",
         "sweep --over rate=.1 --rate .2",
         USAGE,
-        ("rate", "leave one"),
+        ("--over", "rate", "flag"),
     ),
     Case("sweep over a broken list", "sweep --over draft=[a", USAGE, ("--over", "JSON list")),
     Case("sweep over an unknown method", "sweep --over method=atss", USAGE, ("atss", "'atts'")),

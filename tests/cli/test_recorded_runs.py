@@ -516,7 +516,7 @@ def test_a_run_that_ranks_by_length_can_be_resumed_and_audited(mode: Any, tmp_pa
     evaluate_sync(toy_problems(4), setup, directory=tmp_path / "run")
     held = build_report(tmp_path / "run").report.calibration
     assert held is not None
-    assert "recorded decisions from the journal alone" in held.promise.audit
+    assert "recorded decisions from the journal" in held.promise.audit
     assert "about the same length" in held.promise.guarantee
     found = scores_of(tmp_path / "run")
     assert len(found.lengths) == len(found) > 0
@@ -542,7 +542,7 @@ def test_shards_that_do_not_fit_together_are_refused(shards: Path, tmp_path: Pat
     """
     one, two, three = (shards / str(number) for number in (1, 2, 3))
     out = tmp_path / "out"
-    with pytest.raises(UsageError, match="two runs or more"):
+    with pytest.raises(UsageError, match="at least two runs"):
         merge([one], out)
     with pytest.raises(UsageError, match="shard 2/3 is missing"):
         merge([one, three], out)

@@ -246,7 +246,7 @@ def test_the_checker_reads_blocks_and_notices_wrong_output(tmp_path: Path) -> No
     ]
     with pytest.raises(AssertionError, match="printed"):
         run_console(Example("console", "$ echo one\ntwo\n", 1), "here")
-    with pytest.raises(AssertionError, match="show lines"):
+    with pytest.raises(AssertionError, match="show some lines"):
         run_console(Example("console", "$ echo one\n...\n", 1), "here")
     with pytest.raises(AssertionError, match="ended with 1"):
         run_console(Example("console", "$ false\n", 1), "here")

@@ -466,8 +466,7 @@ def test_an_uncached_benchmark_says_how_to_get_it(
     """
     with pytest.raises(
         DatasetError,
-        match="hf download --repo-type dataset HuggingFaceH4/MATH-500; or name a file of the dataset with "
-        "--file",
+        match="hf download --repo-type dataset HuggingFaceH4/MATH-500",
     ):
         cached("math500", tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

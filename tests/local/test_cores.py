@@ -87,7 +87,7 @@ def test_loops_learn_how_many_share_the_cores() -> None:
 
 def test_loops_learn_how_many_are_busy() -> None:
     """A loop is busy from its first request until it has answered or dropped the last one; a loop
-    that shares no cores counts for nothing.
+    that is not registered counts for nothing.
     """
     loops = OpenLoops()
     heard, send = listening("abc")

@@ -76,7 +76,7 @@ def test_labels_of_other_settings_or_of_the_same_problems_are_refused(labelled: 
         evaluate_sync(NEW, replace(setup, policy=Policy(samples=5)))
     with pytest.raises(FingerprintError, match="configuration.rate"):
         evaluate_sync(NEW, replace(setup, rate=0.3))
-    with pytest.raises(OptionError, match="label other problems"):
+    with pytest.raises(OptionError, match="the same problems"):
         evaluate_sync(toy_problems(40, 1), setup)
     assert evaluate_sync(NEW[:1], replace(setup, seed=4)).status == "finished"
 

@@ -486,7 +486,7 @@ def test_prices_are_read_by_model_or_role(tmp_path: Path) -> None:
     [
         ("[m]\ninput = 1\n", "output"),
         ("[m]\ninput = -1\noutput = 1\n", "not a price"),
-        ("[m]\ninput = 1\noutput = 1\ncached = 2\n", "above input"),
+        ("[m]\ninput = 1\noutput = 1\ncached = 2\n", "above the input price"),
         ("[m]\ninput = 1\noutput = 1\nprice = 2\n", "price"),
         ("m = \n", "not TOML"),
         ("m = 3\n", "object"),

@@ -208,7 +208,7 @@ def test_a_hanging_tracker_is_abandoned(world: Any, caplog: pytest.LogCaptureFix
         listener.close(0.05)
     release.set()
     assert result.status == "finished"
-    assert "still busy" in caplog.text
+    assert "hanging was still sending data" in caplog.text
 
 
 def test_a_run_that_an_error_ends_is_closed_as_failed(world: Any) -> None:

@@ -57,7 +57,7 @@ def test_free_rows_give_the_longest_proposal() -> None:
     assert [each.length for each in found.loads] == [3] * len(LOADS)
     assert json.loads(found.config) == {"method": "ngram", "num_speculative_tokens": 3}
     assert found.acceptance == pytest.approx((0.8, 0.6, 0.42), abs=0.01)
-    assert ["fewer than 4 rows" in warning for warning in found.warnings] == [True]
+    assert ["at least 4 tokens" in warning for warning in found.warnings] == [True]
 
 
 def test_rows_at_full_cost_give_no_proposals() -> None:

@@ -350,8 +350,8 @@ def coverage(problems: int, options: Options) -> Table:
         " | ".join(["quantity", "true value", *FORMULAS]),
         rows,
         f"Each row has {many:,} simulated benchmarks, but rows of differences and ratios have "
-        f"{runs:,}, and rows of maj@5 have {many // 4:,}. In the rows of maj@5, wrong answers "
-        "have three different values. Difficulties follow Beta distributions. The study "
+        f"{runs:,}, and rows of maj@5 have {many // 4:,}. In the rows of maj@5, a "
+        "simulated incorrect answer takes one of three values. Difficulties follow Beta distributions. The study "
         "computes the intervals of inspect_ai and lm_eval with the formulas of these "
         "harnesses. inspect_ai has no formula for differences and ratios; lm_eval treats two "
         "runs as independent.",

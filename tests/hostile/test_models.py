@@ -74,7 +74,7 @@ def test_a_template_that_raises_is_refused(folder: Path, process: TemplateProces
             tokenizer.render([Message("user", "1 + 1?")])
         except UnsupportedByEngine as error:
             refused += "the chat template refuses these messages" in str(error)
-    assert refused > 15  # not all errors count, because some have an empty message
+    assert refused > 15  # an error with an empty message is not counted
 
 
 def test_a_template_that_would_take_all_memory_is_refused(

@@ -180,5 +180,5 @@ def test_loads_that_do_not_rise_are_refused(
 
 
 def test_if_no_load_pays_the_advice_has_no_setting() -> None:
-    """If speculation pays at no load, the advice is the word "none"."""
+    """If speculation gains nothing at any load, the advice is the word "none"."""
     assert TuneAdvice("ngram", (0.5,), ()).config == "none"

@@ -36,7 +36,7 @@ class Text:
 
 
 class Machine:
-    """A simulated machine that writes texts, with lengths that are chosen or fixed."""
+    """A simulated machine that writes texts, with chosen or fixed lengths of proposals."""
 
     # seconds that measuring a step takes; a step that is not measured takes an eighth of this
     looking = 4e-5

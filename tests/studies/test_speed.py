@@ -73,7 +73,7 @@ def test_wall_times_stand_alone_where_there_are_any() -> None:
 
 
 def test_what_to_take_is_what_was_fastest() -> None:
-    """The fastest method is named for each number of rollouts.
+    """The study names the fastest method for each number of rollouts.
 
     Times within a twentieth are equal, and a method that is never the fastest is named.
     """

@@ -1,5 +1,5 @@
-"""Virtual time, in which code that sleeps for hours runs in milliseconds, with its tasks in the
-same order.
+"""Virtual time for tests: code that sleeps for hours runs in milliseconds, and the order of its
+tasks stays the same.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def run_virtual(
 
 
 def virtual_options(backend: Backend, patience_seconds: float = 0.0) -> dict[str, Any]:
-    """Return `backend_options` with which one `anyio.run`, or one test runner, uses virtual
-    time.
-    """
+    """Return `backend_options` for virtual time; use them for a single `anyio.run` or test runner."""
     if backend == "asyncio":
         return {"use_uvloop": False, "loop_factory": lambda: VirtualLoop(patience_seconds)}
     clock = TrioClock(patience_seconds)
@@ -91,7 +89,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
     # anyio keeps all its worker threads in a set, and its idle worker threads also in a queue. A
     # worker becomes idle when its result arrives in the loop. Both collections change only in the
-    # loop's thread, so a delivered result never counts as missing.
+    # loop's thread, so a worker whose result was delivered is always seen as idle.
     workers = getattr(thread, "workers", ())
     idle = getattr(thread, "idle_workers", ())
     return getattr(thread, "loop", None) is loop and thread in workers and thread not in idle
@@ -110,10 +108,10 @@ class _JumpingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout <= 0:
-            # there is no timer to which to jump, so only real events can arrive
+            # no timer is scheduled, so wait for real events
             return super().select(timeout)
-        # Threads are counted before the poll. A thread that ends after the count wakes the loop, so
-        # its result is not missed.
+        # Check for running threads before the poll. A thread that ends after the check wakes the
+        # loop, so its result is not missed.
         wait = timeout if self._has_threads() else min(timeout, self._patience_seconds)
         ready = super().select(wait)
         if not ready:
@@ -122,7 +120,8 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class TrioClock:
-    """A trio clock and instrument that jumps to the next deadline if there are no events.
+    """A trio clock that jumps to the next deadline if no task can run. It is also a trio
+    instrument.
 
     The `MockClock` of trio does the same, but does not wait for worker threads before it jumps.
     """
@@ -145,7 +144,9 @@ class TrioClock:
         self._jump_at = None
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Return the real seconds to wait for events; trio calls this when no task can run."""
+        """Return the number of real seconds to wait for events; trio calls this when no task can
+        run.
+        """
         virtual = deadline - self._now
         if virtual <= 0 or virtual == math.inf:
             return max(0.0, virtual)

@@ -144,7 +144,7 @@ class Probe:
         return SampleRequest(self.prompts[prompt], self.options.tokens, sampling, name)
 
     def requests(self, seeds: int, sampling: Sampling = PLAIN) -> list[SampleRequest]:
-        """Return requests for every prompt, with this number of seeds for each."""
+        """Return requests for every prompt, each with `seeds` different seeds."""
         return [
             self.request(p, seed, sampling)
             for p in range(len(self.prompts))
@@ -152,8 +152,8 @@ class Probe:
         ]
 
     def long(self, request: SampleRequest) -> SampleRequest:
-        """Return the request with a higher token limit: `long_tokens`, or less if the context is
-        too short.
+        """Return the request with the token limit `long_tokens`, or with a lower limit if the
+        context is too short.
         """
         room = self.engine.spec.context_length - len(request.ids)
         return replace(request, max_tokens=min(self.options.long_tokens, room))
@@ -173,7 +173,8 @@ class Probe:
             len(logprobs) == len(suffix),
             f"scoring {len(suffix)} tokens gave {len(logprobs)} log-probs",
         )
-        # The condition uses "not", because every comparison with NaN is false.
+        # The condition uses "not" so that NaN also fails the check: every comparison with NaN is
+        # false.
         wrong = [value for value in logprobs if not value <= 1e-6]
         require(not wrong, f"scored log-probs must be numbers and at most 0, got {wrong[:3]}")
         return logprobs
@@ -188,7 +189,7 @@ class Probe:
         return capability in self.engine.spec.capabilities
 
     def need(self, *needs: Need) -> None:
-        """Skip the check unless the engine and the options have all `needs`."""
+        """Skip the check unless the engine and the options support all `needs`."""
         missing = {"sample", "score", "draw"}.intersection(needs) - self.engine.spec.capabilities
         if missing:
             raise NotApplicable(f"the engine does not {' or '.join(sorted(missing))}")
@@ -262,7 +263,7 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def tail(ids: TokenIds, start: int) -> str:
-    """Return the ids from a position on as text for a message, which shows at most four ids."""
+    """Format the ids from a position on for a message. At most four ids are shown."""
     more = ", ..." if len(ids) > start + 4 else ""
     return f"[{', '.join(str(index) for index in ids[start : start + 4])}{more}]"
 
@@ -623,7 +624,7 @@ async def _draws(probe: Probe, ids: TokenIds, sampling: Sampling) -> list[int]:
 
 
 def _require_share(what: str, seen: int, draws: int, share: float) -> None:
-    # allows one false alarm in 10^5 checks
+    # with this tolerance, a correct engine fails once in 10^5 checks
     slack = 4.5 * math.sqrt(share * (1 - share) / draws) + 1 / draws
     require(
         abs(seen / draws - share) <= slack,
@@ -635,7 +636,7 @@ def _require_share(what: str, seen: int, draws: int, share: float) -> None:
 async def check_hints(probe: Probe) -> None:
     """`rollout` and `priority` are only hints: wrong or missing hints change no answer."""
     honest = [await probe.engine.sample(request) for request in probe.requests(1)]
-    # requests for unrelated texts have the same rollout name
+    # the hint is wrong: requests for unrelated texts have the same rollout name
     for number, request in enumerate(probe.requests(1)):
         hinted = await probe.engine.sample(replace(request, rollout="same", priority=3 - number))
         what = "a rollout hint of another text changed the answer"
@@ -875,11 +876,11 @@ async def check_isolation(probe: Probe) -> None:
 
 @dataclass(slots=True)
 class _Cancelled:
-    """Counts of calls, summed over all rounds of cancellation."""
+    """Numbers of calls, summed over all rounds of cancellation."""
 
     calls: int = 0  # number of calls that began
     returned: int = 0  # number of calls that were answered
-    running: int = 0  # number of calls in flight at the cancellation, as the engine counts them
+    running: int = 0  # number of calls in flight at the cancellation, as reported by the engine
     late: int = 0  # number of calls that were answered after the cancellation
 
 
@@ -895,8 +896,8 @@ async def check_cancellation(probe: Probe) -> None:
         again = await probe.engine.sample(probe.request())
         what = f"the answer changed after {number + 1} rounds of cancellation"
         await probe.require_same(what, probe.request(), again.ids, expected.ids)
-    # Some answers may have been on their way before the cancellation, but not all answers of all
-    # rounds.
+    # An answer may arrive after the cancellation if it was already on its way. But if every answer
+    # arrives, the engine ignored the cancellations.
     ignored = seen.running and seen.late >= seen.running
     require(
         not ignored,
@@ -911,8 +912,8 @@ async def check_cancellation(probe: Probe) -> None:
 
 
 async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
-    """Cancel many long requests after a delay, when some are queued, some are running, and some are
-    finished.
+    """Start many long requests, and cancel them after a delay. At that time some are queued, some
+    are running, and some are finished.
     """
     requests = [
         replace(probe.long(request), rollout=str(request.seed)) for request in probe.requests(8)
@@ -934,8 +935,8 @@ async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
             for request in requests:
                 group.start_soon(one, request)
             await anyio.sleep(delay)
-            # This checkpoint lets answers arrive that are already on their way, so that they do not
-            # count as late.
+            # Let answers arrive that are already on their way, so that they are not counted as
+            # late.
             await anyio.lowlevel.checkpoint()
             cancelled_at = anyio.current_time()
             seen.running += probe.engine.stats().in_flight
@@ -989,7 +990,7 @@ class ConformanceReport:
         return tuple(result for result in self.results if result.status == "broken")
 
     def listed(self, results: Iterable[CheckResult]) -> str:
-        """Return these results as text, under a headline."""
+        """Format these results as a list under a headline."""
         headline = (
             f"engine {self.engine}: {len(self.broken)} of {len(self.results)} promises broken"
         )

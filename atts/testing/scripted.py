@@ -1,5 +1,4 @@
-"""A scripted engine, which runs the toy language model with queues, latencies, faults and
-cancellations.
+"""A scripted engine for tests: a toy language model with simulated queues, latencies and faults.
 
 The first part of the file defines faults: calls that fail, hang or return impossible answers. A
 seed decides which calls have a fault.
@@ -44,13 +43,14 @@ The other kinds return impossible answers. wrong_length: one log-prob is missing
 NaN. empty: the answer has no tokens. wrong_ids: an id is outside the vocabulary; the answer to a
 scoring call has no ids, so a log-prob is positive instead.
 """
-# largest number of scoring calls whose attempts are counted; older ones are not retried any more
+# largest number of scoring calls whose attempts are counted; calls older than these are assumed to
+# be finished
 _REMEMBERED = 4096
 _Kind = TypeVar("_Kind", bound=str)
 
 
 def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> None:
-    """Check that all kinds of faults are known, and that their shares are probabilities.
+    """Check that all kinds of faults are known, and that the share of each kind is a probability.
 
     :raises OptionError: a kind is unknown, or the shares are not probabilities or sum to more than
         1.
@@ -68,7 +68,7 @@ def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> Non
 
 
 def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
-    """Return the kind of fault that a uniform random number selects; None if the call has no
+    """Choose a kind of fault by a uniform random number in [0, 1). Return None for a call without a
     fault.
     """
     for kind, share in shares.items():
@@ -80,14 +80,13 @@ def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The faults of an engine: the share of calls with each kind of fault, and single calls with a
-    given fault.
+    """The faults of an engine. `shares` maps each kind of fault to the share of calls that have
+    this fault, 0 to 1.
 
-    `calls` maps the numbers of calls (from 0, in order of arrival) to their faults, and overrides
+    `calls` maps the index of a call (from 0, in order of arrival) to its fault, and overrides
     `shares`. With `shares`, a request's seed, ids and rollout decide its fault, so the same
-    requests fail in any order of calls. A retry gets a new draw, from the attempt in a sample's
-    seed, or from the number of earlier calls for a score. `delay_seconds` is the delay of the kinds
-    slow, dropped and timeout.
+    requests fail in any order of calls. The fault of a retry is drawn again. `delay_seconds` is the
+    delay of the kinds slow, dropped and timeout.
 
     :raises OptionError: a kind is unknown, or the shares are not probabilities or sum to more than
         1.
@@ -109,9 +108,7 @@ NO_FAULTS = Faults()
 
 
 class FaultSchedule:
-    """The schedule of an open engine's faults, which counts the calls and decides the fault of
-    each.
-    """
+    """A counter of an open engine's calls, which decides the fault of each call."""
 
     def __init__(self, faults: Faults, engine: str) -> None:
         self._faults = faults
@@ -150,7 +147,7 @@ class FaultSchedule:
         return Seed(run=self._faults.seed, problem=repr(key), attempt=attempt, purpose="fault")
 
     async def before(self, kind: FaultKind | None) -> None:
-        """Fail, wait or hang before the answer is computed, if this is the fault of the call.
+        """Simulate a fault that occurs before the answer is computed: fail, wait or hang.
 
         :raises EngineUnavailable: the kind is refused or dropped.
         :raises EngineTimeout: the kind is timeout.
@@ -172,7 +169,7 @@ class FaultSchedule:
 
 
 def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
-    """Return an answer with this kind of fault; other kinds leave the answer unchanged."""
+    """Return the answer, changed if this kind of fault changes answers."""
     logprobs: tuple[float, ...] = answer.logprobs
     if kind == "wrong_length":
         return replace(answer, logprobs=logprobs[:-1])
@@ -202,7 +199,7 @@ class FaultyEngine(EngineAround):
     async def around(
         self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Return the inner engine's answer with the fault that this call has, if any."""
+        """Call the inner engine, simulate the fault of this call, and return the answer."""
         if self._schedule is None:
             raise UsageError("a faulty engine must be opened with `async with` before it is called")
         kind = self._schedule.pick(request)
@@ -221,11 +218,12 @@ _Answer = TypeVar("_Answer", Completion, Scores)
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The number of seconds for which a request occupies its slot; these are virtual seconds under
-    `run_virtual`.
+    """The time in seconds that the engine needs for a request. Under `run_virtual`, this is virtual
+    time.
 
-    Each request's seconds are multiplied by a log-normal factor. `jitter` is the standard deviation
-    of the factor's logarithm. The request and `seed` decide the factor, so it is reproducible.
+    The time of each request is multiplied by a random log-normal factor. `jitter` is the standard
+    deviation of the factor's logarithm. The request and `seed` decide the factor, so it is
+    reproducible.
     """
 
     per_sample: float = 0.0
@@ -237,7 +235,7 @@ class Latency:
     seed: int = 0
 
     def spread(self, key: Seed) -> float:
-        """Return the random factor by which a request's seconds are multiplied."""
+        """Return the random factor by which the time of a request is multiplied."""
         if not self.jitter:
             return 1.0
         first = (key.key() % 2**64 + 0.5) / 2**64
@@ -251,11 +249,11 @@ NO_LATENCY = Latency()
 
 @dataclass(frozen=True, slots=True)
 class ScoreDrift:
-    """A drift of the scores: log-probabilities are multiplied by `factor`; a factor above 1 raises
-    the perplexity.
+    """A simulated drift of the scores. Log-probabilities are multiplied by `factor`, so a factor
+    above 1 raises the perplexity.
 
-    With `when` "calls", the change begins after `after` score calls. With "steps", only rollouts
-    with at least `after` steps before the scored suffix change.
+    If `when` is "calls", the drift begins after `after` scoring calls. If it is "steps", it changes
+    only scores of suffixes that come after at least `after` steps of the rollout.
     """
 
     after: int = 0
@@ -334,8 +332,8 @@ class ScriptedEngine(BaseEngine):
     async def _serve(
         self, request: _Request, work: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Wait for a slot, compute the answer, and return it with the fault that this call has, if
-        any.
+        """Wait for a slot, compute the answer, simulate the fault of this call, and return the
+        answer.
         """
         fault = self._faults.pick(request)
         asked = self._clock()

@@ -1,4 +1,4 @@
-"""HTTP servers for tests, which serve any engine in the dialect of a known server, and can simulate
+"""HTTP servers for tests, which serve any engine with the API of a known server, and can simulate
 faults.
 
 The first part of the file is the server. Then each dialect has a section with its routes: the chat
@@ -116,8 +116,8 @@ class ServerQuirks:
     thinking: Literal["closed", "ignored", "refused"] = "closed"
 
     def written(self, request: SampleRequest) -> SampleRequest:
-        """Return the request to execute; to write garbage, broken speculation samples at
-        temperature 8.
+        """Return the request to execute. Broken speculation is simulated by a temperature of 8, at
+        which the model writes garbage.
         """
         broken = "hot" if request.sampling.temperature else "greedy"
         # A request for a single token is served without speculation.
@@ -140,7 +140,7 @@ class BlockCache:
         self._known: set[int] = set()
 
     def hit(self, ids: TokenIds) -> int:
-        """Return the number of ids at the start that are cached."""
+        """Return the number of cached ids at the start of `ids`."""
         count = 0
         while count + _BLOCK < len(ids) and hash(ids[: count + _BLOCK]) in self._known:
             count += _BLOCK
@@ -168,8 +168,8 @@ class Aborted(Refusal):
 
 @dataclass(slots=True)
 class DraftCounter:
-    """Counts of proposed tokens, and of accepted tokens by position, on a server that
-    speculates.
+    """Numbers of proposed and accepted tokens on a server that speculates. Accepted tokens are
+    counted for each position of a proposal.
     """
 
     rounds: int = 0
@@ -177,7 +177,7 @@ class DraftCounter:
     accepted: list[int] = field(default_factory=list[int])
 
     def write(self, done: Completion, acceptance: tuple[float, ...]) -> None:
-        """Simulate the rounds of speculation that wrote a text, and count their tokens.
+        """Simulate the speculation for a text, and count the proposed and accepted tokens.
         `acceptance` lists, for each position, the probability that the proposed token is accepted.
         """
         random_draw = random.Random(hash(done.ids))
@@ -302,8 +302,8 @@ class ServerCall:
             raise Refusal(400, words)
 
     def model_row(self, owner: str) -> dict[str, Any]:
-        """Return the entry for the server's model in the reply of /v1/models, with the model's
-        context length.
+        """Return the description of the server's model in the reply of /v1/models, with the context
+        length.
         """
         model = self.state.model
         row = {"id": model, "object": "model", "owned_by": owner, "root": model, "parent": None}
@@ -335,7 +335,7 @@ class Routes:
 def request_of(
     ids: TokenIds, limit: int, fields: Mapping[str, Any], default: Sampling, *, seed: str = "seed"
 ) -> SampleRequest:
-    """Return the engine's form of a client's request.
+    """Convert a client's request to a request for the engine.
 
     If the client did not send a field, the request gets the server's default, which may change the
     sampling.
@@ -355,7 +355,7 @@ def request_of(
 
 
 def finish_word(done: Completion) -> Literal["stop", "length"]:
-    """Return the finish reason: "length" at the token limit, or else "stop"."""
+    """Return the finish reason: "length" if the text reached the token limit, otherwise "stop"."""
     return "length" if done.ended == "length" else "stop"
 
 
@@ -458,8 +458,8 @@ class DialectServer:
             stack.close()
 
     def restart(self, *, quirks: ServerQuirks | None = None) -> None:
-        """Kill the server and start it again on the same port; if `quirks` is given, with these
-        quirks.
+        """Kill the server and start it again on the same port. If `quirks` is given, it replaces
+        the server's quirks.
         """
         self.kill()
         self.quirks = quirks or self.quirks
@@ -615,14 +615,14 @@ _ANSWER = "The answer"
 
 
 def without_marks(text: str) -> str:
-    """Return the text of an assistant as the toy model wrote it, without the marks around
-    reasoning.
+    """Remove the marks around reasoning from the text of an assistant. The toy model writes no
+    marks.
     """
     return text.replace(THINK, "").replace(THINK_END, "")
 
 
 def split_reasoning(so_far: str, text: str) -> tuple[str, str]:
-    """Divide the continuation of a text into reasoning and content. The content begins with "The
+    """Split the continuation of a text into reasoning and content. The content begins with "The
     answer".
 
     >>> split_reasoning("", "So 4.\\n\\nThe answer is 4.")
@@ -725,8 +725,8 @@ def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
 
 
 def _so_far(rows: list[dict[str, Any]]) -> str:
-    """Return the last message's text if it is a message of the assistant, which the answer
-    continues; or else "".
+    """Return the text of the last message if it is from the assistant, otherwise "". The answer
+    continues this text.
     """
     return rows[-1]["content"] if rows and rows[-1]["role"] == "assistant" else ""
 
@@ -809,8 +809,8 @@ async def ignoring(call: ServerCall) -> Any:
 
 def _reply(state: ServerState, done: Completion, word: str) -> Any:
     pairs = list(zip(done.ids, done.logprobs, strict=True))
-    # Like llama.cpp, remove as many log-probs as the stop word has tokens by itself. In the text,
-    # the stop word may consist of fewer or more tokens.
+    # llama.cpp tokenizes the stop word separately, and removes one log-prob per token of it. This
+    # number can be wrong, because the stop word may have other tokens inside the text.
     if word:
         pairs = pairs[: max(0, len(pairs) - len(state.engine.tokenizer.encode(word)))]
     kinds = {"length": "limit", "end": "eos", "delimiter": "word"}
@@ -1240,8 +1240,8 @@ def metrics(call: ServerCall) -> str:
     if call.state.quirks.speculation == "off":
         return text
     drafts = call.state.drafts
-    # The counters begin at high values, as on a server that has run for a long time, so a client
-    # must use differences.
+    # The counters begin at high values, as on a server that has run for a long time. A client must
+    # therefore use differences between two replies.
     counts = {
         "drafts": 400_000 + drafts.rounds,
         "draft_tokens": 1_200_000 + drafts.proposed,
@@ -1325,7 +1325,7 @@ class RewardServer:
         self.separator = separator
         self.route = "/classify" if dialect == "sglang" and route else route
         self.pools = pools
-        self.numbers = numbers  # number of values in each row
+        self.numbers = numbers  # number of values in each row of a reply
         self.decode = decode
         self.bodies: list[dict[str, Any]] = []  # bodies of all calls for rewards
         self._http: ThreadingHTTPServer | None = None
@@ -1404,5 +1404,5 @@ class RewardServer:
         return {"object": "list", "data": [{"index": 0, "object": "pooling", "data": rows}]}
 
     def row(self, chance: float) -> list[float]:
-        """Return a reward as a row of numbers, in the form in which the model would send it."""
+        """Return a reward as the row of numbers that a reward model would send."""
         return [1 - chance, chance] if self.numbers == 2 else [chance] * self.numbers

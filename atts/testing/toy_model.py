@@ -45,12 +45,13 @@ class Language(msgspec.Struct, frozen=True):
 
     specials: tuple[str, ...]
     fillers: tuple[str, ...]
-    openers: dict[str, float]  # phrases that can begin a step, with the weight of each
+    openers: dict[str, float]  # phrases that can begin a step, each with its weight
     full_stops: dict[str, float]
     rare_slips: tuple[int, ...]
-    words: dict[str, str]  # words, with the kind of each in the grammar
-    phases: dict[str, dict[str, str]]  # for each phase and kind of word, the next phase
-    # for phases that need no computation, the weights of the possible words
+    words: dict[str, str]  # kind of each word in the grammar
+    # the next phase of the grammar, keyed by the current phase and the kind of the word read
+    phases: dict[str, dict[str, str]]
+    # the weights of the possible words in the phases of the grammar that need no computation
     phrases: dict[str, dict[str, float]]
 
 
@@ -60,8 +61,7 @@ LANGUAGE = msgspec.toml.decode(
 SPECIALS = LANGUAGE.specials
 FILLERS = LANGUAGE.fillers
 OPENERS = tuple(LANGUAGE.openers)
-# Tokens that contain a part of a blank line, because in real tokenizers too, blank lines may begin
-# inside a token.
+# Tokens that contain a part of a blank line. Real tokenizers have such tokens too.
 MERGES = (
     ".\n",
     ".\n\n",
@@ -71,8 +71,8 @@ TEMPLATE = "{role}{content} ... <|assistant|>"
 
 
 class ToyTokenizer:
-    """A tokenizer that matches the longest words of a small vocabulary; other text becomes single
-    bytes.
+    """A tokenizer with a small vocabulary. It always takes the longest word that matches, and
+    encodes other text as single bytes.
 
     As in real tokenizers, several id sequences decode to the same text. So the ids that a model
     wrote may differ from the ids that `encode` returns for their text. The dialect "other" has
@@ -160,12 +160,12 @@ class ToyTokenizer:
 _STATEMENT = re.compile(r"Start at (\d{1,2})\.((?: [+-]\d{1,2},?)+)")
 _OPERATION = re.compile(r"[+-]\d{1,2}")
 _BOX = re.compile(r"\\boxed\{(\d+)\}")
-MOODS = 8  # number of levels of `Question.mood` and of `Question.hardness`
+MOODS = 8  # number of levels of `Question.mood`, and also of `Question.hardness`
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question, which is a chain of sums; two traits make some questions harder than others.
+    """A question of the toy language: a chain of sums, with a level of hardness.
 
     `mood` sets the variety of phrases in solutions, and `hardness` sets the share of wrong steps.
     Both are levels from 0 to `MOODS` - 1. They depend only on the text, so they are equal for all
@@ -190,14 +190,12 @@ class Question:
 
     @cached_property
     def hardness(self) -> int:
-        """Return the level of hardness, which grows with the chain's length and has a random
-        part.
-        """
+        """Return the level of hardness. It grows with the chain's length, and has a random part."""
         return min(MOODS - 1, (len(self.operations) + self._noise[0] % 4) // 2)
 
     @cached_property
     def mood(self) -> int:
-        """Return the level of variety in the phrases of solutions, which partly depends on
+        """Return the level of variety of the phrases in solutions. It depends partly on the
         hardness.
         """
         return (self.hardness + self._noise[1] % MOODS * 3) // 4
@@ -228,8 +226,8 @@ def read_question(text: str) -> Question:
 
 
 def toy_problems(count: int, seed: int = 0) -> tuple[Problem, ...]:
-    """Return this number of different random problems, each a chain of sums, with their correct
-    answers.
+    """Return `count` different random problems with their correct answers. Each problem is a chain
+    of sums.
 
     The level of a problem, 1 to 5, grows with the length of its chain.
 
@@ -259,7 +257,8 @@ def toy_answer(text: str) -> str | None:
 
 
 def toy_groups(answers: Sequence[str]) -> list[int]:
-    """Return a group number for each toy answer; answers with the same text get the same number.
+    """Return the index of the group of each toy answer. Answers with the same text are in one
+    group.
 
     >>> toy_groups(["5", "7", "5"])
     [0, 1, 0]
@@ -304,8 +303,7 @@ class ReadingState:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        # ids read so far of a message that is not the assistant's; None in a message of the
-        # assistant
+        # ids of the current message that were read so far; None in a message of the assistant
         self.prompt: list[int] | None = None
         self.restart(question)
 
@@ -315,8 +313,8 @@ class ReadingState:
         self.prompt = None
         self.phase = "open"
         self.word = -1
-        self.step = self.steps = 0  # number of sums done, and number of blank lines read
-        # the last value that the text claims, and the first number of the current sum
+        self.step = self.steps = 0  # number of finished sums, and number of blank lines read
+        # result of the last sum in the text, and first number of the current sum
         self.value = self.left = question.start
         self.sign = 1
         self.operand = 0
@@ -383,13 +381,13 @@ class ReadingState:
 
     @property
     def operation(self) -> int:
-        """Return the next operation as the number to add, which may be negative."""
+        """Return the number to add next, which may be negative."""
         return self.question.operations[self.step % len(self.question.operations)]
 
 
 def atoms(piece: bytes) -> tuple[tuple[str, int], ...]:
-    """Return the atoms of a token's text, which the grammar reads one by one; each newline is an
-    atom.
+    """Split a token's text into the units that the grammar reads: words, numbers, marks and single
+    newlines.
     """
     head = piece.lstrip(b"\n")
     core = head.rstrip(b"\n")
@@ -410,7 +408,9 @@ _FILTERED_KEPT = 8192
 
 
 class Distribution:
-    """A distribution with a few likely tokens, and one small probability for each other token."""
+    """A distribution of the next token: a few likely tokens, and the same small probability for
+    each other token.
+    """
 
     __slots__ = (
         "_bounds",
@@ -431,8 +431,9 @@ class Distribution:
         floors: int,
         vocabulary: int,
     ) -> None:
-        """Create a distribution from likely ids in order of falling probability. Each of the first
-        `floors` other ids has the probability `floor`, and the remaining ids have probability 0.
+        """Create a distribution from the likeliest `ids`, sorted by falling probability. Of all
+        other ids, the first `floors` ids have the probability `floor` each, and the remaining ids
+        have probability 0.
         """
         self.ids = ids
         self.probabilities = probabilities
@@ -485,7 +486,7 @@ class Distribution:
         if rank < len(self.ids):
             return self.ids[rank]
         if not self._floor_ids:
-            # because of rounding, the last bound may be slightly below the mass
+            # because of rounding, the last bound may be slightly below the total probability
             return self.ids[-1]
         return self._floor_id(
             min(self._floor_ids - 1, int((target - self._bounds[-1]) / self.floor))
@@ -496,12 +497,12 @@ class Distribution:
         return self if sampling == Sampling() else _filtered(self, sampling)
 
     def filtered(self, sampling: Sampling) -> Distribution:
-        """Compute the result of `under`, which caches it."""
+        """Compute the distribution that `under` returns; `under` caches the result."""
         if sampling.temperature == 0:
             return Distribution(self.ids[:1], (1.0,), 0.0, 0, self.vocabulary)
         power = 1 / sampling.temperature
-        # all probabilities are divided by this one, because their powers at low temperatures would
-        # underflow
+        # divide all probabilities by the largest one, because their powers at low temperatures
+        # would underflow
         top = self.probabilities[0]
         weights = [(p / top) ** power for p in self.probabilities]
         floor = (self.floor / top) ** power
@@ -535,15 +536,15 @@ class Distribution:
         return rank
 
 
-# cached, because this is needed for every token
+# cached, because filtered distributions are needed for every token
 _filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)
 
 
 def _nucleus(
     weights: list[float], floor: float, floors: int, top_p: float
 ) -> tuple[list[float], int]:
-    """Return the smallest set of likeliest tokens whose share of all weights is at least `top_p`:
-    the weights of likely tokens, and the number of other tokens.
+    """Apply top-p: keep the likeliest tokens, until their share of all weights is at least `top_p`.
+    Return the weights of the likely tokens kept, and the number of other tokens kept.
     """
     wanted = top_p * (math.fsum(weights) + floors * floor)
     for count, reached in enumerate(accumulate(weights), start=1):
@@ -557,7 +558,7 @@ _ASSISTANT = SPECIALS.index("<|assistant|>")
 # probability that is spread over the whole vocabulary, so that every token is possible
 _LEAK = 1e-4
 _QUESTIONS_KEPT = 4096
-_DISTRIBUTIONS_KEPT = 4096  # 100 problems with 8 rollouts each need a third of this number
+_DISTRIBUTIONS_KEPT = 4096  # about three times as many as 100 problems with 8 rollouts each need
 
 
 @dataclass(frozen=True, slots=True)
@@ -709,8 +710,8 @@ class ToyModel:
         return [(f" {value}", weight) for value, weight in values]
 
     def _firmness(self, question: Question) -> float:
-        """Return how firmly the model prefers the likeliest phrases: from 0, where phrases vary
-        most, to `fluency`.
+        """Return how strongly the model prefers the likeliest phrases. At 0, phrases vary most; the
+        largest value is `fluency`.
         """
         return self.skill.fluency * (1 - question.mood / (MOODS - 1))
 
@@ -753,10 +754,10 @@ def _question(tokenizer: ToyTokenizer, prompt: TokenIds) -> Question:
 
 
 def _likings() -> dict[int, tuple[float, ...]]:
-    """Return for each filler word how readily each other filler word follows it, from 0 to 1.
+    """Return, for each filler word, a row of preferences for the word after it, each from 0 to 1.
 
-    The last number of a row says how readily any filler word follows. The row -1 is for the start
-    of a phrase.
+    The last number of a row is the preference for any filler word at all. The row with the key -1
+    is for the start of a phrase.
     """
     size = len(FILLERS) + 1
     rows = {
@@ -770,8 +771,8 @@ _LIKINGS = _likings()
 
 
 def _hard(question: Question) -> float:
-    """Return the factor by which a question's hardness multiplies the share of errors; 1 at medium
-    hardness.
+    """Return the factor by which a question's hardness multiplies the share of errors. It is 1 for
+    medium hardness.
     """
     return (question.hardness + 0.5) / (MOODS / 2)
 
@@ -802,7 +803,7 @@ def _key(state: ReadingState) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """The skill with which a toy model answers questions about steps and solutions.
+    """The skill of a toy model in questions about steps and solutions.
 
     `judge` is the probability of a correct reply if `atts.pipelines` asks for a verdict or a rating
     of the last step. The other fields are for prompts with numbered solutions.
@@ -856,8 +857,8 @@ _COMPARES = "Correct: 1"
 _JUDGES = "Is the last step correct?"
 _ANSWERS = "Answer:"
 _RATES = "I think the quality score is:"
-# number of ids at the end of a prompt in which to look for a question; a question has one token per
-# letter
+# number of ids at the end of a prompt that are searched for a question; a question has one token
+# per letter
 _QUESTION_IDS = 160
 _QUESTION_REPLY = 8  # largest token limit of a request that may be a question about a step
 
@@ -875,9 +876,7 @@ class Writer:
         self._states: Recent[TokenIds, ReadingState] = Recent(memory)
 
     def write(self, request: SampleRequest) -> Completion:
-        """Continue a text; each position uses one random number of the stream that the request's
-        seed defines.
-        """
+        """Continue a text. The request's seed determines one random number for each position."""
         model = self.model
         # If the answer has not begun, the prompt may ask the model to compare or combine solutions.
         if request.ids and request.ids[-1] == _ASSISTANT:
@@ -943,7 +942,7 @@ class Writer:
         return tuple(logprobs)
 
     def begin(self, request: SampleRequest, suffix: TokenIds) -> Beginning:
-        """Return the beginning of the request's answer, up to and including the first token that
+        """Return the beginning of the answer to a request. It ends with the first token that
         differs from the suffix.
         """
         whole = self.write(replace(request, max_tokens=min(request.max_tokens, len(suffix) + 1)))
@@ -978,9 +977,9 @@ class PrefixMemory:
         self._seen: Recent[str, TokenIds] = Recent(rollouts)
 
     def cached(self, rollout: str, ids: TokenIds) -> int:
-        """Return the number of ids at the start that are cached.
+        """Return the number of cached ids at the start of `ids`.
 
-        The last id never counts as cached, because its computation gives the next distribution.
+        The last id is never cached, because the model must compute the distribution after it.
         """
         seen = self._seen.get(rollout, ())
         limit = min(len(seen), len(ids) - 1)

@@ -42,7 +42,7 @@ from atts.sampling import Seed
 
 
 async def _nothing_to_prepare(answers: Sequence[str | None]) -> None:
-    """Do nothing, which suits answers that can be grouped without waiting."""
+    """Do nothing, because these answers can be grouped without preparation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,12 @@ class NullListener:
 
 
 class RunLength:
-    """The expected share of a run's decisions that are left; this base class is for a run of
-    unknown size.
-    """
+    """An estimate of how much of a run is left. This base class is for a run of unknown size."""
 
     @property
     def share(self) -> float | None:
-        """Return the expected share of the run's decisions that are left, including the next one;
-        None if it is not known.
+        """Return the expected share of the run's decisions that are not taken yet, 0 to 1. The next
+        decision is included. Return None if the share is not known.
         """
         return None
 
@@ -112,14 +110,14 @@ class Planner(Protocol):
     """
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the plan after a vote; `share` is the share of votes for the leading answer,
-        `answers` the number of different answers.
+        """Return the plan after a vote. `share` is the share of votes for the leading answer, and
+        `answers` is the number of different answers.
         """
         ...
 
 
 class SplitPlanner:
-    """A planner that learns nothing: every vote that is not unanimous counts as split."""
+    """A planner that learns nothing. It treats every vote that is not unanimous as split."""
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
         """Return the plan; "auto" means that the target selects an answer."""
@@ -129,21 +127,21 @@ class SplitPlanner:
 
 
 class RolloutEngine(Engine, Protocol):
-    """An engine for one rollout, with limits, timeouts, checks, retries and, if there is one, a
-    record of earlier calls.
+    """An engine for one rollout. It adds limits, timeouts, checks and retries, and can return
+    results that an earlier session recorded.
     """
 
     has_recorded_calls: bool  # whether an earlier session recorded calls of this problem
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
-        """Return the result that an earlier session recorded for a call; the call can still use the
-        record.
+        """Return the result that an earlier session recorded for a call. The record stays available
+        for the call itself.
         """
         ...
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return the number of tokens that an earlier session requested at this point, but at most
-        `request.max_tokens`; 0 if the earlier session made no such request.
+        """Return the number of tokens that an earlier session requested at this point, or
+        `request.max_tokens` if that is less. Return 0 if no earlier session made this request.
         """
         ...
 
@@ -166,7 +164,7 @@ class Context:
     bind: EngineBinder  # `atts.run.EngineCalls` implements this protocol
     seed: int = 0
     listener: RolloutListener = NullListener()
-    # roles whose log-probabilities are used; see `needed_logprobs`
+    # roles ("draft", "target") whose log-probabilities are used; see `needed_logprobs`
     logprobs: frozenset[Role] = frozenset({"draft", "target"})
     left: RunLength = field(default_factory=RunLength)
     # chooses how many tokens to draft under method exact
@@ -174,38 +172,41 @@ class Context:
     planner: Planner = field(default_factory=SplitPlanner)
     # chooses which model writes the chunks under method exact
     writers: WriterChoice = field(default_factory=WriterChoice)
-    # for score.kind learned: returns a chunk's score from its features (see `judge_features`)
+    # returns the score of a chunk from its features (see `judge_features`); used if score.kind is
+    # learned
     judge: Callable[[Sequence[float]], float] | None = None
 
 
-# While a text is shorter than this many characters, all of it is searched for an answer after every
-# chunk; of a longer text only the end is searched.
+# Texts below this number of characters are searched completely for an answer after every chunk. In
+# longer texts, only the end is searched.
 _READ_WHOLE = 1_200
-# If no gate judges chunks, the target writes this many tokens in one request. A cancellation then
-# interrupts the request, and the text is searched for an answer after the request.
+# Number of tokens per request if the target writes without a gate. The text is searched for an
+# answer after each request.
 _LONG_PIECE = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A chunk that the drafter wrote, with all that is known about it before the gate decides."""
+    """A chunk that the drafter wrote, with the data that the gate may use."""
 
     chunk: Chunk
-    position: int  # position after the chunk in the tree of texts (see `Siblings`)
+    position: int  # tree node that the chunk leads to (see `Siblings`)
     answer: str | None
     score: float | None = None
-    flaw: str = ""  # why the score that the gate requested is missing
-    # index of the first token that the target rejects; 0 if the index is unknown or not needed
+    flaw: str = ""  # the reason why the requested score is missing; empty if it is not missing
+    # index of the first token that the target rejects; 0 if unknown or not needed
     first_rejected: int = 0
     score_reused: bool = False  # whether the score comes from an equal chunk of a sibling
-    # beginning of the target's own version of the chunk, which the target drew while it scored the
-    # draft's; no gate reads it
+    # the beginning of a replacement, which the target drew while it scored the chunk; gates do not
+    # use it
     beginning: Beginning | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KnownScore:
-    """The target's score of a chunk, which is also valid for an equal chunk after an equal text."""
+    """The target's score of a chunk. A sibling can reuse the score for an equal chunk after an
+    equal text.
+    """
 
     score: float
     first_rejected: int
@@ -215,17 +216,16 @@ class Siblings:
     """The rollouts of one problem, keyed by sample number; each builder updates the entry of its
     rollout.
 
-    The texts of all rollouts form a tree: equal chunks after equal beginnings lead to the same
-    position, whichever rollout they belong to.
+    The texts of all rollouts form a tree: rollouts that begin with the same chunks share a path.
     """
 
     def __init__(self, group: Grouper) -> None:
         self._group = group
         self.rollouts: dict[int, Rollout] = {}
         self._positions: dict[tuple[int, TokenIds], int] = {}
-        # scores of chunks, keyed by the position in the tree after the chunk
+        # scores of chunks, keyed by the tree node that the chunk leads to
         self.scores: dict[int, KnownScore] = {}
-        # futures of scores that were requested, keyed by position in the tree
+        # futures of requested scores, keyed by the same tree nodes
         self.pending_scores: dict[int, Arrival] = {}
 
     def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
@@ -247,8 +247,8 @@ class Siblings:
         return len(others), share, answer is not None and labels[-1] == lead
 
     def position(self, chunks: Iterable[Chunk], start: int = 0) -> int:
-        """Return the position in the tree after these chunks, starting from position `start`; 0 is
-        the prompt.
+        """Return the tree node that these chunks lead to from the node `start`. Node 0 is the
+        prompt.
         """
         for chunk in chunks:
             start = self._positions.setdefault((start, chunk.target_ids), len(self._positions) + 1)
@@ -256,14 +256,14 @@ class Siblings:
 
 
 def rollout_name(problem: str, sample: int) -> str:
-    """Return the name of a rollout in its requests, by which engines find the rollout's cache."""
+    """Return the name of a rollout for its requests. Engines find the cached prefix of a rollout by
+    this name.
+    """
     return f"{problem}/{sample}"
 
 
 class RolloutBuilder:
-    """A rollout under construction; every engine call is a node of the task graph, and every turn
-    makes a new immutable `Rollout`.
-    """
+    """A rollout under construction. Every turn makes a new immutable `Rollout`."""
 
     def __init__(
         self,
@@ -291,7 +291,8 @@ class RolloutBuilder:
         self.needs_first_rejected = policy.takeover == "repair" and is_comparable
         # whether the target draws a replacement while it scores
         reads_chunks = self.score_source in ("log-probabilities", "judge")
-        # If the target writes the whole rollout again, it needs no replacement of a single chunk.
+        # If an escalation makes the target write the whole rollout again, no chunk needs a
+        # replacement.
         is_scoring = policy.takeover == "replace" and policy.escalates != "rollout" and reads_chunks
         self.draws = is_scoring and "draw" in target.capabilities
         self._bounds = policy.bounds()
@@ -308,19 +309,20 @@ class RolloutBuilder:
         self.rollout = Rollout(problem.id, scope.sample, prompt)
         siblings.rollouts[scope.sample] = self.rollout
         self.turn = 0  # the index of the current turn
-        # whether the target writes the text again from the prompt in the next turn
+        # whether the next turn begins the text again from the prompt, written by the target
         self._is_restarting = False
         self.text = ""
-        self.position = 0  # the current position in the tree of the siblings' texts
+        self.position = 0  # the current node in the tree of the siblings' texts
         self._ids: dict[Role, TokenIds] = {"draft": prompt.draft_ids, "target": prompt.target_ids}
         self._room = self.room_left()
-        # whether the thinking budget still applies; it applies until the think block is closed
+        # whether the thinking budget still applies: True until the think block is closed
         self._is_thinking = policy.thinking_tokens is not None
 
-        # `usage` includes the cost of the current turn; the rollout gets this cost at the end of
-        # the turn
+        # cost of the rollout, including the current turn; `rollout.usage` is updated at the end of
+        # each turn
         self.usage = Usage()
-        # number of written tokens that no turn has accepted or discarded yet
+        # number of tokens that were written in the current turn, and neither accepted nor discarded
+        # yet
         self._unassigned = 0
         # the next chunk, if it was written while the previous chunk was judged
         self._ahead: Chunk | None = None
@@ -329,8 +331,9 @@ class RolloutBuilder:
         self.budget_forcings_left = policy.budget_forcing
         # the answer that was found before the last inserted "wait"
         self._earlier_answer: str | None = None
-        self._searched_to = 0  # no answer begins before this character of the text
-        # the text that was searched last, with the answer found in it
+        # index of a character of the text; no answer begins before this character
+        self._searched_to = 0
+        # the text that was searched last, and the answer found in this text
         self._last_search: tuple[str, str | None] = ("", None)
 
     async def propose(self) -> Proposal:
@@ -343,8 +346,8 @@ class RolloutBuilder:
         return Proposal(chunk, position, self._find_answer(self.text + chunk.text, chunk))
 
     async def propose_ahead(self, chunk: Chunk) -> None:
-        """Write the next chunk while `chunk` is not judged yet, with the same prefix, seed and
-        distribution as if it were written later.
+        """Write the next chunk while `chunk` is not judged yet. The text is the same as if it were
+        written later.
 
         A failure is ignored, because the chunk can be written later. If `chunk` is escalated, the
         caller must call `drop_ahead`.
@@ -358,9 +361,9 @@ class RolloutBuilder:
             self._ahead = None
 
     def hand_over(self) -> None:
-        """Let the target write this rollout from here on, without a judge.
+        """Let the target write all following chunks of this rollout.
 
-        No gate judges the following chunks, so the target writes long chunks.
+        No gate judges these chunks, so the target writes long chunks.
         """
         self.policy = replace(self.policy, drafter="target")
         self._bounds = self._bounds._replace(stop=())
@@ -374,7 +377,8 @@ class RolloutBuilder:
         longer part of its text.
         """
         self.hand_over()
-        # The earlier turns do not count: the target may write as many turns as the draft.
+        # The earlier turns do not reduce the limit: the target may write as many turns as the
+        # draft.
         self._bounds = self._bounds._replace(turns=self.turn + self._bounds.turns)
         self._is_restarting = True
         prompt = self.rollout.prompt
@@ -414,9 +418,9 @@ class RolloutBuilder:
     async def replace(self, proposal: Proposal) -> Chunk:
         """Let the target write a chunk that replaces the proposed chunk.
 
-        If the target drew the beginning of its chunk during scoring, only the rest is requested.
-        The proposed chunk is also a hint, which may make a speculating target faster without
-        changing its text.
+        If the target drew the beginning of the replacement during scoring, only the remaining
+        tokens are requested. The proposed chunk is also a hint, which may make a speculating target
+        faster without changing its text.
         """
         request = replace(self.request("target"), hint=proposal.chunk.target_ids)
         beginning = proposal.beginning
@@ -537,9 +541,7 @@ class RolloutBuilder:
         self.context.listener.turned(rollout, turn)
 
     def _ending(self, last: Turn) -> tuple[Finish | None, str | None, str]:
-        """Return how the rollout ends after its last turn (None if it continues), its answer, and a
-        remark.
-        """
+        """Return why the rollout ends (None if it continues), its answer, and a remark."""
         answer = self._find_answer(self.text, last.chunks[-1] if last.chunks else None)
         if answer is not None:
             return "answer", answer, ""
@@ -561,8 +563,8 @@ class RolloutBuilder:
         return None, None, ""
 
     def _find_answer(self, text: str, last: Chunk | None) -> str | None:
-        """Return the answer in a text that ends with the chunk `last`; a box that is not closed
-        does not count.
+        """Return the answer in a text that ends with the chunk `last`. An answer box that is not
+        closed is ignored.
         """
         unread = text[self._searched_to :]
         # the text with this chunk was already searched when the chunk was proposed
@@ -570,15 +572,15 @@ class RolloutBuilder:
             extract = self.context.answers.extract
             answer = extract(unread)
             if answer is not None and last is not None and last.ended == "length":
-                # "The answer is 1" may continue as "12", so an answer does not count if one more
-                # digit would change it.
+                # "The answer is 1" may continue as "12", so an answer is ignored if one more digit
+                # would change it.
                 if extract(unread + "0") != answer:
                     answer = None
             self._last_search = (unread, answer)
         return self._last_search[1]
 
     def _repeats(self) -> bool:
-        """Return whether the last chunks, not counting empty chunks, are all equal."""
+        """Return True if the last chunks are all equal. Empty chunks are ignored."""
         last: list[str] = []
         for chunk in reversed(self.rollout.chunks):
             if chunk.text.strip():
@@ -615,7 +617,7 @@ class RolloutBuilder:
         is no room for the text and one more token, the rollout continues to its limit.
         """
         self._is_thinking = False
-        self.budget_forcings_left = 0  # inserting "wait" would only extend the thinking
+        self.budget_forcings_left = 0  # do not insert "wait", because it would extend the thinking
         before = self.target.tokenizer.decode(self.rollout.prompt.target_ids) + self.text
         text = self.policy.thinking_end
         if before.rfind(THINK) <= before.rfind(THINK_END):
@@ -662,8 +664,8 @@ class RolloutBuilder:
         return ids
 
     def room_left(self, pending: Sequence[Chunk] = ()) -> int:
-        """Return how many more tokens this rollout may get after the `pending` chunks, within its
-        limit and the contexts of both models.
+        """Return the number of tokens that this rollout may still get after the `pending` chunks.
+        The rollout's limit and the contexts of both models restrict this number.
         """
         draft = len(self._ids["draft"])
         target = len(self._ids["target"])
@@ -703,7 +705,7 @@ class RolloutBuilder:
         return self.draft if role == "draft" else self.target
 
     def spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
-        """Count the tokens of a completion, which do not belong to a turn yet."""
+        """Add the tokens of a completion to the cost of the current turn."""
         new = len(completion.ids)
         read = max(0, len(request.ids) - completion.cached_tokens)
         self._unassigned += new
@@ -753,7 +755,8 @@ def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
     messages: list[Message] = []
     system = policy.system
     if problem.kind == "code" and system == Policy().system:
-        system = _PROGRAM  # the usual prompt asks for a LaTeX box, which does not suit a program
+        # the usual prompt asks for an answer in a LaTeX box, but programs are not written in boxes
+        system = _PROGRAM
     if system:
         messages.append(Message("system", system))
     for text, solution in problem.examples:
@@ -766,8 +769,8 @@ def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
 def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine) -> Chunk:
     """Return the completion without its end token as a chunk, with the token ids of both models.
 
-    If the tokenizers differ, a character that is cut within its bytes cannot be converted, so the
-    tokens of these bytes are dropped.
+    If the tokenizers differ, an incomplete character at the end cannot be converted, so its tokens
+    are dropped.
     """
     writer, reader = (draft, target) if author == "draft" else (target, draft)
     ids = completion.ids
@@ -825,8 +828,7 @@ def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:
 def first_tokens(chunk: Chunk, tokens: int, engine: Engine) -> Chunk | None:
     """Return the first `count` tokens of a chunk as a new chunk; None if no tokens remain.
 
-    The new chunk has fewer tokens if a character would be cut. It has no log-probabilities, because
-    its tokens were already counted with the whole chunk.
+    The new chunk has fewer tokens if a character would be cut. It has no log-probabilities.
     """
     ids, text = _whole_characters(chunk.target_ids[:tokens], engine)
     if not ids or not chunk.text.startswith(text):

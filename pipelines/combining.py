@@ -1,4 +1,6 @@
-"""Selection and synthesis: if votes split, the target compares or rewrites the leading answers."""
+"""Selection and synthesis: if the rollouts of a problem disagree, the target compares or rewrites
+the most frequent answers.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +38,23 @@ if TYPE_CHECKING:
     from atts.journal import FinishedProblem
 
 COVERED = 0.9
-"""At least this share of the problems that a comparison could win must count as split."""
+"""Share of the problems that a comparison could correct, 0 to 1. At least this share must be
+treated as split.
+"""
 PROVEN = 10.0
-"""From these odds that the selector helps, `auto` lets the selector overrule votes."""
+"""Odds that the selector helps. At these odds or higher, `auto` lets the selector overrule votes.
+"""
 REFUTED = 0.2
-"""At these odds (or lower) that the selector helps, `auto` stops asking the selector."""
+"""Odds that the selector helps. At these odds or lower, `auto` stops asking the selector."""
 _TRIALS = 3  # number of attempts to shorten solutions until they fit into the context
 _END_OF_THOUGHT = "</think>"
 
 
 def odds(better: int, worse: int) -> float:
-    """Return the odds that better cases are more likely than worse cases, compared with a fair
-    coin.
+    """Return the odds that an improvement is more likely than a deterioration, compared with a fair
+    coin. `better` and `worse` are the numbers of improved and deteriorated cases.
 
-    The probability of a better case has a uniform prior on (1/2, 1). For a fair coin the odds ever
+    The probability of an improvement has a uniform prior on (1/2, 1). For a fair coin the odds ever
     exceed 10 during a run with probability at most 1/10, because they are a martingale (Ville's
     inequality).
 
@@ -69,17 +74,18 @@ class Combiner:
     """
 
     def __init__(self) -> None:
-        # shares of votes for the leading answer, in problems whose vote was wrong although another
-        # finalist was correct
+        # Shares of votes for the leading answer, one per problem whose vote was wrong although
+        # another of the most frequent answers was correct.
         self._winnable: list[float] = []
-        # shares of votes for the leading answer, in votes of half the rollouts whose leader lost
-        # the vote of all rollouts
+        # Shares of votes for the leading answer when only half the rollouts vote. Stored only if
+        # the vote of all rollouts has another winner.
         self._overruled: list[float] = []
         # number of graded problems in which the target's choice was correct and the vote wrong
         self.better = 0
         # number of graded problems in which the target's choice was wrong and the vote correct
         self.worse = 0
-        self.consistent = 0  # number of pairs with the same verdict in both orders
+        # number of pairs of answers with the same verdict in both presentation orders
+        self.consistent = 0
         self.inconsistent = 0
         self._is_graded = False
 
@@ -107,11 +113,11 @@ class Combiner:
         """Return the threshold: a vote counts as split if its leading answer has at most this
         share.
 
-        The threshold is the conformal quantile of the leader's shares in problems whose vote was
-        wrong although another finalist was correct. With probability 0.9 it is at least the share
-        in the next such problem. With fewer than nine such problems, the shares come from votes of
-        half the rollouts that the vote of all rollouts overruled. If these are too few as well,
-        every vote that is not unanimous counts as split.
+        The threshold is learned from problems whose vote was wrong although another finalist (one
+        of the most frequent answers) was correct. It is a conformal quantile of the leaders'
+        shares: the next such problem counts as split with probability 0.9. With fewer than nine
+        such problems, the shares come from votes of half the rollouts that the vote of all rollouts
+        overruled. If these are too few as well, every vote that is not unanimous counts as split.
         """
         for shares in (self._winnable, self._overruled):
             rank = math.ceil((len(shares) + 1) * COVERED)
@@ -179,7 +185,7 @@ async def combined(
     )
     if plan.action != "vote":
         asked = _Question(outcome, count.answers[: policy.finalists], policy, context)
-        # The combination has a position in the queue, limits and retries like one more rollout.
+        # The combination is queued, limited and retried like an additional rollout.
         number = range(policy.samples, policy.samples + 1)
         (result,) = await scope.rollouts(asked.select_or_write, number)
         found = replace(found, finalists=asked.answers, usage=asked.usage)
@@ -202,8 +208,8 @@ async def combined(
 def _halves(
     rollouts: Sequence[Rollout], winner: str, policy: Policy, group: Grouper
 ) -> tuple[tuple[float, bool], ...]:
-    """Return one pair for the vote of the even rollouts and one for the odd rollouts: the leader's
-    share, and whether the leader wins the vote of all rollouts.
+    """Let the even and the odd rollouts vote separately. For each vote, return the leader's share,
+    and whether the leader also wins the vote of all rollouts.
     """
     halves: list[tuple[float, bool]] = []
     for parity in (0, 1):
@@ -268,8 +274,8 @@ class RecordedRollouts:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The choice of the target (None without a choice), and how often its verdicts agreed in both
-    orders.
+    """The answer that the target chose (None if it chose none), and how often its verdicts agreed
+    in both presentation orders.
     """
 
     chosen: str | None
@@ -278,7 +284,9 @@ class _Verdict:
 
 
 class _Question:
-    """The questions to the target about the finalists of one problem."""
+    """The questions to the target about one problem: which of the finalists (the most frequent
+    answers) is correct.
+    """
 
     def __init__(
         self, outcome: Outcome, answers: tuple[str, ...], policy: Policy, context: Context
@@ -304,7 +312,8 @@ class _Question:
         return await self._select(target)
 
     async def _select(self, target: RolloutEngine) -> _Verdict:
-        """Compare every pair of finalists in both orders; each verdict gives one point.
+        """Compare every pair of finalists in both presentation orders. Each verdict gives one point
+        to the answer that the target calls correct.
 
         The finalist with the most points wins, and the vote breaks ties. So another finalist must
         win against the leader in both orders.
@@ -343,7 +352,7 @@ class _Question:
         return order[others.index(label)] if others.count(label) == 1 else None
 
     async def _write(self, target: RolloutEngine) -> _Verdict:
-        """Let the target write a new solution from the finalists, once in each order.
+        """Let the target write a new solution from the finalists, once for each presentation order.
 
         The synthesis counts only if both new solutions have the same answer.
         """
@@ -361,8 +370,8 @@ class _Question:
         labels = classes([first, second, *self.answers], self._context.answers.group)
         if labels[0] != labels[1]:
             return _Verdict(None, 1, 0)
-        # use the spelling of the finalist that is equal, so that the answer gets the verdict of the
-        # finalist
+        # use the spelling of the finalist that equals the new answer, so that both get the same
+        # verdict from a grader
         spelt = [answer for answer, label in zip(self.answers, labels[2:], strict=True)
                  if label == labels[0]]  # fmt: skip
         return _Verdict(spelt[0] if spelt else first, 1, 1)
@@ -376,8 +385,8 @@ class _Question:
     async def _ask(
         self, target: RolloutEngine, prompt: str, order: Sequence[int], turn: int
     ) -> Completion | None:
-        """Ask the target one question; return None if the reply is unusable or the context is too
-        short.
+        """Ask the target a question. Return None if the reply is unusable, or if the question does
+        not fit into the context.
         """
         policy = self._policy
         context = self._context
@@ -497,8 +506,8 @@ class CombineSummary:
     """The effect and the cost of selection or synthesis in a run, and the largest possible gain."""
 
     problems: int
-    split: int  # number of problems with a split vote, about which the target was asked
-    # number of these problems that kept the vote, because they were trials of the selector
+    split: int  # number of problems with a split vote, for which the target was asked
+    # number of these problems that only tested the selector and kept the answer of the vote
     trials: int
     changed: int  # number of problems in which the target's choice replaced the answer of the vote
     gained: int  # number of changed answers that are correct although the vote is wrong
@@ -506,12 +515,14 @@ class CombineSummary:
     pairs: int
     consistent: int
     winnable: int  # number of graded problems with a split and wrong vote but a correct rollout
-    gain: Estimate  # gain in accuracy over the vote on graded problems, with its interval
-    ceiling: float  # gain if a correct answer were chosen whenever a rollout has one
+    # gain in accuracy over the vote on graded problems (a share, -1 to 1), with its interval
+    gain: Estimate
+    # the largest possible gain: a correct answer is chosen whenever a rollout has one
+    ceiling: float
     below: float  # final threshold: votes count as split if the leader's share is at most this
     actions: tuple[str, ...]
     usage: Usage
-    unusable: int = 0  # number of problems about which the target could not be asked
+    unusable: int = 0  # number of problems whose question to the target failed
 
     def __str__(self) -> str:
         """Return the summary as a sentence."""

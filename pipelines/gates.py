@@ -1,4 +1,4 @@
-"""Gates, which decide whether to escalate a chunk, from numbers alone and without waiting."""
+"""Gates: rules that decide whether to escalate a chunk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GateReads = Literal["score", "nothing"]
 
 
 class Gate(Protocol):
-    """A rule that accepts or escalates a chunk from numbers alone.
+    """A rule that decides whether to accept or to escalate a chunk.
 
     `preview` is called before the target scores, `decide` after it, and `observe` last. A preview
     of "verify" requests the score; "accept" and "escalate" skip the score. `observe` receives the
@@ -49,8 +49,8 @@ class Gate(Protocol):
 
 @runtime_checkable
 class RoundGate(Protocol):
-    """A synchronous gate, which ranks all siblings of a round, so each round waits for all
-    siblings.
+    """A synchronous gate, which ranks the chunks of all siblings in a round. It can decide only
+    when all these chunks are written.
     """
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
@@ -100,8 +100,8 @@ class CalibratorProtocol(Protocol):
 class ConformalGate:
     """A gate that decides by the rank of a chunk's score among stored scores.
 
-    Scores reach the calibrator in the order in which they were requested, because short chunks
-    arrive first. `preview` numbers the requests.
+    The calibrator gets the scores in the order of requests, because short chunks arrive first.
+    `preview` numbers the requests.
     """
 
     reads: ClassVar[GateReads] = "score"
@@ -111,7 +111,9 @@ class ConformalGate:
         self._issued = 0
 
     def continue_with(self, calibrator: CalibratorProtocol, issued: int) -> None:
-        """Continue with the calibrator of an earlier session, which requested this many scores."""
+        """Continue with the calibrator of an earlier session, in which `issued` scores were
+        requested.
+        """
         self.calibrator = calibrator
         self._issued = issued
 
@@ -137,8 +139,8 @@ class ConformalGate:
         )
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Report the decision to the calibrator; a forced escalation without a score counts only
-        for the rate.
+        """Report the decision to the calibrator. An escalation without a score changes only the
+        realised rate, not the stored scores.
         """
         # decisions that an earlier session recorded already have the number of their request
         if decision.issue is not None:
@@ -161,7 +163,7 @@ class NonLearningGate(ABC):
         """Request a score for every chunk."""
         return features.decision("verify", why="every chunk is scored")
 
-    # a subclass that requests scores must override this, because "verify" is not a final decision
+    # a subclass whose `preview` returns "verify" must override `decide`
     @abstractmethod
     def decide(self, features: Features, score: float) -> Decision:
         """Return "accept" or "escalate" for a chunk with this score."""
@@ -210,8 +212,8 @@ class CoinGate(NonLearningGate):
 class TrialGate(NonLearningGate):
     """A gate that tosses a seeded coin for each chunk, after the chunk was scored.
 
-    Only chance decides, so escalated and accepted chunks differ only in the takeover. The scores
-    are recorded so that their relation to the effect of a takeover can be learned.
+    The decision is random, so a difference between escalated and accepted chunks is caused by the
+    escalation. The scores are recorded, so that a judge can learn which scores predict a gain.
     """
 
     rate: float
@@ -282,8 +284,8 @@ class StaticRankGate(NonLearningGate):
         return cls({name: tuple(sorted(pool)) for name, pool in pools.items()}, 1 - rate)
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide by the rank as published: ties do not count as below, and nothing is added to c or
-        N.
+        """Decide by the published rank c/N. Equal scores are not counted as below, and the rank is
+        not smoothed.
 
         As published, a chunk of a question without stored scores is accepted.
         """
@@ -314,7 +316,7 @@ CUES = (
 class CueGate(NonLearningGate):
     """The gate of Speculative Thinking: escalate a chunk if its text contains a cue such as "wait"."""
 
-    reads: ClassVar[GateReads] = "nothing"  # it reads no numbers, only the text
+    reads: ClassVar[GateReads] = "nothing"  # the gate uses only the text of a chunk
     needs_text: ClassVar[bool] = True
     cues: tuple[str, ...] = CUES
 
@@ -333,11 +335,11 @@ class CueGate(NonLearningGate):
 
 @dataclass(frozen=True, slots=True)
 class TopGate:
-    """The synchronous gate, which sorts each round and escalates the worst share `rate` of its
-    members.
+    """The synchronous gate, which escalates the share `rate` of the chunks in a round: those with
+    the worst scores.
 
-    The rounding error of a round is carried over to the question's next round. Sorting needs the
-    scores of all chunks of the round, so the rollouts wait at a barrier.
+    The rounding error of a round is carried over to the question's next round. All rollouts wait
+    until every chunk of the round has its score.
     """
 
     reads: ClassVar[GateReads] = "score"
@@ -377,8 +379,7 @@ Meanwhile = Literal["accept", "escalate"]
 
 @dataclass(frozen=True, slots=True)
 class CappedGate:
-    """A gate with a hard cap: each escalation needs a slot, so the cap is kept in any order of
-    completion.
+    """A gate that limits the number of escalations, because each escalation needs a slot.
 
     `take` reserves a slot, and returns False if no slot is left. The inner gate observes the action
     that was carried out.
@@ -410,7 +411,7 @@ class CappedGate:
         return decision
 
 
-_SIBLINGS = 3  # the agreement counts once this many siblings have an answer
+_SIBLINGS = 3  # smallest number of siblings with an answer for which their agreement is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,7 +544,7 @@ class WarmingGate:
 
 @runtime_checkable
 class GuaranteedGate(Protocol):
-    """A gate with a guarantee; the manifest and the report of a run contain its text."""
+    """A gate with a guarantee, whose text is stored in the manifest and printed in the report."""
 
     @property
     def promise(self) -> tuple[str, str]:

@@ -1,6 +1,4 @@
-"""Judge a chunk: collect its features for the gate, get the target's score, and let the gate
-decide.
-"""
+"""Judge chunks: request the score from the target, and let the gate decide."""
 
 from __future__ import annotations
 
@@ -39,8 +37,7 @@ from atts.sampling import Seed
 
 Round = Mapping[int, tuple[Features, float]]
 
-# The decision "verify" is refused after scoring, because any decision other than "escalate" would
-# accept the chunk.
+# After scoring, the decision "verify" is an error. Without this check the chunk would be accepted.
 NOT_FINAL = (
     "the gate decided 'verify' on a chunk that already has a score; the gate's methods decide and "
     "decide_round must return 'accept' or 'escalate'"
@@ -178,10 +175,9 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
     """Return the proposal with the score of an equal chunk after an equal beginning, or ask the
     target.
 
-    If a sibling already waits for this score, it is faster to wait for the same reply than to ask.
-    If the call of the sibling fails and is retried, waiting is no longer faster, so one of the
-    waiting rollouts asks the target itself. The rollout that asked in an earlier session asks
-    again, and gets the recorded score.
+    If a sibling has already requested this score, the rollout waits for the same reply. If that
+    call fails, one of the waiting rollouts asks the target itself. The rollout that asked in an
+    earlier session asks again, and gets the recorded score.
     """
     if builder.score_source != "log-probabilities":
         return await score_by_target(builder, proposal)
@@ -385,8 +381,7 @@ async def _ask_in_text(
 ) -> Proposal:
     """Return the proposal with a score from short replies, for a target without log-probabilities.
 
-    The replies are draws from the target's distribution, so the share of replies with a word
-    estimates the probability of the word.
+    The share of replies that contain a word estimates the probability of the word.
     """
     target = builder.target
     rollout = builder.rollout
@@ -423,7 +418,7 @@ async def _ask_in_text(
     ]
     if not any(map(sum, counts)):
         return replace(proposal, flaw="none of the target's replies contains an expected word")
-    # add Jeffreys' prior, because a word may be possible although it is in none of a few replies
+    # add Jeffreys' prior, so that a word that is in no reply does not get probability 0
     answers = [[math.log(count + 0.5) for count in row] for row in counts]
     score = verdict_score(answers) if is_verdict else rating_score(answers)
     return replace(proposal, score=float(f"{score:.5g}"))
@@ -484,8 +479,8 @@ NO = "No"
 
 
 _REPLIES = 4  # number of replies for one score, if the target sends no log-probabilities
-_REPLY_TOKENS = 4  # room for a space or line break before the word
-_CONTINUED = 32  # a chunk is compared with this many tokens of the target's continuation
+_REPLY_TOKENS = 4  # number of additional tokens, for a space or line break before the word
+_CONTINUED = 32  # length in tokens of the continuation that is compared with a chunk
 
 
 @dataclass(frozen=True, slots=True)

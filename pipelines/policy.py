@@ -52,8 +52,8 @@ class Chunking:
 
 
 class Bounds(NamedTuple):
-    """The limits of one rollout: most tokens, most turns, most tokens of each model's chunk, and
-    the stop strings.
+    """The limits of one rollout. Its fields are the token limit, the limit on turns, the token
+    limit of each model's chunks, and the stop strings.
     """
 
     max_tokens: int
@@ -65,9 +65,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The lengths that models of one kind need for an answer, which replace the fields of a policy
-    that are None.
-    """
+    """Default lengths for one kind of models. They replace the fields of a policy that are None."""
 
     models: str
     max_tokens: int
@@ -119,11 +117,11 @@ THINKING_END = (
     f"\n\nI have no time left to think, so I answer now.\n{THINK_END}\n\nThe final answer is"
 )
 """The default text that atts inserts into a rollout after its thinking budget is used up."""
-_PROMPT = 512  # number of tokens of the context that are left for the problem
+_PROMPT = 512  # number of tokens of the context that are reserved for the problem
 _LEAST_TURNS = 15
 _STEP_TOKENS = 35  # the assumed length, in tokens, of a chunk that a stop string ends
-# chunks without stop strings are assumed to have this share of the token limit, because draft and
-# target may count tokens differently
+# The assumed length of a chunk without stop strings, as a share of its token limit. It is below 1,
+# because draft and target may count tokens differently.
 _FULL = 0.8
 
 
@@ -134,7 +132,7 @@ class ConfidenceStop:
 
     The confidence of a rollout is its lowest mean log-probability over `window` consecutive tokens.
     A rollout is less confident if its confidence is below the quantile `1 - keep` of the first
-    rollouts' confidences. With so few rollouts this quantile has no guarantee.
+    rollouts' confidences. The number of rollouts is too small for a guarantee.
     """
 
     warmup: Annotated[

@@ -89,7 +89,7 @@ def _earlier_writer(builder: RolloutBuilder) -> Role | None:
     """Return the model that began the chunk in an earlier session; the same model continues the
     chunk.
 
-    No speed is measured for such a chunk, because recorded calls say nothing about speeds.
+    The speed of such a chunk is not measured, because recorded calls take no time.
     """
     request = builder.request("target")
     writers: tuple[Role, ...] = ("target", "draft")
@@ -110,8 +110,7 @@ async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
     """Write the chunk from drafted tokens; the target checks each of them by drawing a token at the
     same position.
 
-    The target decodes no token one by one, unless drafting is given up; then the target finishes
-    the chunk alone.
+    If drafting proves too slow, the target finishes the chunk alone, token by token.
     """
     request = builder.request("target")
     beginning = Beginning()
@@ -313,8 +312,8 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
     if builder.policy.takeover == "repair":
         # only the part of the chunk before the first token that the target rejects stays
         part = first_tokens(chunk, proposal.first_rejected, builder.draft)
-        # The whole chunk fitted into the context, and the part is shorter, so at least one token of
-        # the target fits.
+        # The whole chunk fitted into the context, and this part is shorter. So there is room for at
+        # least one token of the target.
         if part is not None:
             written = await builder.write("target", [part])
             note = f"{part.tokens} of {chunk.tokens} tokens stay"
@@ -333,7 +332,8 @@ class RunningVote:
         self.policy = policy
         self.group = group
         self.ended = 0
-        # why the remaining rollouts cannot change the winner; empty if they can
+        # the reason why the remaining rollouts cannot change the winner; empty if they can change
+        # it
         self._settled = ""
         self._cast: dict[int, Ballot] = {}
 
@@ -375,10 +375,10 @@ class RunningVote:
         return bool(self._settled)
 
     def stop_reason(self) -> str:
-        """Return why the finished rollouts suffice, or "" if another wave is needed.
+        """Return the reason why the finished rollouts suffice, or "" if another wave is needed.
 
-        They suffice if the vote is settled, or if enough of them agree. If whole problems are
-        escalated, the gate judges whether enough agree.
+        They suffice if no remaining vote can change the winner, or if enough rollouts agree. If
+        whole problems are escalated, the gate decides whether enough rollouts agree.
         """
         if self.policy.escalates == "problem":
             return self._settled
@@ -392,8 +392,8 @@ class RunningVote:
 def judge_problem(problem: Problem, vote: RunningVote, context: Context) -> str:
     """Let the gate accept or escalate a problem whose draft rollouts have ended.
 
-    Return why the draft's rollouts suffice, or "" if rollouts of the target are needed. The gate
-    gets one score for the whole problem, as it would for a chunk; higher is worse.
+    Return the reason why the draft's rollouts suffice, or "" if rollouts of the target are needed.
+    The gate gets a single score for the whole problem; higher is worse.
 
     :raises UsageError: if the gate ranks rounds of siblings.
     """
@@ -462,8 +462,8 @@ def conclude(
 
 
 def _concluded(problem: Problem, prompt: Prompt, result: RolloutResult[Rollout]) -> Rollout:
-    """Return a rollout with the reason why it ended; it may have failed, been cancelled or never
-    started.
+    """Return a rollout with the reason why it ended. The rollout may be finished, failed, cancelled
+    or never started.
     """
     rollout = result.value or Rollout(problem.id, result.sample, prompt)
     if rollout.finish is not None:

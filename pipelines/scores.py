@@ -67,8 +67,7 @@ _UNITS: Mapping[ScoreKind, str] = {
     "prm": "nats",
     "verdict": "nats",
 }
-"""The unit of the logarithm of a score, by kind; other kinds of scores are shown without a
-logarithm.
+"""The unit of the logarithm of a score, by kind. Scores of other kinds are not shown as logarithms.
 """
 
 
@@ -204,8 +203,8 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
         if not logprobs:
             return math.nan
     if isinstance(rule, ScoreRule) and rule.kind == "speculative":
-        # the author may have one more log-probability than the target, for an end token, but never
-        # one less
+        # the author may have one additional log-probability, for the end token, but never fewer
+        # than the target
         if len(chunk.logprobs) < len(logprobs):
             return math.nan
         pairs = zip(logprobs, chunk.logprobs, strict=False)
@@ -275,7 +274,7 @@ def judge_features(
     if not target or len(draft) < len(target):
         return (math.nan,) * len(JUDGE_FEATURES)
     pairs = list(zip(target, draft, strict=False))
-    # limited, because an impossible token would outweigh all other tokens
+    # limited, because a token with probability 0 would dominate the sum
     least = -30.0
     given = [max(least, value) for value in target]
     own = [max(least, value) for _, value in pairs]

@@ -6,24 +6,29 @@ from dataclasses import dataclass, field
 
 from atts.core import Role
 
-_UNKNOWN = 8  # number of tokens to draft before a score, while few drafts were tested
-_CHUNKS = 8  # least number of chunks in a stretch, or half the chunks in flight if that is more
+_UNKNOWN = 8  # number of tokens to draft before a scoring call, until enough drafts were tested
+# smallest number of consecutive chunks in a stretch; half the chunks in flight if that is more
+_CHUNKS = 8
 # the draft writes if it gives at least this many times the tokens per second of the target
 _GAIN = 1.05
-# While the draft is the faster writer, the target gets no stretch if its last chunk took at least
-# this many times the draft's time per token.
+# While the draft is the faster writer, the target is not tried for a stretch if it is much slower.
+# This factor between their times per token counts as much slower.
 _SLOWER = 1.5
 # If the draft's chunk took at most this share of the target's time per token, a stretch of the
 # draft is tried at once, even with many chunks in flight. If it took more, the stretch waits until
 # the run may lose the time of `_UNSURE` chunks.
 _SURE = 0.4
 _UNSURE = 1.5
-_AFTER_LOSS = 16  # number of stretches before the next try, after a try that was slower
-_LONGEST = 64  # largest number of stretches between two tries of the slower writer
-# drafting stops when it has lost the first share of the run's time, and may start again when the
-# loss is below the second share
+# number of stretches by the faster writer after the first unsuccessful try of the slower writer
+_AFTER_LOSS = 16
+# largest number of stretches by the faster writer between two tries of the slower writer
+_LONGEST = 64
+# Shares of the run's time that drafting has lost. Drafting stops above the first share, and may
+# start again below the second share.
 _MOST_LOST = 0.02, 0.012
-_GRACE = 0.25  # a try may always lose this share of the mean time of a chunk of the target
+# a try of the draft is always allowed if it loses at most this share of the target's mean time per
+# chunk
+_GRACE = 0.25
 _FORGETTING = 0.8  # weight of the old value when the mean time of the target's chunks is updated
 
 
@@ -36,7 +41,7 @@ class DraftLength:
     not the text.
     """
 
-    # number of drafted tokens that were tested, because all tokens before them were accepted
+    # number of drafted tokens that were tested; tokens after a rejected token are not tested
     tested: int = 0
     accepted: int = 0
     drafted: int = 0
@@ -47,8 +52,7 @@ class DraftLength:
     def length(self, most: int) -> int:
         """Return the number of tokens to draft that gives the most target tokens per second.
 
-        The number is small while little is known, because a draft that the target rejects at its
-        first token only costs time.
+        The number is small in the beginning, because drafts that the target rejects cost time.
 
         >>> DraftLength(1000, 980, 1000, 1.0, 30, 0.6).length(64)
         36
@@ -80,14 +84,15 @@ class BegunChunk:
 
 @dataclass(slots=True)
 class WriterChoice:
-    """The choice of who writes the next chunks under method exact: the target alone, or the draft
-    with checks.
+    """The choice of the writer under method exact: the target alone, or the draft with checks by
+    the target.
 
     The text is the same for both writers, so the choice depends only on the tokens per second of
     all rollouts together. The target writes first, so that its speed is known. Then the draft
-    writes one chunk. The draft writes a stretch (a number of chunks) if its chunk was much faster,
-    or once the run is long enough to afford a slow stretch. If the stretch gave more tokens per
-    second, the draft continues. From time to time the slower writer gets another try.
+    writes one chunk. The draft writes a stretch (several consecutive chunks) if its first chunk was
+    much faster. If not, it writes a stretch once the run is so long that a slow stretch matters
+    little. If the stretch gave more tokens per second, the draft continues. From time to time the
+    slower writer gets another try.
 
     The time lost by a try, compared with the target's speed, is known after each score. If tries
     have lost 2 % of the run's time (early in a run: a quarter of a chunk's time), the target
@@ -108,12 +113,13 @@ class WriterChoice:
     busy: float = 0.0  # seconds of the stretch in which a chunk was in flight
     now: float = 0.0
     elapsed: float = 0.0  # seconds of the run in which a chunk was in flight
-    lost: float = 0.0  # seconds that finished tries of the draft have lost
+    lost: float = 0.0  # seconds lost by finished tries of the draft
     tried_since: float | None = None  # start time of the draft's current try
     tried_busy: float = 0.0
     tried_tokens: float = 0.0
-    stay: int = 1  # stretches of the faster writer between two tries of the slower writer
-    left: int = 1  # stretches until the next try of the slower writer
+    stay: int = 1  # number of stretches by the faster writer between two tries of the slower writer
+    # number of stretches by the faster writer until the next try of the slower writer
+    left: int = 1
     is_look_due: bool = False
     is_looking: bool = False
 
@@ -197,8 +203,8 @@ class WriterChoice:
         return "draft" if self.best == "target" else "target"
 
     def _may_try(self) -> bool:
-        """Return whether a try of the draft may lose time now; a try of the target is always
-        allowed.
+        """Return True if the slower writer may be tried now. The target may always be tried. The
+        draft may be tried while drafting has lost little time.
         """
         return self.best == "draft" or self.lost <= _MOST_LOST[1] * self.elapsed
 
@@ -207,7 +213,8 @@ class WriterChoice:
         return max(_MOST_LOST[0] * self.elapsed - self.lost, _GRACE * self.chunk_seconds)
 
     def _try_loss(self) -> float:
-        """Return how many seconds more the try took than the target would take for the same tokens.
+        """Return the seconds lost by the current try: its time minus the time that the target needs
+        for the same tokens.
 
         For unfinished chunks of the target, the tokens so far are estimated from the speed of its
         last chunk.
@@ -227,7 +234,9 @@ class WriterChoice:
         self._go_on("target")
 
     def _looked(self, begun: BegunChunk, tokens: int, seconds: float) -> None:
-        """Decide, after one chunk of the slower writer, whether this writer gets a stretch."""
+        """Decide, after a single chunk of the slower writer, whether to try this writer for a
+        stretch.
+        """
         self.is_looking = False
         if begun.writer == "draft" and "target" in self.seconds:
             excess = seconds - tokens * self.seconds["target"]

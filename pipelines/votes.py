@@ -36,12 +36,12 @@ class Tally:
 
     @property
     def winner(self) -> str | None:
-        """Return the answer that represents the heaviest class."""
+        """Return the winning answer, which represents the heaviest class."""
         return self.answers[0] if self.answers else None
 
     @property
     def lead(self) -> float:
-        """Return how much heavier the heaviest class is than the second."""
+        """Return the difference in weight between the heaviest class and the second."""
         if not self.weights:
             return 0.0
         return self.weights[0] - (self.weights[1] if len(self.weights) > 1 else 0.0)
@@ -103,11 +103,10 @@ def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
 
 
 def cannot_change(current: Tally, remaining: int, heaviest: float = 1.0) -> bool:
-    """Return whether the winner is certain, if each of the `remaining` ballots weighs at most
+    """Return True if the `remaining` ballots cannot change the winner. Each of them weighs at most
     `heaviest`.
 
-    A tie at the end goes to the class seen first. So a lead equal to the remaining weight suffices
-    only if the leader was seen first; this function always requires a larger lead, which is safe.
+    A lead that equals the remaining weight does not suffice, because a tie may go to another class.
     """
     return bool(current.answers) and current.lead > remaining * heaviest
 

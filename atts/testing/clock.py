@@ -46,7 +46,9 @@ def run_virtual(
 
 
 def virtual_options(backend: Backend, patience_seconds: float = 0.0) -> dict[str, Any]:
-    """Return `backend_options` for virtual time; use them for a single `anyio.run` or test runner."""
+    """Return `backend_options` for virtual time. Use them for one `anyio.run` or one test runner
+    only.
+    """
     if backend == "asyncio":
         return {"use_uvloop": False, "loop_factory": lambda: VirtualLoop(patience_seconds)}
     clock = TrioClock(patience_seconds)

@@ -1,8 +1,10 @@
-"""Certify policies and abstention thresholds by Learn-then-Test, which needs one p-value for each."""
+"""Certify policies and abstention thresholds by Learn-then-Test, with one p-value per policy or
+threshold.
+"""
 
-# The problem is always the unit, because the samples of one problem are correlated. All guarantees
-# are for problems drawn like the calibration problems (Angelopoulos et al., "Learn then Test",
-# 2021). Each policy's p-value is valid for the null hypothesis "the true mean loss is above
+# All tests use one loss per problem, because the samples of one problem are correlated. All
+# guarantees are for problems drawn like the calibration problems (Angelopoulos et al., "Learn then
+# Test", 2021). Each policy's p-value is valid for the null hypothesis "the true mean loss is above
 # epsilon". Fixed-sequence testing keeps the probability of any false certificate below delta.
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ PValue = Callable[[Sequence[float]], float]
 # The confidence interval of the share of problems on which two runs differ misses the true share
 # with this probability.
 _INTERVAL_MISS = 0.001
-# Thresholds of abstention are tested in two walks down, from these multiples of 1/20. Each walk has
-# an equal part of delta. The walk from 1 finds cautious thresholds; the walk from 0.6 does not stop
-# because of a few unlucky problems at high confidence.
+# Abstention thresholds are tested in two walks downwards, which start at these multiples of 1/20.
+# Each walk gets half of delta. The walk from 1 finds cautious thresholds; the walk from 0.6 does
+# not stop because of a few unlucky problems at high confidence.
 _STARTS = (20, 12)
 
 
@@ -45,7 +47,7 @@ def checked_losses(losses: ArrayLike, low: float = 0.0) -> Losses:
         raise CalibrationInputError(
             "losses", array.shape, "one number per problem, for at least one problem"
         )
-    outside = ~((array >= low) & (array <= 1))  # NaN counts as outside
+    outside = ~((array >= low) & (array <= 1))  # True for NaN too
     if outside.any():
         raise CalibrationInputError("loss", float(array[outside][0]), f"a number in [{low:g}, 1]")
     return array
@@ -54,8 +56,8 @@ def checked_losses(losses: ArrayLike, low: float = 0.0) -> Losses:
 def lost_answers(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
     """Return each problem's loss: how often the target alone is correct and the policy is wrong.
 
-    There is one row per problem. With one column per paired sample, the loss is the fraction of
-    lost samples, so a problem counts as one unit however many samples it has.
+    Each array has one row per problem, or one value per problem. If a row has a column for each
+    paired sample, the loss is the fraction of lost samples.
 
     >>> lost_answers([[1, 1], [0, 1]], [[1, 0], [0, 1]]).tolist()
     [0.5, 0.0]
@@ -67,9 +69,9 @@ def lost_answers(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
 def net_losses(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
     """Return the net loss of each problem, in [-1, 1].
 
-    The net loss says how much more often the target alone is correct than the policy. Two runs of
-    the same models differ in single answers only because of sampling; in the net loss these random
-    wins and losses cancel.
+    The net loss is the accuracy of the target alone on this problem, minus the accuracy of the
+    policy. Two runs of the same models differ in single answers only because of sampling; in the
+    net loss these random wins and losses cancel.
 
     >>> net_losses([[1, 1], [0, 1]], [[1, 0], [1, 1]]).tolist()
     [0.5, -0.5]
@@ -123,16 +125,16 @@ def betting_p_value(losses: ArrayLike, epsilon: float) -> float:
     """
     array = checked_losses(losses)
     seen = np.arange(1, len(array) + 1)
-    # For each loss, the mean and variance of all earlier losses. One additional loss, with mean
-    # epsilon and the variance of a coin of chance epsilon, gives the first loss a mean and a
-    # variance too.
+    # Compute the mean and variance of all losses before each loss. An artificial first loss, with
+    # mean epsilon and variance epsilon * (1 - epsilon), makes both defined for the first real loss.
     mean = (epsilon + _sums_before(array)) / seen
     variance = (epsilon * (1 - epsilon) + _sums_before((array - mean) ** 2)) / seen
     gain = epsilon - mean
     # These bets approximate the bets whose capital grows fastest. The capital stays positive
     # because each bet is below 1 / (1 - epsilon).
     bets = np.clip(gain / np.maximum(variance + gain * gain, 1e-9), 0.0, 0.75 / (1 - epsilon))
-    bets = np.maximum(bets, 0.1)  # a bet of 0 would end the betting after an unlucky start
+    # at least a small bet, because the capital cannot grow if the bet is 0
+    bets = np.maximum(bets, 0.1)
     capital = np.cumsum(np.log1p(bets * (epsilon - array)))
     return math.exp(-max(0.0, float(capital.max())))
 
@@ -145,7 +147,8 @@ def _sums_before(values: Losses) -> Losses:
 def risk_p_value(losses: ArrayLike, epsilon: float) -> float:
     """Return the p-value of "the true mean loss exceeds epsilon".
 
-    If all losses are 0 or 1, the exact binomial test is used, and the betting test for fractions.
+    The exact binomial test is used if all losses are 0 or 1, and the betting test if some are
+    fractions.
 
     :raises CalibrationInputError: for losses outside [0, 1] or an epsilon outside (0, 1).
     """
@@ -160,10 +163,11 @@ def net_p_value(losses: ArrayLike, epsilon: float) -> float:
     """Return the p-value of "the mean net loss is at least epsilon".
 
     There is one net loss in [-1, 1] per problem. If all net losses are -1, 0 or 1, the test is
-    exact. Its p-value is the largest probability of so small a net loss, over a 99.9 % interval of
-    the share of problems that differ. The p-value includes 0.001 for that interval (Berger and
-    Boos, 1994). If other net losses occur, they are scaled to [0, 1] for the betting test; then the
-    order of problems must not depend on the losses.
+    exact. The probability of a net loss this small depends on the unknown share of problems on
+    which the runs differ. The test takes the largest probability over a 99.9 % interval of this
+    share, and adds 0.001 for the interval (Berger and Boos, 1994). If other net losses occur, they
+    are scaled to [0, 1] for the betting test; then the order of problems must not depend on the
+    losses.
     """
     array = checked_losses(losses, -1.0)
     if not np.isin(array, (-1.0, 0.0, 1.0)).all():
@@ -198,8 +202,8 @@ def _chance_of_at_most(net: int, n: int, differing: float, epsilon: float) -> fl
     lost = (differing + epsilon) / 2
     won = (differing - epsilon) / 2
     characteristic = (1 - differing + lost * turn + won * turn.conj()) ** n
-    # Entry k is the probability that the sum is k modulo `size`, so the entry of -n comes after the
-    # entry of n; roll the entry of -n to the front.
+    # Entry k is the probability that the sum is k modulo `size`, so negative sums are at the end.
+    # Move them to the front.
     probabilities = np.roll(np.fft.irfft(characteristic, size), n)
     return float(np.clip(probabilities[: net + n + 1].sum(), 0.0, 1.0))
 
@@ -218,7 +222,8 @@ def rejected(p_values: Sequence[float], delta: float) -> list[int]:
 
 
 def fewest_problems(epsilon: float, delta: float) -> int:
-    """Return how many problems without a single loss are needed to certify epsilon at delta.
+    """Return the smallest number of problems that certifies epsilon at delta if no problem has a
+    loss.
 
     This is the smallest n with (1 - epsilon)^n <= delta.
 
@@ -229,7 +234,8 @@ def fewest_problems(epsilon: float, delta: float) -> int:
 
 
 def problems_needed(risk: float, epsilon: float, delta: float, limit: int = 10**7) -> int | None:
-    """Return about how many problems certify epsilon at delta if the observed loss stays `risk`.
+    """Estimate the number of problems that certify epsilon at delta if the observed loss stays
+    `risk`.
 
     The number is None if it is above `limit`, or if `risk` is not below epsilon.
     """
@@ -277,17 +283,17 @@ class Tested:
     rate: float
     cost: float
     loss: float
-    p: float | None  # None if the testing stopped before it reached this candidate
+    # None if an earlier candidate failed the test, so that this candidate was not tested
+    p: float | None
     certified: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The outcome of a certification: `chosen` is the cheapest certified policy, or None.
+    """The result of a certification: `chosen` is the cheapest certified policy, or None.
 
     A net certificate also has `superior`: the cheapest policy that was shown to be correct more
-    often than the target alone, or None. This second statement holds with the same probability as
-    the first.
+    often than the target alone, or None. Both statements are true with the same probability.
     """
 
     epsilon: float
@@ -379,7 +385,7 @@ def _with_choice(outcome: Certificate, share: float) -> Certificate:
 def _net_problems_needed(losses: Sequence[float], epsilon: float, share: float) -> int | None:
     """Estimate how many problems like these would certify epsilon; None if no number would.
 
-    By the normal approximation, epsilon minus the mean net loss must be enough standard errors.
+    The estimate uses the normal approximation of the mean net loss.
     """
     array = np.asarray(losses, float)
     gap = epsilon - float(array.mean())
@@ -453,10 +459,10 @@ def _test_chain(chain: list[Candidate], share: float, p_value: PValue) -> list[T
 class Abstention:
     """The result of certifying that only answers of at least `threshold` confidence are given.
 
-    `threshold` is None if no threshold can be certified. Then `needed` is about how many problems a
-    certificate would take, or None if no number suffices. `answered` and `wrong` count labelled
-    problems at the certified threshold. If none is certified, they count at the threshold that
-    needs the fewest additional problems.
+    `threshold` is None if no threshold can be certified. In this case `needed` is the estimated
+    number of problems for a certificate, or None if no number suffices. `answered` and `wrong` are
+    numbers of labelled problems at the certified threshold. If no threshold is certified, they
+    belong to the threshold that needs the fewest additional problems.
     """
 
     risk: float
@@ -498,7 +504,7 @@ class _Step:
 def certify_abstention(
     confidence: Sequence[float], wrong: Sequence[bool], risk: float, kept: float = 0.9
 ) -> Abstention:
-    """Certify the lowest threshold at which answers are wrong at most `risk` of the time.
+    """Certify the lowest threshold at which the share of wrong answers is at most `risk`.
 
     The guarantee holds with probability `kept` over the labelled problems. Each problem has one
     confidence in [0, 1] and one label; a problem without an answer has confidence nan. Given the
@@ -552,7 +558,8 @@ def _steps_down(
 ) -> Iterator[_Step]:
     """Yield the step of each threshold, in twentieths, from `start` down to 0."""
     for twentieths in range(start, -1, -1):
-        is_answered = confidences >= twentieths / 20 - 1e-9  # NaN is never answered
+        # a problem with confidence NaN is never answered
+        is_answered = confidences >= twentieths / 20 - 1e-9
         num_wrong = int((is_answered & is_wrong).sum())
         yield _Step(twentieths / 20, int(is_answered.sum()), num_wrong)
 

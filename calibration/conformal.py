@@ -1,6 +1,6 @@
 """Split-conformal thresholds of stored scores, and rates as exact fractions.
 
-A test compares the realised rate with the nominal rate.
+Realised rates are compared with the nominal rate.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Rate = float | Fraction
 Standing = Literal["held", "unclear", "left"]
 """The verdict on a realised rate: on target ("held"), off target ("left"), or "unclear"."""
 
-# A rate is on target if it is inside the central interval of this probability for independent
-# coins.
+# A rate is on target if it is inside the central interval of the binomial distribution. The
+# interval has this probability.
 COIN = 0.95
 # A rate is off target if it is outside the interval of this probability for runs whose questions
 # vary as much as the questions of this run. The two levels differ on purpose: a working gate is
@@ -38,7 +38,8 @@ def exact_rate(rate: object, what: str = "rate") -> Fraction:
     """Return the rate as the exact fraction of its decimal text: 0.4 becomes 2/5, not a double.
 
     With floats, a rank such as ceil((n + 1)(1 - rate)) can be wrong by one if rounding crosses an
-    integer. For rates in hundredths this happens at 231 of the sizes n below 400.
+    integer. For rates such as 0.01, 0.02 and so on, this happens for 231 of the numbers n below
+    400.
 
     :raises CalibrationInputError: naming the rate as `what`, if it is not a number in [0, 1].
 
@@ -96,8 +97,8 @@ class RateCheck:
                 f"in {_interval_text(self.band)}"
             )
         low, high = self.coin
-        # With few decisions the coin's interval is wide, so a rate inside it shows little; the text
-        # therefore prints the interval.
+        # After few decisions the interval is wide, so a rate inside it proves little. The text
+        # therefore contains the interval.
         is_wide = (high - low) / 2 > min(self.nominal, 1 - self.nominal) / 2
         width = (
             f"; with so few decisions, the rate of a coin would be in {_interval_text(self.coin)}"
@@ -161,13 +162,14 @@ def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[flo
 
 
 def _clustered_reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
-    """Return how far the realised rate may be from the nominal rate if questions vary this much.
+    """Return the half-width of the interval of realised rates, given how much the rate varies
+    between questions.
 
-    Decisions of one question are correlated, so the question is the unit. The share is a ratio of
-    two sums over questions, with the linearised standard error of a ratio estimator (Cochran,
-    "Sampling Techniques", chapter 6). The quantile is that of Student's t for the number of
-    questions, which are assumed to be independent. The distance is never below that of independent
-    coins.
+    Decisions on one question are correlated, so the data are sums per question. The share is a
+    ratio of two sums over questions, with the linearised standard error of a ratio estimator
+    (Cochran, "Sampling Techniques", chapter 6). The quantile is that of Student's t for the number
+    of questions, which are assumed to be independent. The result is never below the half-width for
+    independent decisions.
     """
     count = len(rows)
     decisions = float(rows[:, 0].sum())
@@ -213,7 +215,7 @@ def split_threshold(stored: Scores, rate: Rate) -> float:
     ordered = np.sort(np.asarray(stored, float))
     if ordered.ndim != 1:
         raise CalibrationInputError("stored scores", ordered.shape, "one list of numbers")
-    # NaN sorts last, so if any score is NaN, the last score is NaN.
+    # NaN is sorted to the end, so the last score is NaN if any score is NaN.
     if len(ordered) and np.isnan(ordered[-1]):
         raise CalibrationInputError("stored score", math.nan, "a number")
     if k > len(ordered):
@@ -280,13 +282,13 @@ def summarise(clusters: Clusters) -> ClusterSummary:
     """Return size, one-way intraclass correlation and effective sample size.
 
     The effective size is N / (1 + (k - 1) ICC), by Kish's design effect, where k is the
-    size-weighted mean cluster size. A mean or threshold of these scores is as uncertain as one of
-    that many independent scores. The formula assumes that clusters are independent, and that the
-    correlation between two members is the same in all clusters.
+    size-weighted mean cluster size. A mean or a threshold of these scores is as uncertain as if it
+    came from this number of independent scores. The formula assumes that clusters are independent,
+    and that the correlation between two members is the same in all clusters.
 
     The correlation is computed without infinite scores. The correlation is NaN for a single
-    cluster, which then counts as one score. It is also NaN if every cluster has one score; then
-    every score counts.
+    cluster, and the effective size is then 1. It is also NaN if every cluster has one score; then
+    the effective size is N.
     """
     values = [np.asarray(scores, float) for scores in clusters.values() if len(scores)]
     sizes = np.array([len(scores) for scores in values], float)
@@ -303,7 +305,9 @@ def summarise(clusters: Clusters) -> ClusterSummary:
 
 
 def _intraclass_correlation(clusters: list[NDArray[np.float64]]) -> float:
-    """Return the one-way ANOVA estimate for clusters of unequal size (Donner, 1986), or NaN."""
+    """Estimate the intraclass correlation by one-way ANOVA for clusters of unequal size (Donner,
+    1986). Return NaN if it cannot be estimated.
+    """
     sizes = np.array([len(scores) for scores in clusters], float)
     groups = len(clusters)
     total = sizes.sum()

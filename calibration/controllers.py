@@ -1,4 +1,6 @@
-"""Rate controllers, and the calibration modes that pair them with a score pool."""
+"""Rate controllers, and the calibration modes, each of which combines a controller with a score
+pool.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ from atts.errors import CalibrationInputError, OptionError
 Mode = Literal["split", "marginal", "aci", "question", "question-turn"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# The deficit is rate * decisions - escalations. A deficit of this share of the run's decisions may
-# remain at its end. If all of the deficit had to be removed, noise would decide which of the last,
-# hardest chunks escalate.
+# The deficit is rate * decisions - escalations. At the end of a run, a deficit may remain; this is
+# its size as a share of the run's decisions. If the deficit had to be 0, noise would decide which
+# of the last, hardest chunks escalate.
 SLACK = 0.006
 # A controller removes the deficit beyond the slack within 1 / _HASTE (half) of the remaining
 # decisions. With a lower value, the deficit would shrink too slowly in runs whose scores
@@ -72,13 +74,13 @@ class Controller(Persisted):
     def update(
         self, nonconformity: float | None, question: str, turn: int, escalated: bool
     ) -> None:
-        """Record the action that was carried out on a chunk.
+        """Learn from the action that was carried out on a chunk.
 
         `nonconformity` is None if the decision was taken without a score.
         """
 
     def forget(self, question: str) -> None:
-        """Drop the data of this question, after the last decision on it."""
+        """Drop the data of this question. Call this after the last decision on the question."""
 
 
 class Adaptive(Controller):
@@ -125,9 +127,9 @@ class Adaptive(Controller):
         self._level += self._step * (self._rate - escalated)
 
     def merge(self, state: Any) -> None:
-        # Both controllers started with the rate as their level, so the distances of their levels
-        # from the rate are added. A new controller copies the level instead, so that a restored
-        # controller is bit-identical.
+        # Both controllers started with the rate as their level, so add up how far each level has
+        # moved. A new controller copies the level instead, so that a restored controller is
+        # bit-identical.
         if self._level == self._rate:
             self._level = float(state["level"])
         else:
@@ -135,9 +137,10 @@ class Adaptive(Controller):
 
 
 class Feedback(Controller):
-    """A controller that shifts the logit of the rate by the deficits of question, turn and stream.
+    """A controller that shifts the logit of the rate by the deficits of the question, of the turn
+    and of the whole run.
 
-    A deficit is a running sum of (rate - escalated), which its gain multiplies. `order` favours
+    A deficit is a running sum of (rate - escalated). It is multiplied by a gain. `order` favours
     decisions that agree with earlier decisions on the same question and turn. A chunk worse than
     escalated siblings should be escalated, and a chunk better than accepted siblings should be
     accepted. If the question's deficit is beyond `limit`, it alone decides; so for any scores it
@@ -171,7 +174,7 @@ class Feedback(Controller):
         self._gains = tuple(gain / variance for gain in gains)
         self._order = order / variance
         self._limit = limit
-        # deficits of each question, each turn and the stream
+        # the deficit of each question, of each turn and of the whole run
         self._questions = DefaultTable(str, float)
         self._turns = DefaultTable(int, float)
         self._overall = 0.0
@@ -190,17 +193,17 @@ class Feedback(Controller):
         turn_deficit = self._turns.get(turn, 0.0)
         lean = by_question * deficit + by_turn * turn_deficit + overall * self._overall
         if self._order:
-            # At most three siblings that contradict the order count, so that they do not outweigh
-            # the deficits.
+            # At most three contradicting siblings are counted, so that they do not outweigh the
+            # deficits.
             inversions = self._inversions(nonconformity, question, turn)
             lean += self._order * max(-3, min(3, inversions))
-        # exp would overflow beyond 700
+        # exp overflows above 709
         logit = max(-700.0, min(700.0, self._logit + lean))
         return 1 / (1 + math.exp(-logit))
 
     def _inversions(self, nonconformity: float, question: str, turn: int) -> int:
-        """Return the number of escalated siblings below this score, minus accepted siblings above
-        it.
+        """Return the number of escalated siblings with a better score, minus the number of accepted
+        siblings with a worse score.
         """
         siblings = self._siblings.get((question, turn))
         if siblings is None:
@@ -227,10 +230,9 @@ class Feedback(Controller):
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The constants of the modes.
+    """The constants of the calibration modes.
 
-    The defaults were chosen on the questions with even numbers of one recorded run, for all rates
-    together.
+    The defaults were tuned on half of the questions of one recorded run, for all rates together.
     """
 
     aci_step: float = 0.002  # for 8 rollouts per problem; see `for_rollouts`
@@ -239,16 +241,18 @@ class Tuning:
     question_gain: float = 0.23
     turn_gain: float = 0.035
     overall_gain: float = 0.02
-    order: float = 0.144  # shift per sibling whose decision contradicts the order
-    limit: float = 4.0  # beyond this deficit of a question, its scores no longer matter
-    shrinkage: float = 1.0  # the mean of all questions counts as this many scores
-    # the turn's pool counts as this many scores in addition to the question's residuals
+    order: float = 0.144  # shift for each sibling whose decision contradicts the order of scores
+    # if the deficit of a question is larger, it alone decides, whatever the score
+    limit: float = 4.0
+    shrinkage: float = 1.0  # weight of the mean of all questions, as a number of scores
+    # weight of the turn's pool, as a number of scores, compared with the question's residuals
     residuals: float = 20.0
-    siblings: float = 24.0  # in a sibling pool, the other pool counts as this many scores
+    siblings: float = 24.0  # weight of the other pool in a sibling pool, as a number of scores
 
     @classmethod
     def for_rollouts(cls, samples: int) -> Tuning:
-        """Return the defaults for `samples` rollouts per problem, whose steps add up to a constant.
+        """Return the defaults for `samples` rollouts per problem. With more rollouts, each decision
+        moves the level less.
 
         Rollouts of a problem find the same parts hard. If each rollout moved the level by a full
         step, a hard problem with many rollouts would lower the level too far. Its later chunks

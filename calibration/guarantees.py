@@ -1,4 +1,4 @@
-"""The texts of the guarantee of each mode, and of the conditions that void the guarantee."""
+"""The texts of the guarantees of all modes, and of the conditions that void these guarantees."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def with_spaced_percent(text: str) -> str:
     return re.sub(r"(?<=\d)%", " %", text)
 
 
-# The estimated length of a run of known size is wrong by a few percent at the end. So the run may
-# end while 1 / `_LAST` of its decisions is still expected.
+# The estimated length of a run of known size is wrong by a few percent at the end. So a run may end
+# although this estimate still expects 1 / `_LAST` of its decisions.
 _LAST = 20
 
 
@@ -50,9 +50,11 @@ class Facts:
     escalated: int
     tuning: Tuning
     events: Sequence[DriftEvent]
-    # decisions expected before the run ends; infinite if that number is not known
+    # expected number of decisions before the run ends; infinite if unknown
     left: float = math.inf
-    cap: Fraction | None = None  # at most ceil(cap * n) of any first n decisions escalate
+    # share of decisions, 0 to 1: of the first n decisions, at most ceil(cap * n) escalate, for
+    # every n
+    cap: Fraction | None = None
 
     @property
     def count(self) -> int:
@@ -66,8 +68,7 @@ class Facts:
 
     @property
     def spread(self) -> float:
-        """Return how far the rate of this many independent coins may be from the nominal rate (95
-        %).
+        """Return the half-width of the 95 % interval of the rate, for independent decisions.
 
         This is the bound of mode "marginal". Its decisions are independent coins, because smoothed
         online conformal p-values of exchangeable scores are independent and uniform (Vovk,
@@ -91,7 +92,7 @@ class Facts:
     def aci_now(self) -> str:
         """Return the text of the bound for any sequence: now, or at the end if the size is known.
 
-        The text is empty if too few decisions were taken for the bound to exclude any rate.
+        The text is empty if the bound is vacuous, because too few decisions were taken.
         """
         bound = self.aci_bound
         side = max(self.rate, 1 - self.rate)
@@ -153,7 +154,7 @@ class Facts:
 
     @property
     def least_bounded(self) -> int:
-        """Return the smallest number of decisions for which a question's bound excludes any rate."""
+        """Return the smallest number of decisions on a question for which the bound is useful."""
         return math.floor(self.question_bound / max(self.rate, 1 - self.rate)) + 1
 
     @property

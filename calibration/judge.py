@@ -1,4 +1,4 @@
-"""A learned judge, which predicts the advantage of a takeover from the features of a chunk."""
+"""A learned judge, which predicts from the features of a chunk how much an escalation helps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atts.errors import CalibrationInputError
 
 Floats = NDArray[np.float64]
 PENALTIES = (1.0, 10.0, 100.0, 1000.0)
-"""The ridge penalties that are tried. A penalty of 1 weighs as much as one example."""
+"""The ridge penalties that are tried. A penalty of 1 has the weight of one example."""
 _FOLDS = 5
 _RESAMPLES = 1000
 _LEAST_GROUPS = 10
@@ -23,7 +23,7 @@ _KIND = "atts judge"
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Chunks to learn from: the features, the gain of a takeover, and the problem of each chunk."""
+    """Training examples: for each chunk its features, the gain from an escalation, and its problem."""
 
     names: tuple[str, ...]  # names of the judge's features
     features: Sequence[Sequence[float]]
@@ -33,8 +33,8 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageJudge:
-    """A linear prediction of a takeover's gain, and how much a gate with this prediction gains over
-    a coin.
+    """A linear prediction of the gain from an escalation. The judge also stores how much better a
+    gate with this prediction is than random escalations.
 
     The gain over a coin is a difference per chunk: the gain if the share `rate` with the best
     predictions is escalated, minus the gain if as many random chunks are escalated. The gain is
@@ -56,11 +56,11 @@ class AdvantageJudge:
 
     @property
     def beats_coin(self) -> bool:
-        """Return whether the whole interval of the gain over a coin is above 0."""
+        """Return True if the whole interval of the gain over a coin is above 0."""
         return self.over_coin[1] > 0
 
     def advantage(self, features: Sequence[float]) -> float:
-        """Return the predicted gain of a takeover; NaN if a feature is NaN."""
+        """Return the predicted gain from an escalation; NaN if a feature is NaN."""
         total = self.mean_gain
         for value, mean, scale, weight in zip(
             features, self.means, self.scales, self.weights, strict=True
@@ -164,8 +164,8 @@ def cross_validated(examples: Examples, seed: int = 0) -> list[float]:
 def gain_over_coin(
     predicted: Floats, gains: Floats, groups: NDArray[np.int64], rate: float, seed: int
 ) -> tuple[float, float, float]:
-    """Return the gain per chunk, over a coin, of a gate that ranks by these predictions, with a 95
-    % interval.
+    """Return the gain per chunk of a gate that ranks by these predictions, compared with a coin.
+    The result includes a 95 % interval.
     """
     generator = np.random.default_rng(seed)
     members = [np.flatnonzero(groups == group) for group in range(int(groups.max()) + 1)]
@@ -218,7 +218,7 @@ def _best_penalty(features: Floats, gains: Floats, groups: NDArray[np.int64], se
 
 
 def _folds(groups: int, seed: int) -> NDArray[np.int64]:
-    """Return the number of a fold for each group; all folds have about the same size."""
+    """Return the index of the fold of each group; all folds have about the same size."""
     order = np.random.default_rng(seed).permutation(groups)
     folds = np.empty(groups, dtype=np.int64)
     folds[order] = np.arange(groups) % _FOLDS

@@ -683,7 +683,7 @@ class RolloutBuilder:
     def thinking_left(self, pending: Sequence[Chunk] = ()) -> int:
         """Return how many tokens of the thinking budget are left after the `pending` chunks.
 
-        The unit is the target's tokens, as for all lengths.
+        Tokens are counted with the target's tokenizer.
 
         The budget applies only while the rollout is thinking.
         """

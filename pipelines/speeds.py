@@ -12,7 +12,7 @@ _CHUNKS = 8
 # the draft writes if it gives at least this many times the tokens per second of the target
 _GAIN = 1.05
 # While the draft is the faster writer, the target is not tried for a stretch if it is much slower.
-# This factor between their times per token counts as much slower.
+# "Much slower" means at least this many times the draft's time per token.
 _SLOWER = 1.5
 # If the draft's chunk took at most this share of the target's time per token, a stretch of the
 # draft is tried at once, even with many chunks in flight. If it took more, the stretch waits until

@@ -1,7 +1,6 @@
-"""Test whether a run's scores are distributed like the stored scores.
+"""Test whether the scores of a run have the same distribution as the stored scores.
 
-The last part examines stored scores: it computes their thresholds at a rate, and warns about
-faults.
+The last part examines stored scores: it computes thresholds for a rate, and warns about faults.
 """
 
 from __future__ import annotations
@@ -32,21 +31,20 @@ from atts.calibration.state import DefaultTable, Persisted
 from atts.errors import CalibrationInputError, OptionError
 from atts.sampling import binomial_tail, normal_quantile
 
-# There is no warning if at most this share of the scores are repeated.
+# Largest share of repeated scores, 0 to 1, that causes no warning.
 FEW = 0.02
-# Scores this near to the better end of the scale do not count as copies, because different chunks
-# may have such scores if the model is certain of them.
+# Scores that are this near to the better end of the scale are not treated as copies. Different
+# chunks may have such scores if the model is certain of them.
 _CERTAIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class DuplicateScores:
-    """The shares of stored scores that equal another stored score; 0 for scores on a coarse grid,
-    which are often equal by chance.
+    """The shares of stored scores that are repeated, 0 to 1. They are 0 for scores on a coarse
+    grid, such as ratings, which are often equal by chance.
 
-    Rollouts that wrote the same chunk have the same score. This is not a fault: such rollouts count
-    as one draw in the effective sample size. But two questions do not have the same chunks, so
-    equal scores in two questions are a fault.
+    Rollouts that wrote the same chunk have the same score. This is not a fault. But chunks of two
+    questions are different, so equal scores in two questions are a fault.
     """
 
     # The share of scores that repeat another score of the same question, or of any question if
@@ -103,10 +101,10 @@ class DuplicateScores:
 
     @property
     def doubt(self) -> str:
-        """Describe repeated scores that come either from a fault or from rollouts with the same
+        """Describe repeated scores whose cause is unknown: a fault, or rollouts with the same
         chunk.
 
-        The text is empty if few scores are repeated.
+        Return "" if few scores are repeated.
         """
         if self.fault or self.within <= FEW:
             return ""
@@ -131,30 +129,31 @@ def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> f
 
 
 def _are_distinct(questions: Sequence[Sequence[float]], depth: int) -> list[bool]:
-    """Return whether the first `depth` scores all differ, for each question that has `depth`
-    scores.
+    """Return a truth value per question: True if its first `depth` scores are all different.
+    Questions with fewer scores are left out.
     """
     return [len(set(scores[:depth])) == depth for scores in questions if len(scores) >= depth]
 
 
 Floats = NDArray[np.float64]
-# Spreads are compared only if at least this many scores of each question are compared.
+# Smallest number of compared scores per question for which their standard deviations are compared
+# too.
 _SPREAD_FROM = 3
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionSample:
-    """The stored questions of one turn, each with its scores in order."""
+    """The stored scores of one turn, grouped by question."""
 
     questions: tuple[tuple[float, ...], ...]
-    size: int  # the number of scores of a typical question
+    size: int  # median number of scores per question
     icc: float
 
     @classmethod
     def of(cls, stored: StoredScores, turn: int) -> QuestionSample:
-        """Return the stored questions of one turn.
+        """Group the stored scores of one turn by question.
 
-        A score without a question counts as a question; infinite scores are left out.
+        A score without a question forms a separate group, and infinite scores are left out.
         """
         questions = dict[str, list[float]]()
         rows = zip(stored.questions, stored.turns, stored.nonconformity, strict=True)
@@ -172,17 +171,19 @@ class QuestionSample:
 
     @property
     def half(self) -> int:
-        """Return how many scores of a live question make the mean that is ranked among `early`."""
+        """Return the number of a live question's first scores whose mean is ranked among the means
+        in `early`.
+        """
         return max(1, math.ceil(self.size / 2))
 
     @property
     def early(self) -> list[float]:
-        """Return the mean of the first half of each question's scores."""
+        """Return, for each stored question, the mean of its first `half` scores."""
         half = self.half
         return [math.fsum(scores[:half]) / half for scores in self.questions if len(scores) >= half]
 
     def depth(self, live: Sequence[Sequence[float]]) -> int:
-        """Return how many scores of each question to compare.
+        """Return the number of scores per question to compare.
 
         Questions with fewer scores are left out, so with a larger depth fewer questions are
         compared. The depth returned is the one at which the difference of the means has the
@@ -218,51 +219,53 @@ def question_features(questions: Sequence[Sequence[float]], depth: int) -> Float
 
 
 def normal_scores(values: Floats, reference: Floats) -> Floats:
-    """Return the normal quantile of each value's rank in the reference, column by column.
+    """Replace each value by the normal quantile of its rank in the same column of the reference.
 
-    Ranks replace the values, so that no outlier decides the test.
+    With ranks, no single outlier can decide the test.
     """
     ordered = np.sort(reference, axis=0)
-    ranks = list[NDArray[np.int64]]()  # twice the mid-rank, so that ranks of ties are integers
+    # twice the average rank, so that the ranks of equal values are integers
+    ranks = list[NDArray[np.int64]]()
     for column in range(values.shape[1]):
         below = np.searchsorted(ordered[:, column], values[:, column], "left")
         up_to = np.searchsorted(ordered[:, column], values[:, column], "right")
         ranks.append(below + up_to)
     size = len(reference) + 1
     share = (np.column_stack(ranks) + 1) / (2 * size)
-    inside = np.clip(share, 0.5 / size, 1 - 0.5 / size)  # quantiles of 0 and 1 are infinite
+    # limited, because the quantiles of 0 and 1 are infinite
+    inside = np.clip(share, 0.5 / size, 1 - 0.5 / size)
     return np.asarray(np.vectorize(normal_quantile, otypes=[float])(inside), float)
 
 
-_MOST = 256  # at most this many live and this many stored questions are compared
+_MOST = 256  # largest number of live questions, and also of stored questions, that are compared
 _DRAWS = 4_999  # number of simulated runs without drift
-# The first simulation draws this many runs; only if its p-value is at most `_DOUBT` does a second
-# simulation draw `_DRAWS` runs.
+# Number of runs in a first simulation. If its p-value is at most `_DOUBT`, a second simulation
+# draws `_DRAWS` runs.
 _GLANCE = 499
 _DOUBT = 0.1
 # The weight of the squared normal scores relative to the normal scores. The squares detect a wider
 # or narrower distribution sooner.
 _BEND = 0.5
-_DIGITS = 9  # statistics that agree in this many digits count as equal, because of rounding
+_DIGITS = 9  # number of digits to which statistics are compared, because sums have rounding errors
 
-# The likelihood ratio is against a mixture of this many normal distributions, whose means, widths
-# and correlations differ from those of the stored scores.
+# Number of normal distributions in the mixture of the likelihood ratio. Their means, widths and
+# correlations differ from those of the stored scores.
 _COMPONENTS = 128
-# The correlation between the shifts of level and of spread, because the scores of another model are
-# often both higher and more spread.
+# The correlation between the shifts of mean and of standard deviation. Another model often has both
+# higher and more variable scores.
 _TOGETHER = 0.9
 # The standard deviation of the logarithm of the width, relative to the stored scores.
 _STRETCH = 0.3
 # The standard deviation of the transformed correlation. Half of the components have the stored
 # scores' correlation; in the other half the correlation varies by this much.
 _TIES = 0.5
-_AT_ONCE = 1024  # rows of weights that are processed at once, which limits the memory
+_AT_ONCE = 1024  # number of rows of weights that are processed at once, to limit memory
 _FLAT = 0.1  # least standard deviation of a column, so that constant columns do not divide by 0
 
 
 @dataclass(frozen=True, slots=True)
 class TwoSampleTest:
-    """The p-values of one test of the live questions.
+    """The two p-values of a test that compares live and stored questions.
 
     `drawn` is the p-value of "the live questions are draws from the stored questions".
     `exchangeable` is the p-value of "live and stored questions are draws from one distribution"; it
@@ -303,11 +306,12 @@ def two_sample_test(
 
 
 def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Generator) -> float:
-    """Return the p-value of the live questions among runs simulated from the stored questions.
+    """Return the bootstrap p-value: compare the live questions with runs simulated from stored
+    questions.
 
-    The p-value is the rank of the run among simulated runs, which are drawn from the stored
-    questions with replacement (a bootstrap). It is valid for any scores if live questions are
-    independent draws from the stored questions.
+    The p-value is the rank of the run among the simulated runs. A simulated run is drawn from the
+    stored questions with replacement. It is valid for any scores if live questions are independent
+    draws from the stored questions.
     """
     n = len(ours)
     k = len(theirs)
@@ -331,9 +335,10 @@ def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Gen
 
 
 def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator) -> float:
-    """Return the p-value of the live questions among random choices of as many questions from both.
+    """Return the permutation p-value: compare the live questions with random choices from all live
+    and stored questions.
 
-    This permutation test is exact if both samples are drawn from one distribution (Dwass, 1957).
+    The test is exact if both samples are drawn from one distribution (Dwass, 1957).
     """
     n = len(ours)
     k = len(theirs)
@@ -395,7 +400,7 @@ def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions
     same = _terms(np.zeros((1, size)), _spread(np.ones((1, size)), np.array(tie)))
     gain = questions * (_terms(means, spreads) - same)
     moments = weights @ _moments((scores - centre) / width)
-    # in blocks of rows, because the array [rows of weights, components] is large
+    # Process blocks of rows, because the array [rows of weights, components] is large.
     parts = [
         _log_mean_exp(moments[start : start + _AT_ONCE] @ gain.T)
         for start in range(0, len(moments), _AT_ONCE)
@@ -448,9 +453,10 @@ def _log_mean_exp(logs: Floats) -> Floats:
     return np.asarray(most + np.log(np.exp(logs - most[:, None]).mean(axis=1)), float)
 
 
-# The probability that a question like the stored ones is called out of domain.
+# The probability of a false warning: a question like the stored questions is called out of domain.
 LEVEL = 0.05
-# A question with fewer scores than this is not checked, because its mean says too little.
+# Smallest number of scores for which a question is checked. The mean of fewer scores is too
+# uncertain.
 _LEAST = 3
 # Scores are capped at this quantile of the stored scores, so that one extreme chunk does not make
 # its question look out of domain.
@@ -490,7 +496,7 @@ class DomainCheck:
         return (1 + sum(other >= mean for other in self.means)) / (len(self.means) + 1)
 
     def warning(self, scores: Sequence[float]) -> str:
-        """Return a warning if a question with these scores looks out of domain, else ""."""
+        """Return a warning if a question with these scores looks out of domain, otherwise ""."""
         if len(scores) < _LEAST:
             return ""
         p = self.p_value(scores)
@@ -528,14 +534,14 @@ _LOOKS = (
 # If other turns are among the first 300 scores, there is an extra test at the 300th score of all
 # turns. It spends this part of the share of the test at 300 scores.
 _EARLY = 0.2
-# Each test spends this share in addition, to find out whether stored questions have repeated scores
-# that live questions lack.
+# Additional share for each test, for the comparison of repeated scores in stored and live
+# questions.
 _COPIED = 0.003
 _MARTINGALE = 0.029
 # An alarm also needs the p-value that treats the stored questions as a sample to be small: at most
 # this many times the significance of the test.
 _SLACK = 3.5
-_FEWEST = 4  # a test needs this many live and this many stored questions
+_FEWEST = 4  # smallest number of live questions, and also of stored questions, for a test
 _KEPT = 512  # largest number of live questions that are remembered
 _BETS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 _JUMP = 0.01  # the share of its capital that each bet gives up at each step
@@ -586,13 +592,13 @@ class SimpleJumper(Persisted):
         return self._log_total
 
     def alarm(self, significance: float) -> bool:
-        """Return whether the capital has reached 1 / significance at any time."""
+        """Return True if the capital has ever reached 1 / significance."""
         return self.log_peak >= -math.log(significance)
 
 
 @dataclass(frozen=True, slots=True)
 class DriftEvent:
-    """An alarm of the monitor, with the action that the policy took."""
+    """A drift alarm, with the action that followed."""
 
     kind: Kind
     scores: int  # number of live scores before the alarm
@@ -639,13 +645,13 @@ class DriftMonitor(Persisted):
         self._turn = min(stored.turns, default=0)
         self._reference = QuestionSample.of(stored, self._turn)
         self._live = DefaultTable(str, list[float])
-        self._scores = 0  # number of all live scores
+        self._scores = 0  # number of live scores, of all turns
         self._seen = 0  # number of live scores of the stored turn
         self._looks = 0  # number of looks made
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
         self._repeats = DuplicateScores.of(stored)
-        # whether there are enough stored questions, and no alarm was raised yet
+        # False if there are too few stored questions, or after an alarm
         self.watching = len(self._reference.questions) >= _FEWEST
         if self._repeats.fault:
             self._alarm("duplicates", 0.0, self._repeats.fault)
@@ -697,7 +703,9 @@ class DriftMonitor(Persisted):
             self._looks += 1
 
     def judge_alone(self) -> None:
-        """Raise an alarm for scores that may be copies; call this if no run will be observed."""
+        """Raise an alarm if stored scores may be copies. Call this method if there are no live
+        scores to compare.
+        """
         if self.watching and self._repeats.doubt:
             self._alarm(
                 "duplicates",
@@ -774,12 +782,14 @@ class Health:
     # the same interval for the effective number of scores, because scores of a question are
     # correlated
     long_run_clustered: tuple[float, float]
-    # Standard deviation of the rate if one half of the questions gives the threshold for the other
-    # half.
+    # Standard deviation of the rate in one half of the questions, if the threshold is computed from
+    # the other half.
     half_split: float
     turns: tuple[TurnHealth, ...]
-    measure: Measure  # whether to compare scores or their logarithms
-    score_kind: str | None  # the rule that made the scores, if the fingerprint names it
+    # "log" if logarithms of scores are compared, "linear" if the scores themselves are compared
+    measure: Measure
+    # the kind of the score rule; None if the fingerprint does not contain it
+    score_kind: str | None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -862,7 +872,8 @@ def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> Drift
 
 
 def _half_split_spread(clusters: list[NDArray[np.float64]], rate: Rate, seed: int) -> float:
-    """Return the standard deviation of the rate of one half at the threshold of the other half.
+    """Return the standard deviation of the rate in one half of the questions, at the threshold of
+    the other half.
 
     This estimates the uncertainty of the threshold without a model of how scores cluster. The
     estimate is slightly too large, because each half has only half of the questions.

@@ -23,7 +23,7 @@ _KIND = "atts judge"
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Training examples: for each chunk its features, the gain from an escalation, and its problem."""
+    """Training examples: each chunk's features, the gain from an escalation, and the problem."""
 
     names: tuple[str, ...]  # names of the judge's features
     features: Sequence[Sequence[float]]

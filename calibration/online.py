@@ -51,7 +51,7 @@ _FEW = 40
 # decisions.
 _WIDENED = 500
 _WIDER = 1.5
-# Exceptions that reading a state may raise if someone edited it or another program wrote it.
+# Exceptions that may occur while a damaged or edited state is read.
 _UNREADABLE = (
     LookupError,
     TypeError,
@@ -73,7 +73,8 @@ class PendingScore(NamedTuple):
 
 
 class ReorderBuffer:
-    """A buffer that releases the score of an issue once every earlier issue was pushed or skipped.
+    """A buffer that releases scores in the order of their issue numbers. A score waits until every
+    smaller issue number was pushed or skipped.
 
     Short chunks finish first, so pools filled in order of completion would be biased towards short
     chunks. Issues number the chunks from 0 without gaps; a chunk that never gets a score must be
@@ -121,7 +122,7 @@ class ReorderBuffer:
         return max([self._next, *(issue + 1 for issue in (*self._waiting, *self._skipped))])
 
     def has_waiting(self, question: str) -> bool:
-        """Return whether a score of this question waits for an earlier issue."""
+        """Return True if a score of this question waits for an earlier issue."""
         return any(score.question == question for score in self._waiting.values())
 
     def flush(self) -> list[PendingScore]:
@@ -227,8 +228,8 @@ class Calibrator(Persisted):
         self.scale = self.stored.scale
         self.fingerprint = dict(self.stored.fingerprint if fingerprint is None else fingerprint)
         check_stored(self.stored, self.fingerprint, mode, by_length=by_length)
-        # The names of these options in the saved state; "cap" and "by_length" are present only if
-        # used.
+        # Options, with the names that they have in the saved state. "cap" and "by_length" are saved
+        # only if used.
         self._options: dict[str, object] = {
             "drift": drift,
             "window": window,
@@ -245,8 +246,7 @@ class Calibrator(Persisted):
         self._pool, self._controller = build_mode(mode, self._nominal, window, decay, tuning)
         self._order = ReorderBuffer(hold)
         self._end = RunEnd()
-        # finished questions, whose data is dropped once none of their scores waits for an earlier
-        # issue
+        # finished questions; their data is dropped when their last waiting score is released
         self._over = set[str]()
         # the action after an alarm, and the number of decisions left for which "widen" applies
         self._alert: DriftPolicy | None = None
@@ -342,12 +342,12 @@ class Calibrator(Persisted):
         return self.escalated >= math.ceil(self.cap * (self.decided + 1))
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
-        """Record a decision; `escalated` says what was really done if this differs from the
+        """Record a decision. `escalated` is the action that was carried out, if it differs from the
         decision.
 
-        This happens if another rule, such as a hard cap, overrides the decision. The decision
-        counts at once, and its score joins the pools in order of issue. A decision without a score
-        (verification was skipped or failed) counts only for the rate.
+        This happens if another rule, such as a hard cap, overrides the decision. The realised rate
+        changes at once, but the score is added to the pools in the order of issues. A decision
+        without a score (verification was skipped or failed) changes only the rate.
 
         :raises CalibrationInputError: if the score of the decision is not in the declared domain.
         """
@@ -382,7 +382,8 @@ class Calibrator(Persisted):
         self._forget_over()
 
     def _forget_over(self) -> None:
-        # A waiting score would create the state of its question again when it is released.
+        # Wait until the last score of the question is released, because a released score would
+        # create its state again.
         ready = [question for question in self._over if not self._order.has_waiting(question)]
         for question in ready:
             self._over.discard(question)
@@ -401,7 +402,7 @@ class Calibrator(Persisted):
         return self._order.next_issue
 
     def settle(self) -> None:
-        """End the run: add all waiting scores to the pools without waiting for missing ones.
+        """End the run: add all waiting scores to the pools, although earlier scores may be missing.
 
         The states of two calibrators can be merged only after this call.
         """
@@ -461,7 +462,7 @@ class Calibrator(Persisted):
     def _learn_all(self, released: Sequence[PendingScore]) -> None:
         for pending in released:
             self._learn(pending)
-        if self._over:  # some of the released scores may be the last of a question
+        if self._over:  # a released score may be the last score of its question
             self._forget_over()
 
     def _learn(self, pending: PendingScore) -> None:
@@ -685,7 +686,8 @@ METRICS = (
     "agreement_with_sorted",
 )
 
-# Ranges of turns, so that each bin has enough decisions. Turns after the last range are ignored.
+# Bins of turns, wide enough that each bin has enough decisions. Turns after the last range are
+# ignored.
 TURN_BINS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 5), (6, 9), (10, 14))
 
 
@@ -819,7 +821,7 @@ def rate_metrics(
     x: Floats = np.asarray(nonconformity, float)
     e: Floats = np.asarray(escalated, float)
     question_rates: Floats = np.bincount(q, e) / np.bincount(q)
-    question_turn = q * (int(t.max()) + 1) + t  # one number for each (question, turn)
+    question_turn = q * (int(t.max()) + 1) + t  # index of the (question, turn) of each decision
     return {
         "overall_error": float(abs(e.mean() - rate)),
         "turn_rms": turn_rms(t, e, rate),
@@ -852,8 +854,8 @@ def worst_rolling(escalated: Floats, rate: float, width: int = 500) -> float:
 
 
 def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float:
-    """Return the share of pairs in which the escalated chunk is worse than the accepted chunk, over
-    all pairs inside a group.
+    """Return the share of pairs in which the escalated chunk is worse than the accepted chunk. Each
+    pair has an escalated and an accepted chunk of the same group.
 
     Ties count as half a pair. The result is NaN if there is no pair.
     """
@@ -864,8 +866,7 @@ def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float
     for members in np.split(order, bounds):
         over = nonconformity[members][escalated[members] == 1]
         kept = np.sort(nonconformity[members][escalated[members] == 0])
-        # `below` leaves out ties and `up_to` includes them, so half of the sum counts each tie as
-        # one half.
+        # `below` excludes ties and `up_to` includes them, so their mean counts a tie as one half.
         below = np.searchsorted(kept, over, "left")
         up_to = np.searchsorted(kept, over, "right")
         wins += float((below + up_to).sum()) / 2
@@ -874,7 +875,7 @@ def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float
 
 
 def sorted_decisions(questions: Any, turns: Any, nonconformity: Any, rate: float) -> Floats:
-    """Return the decisions of the rule that decides on all chunks of a (question, turn) at once.
+    """Return the decisions of a rule that ranks all chunks of a (question, turn) together.
 
     The rule escalates the worst chunks of each group; the rounding error of a group is carried over
     to the question's next turn.

@@ -18,7 +18,8 @@ from atts.calibration.conformal import check_fraction
 from atts.calibration.state import DefaultTable, GroupTable, Persisted
 from atts.errors import CalibrationInputError
 
-# Number of scores in a block after a split; an insertion moves at most twice as many scores.
+# Number of scores in a block after a split. A block has at most twice as many scores, which bounds
+# the time of an insertion.
 _LOAD = 4096
 _TOP: Callable[[Any], float] = itemgetter(-1)
 
@@ -123,7 +124,9 @@ class WeightedRank(NamedTuple):
         return (self.below + theta * (1 + self.equal)) / (self.size + 1)
 
     def plus(self, other: WeightedRank) -> WeightedRank:
-        """Return the rank among the scores of this rank and of `other` together."""
+        """Add up two ranks of the same score: the result is its rank among the stored scores of
+        both.
+        """
         return WeightedRank(
             self.below + other.below, self.equal + other.equal, self.size + other.size
         )
@@ -162,13 +165,14 @@ class Window:
 
 
 class Fading:
-    """All scores, with weights that shrink by the factor `decay` with every newer score.
+    """All scores, with weights. Each new score multiplies the weights of all older scores by
+    `decay`.
 
     Weights that do not depend on the scores give weighted p-values for slow drift. The error of
     such p-values is at most the weighted sum of total-variation distances between old and new
-    scores (Barber et al., 2023). Old weights stay the same, and newer scores get larger weights;
-    all weights are scaled down before they overflow. Scores whose weight is below a billionth of
-    the newest weight are dropped, so about 21 / (1 - decay) scores remain.
+    scores (Barber et al., 2023). In memory, newer scores get larger weights instead, and all
+    weights are scaled down before they overflow. Scores whose weight is below a billionth of the
+    newest weight are dropped, so about 21 / (1 - decay) scores remain.
     """
 
     __slots__ = ("_decay", "_kept", "_next", "_order", "_scores", "_weights")
@@ -212,11 +216,12 @@ class Fading:
 
 
 ScoreHistory = Window | Fading
-"""The scores among which a new score is ranked; an empty history is restored by adding all items.
+"""The scores among which a new score is ranked. To restore a history, add all its items to an empty
+history.
 """
 
 
-# A stratum is split once it has `_LEAST` scores and at least 1 / `_SHARE` of all scores.
+# A stratum is split when it has at least `_LEAST` scores and at least 1 / `_SHARE` of all scores.
 _LEAST = 30
 _SHARE = 16
 # The slope is shrunk towards 0, as if this many additional scores had slope 0.
@@ -230,7 +235,9 @@ Sums = list[float]
 
 
 class _Stratum:
-    """Chunks of similar length; `split_from` is the size at which a split is tried next."""
+    """Chunks of similar length. `split_from` is the number of chunks at which a split is tried
+    next.
+    """
 
     __slots__ = ("flat", "ranks", "split_from", "sums")
 
@@ -259,14 +266,15 @@ class _Stratum:
         self.sums = [old + new for old, new in zip(self.sums, terms, strict=True)]
 
     def halves(self) -> tuple[list[Point], list[Point]]:
-        """Return the shorter and the longer chunks; chunks of equal length are in the same half.
+        """Divide the chunks into shorter and longer chunks. Chunks of equal length are in the same
+        half.
 
         One half is empty if all chunks have the same length.
         """
         ordered = sorted(self.points)
         median = ordered[len(ordered) // 2][0]
-        # Chunks of the median length stay together, so the cut is before or after all of them;
-        # choose the cut that makes the halves more equal.
+        # All chunks of the median length stay in one half. Choose the half that makes the sizes
+        # more equal.
         before = bisect_left(ordered, (median, -math.inf))
         after = bisect_left(ordered, (median, math.inf))
         imbalance_before = len(ordered) - before - before
@@ -282,7 +290,7 @@ class LengthStrata(Persisted):
     Ranks within a stratum are Mondrian conformal p-values with the length as category: they are
     uniform if chunks of similar length are exchangeable. While many chunks are in flight, shorter
     chunks finish first, also within a stratum. The current slope of scores on log-length, in the
-    stratum and its neighbours, corrects this bias. A rank costs two searches, not a pass over all
+    stratum and its neighbours, corrects this bias. A rank needs two searches, but no pass over all
     scores.
 
     >>> strata = LengthStrata()
@@ -332,7 +340,8 @@ class LengthStrata(Persisted):
     def _split(self, at: int) -> None:
         stratum = self._strata[at]
         shorter, longer = stratum.halves()
-        # a half is too small, because nearly all chunks have one length (a limit may cut them)
+        # one half is too small, because nearly all chunks have the same length (for example, the
+        # token limit)
         if min(len(shorter), len(longer)) < _LEAST // 4:
             stratum.split_from = 2 * len(stratum)
             return
@@ -340,7 +349,9 @@ class LengthStrata(Persisted):
         self._strata[at : at + 1] = [_Stratum(shorter), _Stratum(longer)]
 
     def state(self) -> Any:
-        """Return all strata with their sums, because a sum's rounding depends on the order."""
+        """Return all strata with their sums. The sums are stored, because their rounding errors
+        depend on the order of additions.
+        """
         rows = [[stratum.split_from, stratum.sums, list(stratum.flat)] for stratum in self._strata]
         return {"bounds": list(self._bounds), "strata": rows}
 
@@ -369,7 +380,7 @@ class LengthStrata(Persisted):
 # The pool of a turn is used once it has this many scores; until then the pool of all turns is used.
 MINIMUM = 20
 
-_FORGOTTEN = "\x1fforgotten"  # the key under which the sums of finished questions are added up
+_FORGOTTEN = "\x1fforgotten"  # key of the entry that contains the sums of all finished questions
 HistoryFactory = Callable[[], ScoreHistory]
 
 
@@ -478,10 +489,11 @@ class ByTurn(ScorePool):
 class SiblingPool(ScorePool):
     """A pool that blends another pool with the scores of the same question and turn.
 
-    Each sibling counts once, and the rank in the other pool counts as `prior` siblings. This is the
-    predictive distribution of a Dirichlet process whose base is the other pool (Ferguson, 1973).
-    The first sample of a question is ranked by the other pool alone, later samples increasingly by
-    their siblings. These p-values are predictive ranks, not exact conformal p-values.
+    Each sibling has weight 1, and the rank in the other pool has the weight of `prior` siblings.
+    This is the predictive distribution of a Dirichlet process whose base is the other pool
+    (Ferguson, 1973). The first sample of a question is ranked by the other pool alone, later
+    samples increasingly by their siblings. These p-values are predictive ranks, not exact conformal
+    p-values.
     """
 
     __slots__ = ("_base", "_groups", "_prior")
@@ -602,7 +614,8 @@ class Residuals(ScorePool):
 class _Means(Persisted):
     """The number and the sum of scores, for each question and for all questions together.
 
-    All forgotten questions share one entry, so that memory grows only with the open questions.
+    All forgotten questions share one entry, so memory use depends only on the number of open
+    questions.
     """
 
     __slots__ = ("_questions", "count", "total")
@@ -638,13 +651,14 @@ class _Means(Persisted):
 
 
 def _blend(rank: WeightedRank, few: Ranks, value: float, prior: float) -> WeightedRank:
-    """Return the rank among few values, where the rank in the pool counts as `prior` more values.
+    """Combine the rank in a pool with the rank among a few values. The pool has the weight of
+    `prior` values.
 
     The p-value is (prior * p of the pool + number of `few` below) / (prior + len(few)). One random
     number breaks the ties in both.
     """
     below, equal = few.counts(value)
-    # this many scores of the pool weigh as much as one score of `few`
+    # number of scores of the pool that have the same weight as one score of `few`
     worth = (rank.size + 1) / prior
     return WeightedRank(
         below=rank.below + below * worth,

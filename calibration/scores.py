@@ -20,13 +20,14 @@ from atts.files import from_json, read_ordinary
 Worse = Literal["higher", "lower"]
 Measure = Literal["log", "linear"]
 
-# Rounding may put a sum of float32 log-probabilities outside the domain by this much.
+# A score may be outside the domain by this tolerance, because sums of float32 log-probabilities are
+# rounded.
 _SLACK = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The domain of a score, and which of its ends is worse.
+    """The domain of a score, with the direction in which scores get worse.
 
     `low` and `high` are the bounds of the domain, which includes them. `worse` says whether weak
     chunks have higher or lower scores. `measure` says whether scores are compared by their
@@ -108,8 +109,8 @@ def scale_named(name: str) -> Scale:
     return SCALES[name]
 
 
-# The header of an .npy file with one row of numbers; the groups are the type and the count of the
-# numbers.
+# The header of an .npy file with one row of numbers. The groups match the type of the numbers and
+# their count.
 _HEADER = re.compile(
     rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)"
     rb"\{'descr': '([<>|][fiu][1248])', 'fortran_order': (?:False|True), 'shape': \((\d{1,15}),\), \} *\n",
@@ -205,9 +206,10 @@ class StoredScores:
         scale: Scale = PERPLEXITY,
         fingerprint: Mapping[str, object] | None = None,
     ) -> StoredScores:
-        """Return the scores of records {"score"} with optional "question", "turn" and "length".
+        """Make stored scores from records with the key "score". The keys "question", "turn" and
+        "length" are optional.
 
-        :raises CalibrationInputError: if a record has no score, or an impossible turn or length.
+        :raises CalibrationInputError: if a record has no score, or its turn or length is invalid.
         """
         rows = list(records)
         for number, row in enumerate(rows, 1):
@@ -252,14 +254,16 @@ class StoredScores:
 
     @property
     def clustered(self) -> bool:
-        """Return whether the question of every score is known."""
+        """Return True if the question of every score is known."""
         return bool(self.questions) and all(self.questions)
 
     def __len__(self) -> int:
         return len(self.scores)
 
     def state(self) -> dict[str, Any]:
-        """Return the scores and their conditions as strict JSON, with infinite scores as strings."""
+        """Return the scores and their conditions as values for JSON, with infinite scores as
+        strings.
+        """
         state: dict[str, Any] = {
             "kind": "atts scores",
             "version": 1,
@@ -399,12 +403,12 @@ def read_scores(
 
 
 def is_state(text: str) -> bool:
-    """Return whether the text of a file is a saved state instead of one record per line."""
+    """Return True if the text of a file is a saved state, False if it has one record per line."""
     return text.startswith('{"kind": "atts ')
 
 
 def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
-    """Return JSON Lines as records; blank lines are skipped.
+    """Parse the records of a text in JSON Lines. Blank lines are skipped.
 
     :raises CalibrationInputError: if a line is not a JSON object; the error names the line.
     """
@@ -425,7 +429,7 @@ def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
 
 
 def _read_array(path: Path) -> Sequence[float]:
-    """Return the numbers of an .npy file of one row.
+    """Read an .npy file that contains one row of numbers.
 
     The header must declare one row and exactly as many numbers as the file has. `numpy.load` is not
     used, because it may unpickle objects, and allocates as much memory as the header declares.

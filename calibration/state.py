@@ -1,4 +1,4 @@
-"""The saved state of a calibrator: mergeable JSON, in a file with a digest."""
+"""The saved state of a calibrator: JSON that can be merged, in a file with a digest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ V = TypeVar("V")
 
 
 class Persisted:
-    """A part of a calibrator whose state is the attributes that `saved` names.
+    """A part of a calibrator. Its state consists of the attributes whose names are in `saved`.
 
     The file contains these names without their leading underscore. A merge adds numbers and
     collections of scores, and copies lists. So merging a state into a new, empty part restores it.
@@ -157,7 +157,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def strict(value: Any) -> Any:
-    """Return the value as strict JSON, with infinities as strings that float() can read.
+    """Convert a value for JSON, with infinities as strings that float() can read.
 
     :raises CalibrationInputError: if the value contains NaN.
 
@@ -176,7 +176,7 @@ def strict(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal as strict JSON, where 1 is 1.0 but True is not a number.
+    """Return True if two values are equal as JSON. Here 1 equals 1.0, but True does not equal 1.
 
     >>> same({"turn": 1}, {"turn": 1.0}), same([1], [True])
     (True, False)

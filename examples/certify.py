@@ -1,4 +1,4 @@
-"""Certify a policy on labelled problems: find the cheapest rate with a bounded loss of accuracy.
+"""Certify a policy on labelled problems: find the cheapest rate whose loss of accuracy is bounded.
 
     certify_runs(target, runs, is_correct, epsilon=.., delta=..) -> Certificate
 

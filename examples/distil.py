@@ -50,7 +50,7 @@ def rollouts(
 
 
 def divergence(model: Any, records: list[Record]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return KL(draft || target) at every position, and a mask of the positions that training uses.
+    """Return KL(draft || target) at every position, and a mask of the positions used for training.
 
     The divergence is computed over the tokens that the target lists; all other tokens count as one
     token.
@@ -121,7 +121,8 @@ def per_problem(model: Any, records: list[Record]) -> Found:
 
 
 def interval(pairs: np.ndarray[Any, Any], seed: int = 0) -> tuple[float, float, float]:
-    """Return the difference of two means and its 95 % interval, by a bootstrap over problems.
+    """Return the difference of two means and its 95 % interval, computed by a bootstrap over
+    problems.
 
     Each row of `pairs` is a problem: sum and count after training, sum and count before training.
     """
@@ -161,8 +162,8 @@ def round_trip(
 
 
 def by_measure(trips: Iterable[tuple[Found, Found]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the rows that `interval` needs, for each measure: one row per problem, summed over all
-    trips.
+    """Return, for each measure, the rows for `interval`. Each problem has one row, summed over all
+    training runs.
     """
     sums: dict[str, dict[str, Any]] = defaultdict(lambda: defaultdict(lambda: np.zeros(4)))
     for before, after in trips:

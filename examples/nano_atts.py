@@ -51,7 +51,7 @@ class Settings:
     stop: tuple[str, ...] = ("\n\n",)  # texts that end a chunk
     sampling: Sampling = Sampling(temperature=0.7)
     system: str = "Solve the problem step by step. Put the final answer in \\boxed{}."
-    step: float = 0.004  # how far one decision moves the calibrator's level
+    step: float = 0.004  # change of the calibrator's level per decision
     seed: int = 0
 
 
@@ -172,7 +172,7 @@ class NanoATTS:
     async def write(
         self, role: Role, problem: Problem, rollout: Rollout, prompt: TokenIds, turn: int
     ) -> Completion:
-        """Write one chunk after the rollout, with random numbers that belong to its position."""
+        """Write the next chunk of the rollout. Its random numbers depend only on its position."""
         settings = self.settings
         engine = self.draft if role == "draft" else self.target
         room = min(settings.chunk_tokens, settings.max_tokens - len(rollout.ids))
@@ -184,8 +184,8 @@ class NanoATTS:
     async def rejects(
         self, chunk: Completion, problem: Problem, rollout: Rollout, prompt: TokenIds, turn: int
     ) -> bool:
-        """Return whether to escalate the chunk, by the rank of the target's perplexity among all
-        earlier chunks; the score takes one prefill.
+        """Score the chunk by the target's perplexity, and return True if the chunk is escalated.
+        The score needs one prefill.
         """
         suffix = body(chunk, self.draft)
         if not suffix:

@@ -26,7 +26,7 @@ class CountingEngine(EngineAround):
         return done
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Score the suffix, which costs the price of reading only, because nothing is written."""
+        """Score the suffix. This costs only the price of input tokens, as nothing is written."""
         done = await super().score(request)
         self.cost += (
             (len(request.prefix) + len(request.suffix) - done.cached_tokens) * self.prices[1] / 1e6

@@ -1,4 +1,4 @@
-"""Use your own gate, which decides on each chunk from numbers, without waiting for other chunks."""
+"""Use your own gate: a rule that decides whether to escalate a chunk."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,9 @@ from atts.testing import toy_problems
 
 @dataclass(frozen=True, slots=True)
 class DoubtGate:
-    """A gate that accepts chunks of which the draft is sure; the target scores all other chunks."""
+    """A gate that accepts chunks in which the draft is confident. The target scores all other
+    chunks.
+    """
 
     # chunks with a mean log-probability of the draft above this are accepted without a score
     sure: float = -0.5

@@ -11,7 +11,9 @@ from atts.testing import toy_problems
 
 @dataclass(frozen=True, slots=True)
 class WorstShare(ScoreRule):
-    """The perplexity of the least likely tokens of a chunk, which are a `share` of its tokens."""
+    """The perplexity of a chunk's least likely tokens. `share` is their share of all its tokens, 0
+    to 1.
+    """
 
     share: float = 0.1
 

@@ -1,6 +1,4 @@
-"""Replay a recorded run with other policies, which decide again on the recorded scores without a
-model.
-"""
+"""Replay a recorded run with other policies, without a model: they decide on the recorded scores."""
 
 import tempfile
 from pathlib import Path

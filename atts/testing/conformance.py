@@ -263,7 +263,7 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def tail(ids: TokenIds, start: int) -> str:
-    """Format the ids from a position on for a message. At most four ids are shown."""
+    """Return the ids from a position on as text for a message. At most four ids are shown."""
     more = ", ..." if len(ids) > start + 4 else ""
     return f"[{', '.join(str(index) for index in ids[start : start + 4])}{more}]"
 
@@ -990,7 +990,7 @@ class ConformanceReport:
         return tuple(result for result in self.results if result.status == "broken")
 
     def listed(self, results: Iterable[CheckResult]) -> str:
-        """Format these results as a list under a headline."""
+        """Return these results as a list under a headline."""
         headline = (
             f"engine {self.engine}: {len(self.broken)} of {len(self.results)} promises broken"
         )

@@ -28,9 +28,9 @@ Standing = Literal["held", "unclear", "left"]
 # interval has this probability.
 COIN = 0.95
 # A rate is off target if it is outside the interval of this probability for runs whose questions
-# vary as much as the questions of this run. The two levels differ on purpose: a working gate is
-# called off target once in 100 runs, not once in 20. A rate outside the first interval but inside
-# the second is called unclear.
+# vary as much as the questions of this run. With this wider interval, a working gate is called off
+# target once in 100 runs, not once in 20. A rate outside the first interval but inside the second
+# is called unclear.
 _CLUSTERED = 0.99
 
 
@@ -120,7 +120,7 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
     'unclear'
     """
     nominal = float(exact_rate(rate))
-    # shape [questions, 2]: the numbers of decisions and of escalations
+    # shape [questions, 2]: number of decisions and number of escalations per question
     rows = np.array([row for row in questions if row[0]], float).reshape(-1, 2)
     if not len(rows) or (rows[:, 1] > rows[:, 0]).any() or (rows < 0).any():
         raise CalibrationInputError(

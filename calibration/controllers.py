@@ -141,10 +141,10 @@ class Feedback(Controller):
     and of the whole run.
 
     A deficit is a running sum of (rate - escalated). It is multiplied by a gain. `order` favours
-    decisions that agree with earlier decisions on the same question and turn. A chunk worse than
-    escalated siblings should be escalated, and a chunk better than accepted siblings should be
-    accepted. If the question's deficit is beyond `limit`, it alone decides; so for any scores it
-    stays within limit + 1 of zero.
+    decisions that agree with earlier decisions on the same question and turn. A chunk should be
+    escalated if it is worse than escalated siblings, and accepted if it is better than accepted
+    siblings. If the absolute deficit of the question is above `limit`, it alone decides. So for any
+    scores this deficit is at most limit + 1.
     """
 
     __slots__ = (

@@ -83,8 +83,8 @@ class DuplicateScores:
     def fault(self) -> str:
         """Describe repeated scores that sampling does not explain; return "" if there are none.
 
-        A model that often writes the same chunk twice does so in most questions. So repeats in most
-        questions may come from the model; only live questions can show this (`copied_p_value`).
+        Repeats in most questions may come from a model that often writes the same chunk twice. Only
+        a comparison with live questions can show this (`copied_p_value`).
         """
         within = f"{100 * self.within:.0f} % of the stored scores"
         if self.across > FEW:
@@ -117,9 +117,9 @@ class DuplicateScores:
 def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> float:
     """Return the p-value of "scores repeat in live questions as often as in stored questions".
 
-    It is the binomial probability that at least as many live questions have no repeated scores. One
-    stored question without repeats is added for smoothing. The p-value is 1 if there are too few
-    live rollouts.
+    It is the binomial probability that at least as many live questions have no repeated scores. For
+    smoothing, one question without repeats is added to the stored questions. The p-value is 1 if
+    there are too few live rollouts.
     """
     depth = stored.depth(live)
     theirs = _are_distinct(stored.questions, depth)
@@ -310,8 +310,8 @@ def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Gen
     questions.
 
     The p-value is the rank of the run among the simulated runs. A simulated run is drawn from the
-    stored questions with replacement. It is valid for any scores if live questions are independent
-    draws from the stored questions.
+    stored questions with replacement. The p-value is valid for any scores if live questions are
+    independent draws from the stored questions.
     """
     n = len(ours)
     k = len(theirs)
@@ -611,18 +611,18 @@ class DriftEvent:
 class DriftMonitor(Persisted):
     """A monitor that compares the questions of a run with the stored questions during the run.
 
-    The unit is the question, because scores of one question are correlated. The monitor looks at
-    the latest questions after 64, 100, 160, 300, 600, 1,500 and 4,800 scores of the stored turn,
-    and after 300 scores of all turns. At each look it compares the means and spreads of the live
-    questions with those of the stored questions. Between the looks a martingale bets on the
-    smoothed rank of each question among all earlier questions. Each look and the martingale spend a
-    share of `significance`; the look at 300 scores spends three quarters. So `significance` bounds
-    the probability of a false alarm in a whole run whose questions are draws from the stored
-    questions. If the run's questions and the stored questions are draws from one distribution, the
-    bound is 3.5 times `significance`.
+    The tests compare questions, not single scores, because scores of one question are correlated.
+    The monitor looks at the latest questions after 64, 100, 160, 300, 600, 1,500 and 4,800 scores
+    of the stored turn, and after 300 scores of all turns. At each look it compares the means and
+    spreads of the live questions with those of the stored questions. Between the looks a martingale
+    bets on the smoothed rank of each question among all earlier questions. Each look and the
+    martingale spend a share of `significance`; the look at 300 scores spends three quarters. So
+    `significance` bounds the probability of a false alarm in a whole run whose questions are draws
+    from the stored questions. If the run's questions and the stored questions are draws from one
+    distribution, the bound is 3.5 times `significance`.
 
-    Repeated scores that sampling cannot explain raise an alarm at once. Repeated scores that may
-    come from rollouts with the same chunk raise an alarm only if live scores do not repeat.
+    Repeated scores that sampling cannot explain raise an alarm at once. Repeated scores that
+    rollouts with the same chunk could explain raise an alarm only if live scores are not repeated.
     """
 
     saved = ("_live", "_scores", "_seen", "_looks", "_ranked", "_martingale")
@@ -674,7 +674,8 @@ class DriftMonitor(Persisted):
 
     def _take(self, nonconformity: float, question: str, theta: float) -> None:
         self._seen += 1
-        key = question or f"chunk {self._scores}"  # a chunk without a question is its own question
+        # treat a chunk without a question as a separate question
+        key = question or f"chunk {self._scores}"
         scores = self._live[key]
         if len(scores) < self._reference.size:
             scores.append(nonconformity)
@@ -855,9 +856,10 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
 
 
 def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> DriftMonitor:
-    """Return a drift monitor of the stored scores that has observed the live scores in order.
+    """Create a drift monitor of the stored scores, and let it observe the live scores in order.
+    Return the monitor.
 
-    If there are no live scores, repeated scores that may be copies raise an alarm.
+    If there are no live scores, stored scores that may be copies raise an alarm.
     """
     monitor = DriftMonitor(stored, policy="report")
     if live is None:

@@ -44,8 +44,8 @@ HOLD = 64
 _KIND = "atts calibrator"
 _VERSION = 1
 _NORMAL = NormalDist()
-# While fewer scores than this are known, a run of known size escalates less, because ranks among
-# few scores say little.
+# With fewer known scores than this number, a run of known size escalates less, because ranks among
+# few scores are unreliable.
 _FEW = 40
 # After an alarm with the action "widen", the current rate is multiplied by `_WIDER` for `_WIDENED`
 # decisions.
@@ -296,8 +296,8 @@ class Calibrator(Persisted):
         p = rank.p(theta)
         rate = self._controller.current_rate(value, question, turn, self._end)
         if left is not None and self.mode == "aci" and rate < 1:
-            # A rank among few scores says little, so escalate less now. This leaves a deficit,
-            # which later escalations remove when ranks say more.
+            # A rank among few scores is unreliable, so escalate less now. Later escalations remove
+            # the deficit when ranks are more reliable.
             rate *= min(1.0, rank.size / _FEW)
         if self._alert == "escalate":
             rate = 1.0
@@ -329,7 +329,9 @@ class Calibrator(Persisted):
         )
 
     def _run_end(self, left: float | None) -> RunEnd:
-        """Return the distance to the end of the run, given the share of decisions that is left."""
+        """Estimate the number of decisions left, and the deficit that may remain, from the share of
+        decisions that is left.
+        """
         expected = math.inf
         if left is not None and left < 1:
             expected = self.decided * left / (1 - left)
@@ -373,7 +375,7 @@ class Calibrator(Persisted):
         self._learn_all(self._order.skip(issue))
 
     def forget(self, question: str) -> None:
-        """Drop the state that is needed only for this question, which is over.
+        """Drop the state of a finished question.
 
         The question's scores stay in the pools of all questions, so decisions on other questions do
         not change. Memory then grows only with the number of open questions.
@@ -467,7 +469,7 @@ class Calibrator(Persisted):
 
     def _learn(self, pending: PendingScore) -> None:
         nonconformity, question, turn, length = pending
-        # No sample has the number -1, so the random numbers here differ from those of `decide`.
+        # No sample has the index -1, so the random numbers here differ from those of `decide`.
         value = self._pool_value(nonconformity, question, turn, -1, length)
         self._store_length(nonconformity, length)
         self._pool.add(value, question, turn)
@@ -586,8 +588,8 @@ class Calibrator(Persisted):
             if fingerprint is not None:
                 check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
             calibrator = cls._from_state(state)
-            # Compare the state of the new calibrator with the given state, to find entries that
-            # were removed, rounded or added by hand.
+            # Compare the new calibrator's state with the given state. They differ if someone edited
+            # the given state.
             is_whole = (
                 same(calibrator.state(), state)
                 and type(calibrator.seed) is int
@@ -620,7 +622,7 @@ class Calibrator(Persisted):
         calibrator.fingerprint = dict(state["fingerprint"])
         super(Calibrator, calibrator).merge(state)
         if calibrator._strata is not None:
-            calibrator._strata = LengthStrata()  # the state has the stored scores too
+            calibrator._strata = LengthStrata()  # the state contains the stored scores too
             calibrator._strata.merge(state["lengths"])
         calibrator._order.restore(state["order"])
         calibrator._monitor.restore(state["monitor"])

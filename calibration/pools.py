@@ -530,8 +530,8 @@ class Residuals(ScorePool):
     """A pool of scores minus the expected score of their question, ranked by turn.
 
     The expected score of a question is its running mean, shrunk towards the running mean of all
-    questions as if `shrinkage` additional scores had equalled that mean. So the first score of a
-    new question is compared with the mean of all questions, but the tenth mostly with the
+    questions as if `shrinkage` additional scores had equalled that mean. The first score of a new
+    question is compared with the mean of all questions. Later scores are compared mostly with the
     question's own mean. With `prior`, the rank among the question's residuals is blended in as in
     `SiblingPool`, for questions with a wider or narrower spread. Infinite scores rank at their end
     of the scale but are never stored, because one infinite score would make a mean infinite for

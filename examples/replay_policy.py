@@ -1,4 +1,4 @@
-"""Replay a recorded run with other policies, without a model: they decide on the recorded scores."""
+"""Replay a recorded run with other policies, without a model: they read the recorded scores."""
 
 import tempfile
 from pathlib import Path

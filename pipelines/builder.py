@@ -61,7 +61,8 @@ class Answers:
     unmarked: Callable[[str], int] = lambda text: 0
     extract_finished: Callable[[str], str | None] = lambda text: None
     prepare: Callable[[Sequence[str | None]], Awaitable[None]] = _nothing_to_prepare
-    # returns the functions for a problem; None if the functions are the same for all problems
+    # a function that returns the `Answers` of a problem; None if all problems use the same
+    # functions
     for_problem: Callable[[Problem], Answers] | None = None
 
     def of(self, problem: Problem) -> Answers:
@@ -154,7 +155,7 @@ EngineBinder = Callable[[Engine, Role, Caller, float], RolloutEngine]
 class Context:
     """The engines, gate, functions and settings that a run gives to its pipelines.
 
-    A run may wrap the engines and the gate to log their calls, without any effect on pipelines.
+    A run may wrap the engines and the gate to log their calls.
     """
 
     draft: Engine

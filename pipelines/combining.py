@@ -227,9 +227,8 @@ class RecordedRollouts:
     """A pipeline that repeats the vote and the combination on the recorded rollouts of an earlier
     run.
 
-    Iterating over the pipeline yields the problems of the earlier run. An outcome is read when its
-    problem is yielded, and dropped when the problem ends; so only outcomes of open problems are in
-    memory.
+    Iterating over the pipeline yields the problems of the earlier run. Only outcomes of open
+    problems are in memory.
     """
 
     def __init__(self, outcomes: Callable[[], Iterable[Outcome]], count: int) -> None:
@@ -297,7 +296,8 @@ class _Question:
         self._problem = outcome.problem
         self._policy = policy
         self._context = context
-        texts: dict[str, str] = {}  # for each answer, the text of the first rollout that has it
+        # for each answer, the text of the first rollout with this answer
+        texts: dict[str, str] = {}
         for rollout in sorted(outcome.rollouts, key=lambda one: one.sample):
             if rollout.answer is not None:
                 texts.setdefault(rollout.answer, rollout.text)
@@ -416,8 +416,7 @@ class _Question:
     ) -> tuple[int, ...]:
         """Return the token ids of the question; long solutions are cut at their beginnings."""
         texts = [self._texts[index] for index in order]
-        # the reasoning before the end of thought only repeats the solution at length, so it is left
-        # out
+        # leave out the reasoning, because the text after it contains the whole solution
         texts = [text.rpartition(_END_OF_THOUGHT)[2].strip() or text.strip() for text in texts]
         ids: tuple[int, ...] = ()
         for _ in range(_TRIALS):

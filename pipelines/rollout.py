@@ -150,7 +150,7 @@ def _is_the_targets(builder: RolloutBuilder, rest: SampleRequest, begun: BegunCh
 async def _drafted(
     builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, most: int
 ) -> TokenIds:
-    """Return the next tokens as the draft proposes them."""
+    """Let the draft propose the next tokens."""
     since = anyio.current_time()
     ahead = replace(rest, max_tokens=most, logprobs="unneeded")
     drafted = await builder.draft.sample(ahead)
@@ -300,7 +300,7 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
         builder.enter([written], [chunk], decision, score, proposal.flaw)
         return
     if builder.policy.takeover == "continue":
-        # as in the paper, the draft's chunk stays and the target writes a chunk after it
+        # as in the paper, keep the draft's chunk, and let the target write the chunk after it
         kept = [chunk] if chunk.text or chunk.draft_ids or chunk.target_ids else []
         if not builder.may_write(kept):
             note = proposal.flaw or "the context has no room for the target's text"
@@ -310,7 +310,7 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
         builder.enter([*kept, written], (), decision, score, proposal.flaw)
         return
     if builder.policy.takeover == "repair":
-        # only the part of the chunk before the first token that the target rejects stays
+        # keep only the tokens of the chunk before the first token that the target rejects
         part = first_tokens(chunk, proposal.first_rejected, builder.draft)
         # The whole chunk fitted into the context, and this part is shorter. So there is room for at
         # least one token of the target.
@@ -352,7 +352,7 @@ class RunningVote:
         return tally([self._cast[sample] for sample in samples], self.group)
 
     def add_result(self, result: RolloutResult[Rollout]) -> bool:
-        """Count the vote of a finished rollout; return whether the remaining rollouts are
+        """Count the vote of a finished rollout. Return True if the remaining rollouts are
         unnecessary.
         """
         self.ended += 1

@@ -73,7 +73,9 @@ class DraftLength:
 
 @dataclass(slots=True, eq=False)
 class BegunChunk:
-    """A chunk in progress, with the model that began it, its start time and its tokens so far."""
+    """An unfinished chunk, with the model that began it, its start time and its number of tokens so
+    far.
+    """
 
     writer: Role
     since: float
@@ -168,7 +170,8 @@ class WriterChoice:
             until = max(begun.drafted_until, begun.since)
             self.seconds["draft"] = (until - begun.since) / max(1, begun.tokens)
         if self.tried_since is not None:
-            # if the chunk began before the try, only the share written since then counts
+            # if the chunk began before the try, count only the share of its tokens that was written
+            # during the try
             share = min(1.0, (now - self.tried_since) / seconds) if seconds else 1.0
             self.tried_tokens += share * (tokens - begun.tokens)
         if begun.is_look:
@@ -241,7 +244,8 @@ class WriterChoice:
         if begun.writer == "draft" and "target" in self.seconds:
             excess = seconds - tokens * self.seconds["target"]
             self.lost += max(0.0, excess) / (len(self.in_flight) + 1)
-        if begun.writer == self.best:  # this writer has become the faster writer in the meantime
+        # in the meantime, this writer was found to be the faster writer
+        if begun.writer == self.best:
             return
         if self._is_promising():
             self._go_on(self._other)

@@ -283,9 +283,7 @@ _NEXT = LANGUAGE.phases
 
 
 class ReadingState:
-    """The state of the grammar after some ids have been read. The state reads one word at a time,
-    and can be copied quickly.
-    """
+    """The state of the grammar after some ids have been read. Words are read one by one."""
 
     __slots__ = (
         "answered",
@@ -778,7 +776,7 @@ def _hard(question: Question) -> float:
 
 
 def _key(state: ReadingState) -> tuple[object, ...]:
-    """Return the parts of a state on which the distribution of the next words depends."""
+    """Return the values of a state that determine the distribution of the next words."""
     phase = state.phase
     question = state.question
     if phase == "open":

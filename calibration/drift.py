@@ -612,14 +612,14 @@ class DriftMonitor(Persisted):
     """A monitor that compares the questions of a run with the stored questions during the run.
 
     The tests compare questions, not single scores, because scores of one question are correlated.
-    The monitor looks at the latest questions after 64, 100, 160, 300, 600, 1,500 and 4,800 scores
-    of the stored turn, and after 300 scores of all turns. At each look it compares the means and
-    spreads of the live questions with those of the stored questions. Between the looks a martingale
-    bets on the smoothed rank of each question among all earlier questions. Each look and the
-    martingale spend a share of `significance`; the look at 300 scores spends three quarters. So
-    `significance` bounds the probability of a false alarm in a whole run whose questions are draws
-    from the stored questions. If the run's questions and the stored questions are draws from one
-    distribution, the bound is 3.5 times `significance`.
+    The monitor tests the latest questions after 64, 100, 160, 300, 600, 1,500 and 4,800 scores of
+    the stored turn. An additional test comes after 300 scores of all turns. Each test compares the
+    means and standard deviations of the live questions with those of the stored questions. Between
+    the tests, a martingale bets on the smoothed rank of each question among all earlier questions.
+    Each test and the martingale spend a share of `significance`; the test at 300 scores spends
+    three quarters. So `significance` bounds the probability of a false alarm in a whole run whose
+    questions are draws from the stored questions. If the run's questions and the stored questions
+    are draws from one distribution, the bound is 3.5 times `significance`.
 
     Repeated scores that sampling cannot explain raise an alarm at once. Repeated scores that
     rollouts with the same chunk could explain raise an alarm only if live scores are not repeated.
@@ -647,7 +647,7 @@ class DriftMonitor(Persisted):
         self._live = DefaultTable(str, list[float])
         self._scores = 0  # number of live scores, of all turns
         self._seen = 0  # number of live scores of the stored turn
-        self._looks = 0  # number of looks made
+        self._looks = 0  # number of tests made
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
         self._repeats = DuplicateScores.of(stored)

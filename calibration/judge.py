@@ -109,8 +109,8 @@ def fit_judge(
 ) -> AdvantageJudge:
     """Fit a ridge regression of gains on standardised features, and compare it with a coin.
 
-    In the cross-validation each penalty is chosen on training problems only, so the problems on
-    which the gain is measured influence neither the judge nor the penalty.
+    In the cross-validation, each penalty is chosen on training problems only. The problems on which
+    the gain is measured influence neither the judge nor the penalty.
 
     :raises CalibrationInputError: if there are too few problems, or if a feature or gain is not
         finite.

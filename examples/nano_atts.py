@@ -102,7 +102,9 @@ class Calibrator:
 
 @dataclass(slots=True)
 class Rollout:
-    """One attempt at a problem, as the tokens that were generated, never as re-tokenised text."""
+    """One attempt at a problem. It stores the generated tokens, because tokenizing a text again may
+    give other tokens.
+    """
 
     sample: int
     text: str = ""

@@ -116,8 +116,9 @@ class Combiner:
         The threshold is learned from problems whose vote was wrong although another finalist (one
         of the most frequent answers) was correct. It is a conformal quantile of the leaders'
         shares: the next such problem counts as split with probability 0.9. With fewer than nine
-        such problems, the shares come from votes of half the rollouts that the vote of all rollouts
-        overruled. If these are too few as well, every vote that is not unanimous counts as split.
+        such problems, votes of half the rollouts are used, if the vote of all rollouts had another
+        winner. With fewer than nine of these votes too, every vote that is not unanimous counts as
+        split.
         """
         for shares in (self._winnable, self._overruled):
             rank = math.ceil((len(shares) + 1) * COVERED)

@@ -234,7 +234,7 @@ class ThresholdGate(NonLearningGate):
     worse: Literal["above", "below"] = "above"
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Compare the score with the threshold; escalate if the score is NaN."""
+        """Escalate the chunk if its score is beyond the threshold, or NaN."""
         fine = score <= self.threshold if self.worse == "above" else score >= self.threshold
         sign = "<=" if self.worse == "above" else ">="
         why = f"{score:.4g} {'is' if fine else 'is not'} {sign} {self.threshold:.4g}"
@@ -416,14 +416,15 @@ _SIBLINGS = 3  # smallest number of siblings with an answer for which their agre
 
 @dataclass(frozen=True, slots=True)
 class AgreementGate:
-    """A gate around another gate, which accepts a chunk if its siblings already agree on an answer.
+    """A wrapper of a gate, which accepts a chunk if its siblings already agree on an answer.
 
     The inner gate observes the actions that were carried out, so an inner gate that controls a rate
     escalates other chunks instead.
     """
 
     inner: Gate
-    # once this share of the answered siblings has the same answer, every chunk is accepted
+    # share, 0 to 1: chunks are accepted if this share of the siblings with an answer has the same
+    # answer
     agreement: float
 
     def preview(self, features: Features) -> Decision:

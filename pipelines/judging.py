@@ -172,11 +172,11 @@ def _forced(known: Features, why: str) -> Decision:
 
 
 async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with the score of an equal chunk after an equal beginning, or ask the
-    target.
+    """Return the proposal with its score. If a sibling has an equal chunk after an equal text,
+    reuse its score; if not, ask the target.
 
     If a sibling has already requested this score, the rollout waits for the same reply. If that
-    call fails, one of the waiting rollouts asks the target itself. The rollout that asked in an
+    call fails, one of the waiting rollouts asks the target itself. A rollout that asked in an
     earlier session asks again, and gets the recorded score.
     """
     if builder.score_source != "log-probabilities":
@@ -454,7 +454,7 @@ async def _logprob(target: RolloutEngine, request: ScoreRequest) -> float:
 
 
 def _excuse(error: EngineError) -> str:
-    """Return the message of an error after which the chunk is escalated.
+    """Return the message of an error for which the chunk is escalated without a score.
 
     :raises EngineError: if the engine is lost, or cannot score at all; then no decision is taken.
     """

@@ -450,8 +450,8 @@ class Policy:
         return self.sampling
 
     def bounds(self, budget: Budget = SMALL) -> Bounds:
-        """Return all limits of a rollout; fields that are None get the models' defaults, and more
-        tokens give more turns.
+        """Return all limits of a rollout. Fields that are None get defaults for the models; the
+        default number of turns grows with the token limit.
 
         >>> Policy().bounds()[:2], Policy(max_tokens=2048).bounds()[:2], Policy(turns=4).bounds()[:2]
         ((512, 15), (2048, 59), (512, 4))

@@ -96,9 +96,9 @@ class WriterChoice:
     little. If the stretch gave more tokens per second, the draft continues. From time to time the
     slower writer gets another try.
 
-    The time lost by a try, compared with the target's speed, is known after each score. If tries
-    have lost 2 % of the run's time (early in a run: a quarter of a chunk's time), the target
-    finishes the chunks that the draft has begun.
+    After each score, the time lost by the current try of the draft is estimated from the target's
+    speed. If tries have lost 2 % of the run's time (early in a run: a quarter of a chunk's time),
+    the target finishes the chunks that the draft has begun.
     """
 
     writer: Role = "target"  # model that writes the current stretch

@@ -27,9 +27,9 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
     """A model of inspect_ai that solves one problem with atts for each generation.
 
     `inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8` uses this model. The
-    arguments after `-M` are the keys of `atts config show`, and `reply` ("text" or "answer"). Of
-    the generation settings, atts uses only the temperature, if it is above 0, and the token limit,
-    which applies to each rollout. Requests with tools are refused.
+    option `-M` takes the keys of `atts config show`, and `reply` with the value "text" or "answer".
+    Of the generation settings, atts uses only the temperature, if it is above 0, and the token
+    limit, which applies to each rollout. Requests with tools are refused.
     """
 
     def __init__(
@@ -70,15 +70,14 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
         await self._session.aclose()
 
     def connection_key(self) -> str:
-        """Return the model's name with the prefix "atts/"; models with the same key share one limit
-        on concurrent problems.
+        """Return the model's name with the prefix "atts/".
+
+        inspect_ai applies one limit on concurrent requests to all models with the same key.
         """
         return f"atts/{self.model_name}"
 
     def max_connections(self) -> int:
-        """Return the default limit on problems that are solved at the same time; their rollouts
-        share engines.
-        """
+        """Return the default number of problems that are solved at the same time."""
         return 16
 
 

@@ -25,7 +25,7 @@ class Reply:
     text: str
     answer: str | None
     usage: Usage
-    facts: Mapping[str, Any]  # a description of the run, as strict JSON
+    facts: Mapping[str, Any]  # a description of the run, as JSON data without NaN and infinities
 
     @classmethod
     def of(cls, outcome: Outcome, kind: ReplyKind = "text") -> Reply:
@@ -104,8 +104,9 @@ def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
 def policy_changes(
     base: Policy, system: str, temperature: float | None, max_tokens: int | None
 ) -> dict[str, Any]:
-    """Return the policy fields that a harness's settings change; a setting that is None or ""
-    changes nothing.
+    """Return the policy fields that a harness's settings change.
+
+    A setting that is None or "" changes nothing.
 
     A temperature of 0 also changes nothing, because harnesses send it by default and it would make
     all rollouts equal.

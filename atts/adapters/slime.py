@@ -63,7 +63,7 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -
 
 
 class _Worker:
-    """The session that all new samples share, and older sessions that samples still use.
+    """The session for new samples, and older sessions that still write samples.
 
     Training changes the weights of the draft's servers, and an engine refuses a server whose
     weights have changed. The worker then opens a new session for the new weights. The calibrator of
@@ -96,8 +96,9 @@ class _Worker:
         return changes
 
     async def solve(self, question: str, policy: Mapping[str, Any]) -> tuple[Outcome, int]:
-        """Solve a question in the latest session; return the outcome and the number of this
-        session.
+        """Solve a question in the latest session.
+
+        Return the outcome, and the number that identifies this session.
 
         :raises EngineError: an engine cannot be opened, is lost, or failed.
         """
@@ -125,9 +126,7 @@ class _Worker:
         return outcome
 
     async def _close_old(self) -> None:
-        """Close every session that is older than the latest session and that no sample is waiting
-        for.
-        """
+        """Close every older session that writes no sample any more."""
         for number in [*self._sessions]:
             if number < self._number and not self._asking[number]:
                 await self._sessions.pop(number).aclose()
@@ -168,7 +167,8 @@ def _fill(sample: Any, rollout: Rollout) -> None:
     for chunk in rollout.chunks:
         count = len(chunk.draft_ids)
         ids += chunk.draft_ids
-        # training needs log-probabilities, so it uses only tokens that the draft wrote with them
+        # Training needs log-probabilities, so all tokens without log-probabilities of the draft are
+        # masked.
         is_known = chunk.author == "draft" and len(chunk.logprobs) >= count
         mask += [int(is_known)] * count
         logprobs += chunk.logprobs[:count] if is_known else [0.0] * count

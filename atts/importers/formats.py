@@ -31,8 +31,8 @@ class RecordError(ValueError):
 class ForeignSample:
     """One rollout that another tool recorded; fields that the tool did not record are None.
 
-    `problem` is the tool's name of the problem. Rollouts without such a name belong to the same
-    problem if their questions are equal.
+    `problem` is the name that the tool gave the problem. Rollouts without such a name belong to the
+    same problem if their questions are equal.
     """
 
     question: str
@@ -41,7 +41,7 @@ class ForeignSample:
     reference: str | None = None
     kind: AnswerKind | None = None
     choices: tuple[str, ...] = ()
-    number: int | None = None  # number of this rollout among the rollouts of its problem
+    number: int | None = None  # index of this rollout among the rollouts of its problem
     answer: str | None = None  # the recorded answer; None: atts extracts the answer from the text
     is_correct: bool | None = None
     ended: Ended = "end"
@@ -49,11 +49,11 @@ class ForeignSample:
     model: str = ""
     # name of the filter that extracted the answer, if the tool used several filters
     filter: str = ""
-    tokens: int | None = None  # number of tokens written
+    tokens: int | None = None  # number of tokens that the model wrote
     prompt_tokens: int | None = None
     seconds: float | None = None
     dollars: float | None = None
-    # dollars per million tokens: first for tokens read, then for tokens written
+    # prices of input tokens and of output tokens, in dollars per million tokens
     prices: tuple[float, float] | None = None
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
     ids: TokenIds = ()
@@ -62,7 +62,7 @@ class ForeignSample:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """The options of a format's reader; only the plain format uses `columns`."""
+    """The options for reading a format; only the plain format uses `columns`."""
 
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     metric: str = ""  # the score that decides whether an answer is correct; "": the first score
@@ -84,8 +84,8 @@ class Format:
     about: str
     patterns: tuple[str, ...]
     read: SampleReader
-    # the field of a JSON file that contains the list of records; "" if the file itself is the list,
-    # or is a single record
+    # name of the field with the list of records in a JSON file; "" if the whole file is a list of
+    # records, or a single record
     list_field: str = ""
 
 
@@ -127,9 +127,9 @@ def count_of(row: Row, *names: str) -> int | None:
 
 
 def table_of(row: Row, name: str) -> Row:
-    """Return a field that is an object; an empty object if the field is missing or null.
+    """Return the JSON object in a field, or an empty object if the field is missing or null.
 
-    :raises RecordError: if the field is something else.
+    :raises RecordError: if the field contains another type of value.
     """
     value = row.get(name)
     if value is None:
@@ -153,8 +153,9 @@ def list_of(row: Row, *names: str) -> Sequence[Any]:
 
 
 def truth_of(value: object) -> bool | None:
-    """Return the verdict that a grade means: True for true and 1, False for false and 0, and None
-    for anything else.
+    """Convert a grade to a verdict.
+
+    The grades true and 1 become True, false and 0 become False, and all other values become None.
 
     >>> [truth_of(value) for value in (True, 0.0, 1, 0.5, "yes", None)]
     [True, False, True, None, None, None]
@@ -211,7 +212,7 @@ def read_inspect_ai(row: Row, path: Path, options: ReadOptions) -> Iterator[Fore
 
 
 class _Grade:
-    """The verdict of one scorer on a rollout, and the scores of all scorers that are numbers."""
+    """The verdict of one scorer on a rollout, and all numeric scores of the rollout."""
 
     def __init__(self) -> None:
         self.answer: str | None = None
@@ -317,7 +318,8 @@ _STAMP = re.compile(r"_\d{4}-\d\d-\d\dT[\d.:-]+$")
 def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
     """Read samples of lm-evaluation-harness that `--log_samples` wrote.
 
-    A record has one document and one answer filter; yield every reply in it.
+    A record contains all replies to one document, and the answers that one filter extracted. Yield
+    a rollout for each reply.
     """
     replies = _only(row, "resps")
     filtered = _only(row, "filtered_resps")
@@ -356,7 +358,7 @@ def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreign
 
 
 def _only(row: Row, name: str) -> Any:
-    """Return the entry that a field has for the document's only request.
+    """Return the value that a field has for the only request of the record.
 
     :raises RecordError: if there are several requests, as in tasks that compare likelihoods.
     """
@@ -446,8 +448,10 @@ def read_nemo_skills(row: Row, path: Path, options: ReadOptions) -> Iterator[For
 
 
 def _grade(row: Row, metric: str) -> bool | None:
-    """Return the symbolic check's verdict, or else the judge's; `metric` names a field to use
-    instead.
+    """Return the verdict of the symbolic check, or the judge's verdict if there is no symbolic
+    check.
+
+    If `metric` is given, return the verdict in the field with this name instead.
     """
     if metric:
         if metric not in row:
@@ -503,7 +507,10 @@ def read_matharena(row: Row, path: Path, options: ReadOptions) -> Iterator[Forei
 
 
 def _prices(row: Row) -> tuple[float, float] | None:
-    """Return prices per million tokens, although the columns are called "per tokens"."""
+    """Return the prices of input and output tokens, in dollars per million tokens.
+
+    The names of the columns end with "per_tokens", but their values are prices per million tokens.
+    """
     read_price = number_of(row, "input_cost_per_tokens")
     written = number_of(row, "output_cost_per_tokens")
     if read_price is None or written is None or min(read_price, written) < 0:
@@ -528,7 +535,7 @@ def _text(row: Row) -> str:
 
 
 def _points(row: Row) -> dict[str, float]:
-    """Return the share of the possible points that each judge of a proof gave."""
+    """Return the score from each judge of a proof, as a share of the possible points."""
     points: dict[str, float] = {}
     for judge in range(1, 10):
         given = number_of(row, f"points_judge_{judge}")
@@ -545,10 +552,10 @@ MATHARENA = Format(
 
 
 def read_monkey_business(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
-    """Read Monkey Business (Large Language Monkeys), with thousands of samples per problem in one
-    record.
+    """Read the dataset Monkey Business of the paper "Large Language Monkeys", with thousands of
+    samples per problem.
 
-    Yield all samples of one problem.
+    A record contains all samples of one problem. Yield a rollout for each sample.
     """
     samples = list_of(row, "samples")
     has_grades = any(name in row for name in ("is_corrects", "is_correct"))
@@ -580,15 +587,15 @@ MONKEY_BUSINESS = Format(
 
 
 _WINDOW = 2048  # number of tokens in a window and in the tail, from the DeepConf paper
-# share of the windows that the bottom confidence averages: those with the lowest means
+# The bottom confidence is an average over this share of all windows: those with the lowest means.
 _BOTTOM = 0.1
 _ENDS_DEEPCONF: dict[str, Ended] = {"length": "length", "gconf_threshold": "stopped"}
 
 
 def read_deepconf(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
-    """Read traces of DeepConf in JSON, which have a confidence per token.
+    """Read traces of DeepConf in JSON, which have a confidence for each token.
 
-    Yield every trace of one question.
+    A record contains all traces of one question. Yield a rollout for each trace.
     """
     question = text_of(row, "question", "prompt")
     reference = optional_text(row, "ground_truth", "answer")

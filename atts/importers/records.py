@@ -24,7 +24,7 @@ from atts.files import open_ordinary
 PICKLES = (".pkl", ".pickle", ".p", ".pt", ".pth", ".joblib")
 PACKED = (".gz", ".zst", ".xz", ".bz2")
 _BLOCK = 1 << 20
-_ZSTANDARD = 93  # the number that means Zstandard compression in zip archives
+_ZSTANDARD = 93  # the code of the compression method Zstandard in zip archives
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Place:
 
     start: int
     size: int
-    number: int  # number of the record in messages, counted from 1
+    number: int  # position of the record for error messages, counted from 1
 
 
 class RecordFile(Protocol):
@@ -191,14 +191,17 @@ class _Items:
         return self._file.read(size)
 
     def places(self) -> Iterator[tuple[Place, bytes]]:
-        """Yield every item; outside the items only brackets and the list's name are parsed."""
+        """Yield every item.
+
+        Outside the items, only brackets and the name of the list are parsed.
+        """
         self._file.seek(0)
         buffer = b""
-        base = 0  # offset of the buffer in the file
-        scanned = 0  # length of the scanned part of the buffer
-        start = -1  # position of the open item in the file
+        base = 0  # position of the buffer's first byte in the file
+        scanned = 0  # number of bytes of the buffer that have been scanned
+        start = -1  # position in the file of the item that is being read
         depth = 0
-        level = -1  # the depth of brackets at which items begin; -1 outside the list of items
+        level = -1  # number of open brackets around each item; -1 outside the list of items
         key = b""  # the latest string at depth 1, which may be the name of the list
         number = 0
         while True:

@@ -63,18 +63,21 @@ from atts.ledger import PRICES, Price
 from atts.pipelines import Ballot, tally
 
 IMPORTED = "imported"
-"""The name of the setting, and the code of the warning, that mark an imported run."""
+"""A word that marks imported runs: the name of a setting in the manifest, and the code of a
+warning.
+"""
 
 Grades = Literal["recorded", "again"]
-"""The verdicts to use: "recorded": the other tool's verdicts, where it recorded any; "again": new
-verdicts by atts.
+"""The source of the verdicts. "recorded" uses the other tool's verdict if the tool recorded one;
+"again" uses new verdicts by atts.
 """
 
 _WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
     {"equal": "correct", "different": "wrong", "unscored": "unscored"}
 )
 _MOST_OPEN = 128  # largest number of files that are open at the same time
-_FEW_WORDS = 60  # largest length of a short recorded answer, in characters
+# a recorded answer with more characters is not used if the text has no marked answer
+_FEW_WORDS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,10 @@ class ImportOptions:
 
 @dataclass(slots=True)
 class Imported:
-    """Counts that describe an imported run; `problems` and `rollouts` include earlier sessions."""
+    """A description of an imported run.
+
+    The numbers `problems` and `rollouts` include earlier sessions of the import.
+    """
 
     directory: Path
     format: str
@@ -125,7 +131,7 @@ class Imported:
     already: int = 0  # number of problems that an earlier session imported
 
     def as_json(self) -> dict[str, Any]:
-        """Return the counts as plain data for JSON."""
+        """Return the description as JSON data."""
         names = [name for name in self.__slots__ if name != "directory"]
         return {"run": str(self.directory), **{name: getattr(self, name) for name in names}}
 
@@ -133,10 +139,10 @@ class Imported:
 async def import_rollouts(
     format: Format, path: Path, out: Path, options: ImportOptions | None = None
 ) -> Imported:
-    """Write the rollouts of another tool's files as a run, and return its numbers.
+    """Write the rollouts of another tool's files as a run, and return a description of the run.
 
-    Memory holds one record and the positions of the others. The files are read twice. An
-    interrupted import continues with the first incomplete problem if the files did not change.
+    The files are read twice, so that only one record at a time is in memory. An interrupted import
+    continues with the first incomplete problem if the files did not change.
 
     :raises DatasetError: a file or a record cannot be read; the message names file and line.
     :raises OptionError: the files contain several models or filters, and none was chosen.
@@ -154,7 +160,8 @@ async def import_rollouts(
         manifest = _manifest(made, digest, options, path, reading)
 
         def recall(entry: Entry) -> None:
-            # a problem's last event is its span if all seconds are known, or else its outcome
+            # The last event of a problem is its span if the durations of all rollouts are known. If
+            # not, the last event is the outcome.
             if isinstance(entry.event, ProblemSpan if reading.is_timed else OutcomeReached):
                 done.add(entry.event.problem)
 
@@ -206,7 +213,7 @@ class _Reading:
         self.format = format
         self.files = files
         self.options = options
-        self.is_timed = False  # whether the seconds of every rollout are known
+        self.is_timed = False  # whether the duration of every rollout is known
         # for each problem, a flat list with the file, start and size of each of its records
         self.problems: dict[str, array[int]] = {}
         self.digests = list[str]()
@@ -289,7 +296,7 @@ class _Reading:
         return None if prices is None else Price(*prices)
 
     def found(self, out: Path) -> Imported:
-        """Return the numbers of the files, problems and rollouts that were found."""
+        """Return a description of the files, problems and rollouts that were found."""
         self._made.directory = out
         self._made.problems = len(self.problems)
         self._made.model = next(iter(self._models), "")
@@ -297,7 +304,7 @@ class _Reading:
         return self._made
 
     def samples(self, name: str) -> Iterator[tuple[Problem, ForeignSample]]:
-        """Read the rollouts of a problem again, and yield each with a unique number."""
+        """Read the rollouts of a problem again, and yield each rollout with a unique index."""
         places = self.problems[name]
         used = set[int]()
         for at in range(0, len(places), 3):
@@ -381,7 +388,7 @@ class _Reading:
             )
 
     def _file(self, index: int) -> RecordFile:
-        """Return an open file, and close the least recently used files if there are too many."""
+        """Return an open file; if too many files are open, close the least recently used files."""
         if index in self._open:
             self._open.move_to_end(index)
             return self._open[index][0]
@@ -468,7 +475,7 @@ class _ProblemWriter:
         self._grades = grades
         # verdicts of atts, keyed by the answer
         self._verdicts: dict[str, tuple[VerdictStatus, str]] = {}
-        # counts of the other tool's verdicts, keyed by the answer
+        # how often the other tool gave each verdict, keyed by the answer
         self._recorded: dict[str, Counter[VerdictStatus]] = {}
 
     def write(
@@ -502,11 +509,10 @@ class _ProblemWriter:
             self._record(ProblemSpan(problem.id, number, "done", 0.0, longest))
 
     def _rollout(self, problem: Problem, sample: ForeignSample, number: int) -> str | None:
-        """Write one rollout, and return its answer; None if it has none."""
+        """Write one rollout, and return its answer, or None if it has no answer."""
         answer = None if sample.answer is None else sample.answer.strip() or None
         if sample.ended != "failed" and (sample.answer is None or _is_whole_text(sample)):
-            # if the text has no marked answer, the answer that the tool recorded counts if it is
-            # short
+            # If the text has no marked answer, the recorded answer is used, unless it is long.
             answer = extract(sample.text, problem.kind) or (
                 answer if answer and len(answer) <= _FEW_WORDS else None
             )
@@ -552,7 +558,7 @@ class _ProblemWriter:
         return ("wrong", "no answer") if answer is None else self._own(problem, answer)
 
     def _own(self, problem: Problem, answer: str) -> tuple[VerdictStatus, str]:
-        """Return atts's own verdict on an answer, which is computed only once."""
+        """Return the verdict of atts on an answer; later calls reuse the verdict."""
         if answer not in self._verdicts:
             verdict = judge(problem, answer)
             self._verdicts[answer] = _WORDS[verdict.status], verdict.rule
@@ -601,8 +607,9 @@ class _ProblemWriter:
     def _vote_verdict(
         self, problem: Problem, winner: str | None
     ) -> tuple[VerdictStatus, str] | None:
-        """Return the verdict on the answer that won the vote: the other tool's if it graded this
-        answer, or else atts's own verdict.
+        """Return the verdict on the answer that won the vote.
+
+        The verdict is that of the other tool if the tool graded this answer, or else that of atts.
         """
         if winner is not None and winner in self._recorded:
             ((status, _),) = self._recorded[winner].most_common(1)

@@ -58,8 +58,8 @@ class Replica(Engine, Protocol):
     async def recheck(self) -> None:
         """Open the engine if it was never opened, or else check that its server has not changed.
 
-        :raises EngineUnavailable: the server cannot be reached. :raises EngineError: the server has
-            changed.
+        :raises EngineUnavailable: the server cannot be reached.
+        :raises EngineError: the server has changed.
         """
         ...
 

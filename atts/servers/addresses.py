@@ -43,9 +43,9 @@ _SCHEMES: Mapping[str, str] = {
     "server": AUTO,
 }
 SCHEMES = tuple(_SCHEMES)
-"""The schemes with which an address of a server may begin."""
+"""All schemes with which the address of a server can begin."""
 
-# For each setting of an address: the option that it sets, and the parser of its value.
+# The settings of an address. Each setting has the name of its option and a parser for its value.
 _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "in_flight": ("in_flight", int),
     "timeout": ("timeout_seconds", float),
@@ -191,7 +191,7 @@ def _server(
 
 
 def _chat_path(path: str) -> tuple[str, str]:
-    """Divide a URL's path into the path of the chat API and the model's name.
+    """Split a URL's path into the path of the chat API and the model's name.
 
     The path of the API ends with its version, and the model follows. Without a version, the path of
     the API is "/v1".

@@ -41,7 +41,7 @@ Speaker = Literal["system", "user", "assistant"]
 END, SYSTEM, USER, ASSISTANT = range(4)
 _ROLES: dict[Speaker, int] = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 _NAMES: dict[int, Speaker] = {number: name for name, number in _ROLES.items()}
-# The largest number of bytes that one id may stand for.
+# The largest number of bytes of text that one token id can represent.
 _LONGEST = 64
 # A pattern that splits a text into pieces about as long as the tokens of common models.
 _WORD = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}|\n+| +|.", re.DOTALL)
@@ -49,7 +49,7 @@ _WORD = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}|\n+| +|.", re.DOTALL)
 # The context length that is assumed if the server does not report its context length. If the real
 # context is shorter, the server reports an error.
 CONTEXT = 131_072
-# The largest number of alternatives that servers list for a token.
+# The largest number of alternative tokens that servers return for each position.
 ALTERNATIVES = 20
 THINK = "<think>\n"
 THINK_END = "\n</think>\n\n"
@@ -61,12 +61,12 @@ _CONTINUE = (
 
 
 class TextTokenizer:
-    """A tokenizer that splits a text into pieces of about one token, because only the server knows
-    the exact tokens.
+    """A tokenizer for servers that do not report token ids; it splits a text into pieces of about
+    one token.
 
-    Every piece has an id, which is the number that the bytes of the piece form. Decoding the ids
-    therefore gives the server's exact text. The ids of a conversation contain its roles. `messages`
-    converts the ids back to messages, because these servers apply the chat template themselves.
+    The id of a piece is a number that contains all bytes of the piece. Decoding the ids therefore
+    gives the server's exact text. The ids of a conversation contain its roles. `messages` converts
+    the ids back to messages, because these servers apply the chat template themselves.
 
     >>> tokenizer = TextTokenizer()
     >>> tokenizer.decode(tokenizer.encode("So x = 12345.\\n\\nça va"))
@@ -80,11 +80,14 @@ class TextTokenizer:
     digest = blake2b(_WORD.pattern.encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> TokenIds:
-        """Return the ids of `text`."""
+        """Return the ids of the pieces of a text."""
         return tuple(map(_id_of, _pieces(text)))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; ids of ends and roles have no text."""
+        """Return the text of these ids.
+
+        The ids that mark a role or the end of a message have no text.
+        """
         return b"".join(map(_bytes_of, ids)).decode("utf-8", "replace")
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
@@ -110,7 +113,7 @@ class TextTokenizer:
             position for position, token in enumerate(ids) if token <= ASSISTANT and token in _NAMES
         ]
         if not starts or starts[0] != 0:
-            # Ids without roles are a question of the user.
+            # Ids without a role are treated as a question from the user.
             return self.messages((USER, *ids))
         messages = [
             Message(_NAMES[ids[start]], self.decode(ids[start + 1 : end]))
@@ -204,21 +207,25 @@ def _pieces(text: str) -> list[bytes]:
 # every turn.
 @lru_cache(1 << 16)
 def _id_of(piece: bytes) -> int:
-    # The leading byte preserves zero bytes, and makes every id larger than the ids of ends and
-    # roles.
+    # The leading byte preserves zero bytes. It also makes every id larger than the ids that mark
+    # roles and ends of messages.
     return int.from_bytes(b"\x01" + piece)
 
 
 @lru_cache(1 << 16)
 def _bytes_of(token: int) -> bytes:
-    # Ids of ends and roles have no text. All other ids begin with the byte that `_id_of` adds.
+    # The ids that mark roles and ends of messages have no text. All other ids begin with the byte
+    # that `_id_of` adds.
     if token < 256:
         return b""
     return token.to_bytes((token.bit_length() + 7) // 8)[1:]
 
 
 class TextDialect(Dialect):
-    """A dialect that takes messages and returns text, without ids, log-probs or aborts."""
+    """A dialect in which requests contain messages and replies contain text.
+
+    The server returns no token ids and no log-probs, and cannot abort a request by its id.
+    """
 
     speaks: Literal["ids", "text"] = "text"
     spare = 0
@@ -239,7 +246,9 @@ class TextDialect(Dialect):
         tokens: int,
         cached: int = 0,
     ) -> RawCompletion:
-        """Convert a reply to a completion with as many ids as the server counted tokens.
+        """Convert a reply to a completion.
+
+        The completion has as many ids as the server counted tokens.
 
         The end id is added if the model ended the text. Reasoning in a separate field is put before
         the content as "<think>\\n…\\n</think>\\n\\n", which is the form in which other models write
@@ -258,7 +267,7 @@ class TextDialect(Dialect):
         if finish == "length":
             ids = self._text.pieces(text, request.max_tokens)
             return RawCompletion(ids, (), finish, cached)
-        # One of the counted tokens is the end token.
+        # The server also counts the end token.
         most = max(1, request.max_tokens - 1)
         count = min(tokens, most) or min(len(self._text.encode(text)), most)
         ids = (*self._text.pieces(text, count), END)
@@ -414,7 +423,11 @@ class ChatDialect(TextDialect, Rater):
         return Call("/chat/completions", body)
 
     def read_ratings(self, reply: bytes) -> dict[str, float]:
-        """See `Rater`; the probabilities of a word with and without spaces around it are added."""
+        """See `Rater`.
+
+        If the server lists a word both with and without spaces around it, their probabilities are
+        added.
+        """
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
         positions = choice.logprobs.content if choice.logprobs else ()

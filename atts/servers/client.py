@@ -85,8 +85,10 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def logprob_of(value: float) -> float:
-    """Return a log-probability; numbers that stand for minus infinity in JSON become minus
-    infinity.
+    """Convert a number from a reply to a log-probability.
+
+    JSON has no infinity, so servers replace minus infinity by certain numbers. This function
+    restores minus infinity.
     """
     if LOWEST < value <= CLAMPED or value == _MINUS_INFINITY:
         return -math.inf
@@ -101,8 +103,9 @@ def is_score(value: float) -> bool:
 
 
 def are_logprobs(values: Sequence[float | None]) -> bool:
-    """Return whether all values can be log-probabilities of sampled tokens; values that are None
-    are not checked.
+    """Return whether all values can be log-probabilities of sampled tokens.
+
+    Values that are None are not checked.
 
     NaN, infinities, clearly positive numbers and numbers at or below -1,000,000 are not possible.
     """
@@ -136,7 +139,10 @@ def finish_of(word: str | None) -> Literal["stop", "length"]:
 
 
 class ModelRow(Struct):
-    """A row of /v1/models; servers of hosted models use different names for the context length."""
+    """One model in the reply of /v1/models.
+
+    Servers use different field names for the context length.
+    """
 
     id: str
     root: str | None = None
@@ -173,7 +179,9 @@ class _Reasoning(Struct):
 
 
 class TokenCounts(Struct):
-    """The token counts of a reply; the details are None if the server does not count them."""
+    """The token counts in a reply; the detailed counts are None if the server does not send
+    them.
+    """
 
     completion_tokens: Count | None = None
     prompt_tokens_details: _Cached | None = None
@@ -215,7 +223,8 @@ def error_text(reply: bytes) -> str:
     return " ".join(text.split())[:300] or "no reason given"
 
 
-# httpx2 searches its pool linearly, so many small pools are faster than one large pool.
+# httpx2 looks at every connection of a pool to find a free one, so many small pools are faster than
+# one large pool.
 SHARDS = 16
 # The largest number of bytes that are read from the body of an error reply.
 ERROR_BYTES = 1 << 16
@@ -419,8 +428,8 @@ async def _whole(
 
 
 class _Body:
-    """The part of a reply's body that was read, and a description of the first problem with it, if
-    any.
+    """The part of a reply's body that has been read, with a description of its first problem, if
+    there is one.
     """
 
     def __init__(self, most: int, inflater: Any) -> None:
@@ -515,21 +524,24 @@ _OVERFLOW = (
     "max_model_len",
     "too long",
 )
-# Time limit for questions about the server itself; it is short, because they need no computation.
+# Time limit, in seconds, for requests about the server itself. The limit is short, because the
+# server computes nothing for these requests.
 _LOOK_SECONDS = 10.0
 _LOOK_BYTES = 16 << 20
-# Limit on the bytes of a reply: a fixed number, plus a number for each token of the call.
+# Largest size of a reply in bytes: `_BASE_BYTES`, plus `_TOKEN_BYTES` for each token of the call.
 _BASE_BYTES = 1 << 18
 _TOKEN_BYTES = 1 << 10
 _MARK = re.compile(rb'"(?:model|system_fingerprint|weight_version)"\s*:\s*(?:"[^"\\]*"|\d+)')
-# Servers send the names that _MARK finds within this many bytes of a reply's beginning or end.
+# `_MARK` is searched for only in this number of bytes at the beginning and at the end of a reply.
 _MARK_BYTES = 2048
-# After this number of different names, further names are ignored.
+# Largest number of different model names and fingerprints that are stored; further names are
+# ignored.
 _MOST_MARKS = 64
-# A call waits at most this many seconds, even if the server's Retry-After is longer.
+# Longest wait before another attempt, in seconds, even if the server's Retry-After is longer.
 _LONGEST_WAIT = 30.0
 HIDDEN = b"[API key]"
-# Shorter secrets are not searched for, because they may be ordinary words in replies.
+# Shortest length, in characters, of a secret that is hidden. Shorter secrets may be ordinary words
+# in replies.
 _SHORTEST_SECRET = 8
 
 
@@ -554,10 +566,10 @@ class Refused(EngineUnavailable):
 
 @dataclass(slots=True)
 class Traffic:
-    """Counts of the requests to a server and of its replies, including failures.
+    """Statistics of the requests to a server.
 
-    `renamed` counts replies whose model or fingerprint differs from those of all earlier replies.
-    `uncached` counts scores that were requested again without the server's cache.
+    `renamed` is the number of replies with a model name or fingerprint that no earlier reply had.
+    `uncached` is the number of scoring requests that were repeated without the server's cache.
     """
 
     attempts: int = 0
@@ -570,8 +582,9 @@ class Traffic:
 
     @property
     def doubts(self) -> int:
-        """Return the number of events (lost connections, changed names) after which the server must
-        be identified again.
+        """Return the number of lost connections and changed names.
+
+        After each of these events, the server must be identified again.
         """
         return self.lost + self.renamed
 
@@ -591,9 +604,9 @@ class AdaptiveLimit(SlotQueue):
     SLOWEST_GROWTH = 1.05
     STEP_SECONDS = 1.0
     LONGEST_PAUSE = 15.0
-    # After this time without a refusal, the next refusal counts as a single refusal. The time is
-    # longer than the longest pause with the growth after it. Otherwise, repeated refusals by a busy
-    # server would count as single refusals.
+    # If the last refusal is at least this many seconds ago, a new refusal resets pause and growth
+    # to their initial values. With a smaller number, the long pauses of a busy server would reset
+    # them each time.
     MEMORY_SECONDS = 40.0
 
     __slots__ = (
@@ -632,8 +645,8 @@ class AdaptiveLimit(SlotQueue):
             else:
                 self._growth = max(self.SLOWEST_GROWTH, math.sqrt(self._growth))
                 self._pause = min(self.LONGEST_PAUSE, 2 * self._pause)
-            # The number of requests in flight may be far below the limit, so the new limit is
-            # computed from this number.
+            # The number of requests in flight may be far below the limit. The new limit is
+            # therefore computed from the smaller of these two numbers.
             was_too_much = min(self._limit, max(self.in_use, 1))
             self._set(max(1.0, was_too_much * self.SHRINK))
             self._shrunk_at = now
@@ -688,8 +701,8 @@ class Client:
         await self._transport.aclose()
 
     async def look(self, path: str, body: dict[str, Any] | None = None) -> HttpReply:
-        """Send one short request about the server itself, without retries; a reply with any status
-        is returned.
+        """Send one short request about the server itself, without retries, and return the reply
+        with any status.
 
         A request with a body is a POST.
 
@@ -784,7 +797,7 @@ class Client:
         return HttpReply(reply.status, self._hide(reply.body), reply.retry_after)
 
     def _packed(self, call: Call) -> tuple[str, bytes, dict[str, str]]:
-        """Return URL, encoded body and headers of a call.
+        """Return the URL, the encoded body and the headers of a call.
 
         Bodies are encoded before calls wait for a slot. Thousands of calls may wait at once, and
         the garbage collector would visit every object in their bodies.
@@ -801,7 +814,7 @@ class Client:
         self.traffic.aborts += 1
         is_done = False
         with shielded(self.options.cancel_seconds):
-            # If the server is gone, there is nothing to abort; the failed abort is counted below.
+            # If the server is gone, nothing is left to abort. The failed abort is counted below.
             with suppress(ConnectionLost):
                 data = msgspec.json.encode(call.body)
                 reply = await self._send(self.url + call.path, data, self._headers, _BASE_BYTES)
@@ -825,8 +838,9 @@ class Client:
         raise Refused(self.name, f"status {reply.status}: {error_text(reply.body)}", wait)
 
     def _recognise(self, body: bytes) -> None:
-        """Count a reply with a new model name or fingerprint: the server may have changed without a
-        lost connection.
+        """Count the reply if its model name or fingerprint is new.
+
+        A new name shows that the server may have changed without a lost connection.
         """
         ends = body
         if len(body) > 2 * _MARK_BYTES:
@@ -877,7 +891,7 @@ class Client:
 
 
 def _seconds(words: str) -> float:
-    """Return a Retry-After header in seconds; a date or an invalid value counts as 0 seconds."""
+    """Convert a Retry-After header to seconds; the result is 0 for a date or an invalid value."""
     try:
         return min(_LONGEST_WAIT, max(0.0, float(words)))
     except ValueError:

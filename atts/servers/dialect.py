@@ -42,19 +42,20 @@ from atts.servers.options import RemoteOptions
 T = TypeVar("T")
 LogProbs = Literal["raw", "processed", "none"]
 _KEPT_RATINGS = 256
-_KEPT_ARRIVALS = 65_536  # largest number of problems whose order of arrival is stored
+# largest number of problems for which the order of their first requests is stored
+_KEPT_ARRIVALS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity of a server: its engine, version, model, context length and tokenizer."""
+    """A description of a server: its engine, version, model, context length and tokenizer."""
 
     engine: str  # kind of server with its major and minor version, such as "vllm 0.33"
     version: str
     model: str
     context_length: int
     tokenizer: str = ""  # folder or hub id of the server's tokenizer, if the server reports it
-    routes: frozenset[str] = frozenset()  # names of optional routes that the server has
+    routes: frozenset[str] = frozenset()  # names of the optional routes that the server has
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Dialect(ABC):
     """
     speaks: Literal["ids", "text"] = "ids"
     spare: int = 1
-    """Number of context positions that a request must leave free for the server."""
+    """Number of tokens by which a request must be shorter than the server's context length."""
     logprobs: LogProbs = "raw"
     """The kind of log-probs that servers send with sampled tokens, unless the probe finds another
     kind.
@@ -112,7 +113,7 @@ class Dialect(ABC):
     first.
     """
     takes_thinking_budget = False
-    """Whether servers accept a thinking budget, at which they close the think block."""
+    """Whether servers can close the think block at a thinking budget."""
 
     def __init__(self, options: RemoteOptions) -> None:
         if options.thinking == "send" and not self.takes_thinking_budget:
@@ -170,8 +171,8 @@ class Dialect(ABC):
         return None
 
     async def drafted(self, client: Client) -> DraftCounts | None:
-        """Return the numbers of tokens that speculation proposed and the target accepted, or None
-        if they are not counted.
+        """Return how many tokens speculation has proposed and accepted, or None if the server does
+        not count these tokens.
         """
         return None
 
@@ -341,7 +342,9 @@ async def tokens_of(client: Client, body: dict[str, Any]) -> TokenIds:
 
 
 async def in_queue(client: Client, running: str, waiting: str = "") -> int | None:
-    """Return the number of running and waiting requests, as the sum of these gauges at /metrics.
+    """Return the number of running and waiting requests.
+
+    The number is the sum of the named gauges at /metrics.
 
     The result is None if the server does not have these gauges.
     """
@@ -354,14 +357,14 @@ async def in_queue(client: Client, running: str, waiting: str = "") -> int | Non
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """The numbers of tokens that a server proposed and accepted since it started."""
+    """Statistics of a server's speculation since the server started."""
 
     rounds: int  # number of proposals; each proposal is for one sequence
     proposed: int
-    accepted: tuple[int, ...]  # number of accepted tokens at each position of the proposals
+    accepted: tuple[int, ...]  # for each position in a proposal, number of accepted tokens
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
-        """Return the counts since an earlier snapshot."""
+        """Return the differences from earlier statistics of the same server."""
         before = (*earlier.accepted, *[0] * len(self.accepted))
         return DraftCounts(
             self.rounds - earlier.rounds,
@@ -371,8 +374,10 @@ class DraftCounts:
 
 
 def metrics_by_place(text: str, name: str) -> tuple[int, ...]:
-    """Return a counter's value for each value of its label `position` from 0 on, summed over a
-    server's engines.
+    """Return a counter's values for the positions 0, 1, 2 and so on, which its label `position`
+    names.
+
+    Each value is a sum over all engines of a server.
     """
     counts = dict[int, int]()
     for line in text.splitlines():
@@ -419,7 +424,7 @@ class DialectClient:
         self._ratings = _RatingCache(self._rate)
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Return a completion in the form of the engine protocol.
+        """Request a completion, and return it as an engine's completion.
 
         :raises BadReply: if the reply cannot be correct.
         """
@@ -451,7 +456,7 @@ class DialectClient:
             return await self._rated(request)
         scores = await self._score_once(self.dialect, request, "read")
         if scores is None:
-            # The server had exactly this chunk in its cache, so it returned no scores.
+            # The server read this chunk from its cache, so it returned no scores.
             self.client.traffic.uncached += 1
             scores = await self._score_once(self.dialect, request, "skip")
         if scores is None:
@@ -461,8 +466,9 @@ class DialectClient:
     async def top_tokens(
         self, prefix: TokenIds, suffix: TokenIds, top: int
     ) -> list[dict[int, float]]:
-        """Return, for every position of the suffix, the most likely tokens with their log-probs, in
-        order.
+        """Return the most likely tokens at each position of the suffix, with their log-probs.
+
+        The tokens of a position are sorted by log-prob.
 
         :raises UnsupportedByEngine: if the server does not list likely tokens.
         :raises BadReply: if the reply cannot be correct.
@@ -490,7 +496,7 @@ class DialectClient:
                 kept.append({token: row[token] for token in likeliest})
             return kept
 
-        # the reply has `top` log-probabilities for each position
+        # the reply contains `top` log-probabilities for every position
         size = len(ids) * (1 + top)
         return await self.client.ask(
             lambda rid: lister.top_call(ids, top), read, self.dialect.abort, size
@@ -680,8 +686,9 @@ class _RatingCache:
 def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec) -> None:
     """Check that a reply's ids and log-probs are possible values.
 
-    :raises BadReply: an id or a log-prob is impossible. :raises NoVisibleText: the model used all
-        its tokens for reasoning that the server does not show.
+    :raises BadReply: an id or a log-prob is impossible.
+    :raises NoVisibleText: the model used all its tokens for reasoning that the server does not
+        show.
     """
     ids = sampled.ids
     logprobs = sampled.logprobs

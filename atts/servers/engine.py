@@ -48,8 +48,8 @@ R = TypeVar("R", SampleRequest, ScoreRequest)
 _log = logging.getLogger("atts.servers")
 _log.addHandler(logging.NullHandler())
 _DEFAULTS = RemoteOptions()
-# Smallest number of seconds between two checks of a server for which atts no longer waits. Calls in
-# between fail without a check, because each check takes time.
+# Smallest number of seconds between two checks of a server for which atts no longer waits. All
+# calls between two checks fail at once, because each check takes time.
 _LOOK_AGAIN_SECONDS = 5.0
 
 
@@ -92,7 +92,7 @@ def server_engine(
 
 
 class RemoteEngine(BaseEngine):
-    """An engine on a server of any known dialect; it keeps the promises of `atts.engine.Engine`.
+    """An engine on a server of any known dialect; see `atts.engine.Engine`.
 
     `needs` are the capabilities that the caller will use. If the server lacks one of them, opening
     the engine fails with the reason. If no tokenizer is given, it is loaded by the model's folder
@@ -129,11 +129,11 @@ class RemoteEngine(BaseEngine):
         self._identity: Identity | None = None
         self._known: Known | None = None
         self._watch: Watch | None = None
-        # The time of the next check that the server has not changed, and the number of lost
-        # connections and changed names before the latest check.
+        # The first attribute is the time of the next check that the server has not changed. The
+        # second is the value of `Traffic.doubts` at the latest check.
         self._trusted_until = 0.0
         self._doubts_checked = 0
-        # number of answers since the server was last compared with its known values
+        # number of answers since the latest check that the model has not changed
         self._unchecked = 0
         self._checking = anyio.Lock()
         self._changed: UnsupportedByEngine | None = None
@@ -145,7 +145,7 @@ class RemoteEngine(BaseEngine):
 
     @property
     def traffic(self) -> Traffic:
-        """Return the counts of attempts, retries, aborts and lost connections so far."""
+        """Return the statistics of the requests that were sent so far."""
         return self._opened().traffic
 
     async def open(self) -> None:
@@ -199,8 +199,8 @@ class RemoteEngine(BaseEngine):
         assert self._identity is not None, "an open engine must have identified its server"
         client = self._opened()
         requests = self._requests()
-        # This number is read before the checks, because the checks do not cover a connection that
-        # is lost during them.
+        # The number is read before the checks, because a connection may be lost during the checks.
+        # In this case, the server must be checked again.
         doubts = client.traffic.doubts
         await wait_ready(client)
         identity = await identify(client, requests.dialect, self._model)
@@ -349,8 +349,7 @@ class RemoteEngine(BaseEngine):
         return known
 
     async def drafted(self) -> DraftCounts | None:
-        """Return the numbers of tokens that the server's own speculation has proposed and accepted
-        so far.
+        """Return how many tokens the server's own speculation has proposed and accepted so far.
 
         The result is None if the server does not speculate, or does not count these tokens.
 
@@ -513,7 +512,7 @@ async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
 
 
 def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokenizer) -> EngineSpec:
-    """Return the engine spec that a server's dialect and identity claim, before the claims are
+    """Build the engine spec from a server's dialect and identity, before its capabilities are
     tested.
 
     :raises UnsupportedByEngine: the server does not report its context length.
@@ -536,14 +535,14 @@ def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokeniz
     )
 
 
-_ENTROPY_TOP = 20  # number of tokens that vLLM lists at most by default (--max-logprobs)
+_ENTROPY_TOP = 20  # largest number of tokens that vLLM lists by default (--max-logprobs)
 
 
 def least_entropy(logprobs: Sequence[float]) -> float:
     """Return the smallest entropy, in nats, that a distribution with these most likely tokens can
     have.
 
-    The entropy is smallest if all other probability is on one token.
+    The entropy is smallest if one other token has all the remaining probability.
 
     >>> round(least_entropy([math.log(0.5), math.log(0.25)]), 4)
     1.0397
@@ -622,7 +621,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """The results of the tests of the server at a URL; the text form is a list."""
+    """The results of all tests of a server; `str` formats them as a list."""
 
     url: str
     spec: EngineSpec

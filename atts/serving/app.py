@@ -399,8 +399,8 @@ async def run_server(
 
     `listening` is called with the server's URL once the port is open.
 
-    :raises UsageError: the server cannot listen on the address. :raises ATTSError: the service
-        cannot be opened.
+    :raises UsageError: the server cannot listen on the address.
+    :raises ATTSError: the service cannot be opened.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -138,7 +138,7 @@ class LlamaCppDialect(Forcer):
 
 
 def _matched(ids: TokenIds, rows: tuple[_Row, ...]) -> tuple[float | None, ...]:
-    """Return a log-prob for each id up to the first missing log-prob, and None for all later ids.
+    """Return one log-prob for each id; from the first missing log-prob on, all values are None.
 
     After the first missing log-prob, the reply does not show which row belongs to which id.
     """

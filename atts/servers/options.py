@@ -19,7 +19,7 @@ OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 _LONGEST_KEY = 1 << 16
 # Spaces and control characters; a valid URL contains neither.
 _SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")
-# Names of variables have capital letters and few digits, so an API key almost never matches this
+# The name of a variable, with capital letters and few digits. An API key almost never matches this
 # pattern.
 _VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
@@ -57,7 +57,7 @@ class ApiKey:
             )
 
     def read(self) -> str:
-        """Return the key from the file if a file is named, or else from the variable.
+        """Read the key from the file, or from the variable if no file is named.
 
         The key is an empty text if no file is named and the default variable is not set.
         """
@@ -98,7 +98,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    """The time limits, retries and load of one server.
+    """The options of the connection to one server: time limits, retries and concurrency.
 
     - `timeout_seconds`: time limit of a call with all its retries.
     - `attempts`: largest number of attempts of a call, including the first attempt.

@@ -47,13 +47,13 @@ another engine, and is never used again.
 _BACK_SECONDS = 0.5
 _LONGEST_SECONDS = 30.0
 _FAILURES = 3  # consecutive time-outs or invalid replies after which a replica counts as lost
-# number of requests above the mean that a replica may have before other replicas get its new
-# requests
+# A replica gets no new requests if it has more than 1.25 times the mean number of requests in
+# flight, plus this number.
 _SLACK = 8
 
 
 class Replica(Engine, Protocol):
-    """An engine whose server can be lost and can come back."""
+    """An engine in a pool; it can be lost during a run, and used again after a check."""
 
     async def recheck(self) -> None:
         """Open the engine if it was never opened, or else check that its server has not changed.
@@ -66,7 +66,9 @@ class Replica(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """The state of one replica, and its numbers of requests: all, failed and in flight."""
+    """The state of one replica, with the number of all requests, of failed requests and of requests
+    in flight.
+    """
 
     name: str
     state: State
@@ -83,7 +85,7 @@ Prefer = Callable[[Sequence[ReplicaLoad], SampleRequest | ScoreRequest], int]
 
 @dataclass(slots=True)
 class _Member:
-    """One replica of a pool, with its state and its numbers of requests."""
+    """One replica of a pool, with its state and statistics of its requests."""
 
     name: str
     engine: Replica
@@ -99,7 +101,7 @@ class _Member:
 
     @property
     def load(self) -> ReplicaLoad:
-        """Return the replica's state and numbers of requests as an immutable value."""
+        """Return a copy of the replica's state and statistics that does not change later."""
         return ReplicaLoad(
             self.name, self.state, self.in_flight, self.requests, self.failures, self.reason
         )
@@ -147,7 +149,7 @@ class ReplicaPool:
         return self._one().tokenizer
 
     def stats(self) -> EngineStats:
-        """Return the sums of the replicas' statistics.
+        """Return the statistics of all replicas, added up.
 
         A request that was repeated on another replica counts for both replicas.
         """
@@ -157,8 +159,9 @@ class ReplicaPool:
         )
 
     def load(self) -> tuple[ReplicaLoad, ...]:
-        """Return the state and numbers of requests of each replica, in the order in which the
-        replicas were given.
+        """Return the state and statistics of each replica.
+
+        The order is that in which the replicas were given.
         """
         return tuple(member.load for member in self._members)
 
@@ -252,8 +255,8 @@ class ReplicaPool:
         try:
             answer = await call(member.engine)
         except EngineUnavailable as error:
-            # if a check has found the replica usable in the meantime, this error is older than the
-            # recovery
+            # If a check has found the replica usable since the request began, ignore the error,
+            # because it is older than the check.
             if member.checks == checks:
                 self._fail(member, error)
             raise
@@ -283,7 +286,7 @@ class ReplicaPool:
             ) from error
 
     def _fail(self, member: _Member, error: EngineError) -> None:
-        """Mark a replica as down for a while; the time grows with each failure."""
+        """Mark a replica as down for some time, which is longer after each failure."""
         member.failures += 1
         member.reason = str(error)
         if member.state == "up":
@@ -370,7 +373,7 @@ def _weight(name: str, rollout: str) -> bytes:
 
 
 def require_alike(name: str, ours: EngineSpec, theirs: EngineSpec, advice: str) -> None:
-    """Refuse two engines if their results must not be mixed in one run.
+    """Check that the results of two engines may be mixed in one run.
 
     :raises FingerprintError: the engines differ.
     """

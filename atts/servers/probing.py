@@ -32,11 +32,13 @@ from atts.servers.dialect import (
     Scorer,
 )
 
-# Largest difference of log-probs, in nats, that is explained by different batches.
+# Largest difference of log-probs, in nats, between two requests to the same model. The server
+# batches requests differently, so their log-probs are not quite equal.
 TOLERANCE = 0.05
 _TEXTS = ("Let x = 2.\n\nThen 12345 + 678 = 13023.", "\n\n  two  spaces", "naïve \\boxed{42} π")
 _QUESTION = "Start at 17. +5, -8, +11. What is the result?"
-# The log-probs of different models differ most on mistakes and on sudden changes of subject.
+# Test texts contain mistakes and sudden changes of subject, because the log-probs of different
+# models differ most on these.
 _MISTAKES = "So only: 17 plus 5 is 23.\n\nSo only: 23 minus 8 is 16.\n\n"
 _FIXED_TEXT = (
     f"{_MISTAKES}So only: 16 plus 11 is 26.\n\n"
@@ -53,7 +55,7 @@ Convention = Literal["raw", "processed", "unknown"]
 
 
 class OtherTokenizer(FingerprintError):
-    """The error if the server's token ids of a text differ from the ids of atts's tokenizer."""
+    """An error: the server's tokenizer and atts's tokenizer give a text different ids."""
 
     def __init__(self, engine: str, text: str, theirs: TokenIds, ours: TokenIds) -> None:
         super().__init__(f"engine {engine}", [(repr(text), theirs, ours)])
@@ -70,7 +72,7 @@ class OtherTokenizer(FingerprintError):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The test of one claim about a server, with its result and the evidence."""
+    """The result of one test of a server, with the evidence."""
 
     name: str
     answer: Answer
@@ -83,7 +85,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The findings about a server, with the values by which it is identified later."""
+    """The results of all tests of a server, and the values by which the server is recognised
+    later.
+    """
 
     findings: tuple[Finding, ...]
     hot_convention: Literal["raw", "processed"]
@@ -91,10 +95,10 @@ class Known:
     than 0 and 1.
     """
     text: TokenIds
-    """The ids of the greedy text that the server wrote after the test's prompt."""
+    """The ids of the text that the server wrote at temperature 0 after the test's prompt."""
     values: tuple[float, ...]
-    """The log-probs of the greedy text: its scores, or the sampled log-probs if the server cannot
-    score.
+    """The log-probs of the tokens in `text`: scores, or the log-probs from sampling if the server
+    cannot score.
     """
     convention: Convention = "unknown"
     """The kind of log-probs that the test measured, or "unknown" if it could not be measured."""
@@ -103,7 +107,7 @@ class Known:
 
 
 class Seen(NamedTuple):
-    """Newly measured values, which are compared with the earlier values of the same server."""
+    """Values that are measured later, to be compared with the values in `Known`."""
 
     values: tuple[float, ...]
     convention: Convention
@@ -122,7 +126,7 @@ class ServerProbe:
         self._prompt = self._tokenizer.render([Message("user", _QUESTION)])
 
     async def run(self) -> Known:
-        """Test all capabilities that the server's dialect claims.
+        """Test all capabilities that servers of this dialect should have.
 
         :raises FingerprintError: if the server has another tokenizer.
         :raises EngineError: if a request fails without which no other test is possible.
@@ -181,9 +185,10 @@ class ServerProbe:
         return Seen(_known_logprobs(written) if written.ids == known.text else (), "unknown")
 
     async def fingerprint(self) -> tuple[float, ...]:
-        """Return log-probs by which another model with the same name can be recognised.
+        """Return log-probs that differ between models, to recognise another model with the same
+        name.
 
-        A server that can score scores a fixed text. Any other server continues a text with
+        A server that can score scores a fixed text. Any other server continues a text that contains
         mistakes, and the log-probs of the continuation are returned.
         """
         if not isinstance(self._dialect, Scorer):
@@ -199,7 +204,7 @@ class ServerProbe:
         return SampleRequest(self._prompt, tokens, sampling, Seed(run=seed, purpose="probe"))
 
     async def _look_at_text(self, findings: list[Finding]) -> None:
-        """Add the findings about a server that takes messages and returns text."""
+        """Test a server that takes messages and returns text, and add the results to `findings`."""
         seen = "the server takes and returns text, so its tokenizer does not matter"
         findings.append(Finding("tokenizer", "unknown", seen))
         written = await self._see_text(findings)
@@ -240,7 +245,7 @@ class ServerProbe:
         return None
 
     async def _see_answer(self, sampling: Sampling) -> str:
-        """Let the model reason and answer, and return a sentence about the result."""
+        """Let the model reason and answer, and describe the result in one sentence."""
         room = self._spec.context_length - len(self._prompt)
         tokens = min(_REASONING_TOKENS, room)
         while True:
@@ -359,7 +364,7 @@ class ServerProbe:
         return Finding("speculation", "no" if test.trouble else "yes", seen, "sample")
 
     def _strange_token(self, token: int) -> int:
-        """Return an id that is far from the given id and is not an end id."""
+        """Return a token id that is far from the given id and is not an end id."""
         size = self._spec.vocabulary
         for step in range(size):
             candidate = (token + size // 2 + step) % size
@@ -498,12 +503,13 @@ def _known_logprobs(written: RawCompletion) -> tuple[float, ...]:
 
 
 def _distance(left: tuple[float, ...], right: tuple[float, ...]) -> float:
-    """Return the largest difference between numbers at the same position, or infinity if the
-    lengths differ.
+    """Return the largest difference between the values of two sequences at the same position.
+
+    The result is infinity if the sequences have different lengths.
     """
     if len(left) != len(right):
         return math.inf
-    # Equal infinities have difference 0.
+    # Equal values are compared first, because infinity minus infinity is NaN.
     return max((abs(a - b) for a, b in zip(left, right, strict=True) if a != b), default=0.0)
 
 
@@ -520,28 +526,30 @@ def _first_ids(ids: TokenIds) -> str:
 
 _SAMPLED_TEXTS = 8
 _WARM = Sampling(temperature=0.7)
-# If speculation is lossless, the test exceeds this number of standard errors about once in a
-# million tests.
+# Largest deviation, in standard errors, that passes the test. If speculation is lossless, about one
+# test in a million exceeds this number.
 _MOST_DEVIATIONS = 5.0
-# If the log-probabilities of two tokens differ by at most this many nats, rounding decides which
-# token is the likeliest.
+# Largest difference of log-probabilities, in nats, that counts as a tie. In a tie, rounding may
+# decide which token is the most likely one.
 _TIE = 0.1
 # The log-probability, in nats, that replaces minus infinity.
 _FLOOR = -30.0
 
 
 class Lossless(NamedTuple):
-    """A comparison of a server's texts with the distribution from which its scores are computed."""
+    """A test result: whether a server samples its texts from the same distribution as its
+    scores.
+    """
 
-    # number of tokens in sampled texts, each compared with a token from a one-token request
+    # number of tokens in the sampled texts; each token is compared with a token from a one-token
+    # request
     tokens: int
-    # mean number of nats by which tokens of texts are less likely than tokens of one-token requests
+    # mean log-probability of tokens from one-token requests, minus that of tokens in texts, in nats
     deficit: float
-    # The deficit in standard errors; negative if tokens of texts are more likely than tokens of
-    # one-token requests.
+    # The same difference in standard errors.
     deviation: float
-    # Largest number of nats by which a token of the greedy text is less likely than the most likely
-    # token at its position.
+    # Largest difference, in nats, between the log-probs of two tokens that were written at
+    # temperature 0 at the same position: one in a one-token request, the other in the text.
     greedy_gap: float
 
     @property
@@ -631,8 +639,10 @@ async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -
 
 
 async def _greedy_gap(requests: DialectClient, ids: TokenIds, token: int) -> float:
-    """Return how many nats the greedy text's token is less likely than the greedy token of a
-    one-token request.
+    """Return the difference of two log-probs, in nats: that of the token that the server returns
+    alone at temperature 0, minus that of `token`.
+
+    The first token comes from a one-token request, in which servers do not speculate.
     """
     request = SampleRequest(ids, 1, _GREEDY, Seed(purpose="probe"))
     alone = (await requests.sample_raw(request)).ids[0]

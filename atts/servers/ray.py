@@ -39,7 +39,8 @@ _PATIENCE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """The number of Ray actors, the resources of each actor, and their cluster.
+    """The options of a Ray engine: the number of actors, the resources of each actor, and the
+    cluster.
 
     `address` is the address of a cluster. "auto" is the cluster that runs on this machine. "" also
     means this cluster, or a new cluster if none runs. Each actor gets at most `in_flight` requests
@@ -84,7 +85,7 @@ class RayEngine(ReplicaPool):
         self, make: Callable[[], Engine], *, name: str = "ray", options: RayOptions = _DEFAULTS
     ) -> None:
         self._options = options
-        # whether the connection to the Ray cluster is kept or ended when this engine closes
+        # how the connection to the Ray cluster is handled when this engine closes
         self._shut: Literal["leave it", "end it"] = "leave it"
         self._actors = [
             ActorReplica(make, f"{name}/{number}", options) for number in range(options.actors)
@@ -136,8 +137,9 @@ class RayEngine(ReplicaPool):
 
 
 def _join(name: str, address: str) -> Literal["leave it", "end it"]:
-    """Connect to the Ray cluster, or start a new cluster; return whether to end the connection at
-    closing.
+    """Connect to the Ray cluster, or start a new cluster.
+
+    Return whether to end the connection when the engine closes.
     """
     if _ray().is_initialized():
         return "leave it"
@@ -189,8 +191,9 @@ class ActorReplica(BaseEngine):
 
     @property
     def handle(self) -> Any:
-        """Return Ray's handle of the actor, for calls such as `ray.kill`, or None before the actor
-        is requested.
+        """Return Ray's handle of the actor, or None if no actor has been requested.
+
+        The handle can be passed to functions such as `ray.kill`.
         """
         return self._handle
 

@@ -189,7 +189,7 @@ _ADVICE = "Serve a process reward model, and set score.separator to the token th
 
 
 def chance_of(values: Sequence[float]) -> float:
-    """Convert a reward model's row of numbers to the probability of "correct".
+    """Convert the numbers that a reward model returned to the probability of "correct".
 
     Two numbers are the probabilities of "wrong" and "correct", or their logits. One number is a
     logit.
@@ -255,8 +255,9 @@ async def _models(client: Client) -> list[str]:
 
 
 class RewardedTarget(EngineAround):
-    """A target with a reward model; scoring requests that contain a problem and steps go to the
-    reward model.
+    """A target with a reward model.
+
+    The reward model answers scoring requests that contain a problem and steps.
     """
 
     def __init__(self, target: Engine, rewards: RewardModel) -> None:
@@ -270,8 +271,10 @@ class RewardedTarget(EngineAround):
         return replace(spec, capabilities=spec.capabilities | {"reward"})
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the logarithm of the reward as one score if the request has texts; otherwise,
-        return the target's scores.
+        """Return the scores of a request.
+
+        If the request has texts, the only score is the logarithm of the reward. If not, the target
+        computes the scores.
         """
         if not request.texts:
             return await super().score(request)

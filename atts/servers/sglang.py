@@ -60,7 +60,7 @@ class SglangDialect(Scorer):
     name = "sglang"
     schemes = ("sglang",)
     found_at = "/server_info"
-    # SGLang shortens a request that would fill the context, without reporting it.
+    # SGLang shortens a request that would fill the context, and does not report the change.
     spare = 2
     logprobs: LogProbs = "processed"
     priority_sign = -1

@@ -93,7 +93,8 @@ class VllmDialect(TopScorer):
         super().__init__(options)
         # Whether the server has the routes that --enable-scale-out adds.
         self._scale_out = False
-        # The server version with which scoring from the cache was tried, and whether it worked.
+        # The server version with which scoring from the cache was tested, and whether the test
+        # succeeded.
         self._cached_scores: tuple[str, bool] | None = None
         self._has_thinking_budget = ""  # the server version that has accepted a thinking budget
 
@@ -315,8 +316,9 @@ def _prompt_logprobs(completion: _Completion, request: ScoreRequest) -> Scores:
 
 
 def _unpack(packed: str, count: int) -> tuple[float, ...]:
-    """Return the column of numbers in an .npy file; the file's header must be exactly the expected
-    header.
+    """Return the numbers in an .npy file.
+
+    The header of the file must be exactly the expected header.
     """
     data = base64.b64decode(packed, validate=True)
     # The file has 8 bytes of magic number and version, 2 bytes with the length of the header, the
@@ -408,7 +410,7 @@ FEATURES = (
 LEAST = FEATURES[0].since
 """The oldest vLLM version that atts can use."""
 NEWEST = FEATURES[-1].since
-"""The newest vLLM version that the list knows; the dialect follows this version's sources."""
+"""The newest vLLM version in the list. The dialect was written for this version's source code."""
 
 
 def read_version(text: str) -> VllmVersion:
@@ -423,8 +425,8 @@ def read_version(text: str) -> VllmVersion:
     if form is None:
         raise OptionError("--server-version", f"{text!r} is not a version such as 0.33")
     version = tuple(int(part) for part in form[1].split("."))
-    # A version without a patch number means its newest patch, so 0.10 is accepted although 0.10.2
-    # is required.
+    # A version without a patch number stands for its newest patch. So 0.10 is accepted, although
+    # 0.10.2 is required.
     if version < LEAST[: len(version)]:
         problem = f"vLLM {text} returns no token ids, so atts cannot use it"
         raise OptionError("--server-version", f"{problem}; use {dotted(LEAST)} or newer")

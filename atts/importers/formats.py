@@ -84,8 +84,8 @@ class Format:
     about: str
     patterns: tuple[str, ...]
     read: SampleReader
-    # name of the field with the list of records in a JSON file; "" if the whole file is a list of
-    # records, or a single record
+    # name of the field with the list of records in a JSON file; "" if the file contains only a list
+    # of records, or one record
     list_field: str = ""
 
 

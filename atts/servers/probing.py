@@ -548,8 +548,9 @@ class Lossless(NamedTuple):
     deficit: float
     # The same difference in standard errors.
     deviation: float
-    # Largest difference, in nats, between the log-probs of two tokens that were written at
-    # temperature 0 at the same position: one in a one-token request, the other in the text.
+    # Largest difference, in nats, between the log-probs of two tokens at the same position. One
+    # token comes from a one-token request at temperature 0, the other from the text that the server
+    # wrote at temperature 0.
     greedy_gap: float
 
     @property

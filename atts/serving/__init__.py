@@ -1,5 +1,5 @@
-"""The OpenAI-compatible endpoint that serves a pair or a single model, with hard caps on what
-requests may spend.
+"""The OpenAI-compatible endpoint, which serves a pair of models or a single model, with hard caps
+on the spending of requests.
 """
 
 from importlib import import_module
@@ -37,7 +37,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name that few programs need when it is first used."""
+    """Import a name on first use, because few programs need it."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts.serving' has no attribute {name!r}")
     with import_lock:

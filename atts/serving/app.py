@@ -37,11 +37,11 @@ from atts.serving.streams import ChatEvents, EventStream
 _log = logging.getLogger("atts.serving")
 _OPEN_PATHS = ("/health", "/ready", "/atts/view")
 _CLOSE = {"Connection": "close"}
-"""The header of a refusal that is sent before the request's body was read; without this header, the
-server would read the whole body.
+"""The header that closes the connection after a request was refused before its body was read.
+Without this header, the server would read the whole body.
 """
 _USER = "atts.user"
-"""Name of the entry in a request's ASGI scope that contains the user of its API key."""
+"""Key in a request's ASGI scope; the value is the name of the user to whom the API key belongs."""
 
 
 def build_app(service: Service, responses: Responses) -> ASGIApp:
@@ -91,8 +91,7 @@ class _Guard:
         if self._users and is_checked:
             given = dict(scope["headers"]).get(b"authorization", b"")
             user: str | None = None
-            # every key is compared, so that the time of the comparison reveals nothing about the
-            # keys
+            # the loop compares every key, so its duration reveals nothing about the keys
             for key, name in self._users.items():
                 if hmac.compare_digest(given, key):
                     user = name
@@ -140,8 +139,8 @@ class _Endpoint:
             429).
         """
         if self._service.options.has_named_keys:
-            # the API key names the user, because a client that chose its user could use another
-            # user's share
+            # the API key determines the user, because clients could otherwise use the share of
+            # another user
             asked = replace(asked, user=_user(request))
         self._service.check(asked)
         # An overloaded server refuses here, because it must answer with a status before any header
@@ -186,7 +185,7 @@ class _Endpoint:
         return _json(await self._responses.delete(name, _user(request)))
 
     async def models(self, request: Request) -> Response:
-        """List the names of the models that this server serves."""
+        """List the models that this server serves."""
         names = self._service.offer.names
         created = int(self._service.began)
         return _json(
@@ -307,8 +306,9 @@ async def _body(request: Request, most: int) -> Any:
 async def _until_disconnect(
     request: Request, solve: Callable[[], Awaitable[Reply]]
 ) -> Reply | None:
-    """Wait for the reply to a request, and return it; if the client disconnects, cancel the work
-    and return None.
+    """Wait for the reply to a request, and return the reply.
+
+    If the client disconnects, cancel the request and return None.
     """
     reply: Reply | None = None
     async with task_group() as group:
@@ -356,7 +356,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 DRAIN_SECONDS = 30
-"""After the server is asked to end, running requests have this many seconds to finish."""
+"""The time, in seconds, that running requests have to finish after the server was asked to end."""
 
 
 class _Server(uvicorn.Server):
@@ -428,9 +428,8 @@ async def run_server(
             try:
                 await server.serve(sockets=[listener])
             finally:
-                # If the server is cancelled, the event loop would continue to read the closed
-                # listener, and clients could keep their connections open. So everything is closed
-                # here.
+                # If the server was cancelled, its listener and connections are still open in the
+                # event loop, so they are closed here.
                 for one in getattr(server, "servers", ()):
                     one.close()
                 for connection in list(server.server_state.connections):
@@ -438,5 +437,5 @@ async def run_server(
                     if transport is not None:
                         transport.abort()
                 with anyio.CancelScope(shield=True):
-                    # transports close in the next step of the event loop
+                    # wait one step of the event loop, in which the transports close
                     await anyio.lowlevel.checkpoint()

@@ -1,7 +1,7 @@
 """The replies of the endpoint to finished requests, and the runs that `/atts/runs` shows.
 
 The text that a client gets ends before the first of its stop strings. The busy share of an engine
-is the fraction of the last minute during which a call was in flight.
+is the share of the last minute, from 0 to 1, in which a call was in flight.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from atts.serving.requests import SolveRequest
 
 
 class StoppedText:
-    """A text that arrives in parts, and is shown up to its first stop string.
+    """A text that arrives in parts, and is sent to the client up to its first stop string.
 
     The first stop string is the one that is completed first, because a model would stop writing
-    there. If several stop strings end at the same character, the longest one counts. If the end of
-    the text may be the beginning of a stop string, it is not shown until more text has arrived.
+    there. If several stop strings end at the same character, the text ends before the longest one.
+    If the end of the text may be the beginning of a stop string, it is kept back until more text
+    arrives.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
-        self._held = ""  # the part of the text that is not shown yet
+        self._held = ""  # the part of the text that has not been sent yet
         self.is_stopped = False  # whether the text has contained a stop string
 
     def add(self, text: str) -> str:
-        """Add a part of the text, and return the text that can be shown now."""
+        """Add a part of the text, and return the text that can now be sent."""
         if self.is_stopped:
             return ""
         text = self._held + text
-        # the shown text never contains the beginning of a stop string, so it need not be searched
-        # again
+        # the text that was sent never contains the beginning of a stop string, so it need not be
+        # searched again
         found = [(text.find(stop), len(stop)) for stop in self._stop if stop in text]
         if found:
             self.is_stopped = True
@@ -53,7 +54,7 @@ class StoppedText:
         return text[:shown]
 
     def end(self) -> str:
-        """Return the remaining text; call this method when no further text will arrive."""
+        """Return the text that has not been sent yet; call this method after the last part."""
         held = self._held
         self._held = ""
         return held
@@ -84,8 +85,9 @@ WINDOW_SECONDS = 60.0
 
 
 class BusyShare:
-    """For each engine, the intervals of the last minute with a call in flight; overlapping
-    intervals are merged.
+    """A record of the time in which each engine had a call in flight during the last minute.
+
+    Overlapping intervals are merged.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,10 @@ class BusyShare:
         self._began: float | None = None
 
     def add(self, engine: str, started: float, ended: float) -> None:
-        """Add the interval of one call; calls must be added in the order in which they ended."""
+        """Add the start and the end of one call.
+
+        Calls must be added in the order in which they ended.
+        """
         if self._began is None or started < self._began:
             self._began = started
         intervals = self._work.setdefault(engine, deque())
@@ -151,8 +156,10 @@ class Reply:
 
     @property
     def speaker(self) -> Rollout | None:
-        """Return the rollout whose reasoning is shown: the first rollout that gave the voted
-        answer, or else the first with a text.
+        """Return the rollout whose reasoning the reply contains.
+
+        This is the first rollout that gave the voted answer, or, if none did, the first rollout
+        with a text.
         """
         rollouts = self.outcome.rollouts
         agreeing = [one for one in rollouts if one.answer and one.answer == self.outcome.answer]
@@ -160,7 +167,7 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """Return the text of the rollout whose reasoning is shown."""
+        """Return the text of the rollout whose reasoning the reply contains."""
         return "" if self.speaker is None else self.speaker.text
 
     @property
@@ -189,7 +196,7 @@ class Reply:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"]:
-        """Return "length" if a limit ended the work before there was an answer, or else "stop"."""
+        """Return "length" if a limit ended the run before it had an answer, or else "stop"."""
         if self.answer is not None or self._content[1]:
             return "stop"
         is_cut = self.speaker is None or self.speaker.finish != "end"
@@ -215,7 +222,7 @@ class Reply:
         return plain
 
     def facts(self) -> dict[str, Any]:
-        """Return the object `atts` of the reply, with the votes, token counts, rate, guarantee and
+        """Return the object `atts` of the reply, with votes, numbers of tokens, rate, guarantee and
         spending.
         """
         outcome = self.outcome
@@ -268,8 +275,9 @@ class Reply:
         return facts
 
     def _trace(self, rollout: Rollout) -> dict[str, Any]:
-        """Return the trace of one rollout: its counts, and also its chunks if the request asks for
-        a full trace.
+        """Return the trace of one rollout.
+
+        The trace contains the chunks only if the request asks for a full trace.
         """
         decisions = [turn.decision for turn in rollout.turns if turn.decision is not None]
         plain: dict[str, Any] = {
@@ -309,23 +317,24 @@ def _turn(turn: Turn) -> dict[str, Any]:
 class LiveRun:
     """A listener that collects a run's rollouts while they are written (`atts.run.Listener`)."""
 
-    # function that is called with the number of a rollout and the text of its new turn
+    # function that is called with the index of a rollout and the text of its new turn
     written: Callable[[int, str], None] | None = None
-    leader: int | None = None  # number of the rollout that finished a turn first
+    leader: int | None = None  # index of the rollout that finished a turn first
     text: str = ""  # text of the rollout `leader`
-    # number of finished turns of each rollout
+    # number of finished turns, keyed by the rollout's index
     turns: Counter[int] = field(default_factory=Counter[int])
-    # answer of each rollout that has ended
+    # answer of each rollout that has ended, keyed by the rollout's index
     ended: dict[int, str | None] = field(default_factory=dict[int, str | None])
     judged: int = 0
     escalated: int = 0
-    # whether one model answers without a vote, so that its text is the reply
+    # whether the reply is the text of one model, without a vote
     is_plain: bool = False
-    busy: BusyShare | None = None  # record of the server's busy engines
+    busy: BusyShare | None = None  # the record to which the times of this run's calls are added
 
     def recalled(self, event: Event) -> None:
-        """Handle an event of an earlier session; calls of earlier sessions do not count as busy
-        time.
+        """Handle an event of an earlier session.
+
+        Calls of earlier sessions do not count as busy time.
         """
         if not isinstance(event, CallSpan):
             self.notify(event)
@@ -356,7 +365,9 @@ class LiveRun:
             self.written(sample, text)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the numbers of rollouts, turns, votes and judged chunks so far, as JSON data."""
+        """Return the progress of the run as JSON data, with its rollouts, turns, votes and judged
+        chunks so far.
+        """
         return {
             "rollouts": {"running": len(self.turns.keys() - self.ended), "ended": len(self.ended)},
             "turns": self.turns.total(),
@@ -370,7 +381,7 @@ class LiveRun:
 
 @dataclass(slots=True, eq=False)
 class ServedRun:
-    """One request as `/atts/runs` shows it, while it runs and after it has ended."""
+    """A running or finished request, as `/atts/runs` shows it."""
 
     run: str
     model: str
@@ -403,7 +414,10 @@ class ServedRun:
         self.live.text = ""
 
     def as_json(self, *, with_text: bool = False) -> dict[str, Any]:
-        """Return the run as strict JSON; `with_text` adds the leading rollout's text."""
+        """Return the run as JSON data without NaN and infinities.
+
+        `with_text` adds the text of the rollout that finished a turn first.
+        """
         until = time.time() if self.ended is None else self.ended
         plain: dict[str, Any] = {
             "run": self.run,

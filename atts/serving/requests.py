@@ -22,7 +22,7 @@ EarlyStop = Literal["none", "certain", "likely"]
 
 @dataclass(frozen=True, slots=True)
 class NamedPolicy:
-    """A named policy: the settings that a model name or a reasoning effort chooses."""
+    """A set of settings that clients choose by a model name or a reasoning effort."""
 
     name: str
     method: str
@@ -30,7 +30,7 @@ class NamedPolicy:
     rate: float
     early_stop: EarlyStop
     efforts: tuple[str, ...] = ()  # values of `reasoning_effort` that choose this policy
-    # whether one model answers with one rollout, whose whole text is the reply
+    # whether the reply is the whole text of a single rollout of one model
     is_plain: bool = False
 
     def applied(self, setup: Setup) -> Setup:
@@ -78,13 +78,13 @@ class Offer:
 
     name: str
     policies: Mapping[str, NamedPolicy] = field(default_factory=lambda: POLICIES)
-    # keyed by model name: policies under which the draft or the target answers alone
+    # policies with which the draft or the target answers alone, keyed by model name
     plain: Mapping[str, NamedPolicy] = field(default_factory=dict[str, NamedPolicy])
     methods: Sequence[str] = METHODS
 
     @property
     def names(self) -> list[str]:
-        """Return every model name; the first name chooses the default policy."""
+        """Return all model names; the first name stands for the default policy."""
         return [self.name, *(f"{self.name}:{policy}" for policy in self.policies), *self.plain]
 
     @property
@@ -174,7 +174,7 @@ class SolveRequest:
 
     model: str
     policy: NamedPolicy
-    turns: tuple[tuple[str, str], ...]  # role and text of each message; reasoning is left out
+    turns: tuple[tuple[str, str], ...]  # role and text of each message, without reasoning
     stream: bool = False
     stream_usage: bool = False
     temperature: float | None = None
@@ -228,8 +228,8 @@ class SolveRequest:
                 changes |= {"system": "", "instruction": "", "repeats": 1_000_000}
                 changes |= {"budget_forcing": 0, "turns": longest}
                 if self.stop:
-                    # stop strings beyond this number are not sent to the engine; atts checks them
-                    # after each chunk
+                    # the engine gets at most this number of stop strings; atts searches for the
+                    # others after each chunk
                     stop = (*self.stop, *policy.bounds(setup.budget).stop)[:_MOST_SENT_STOPS]
                     changes["chunking"] = replace(policy.chunking, stop=stop)
             setup = replace(setup, policy=replace(policy, **changes))
@@ -243,7 +243,7 @@ class SolveRequest:
 
 
 def _within(thinking_tokens: int | None, max_tokens: int) -> int | None:
-    """Return a thinking budget, or None if the rollout's token limit is not larger than the budget."""
+    """Return the thinking budget if it is smaller than the rollout's token limit, or else None."""
     if thinking_tokens is None or thinking_tokens >= max_tokens:
         return None
     return thinking_tokens
@@ -332,7 +332,7 @@ _MOST_SAMPLES = 64
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_SENT_STOPS = 4
-"""The largest number of stop strings in one engine call; some servers refuse more stop strings."""
+"""The largest number of stop strings in one engine call, because some servers refuse more."""
 _MOST_SEED = 1 << 63
 
 
@@ -383,7 +383,7 @@ def parse_chat(
 
 
 def _stop_strings(given: str | list[str]) -> tuple[str, ...]:
-    """Return the stop strings of a request, each once.
+    """Return the stop strings of a request, without duplicates.
 
     :raises RequestError: a stop string is empty or too long, or there are too many.
     """
@@ -426,7 +426,7 @@ def _is_task(text: str) -> bool:
 
 
 def _alone(offer: Offer) -> str:
-    """Return the method with which the server's cheapest model answers alone."""
+    """Return the method that lets the server's cheapest model answer alone."""
     return "draft-only" if "draft-only" in offer.methods else offer.methods[0]
 
 
@@ -509,8 +509,9 @@ def _check_kinds(given: Mapping[str, Any], kinds: Mapping[str, str], prefix: str
 
 
 _COMBINE = ("vote", "select", "synthesize")
-"""The values of `atts.combine`; "auto" is missing, because it learns from many problems but a
-request has only one problem.
+"""The values of `atts.combine`.
+
+The value "auto" is missing, because it needs many problems, and a request has only one.
 """
 _TRACES = ("none", "summary", "full")
 
@@ -626,7 +627,7 @@ def _policy_of(model: str, effort: str | None, offer: Offer) -> NamedPolicy:
 
 
 def turns_of(messages: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Return the role and text of each message; the reasoning in earlier replies is left out."""
+    """Return the role and text of each message, without the reasoning in earlier replies."""
     turns: list[tuple[str, str]] = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"

@@ -124,7 +124,7 @@ def parse_response(
 
 
 def _turns(given: Any) -> tuple[tuple[str, str], ...]:
-    """Return the role and text of each input message; the reasoning in earlier replies is left out."""
+    """Return the role and text of each input message, without the reasoning in earlier replies."""
     if isinstance(given, str):
         return turns_of([{"role": "user", "content": given}])
     if not isinstance(given, list):
@@ -255,14 +255,15 @@ class ResponseEvents(Events):
         self._text = ""  # text of the open item
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the events that show the new response, without output."""
+        """Yield the events at the start of a response, which has no output yet."""
         body = response_body(self._asked, self._run, self._created, "in_progress")
         yield self._event("response.created", response=body)
         yield self._event("response.in_progress", response=body)
 
     def written(self, text: str) -> Iterator[bytes]:
-        """Yield the events for new text: as reasoning, or as the message if one model answers
-        alone.
+        """Yield the events for new text.
+
+        The text is part of the message if one model answers alone. If not, the text is reasoning.
         """
         kind = "message" if self._asked.solve.policy.is_plain else "reasoning"
         yield from self._add(kind, text)
@@ -278,12 +279,15 @@ class ResponseEvents(Events):
         yield self._event(f"response.{body['status']}", response=body)
 
     def fail(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the event that shows the response with its error."""
+        """Yield the event for a failed response, which contains the error."""
         body = response_body(self._asked, self._run, self._created, "failed", error=error)
         yield self._event("response.failed", response=body)
 
     def _add(self, kind: str, text: str) -> Iterator[bytes]:
-        """Yield the event for more text of an item; open the item first if it is not open."""
+        """Yield the event for more text of an item.
+
+        If the item is not open, the events that open it come first.
+        """
         if self._open != kind:
             self._open = kind
             self._index += 1
@@ -332,7 +336,7 @@ class ResponseEvents(Events):
 
 
 _log = logging.getLogger("atts.serving")
-_MOST_KEPT = 200  # largest number of responses in memory, not counting background responses
+_MOST_KEPT = 200  # largest number of responses in memory, without background responses
 _LOOK_SECONDS = 600.0  # seconds between two removals of old responses
 _ID = re.compile(r"resp_[0-9a-f]{16}")
 _REQUEST = "request.json"
@@ -396,7 +400,10 @@ class Responses:
                 yield
 
     async def _remove_often(self) -> None:
-        """Remove finished responses that are older than the configured time, at regular intervals."""
+        """Remove old finished responses at regular intervals.
+
+        `ServeOptions.response_seconds` says how long finished responses are kept.
+        """
         if self._folder is None:
             return
         keep = self._service.options.response_seconds
@@ -525,8 +532,9 @@ class Responses:
         running.ended.set()
 
     def keep(self, user: str, body: dict[str, Any]) -> None:
-        """Store a response that is not a background response, until it is replaced by newer
-        responses.
+        """Store a response that does not run in the background.
+
+        When too many responses are stored, the oldest ones are deleted.
         """
         self._kept[body["id"]] = _Finished(user, body)
 
@@ -577,8 +585,9 @@ class Responses:
 
 
 def _may_see(user: str, owner: str) -> bool:
-    """Return whether a user may read requests of `owner`; with a key that names no user, all
-    requests may be read.
+    """Return whether a user may read requests of `owner`.
+
+    A client whose key names no user may read all requests.
     """
     return not user or user == owner
 

@@ -56,7 +56,7 @@ from atts.serving.requests import Offer, RequestError, SolveRequest, offer_of
 _log = logging.getLogger("atts.serving")
 
 
-# largest number of stored users; it is limited, because clients may invent names
+# largest number of users that are stored; clients could invent any number of names
 _MOST_USERS = 4096
 _FIRST_COST = 1.0
 
@@ -65,13 +65,14 @@ _FIRST_COST = 1.0
 class _Ticket:
     event: anyio.Event = field(default_factory=anyio.Event)
     state: Literal["waiting", "granted", "refused"] = "waiting"
-    charged: float = 0.0  # cost that was charged when the slot was granted
+    # cost, divided by the user's share, that was charged when the slot was granted
+    charged: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class _User:
     share: float
-    # sum of the charges for the user's requests; a charge is the cost divided by the user's share
+    # total cost of the user's requests, divided by the user's share; new users begin at `_reached`
     served: float = 0.0
     running: int = 0
     waiting: deque[_Ticket] = field(default_factory=deque[_Ticket])
@@ -82,8 +83,8 @@ class _User:
 
 
 class Displaced(Exception):
-    """The error for a request that gets no place in the queue, or loses its place to a user who got
-    less than their share.
+    """An error: the request got no place in the full queue, or lost its place to a request of
+    another user.
     """
 
 
@@ -102,9 +103,11 @@ class FairSlots:
         self._queue = queue
         self._shares = dict(shares or {})
         self._users = dict[str, _User]()
-        self._reached = 0.0  # largest sum of charges with which a user has got a slot
+        self._reached = 0.0  # largest value of `_User.served` at which a user has got a slot
         self._mean = _FIRST_COST
-        self._ended = 0  # number of requests over which the mean cost was computed, at most 100
+        # number of ended requests, at most 100; determines the weight of a new cost in the mean
+        # cost
+        self._ended = 0
 
     @property
     def waiting(self) -> int:
@@ -113,7 +116,7 @@ class FairSlots:
 
     @property
     def num_users(self) -> int:
-        """Return the number of users whose sums are stored."""
+        """Return the number of users that are stored."""
         return len(self._users)
 
     def waiting_of(self, name: str) -> int:
@@ -163,8 +166,9 @@ class FairSlots:
             self._give(user, ticket, cost.value)
 
     def _heaviest(self, name: str) -> _User | None:
-        """Return the user who loses a waiting request if this user sends a request, or None if no
-        request can be displaced.
+        """Return the user who would lose a waiting request to a new request of this user.
+
+        The result is None if the new request cannot displace another request.
         """
         mine = self._users.get(name)
         share = self._share(name)
@@ -213,7 +217,7 @@ class FairSlots:
 
 @dataclass(slots=True)
 class _Cost:
-    """The cost of a request; the block that occupies the request's slot sets it."""
+    """The cost of a request, which is set inside the block of `FairSlots.slot`."""
 
     value: float | None = None
 
@@ -236,11 +240,12 @@ class CalibratorFolder:
     def __init__(self, folder: Path, models: Mapping[Role, str]) -> None:
         self._folder = folder
         self._models = dict(models)
-        self._saved = dict[str, int]()  # number of decisions of each calibrator at its last save
+        # for each file, the number of decisions that its calibrator had made when it was last saved
+        self._saved = dict[str, int]()
 
     def continued(self, method: str, rate: float, plan: RunSpec) -> RunSpec:
-        """Return the plan with the calibrator that an earlier session saved, if this calibrator
-        suits the plan.
+        """Return the plan with the calibrator that an earlier session saved, if its models and
+        settings are those of the plan.
 
         A file that is damaged, or belongs to other models or settings, is logged and ignored. The
         server then starts with a new calibrator.
@@ -303,10 +308,11 @@ class CalibratorFolder:
         return self._folder / f"{method}-{rate:g}.json"
 
 
-_MOST_GATES = 64  # largest number of gates kept for the methods and rates that requests choose
-_MOST_PLANS = 256  # largest number of plans kept for the settings that requests choose
+# largest number of stored gates; requests choose the methods and rates of the gates
+_MOST_GATES = 64
+_MOST_PLANS = 256  # largest number of stored plans; requests choose the settings of the plans
 _RETRY_SECONDS = 5
-_MOST_RUNS = 1000  # number of finished runs that are kept
+_MOST_RUNS = 1000  # largest number of finished runs that are stored
 _ONE_CALL = Amount(calls=1, total_tokens=1)
 
 
@@ -322,11 +328,11 @@ class ServeOptions:
     # folder for the ledger, the calibrators and background responses; None: nothing is stored on
     # disk
     state: Path | None = None
-    # the user of each API key; "" for a key without a user
+    # name of the user, keyed by API key; "" if the key has no user
     keys: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    # share of each user in the server's work; the default share is 1
+    # weight of each user when users wait for the server, above 0; the default weight is 1
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
-    request_caps: Caps = Caps()  # largest caps that one request may have
+    request_caps: Caps = Caps()  # the caps of a request are at most these caps
     # caps on the spending of all requests together, including earlier sessions of the server
     server_caps: Caps = Caps()
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
@@ -337,7 +343,7 @@ class ServeOptions:
     housekeeping: Literal["draft", "policy"] = "draft"
     body_bytes: int = 1 << 20
     keepalive_seconds: float = 15.0
-    save_seconds: float = 5.0  # seconds between two saves of changed calibrators
+    save_seconds: float = 5.0  # seconds between two times at which changed calibrators are saved
     # seconds for which a finished background response is kept
     response_seconds: float = 30 * 86_400.0
 
@@ -371,7 +377,7 @@ class ServeOptions:
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of the server's requests by result, for the metrics."""
+    """The number of requests to the server and of each of their results, for the metrics."""
 
     requests: int = 0
     answered: int = 0
@@ -420,8 +426,8 @@ class Service:
         self.is_draining = False
         self.account = Account()
         self.busy = BusyShare()
-        # numbers of escalated and judged chunks of the latest finished requests, by method and
-        # nominal rate
+        # For each method and nominal rate: the number of escalated chunks and of judged chunks in
+        # each of the latest finished requests.
         self.judged = Recent[tuple[str, float], deque[tuple[int, int]]](_MOST_GATES)
         self.runs = Recent[str, ServedRun](_MOST_RUNS + self.options.requests + self.options.queue)
         self._slots = FairSlots(self.options.requests, self.options.queue, self.options.shares)
@@ -440,7 +446,9 @@ class Service:
 
     @property
     def models(self) -> dict[Role, str]:
-        """Return the model of each role that is used; the service must be open."""
+        """Return the name of the model in each role that the server uses; the service must be
+        open.
+        """
         base, _ = self._opened()
         return base.models
 
@@ -453,7 +461,7 @@ class Service:
 
     @property
     def gates(self) -> dict[tuple[str, float], RunSpec]:
-        """Return the plans whose gates requests share, by method and nominal rate."""
+        """Return the plans with the shared gates, keyed by method and nominal rate."""
         return {(method, rate): plan for (method, rate, _), plan in self._plans.items()}
 
     @asynccontextmanager
@@ -492,7 +500,7 @@ class Service:
                 async with background(self._save_often), task_group() as tasks:
                     self._tasks = tasks
                     yield self
-                    # so that background responses of earlier sessions can continue
+                    # background responses of earlier sessions need their accounts to continue
                     tasks.cancel_scope.cancel()
             finally:
                 self._save()
@@ -688,13 +696,14 @@ class Service:
         )
 
     def close_account(self, run: str) -> None:
-        """Add the spending of a run to the server's total, and stop storing it separately."""
+        """Add the spending of a run to the server's total, and remove the run's own account."""
         if self._file is not None:
             self._file.merge(run)
 
     def _count_judged(self, method: str, rate: float, live: LiveRun) -> None:
-        """Add a request's judged and escalated chunks to the counts of the realised rate over the
-        latest requests.
+        """Record how many chunks of a request were judged and escalated.
+
+        The realised rate over the latest requests is computed from these numbers.
         """
         recent = self.judged.pop((method, rate), None)
         if recent is None:
@@ -754,7 +763,8 @@ class Service:
             plan = setup.plan(base.draft, base.target)
         if is_plain:
             plan = _ended_by(plan, request.stop)
-        # The engines are open, so the token limits that depend on their context lengths are known.
+        # Some token limits depend on the context lengths of the engines, which are known because
+        # the engines are open.
         plan = replace(plan.resolved(), policy_for_context=None)
         planned = _Planned(plan, setup.method, setup.rate, setup.policy.samples)
         if is_shared:
@@ -806,8 +816,9 @@ class Service:
         return [one for one in changed if one is not None]
 
     def _write_states(self, states: list[tuple[Path, Any]]) -> None:
-        """Write the states of calibrators; log errors of the disk, because the server can continue
-        without these files.
+        """Write the states of calibrators to files.
+
+        Errors are only logged, because the server can continue without these files.
         """
         assert self._calibrators is not None or not states, (
             "calibrators are saved only if the server has a state folder"
@@ -849,7 +860,8 @@ def _guarantee(gate: object) -> str:
 
 def _posed(request: SolveRequest, run: str, plan: RunSpec) -> tuple[Problem, RunSpec]:
     """Return the problem that a request poses, and the plan with the client's system prompt added."""
-    # With a seed, the problem id and the gate are those of `atts solve`, so the answer is the same.
+    # A request with a seed gets the same problem id and gate as in `atts solve`, and so the same
+    # answer.
     name = "problem" if request.seed is not None else run
     if request.policy.is_plain:
         system, examples, question = conversation_of(request.turns)

@@ -1,6 +1,4 @@
-"""Engines on HTTP servers or in the actors of a Ray cluster, as single engines or as pools of
-replicas.
-"""
+"""Engines that run on HTTP servers or in a Ray cluster, alone or as pools of replicas."""
 
 from atts.servers.addresses import DIALECTS, SCHEMES, ServerAddress, read_server
 from atts.servers.dialect import DraftCounts

@@ -146,7 +146,7 @@ def parse_address(scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS) -
 
 
 def _openai_model(rest: str, defaults: RemoteOptions) -> ServerAddress:
-    """Read an address that names a model but no URL."""
+    """Parse an address that names a model of OpenAI but no URL."""
     model, _, query = rest.partition("?")
     settings = _settings(query)
     if not model or _HOST_AND_PORT.fullmatch(rest):
@@ -250,8 +250,9 @@ def _is_set(variable: str) -> bool:
 
 
 def _host(url: str) -> tuple[str, str]:
-    """Return the scheme, host and port of a URL; they decide which servers may get a host's API
-    key.
+    """Return the scheme, host and port of a URL.
+
+    An API key for one URL may be sent only to URLs with the same scheme, host and port.
     """
     try:
         parts = urlsplit(url.strip())

@@ -127,7 +127,7 @@ def are_scores(values: Sequence[float]) -> bool:
 
 
 def finish_of(word: str | None) -> Literal["stop", "length"]:
-    """Return the reason why a server ended a text: "stop" or "length".
+    """Return the reason why a server ended a text, "stop" or "length".
 
     :raises ValueError: for any other reason, such as an abort that atts did not request.
     """
@@ -207,7 +207,7 @@ class TokenCounts(Struct):
 
 
 def error_text(reply: bytes) -> str:
-    """Return the message in the body of an error reply, as one line."""
+    """Return the error message in the body of a reply, as one line."""
     try:
         # Servers put the text into up to three nested objects, such as {"error": {"message": ...}}.
         while True:
@@ -243,8 +243,9 @@ class HttpReply:
 
 
 class ConnectionLost(Exception):
-    """The error for a request without a complete reply; `sent` is true if the server may be
-    processing the request.
+    """The error for a request without a complete reply.
+
+    `sent` is True if the server may have received the request.
     """
 
     def __init__(self, problem: str, *, sent: bool) -> None:
@@ -440,7 +441,9 @@ class _Body:
         self._came = 0
 
     def take(self, chunk: bytes) -> bool:
-        """Add the next bytes of the body, and return whether the body is still acceptable."""
+        """Add the next bytes of the body; return False if the body is too long or cannot be
+        decompressed.
+        """
         self._came += len(chunk)
         try:
             room = self.most + 1 - len(self.text)
@@ -453,8 +456,9 @@ class _Body:
 
 
 def proxy_hint(url: str, options: RemoteOptions) -> str:
-    """Return advice for a failed connection if a proxy is set in the environment, or else an empty
-    text.
+    """Return advice for a failed connection.
+
+    The advice is empty if the environment sets no proxy.
     """
     scheme = urlsplit(url).scheme
     names = [
@@ -555,8 +559,9 @@ class Call:
 
 
 class Refused(EngineUnavailable):
-    """The error of a server that refuses a request for now; `wait` is the number of seconds that
-    the server asks to wait.
+    """The error if a server refuses a request for a while.
+
+    `wait` is the time, in seconds, that the server asks the client to wait.
     """
 
     def __init__(self, engine: str, problem: str, wait: float) -> None:
@@ -590,8 +595,8 @@ class Traffic:
 
 
 class AdaptiveLimit(SlotQueue):
-    """A limit on requests in flight that shrinks after a refusal, and grows back to the configured
-    number.
+    """A limit on requests in flight, which shrinks after a refusal and then grows back to the
+    configured limit.
 
     After a single refusal, growth begins after one second, and doubles the limit every second. Each
     further refusal makes this pause longer (up to 15 seconds) and the growth slower (down to 5 %).
@@ -684,7 +689,7 @@ class Client:
         self.traffic = Traffic()
         self._clock = clock()
         self.limit = AdaptiveLimit(options.in_flight, self._clock)
-        # The prefix of every request id of this client.
+        # All request ids of this client begin with this text.
         self._prefix = uuid.uuid4().hex[:16]
         self._made = 0
         self._marks = set[bytes]()
@@ -852,7 +857,7 @@ class Client:
             self._marks.add(marks)
 
     def refusal(self, reply: HttpReply) -> EngineError:
-        """Return the error for a status that makes further attempts useless."""
+        """Return the error for a reply with a status after which another attempt would fail too."""
         words = error_text(reply.body)
         if reply.status in (401, 403):
             return self._key_refused(reply.status, words)

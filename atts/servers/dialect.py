@@ -96,15 +96,15 @@ class Dialect(ABC):
     schemes: tuple[str, ...]
     """The schemes with which addresses of this dialect's servers begin."""
     found_at: str = ""
-    """A path that only servers of this dialect answer with status 200; empty if there is no such
+    """A path to which only servers of this dialect reply with status 200; empty if there is no such
     path.
     """
     speaks: Literal["ids", "text"] = "ids"
     spare: int = 1
     """Number of tokens by which a request must be shorter than the server's context length."""
     logprobs: LogProbs = "raw"
-    """The kind of log-probs that servers send with sampled tokens, unless the probe finds another
-    kind.
+    """Whether servers send raw or processed log-probs with sampled tokens; the probe may correct
+    this value.
     """
     cuts_logprobs = False
     """Whether processed log-probs include the effect of top-k, top-p and min-p."""
@@ -136,7 +136,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """Return the call with which the server continues the ids of a request."""
+        """Return the call that makes the server continue the token ids of a request."""
 
     @abstractmethod
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
@@ -149,7 +149,7 @@ class Dialect(ABC):
         return None
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """Request the ids that the server's tokenizer gives a text, without special tokens.
+        """Request the token ids of a text from the server's tokenizer, without special tokens.
 
         The probe compares these ids with the ids of atts's tokenizer. A dialect that speaks ids
         overrides this method. For a dialect that speaks text, the method is never called.
@@ -177,8 +177,10 @@ class Dialect(ABC):
         return None
 
     async def speculation(self, client: Client) -> str | None:
-        """Describe how the server speculates; the result is "" if it does not speculate, or None if
-        it does not report this.
+        """Describe the server's speculation.
+
+        The result is "" if the server does not speculate, and None if it does not report whether it
+        speculates.
         """
         return None
 
@@ -230,8 +232,10 @@ class TopScorer(Scorer):
 
     @abstractmethod
     def read_top(self, reply: bytes, ids: TokenIds) -> list[dict[int, float]]:
-        """Read the reply to `top_call`: for every position except the first, the log-probability of
-        each listed token.
+        """Read the reply to `top_call`.
+
+        The result has the log-probability of each listed token, for every position except the
+        first.
         """
 
 
@@ -260,11 +264,11 @@ class Rater(Dialect):
 
     @abstractmethod
     def read_ratings(self, reply: bytes) -> dict[str, float]:
-        """Read the reply to `rating_call`: the log-probability of each listed text."""
+        """Read the log-probability of each listed text from the reply to `rating_call`."""
 
 
 def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float]:
-    """Return the sampling settings under the field names that all servers share.
+    """Return the sampling settings with the field names that are the same for all servers.
 
     Every field is sent, because servers have different defaults.
     """
@@ -446,8 +450,7 @@ class DialectClient:
         return sampled
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the log-probs of a suffix; a server that can only rate returns them for a suffix
-        of one token.
+        """Return the log-probs of a suffix; a server that can only rate can score only one token.
 
         :raises UnsupportedByEngine: if the server can neither score nor rate.
         :raises BadReply: if the reply cannot be correct.
@@ -505,16 +508,17 @@ class DialectClient:
     async def ratings(self, ids: TokenIds) -> dict[str, float]:
         """Return the most likely next words and their log-probs.
 
-        The words after the same ids are requested only once, because one reply contains all ten
-        digits of a rating.
+        Only one request is sent for the same ids, because one reply contains all ten digits of a
+        rating.
 
         :raises UnsupportedByEngine: the server does not list likely words.
         """
         return await self._ratings.of(ids)
 
     def _sampled(self, request: SampleRequest) -> Awaitable[tuple[RawCompletion, int, Ending]]:
-        """Request a completion, and return it with the number of ids that belong to it and the
-        reason for its end.
+        """Request a completion.
+
+        Return the completion, the number of its valid ids, and the reason for its end.
 
         A valid completion ends with a stop string, an end token or the requested length. Any other
         reply is refused, and the client sends the request again.
@@ -711,7 +715,7 @@ def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec
 def find_end(
     sampled: RawCompletion, request: SampleRequest, spec: EngineSpec, tokenizer: Tokenizer
 ) -> tuple[int, Ending]:
-    """Return the number of ids that belong to the completion, and the reason for its end.
+    """Return the number of valid ids at the start of a completion, and the reason for its end.
 
     A server may write beyond a stop string if a step has several tokens, or may not know a stop id.
     The completion therefore ends where its text completes a stop string, or at an end id.
@@ -732,7 +736,7 @@ def find_end(
         return stopped, "delimiter"
     if ended is not None:
         return length, ended
-    # In a text dialect, a server may count tokens that have no text and so no ids.
+    # In a text dialect, a server may count tokens without text, for which atts has no ids.
     is_full = len(ids) == request.max_tokens or spec.logprobs == "none"
     if sampled.finish == "length" and is_full:
         return len(ids), "length"
@@ -748,9 +752,11 @@ def find_end(
 
 
 def _stop_length(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> int:
-    """Return the smallest number of ids whose text contains a stop string; 0 if there is none.
+    """Return how many ids, from the first one on, are needed for a text with a stop string.
 
-    The number is found by bisection, because more ids never make the text shorter.
+    The result is 0 if the text contains no stop string.
+
+    The number is found by bisection, because the text never becomes shorter with more ids.
     """
 
     def holds(count: int) -> bool:

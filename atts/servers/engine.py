@@ -1,5 +1,5 @@
-"""An engine on one HTTP server; the server is tested when the engine opens, and again whenever it
-may have changed.
+"""An engine on one HTTP server, which is tested at the start and whenever the server may have
+changed.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class RemoteEngine(BaseEngine):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return the results of the tests that were made when the engine opened."""
+        """Return the results of the tests at the opening of the engine."""
         return self._known.findings if self._known else ()
 
     @property
@@ -292,7 +292,7 @@ class RemoteEngine(BaseEngine):
         return result
 
     async def _recheck(self, doubts: int) -> None:
-        """Check the server in one task; the result is used by all waiting tasks."""
+        """Check the server in one task, while other tasks wait for the result."""
         async with self._checking:
             if self._clock() >= self._trusted_until or self._doubts_checked < doubts:
                 await self.recheck()
@@ -318,8 +318,9 @@ class RemoteEngine(BaseEngine):
         return await open_tokenizer(self._wanted_tokenizer, identity.tokenizer, self._name)
 
     async def _probe(self) -> Known:
-        """Test the capabilities that servers of this dialect claim, and remove capabilities that
-        fail from the spec.
+        """Test the capabilities that servers of this dialect should have.
+
+        A capability whose test fails is removed from the spec.
 
         :raises UnsupportedByEngine: a needed capability fails.
         """
@@ -420,7 +421,7 @@ class Watch:
         self.has_given_up = False
 
     def given_up(self, error: EngineError) -> EngineUnavailable:
-        """Return the error of calls to a server for which atts no longer waits."""
+        """Return the error for calls to a server for which atts no longer waits."""
         patience = self._client.options.give_up_after
         problem = f"{self._client.url} did not come back within {patience:g} s ({error.problem})"
         advice = "Start the server again and repeat the command, which continues the run"
@@ -553,7 +554,7 @@ def least_entropy(logprobs: Sequence[float]) -> float:
 
 
 def claimed_by(dialect: Dialect) -> frozenset[Capability]:
-    """Return the capabilities that servers of this dialect claim to have."""
+    """Return the capabilities that servers of this dialect should have."""
     capabilities: set[Capability] = {"sample"}
     if isinstance(dialect, TopScorer):
         capabilities.add("entropy")

@@ -79,7 +79,7 @@ class OllamaDialect(TextDialect):
             model = f"{model}:latest"
         self._model = choose_model(client, rows, model).id
         shown: _Shown = await json_at(client, "/api/show", _Shown, {"model": self._model})
-        # The name of this field begins with the name of the model's family.
+        # the name of this field contains the model's family before the dot
         lengths: list[int] = [
             decode(bytes(value), Count)
             for name, value in shown.model_info.items()

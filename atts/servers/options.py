@@ -23,16 +23,17 @@ _SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")
 # pattern.
 _VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
-"""The request by which atts makes a server that takes messages continue an answer. "ask" adds a
-request in words, and "continue" sends two flags (vLLM, SGLang, llama.cpp). "prefix" marks the last
-message (DeepSeek, Mistral), and "trailing" only sends the last message.
+"""The method with which atts asks a chat server to continue an answer. "ask" adds a request in
+words, and "continue" sends two flags (vLLM, SGLang, llama.cpp). "prefix" marks the last message
+(DeepSeek, Mistral), and "trailing" only sends the last message.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """The source from which an API key is read when a connection opens; the key itself is never
-    stored here.
+    """The place from which an API key is read: a variable or a file.
+
+    The key is read when a connection opens, and is never stored in this object.
 
     >>> ApiKey(variable="ATTS_NO_SUCH_KEY").read()
     Traceback (most recent call last):
@@ -135,12 +136,12 @@ class RemoteOptions:
     # Seconds to wait before the second attempt; the wait doubles for each further attempt.
     delay_seconds: float = 0.25
     in_flight: int = 4096
-    # This limit is generous, because a busy machine needs some seconds to open thousands of
-    # connections.
+    # Time limit, in seconds, to open a connection. A busy machine needs some seconds to open
+    # thousands of connections.
     connect_seconds: float = 10.0
     wait_seconds: float = 600.0
     give_up_after: float = GIVE_UP_AFTER
-    # Time limit of a request that aborts another request.
+    # Time limit, in seconds, of a request that aborts another request.
     cancel_seconds: float = 2.0
     recheck_seconds: float = 15.0
     recheck_requests: int = 64

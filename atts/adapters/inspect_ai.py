@@ -1,4 +1,4 @@
-"""The inspect_ai adapter, with the model provider `atts` and a solver that uses this provider."""
+"""The inspect_ai adapter: a model provider named `atts`, and a solver that uses this provider."""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # pyright: reportUntypedFunctionDecorator=false, reportUntypedClassDecorator=false
 
@@ -49,7 +49,9 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
     async def generate(
         self, input: Sequence[Any], tools: Sequence[Any], tool_choice: Any, config: Any
     ) -> Any:
-        """Solve the question of the conversation, and describe the run in the output's metadata.
+        """Solve the question of the conversation.
+
+        The metadata of the output describe the run.
 
         :raises UsageError: if the task offers tools, or requests several choices.
         :raises EngineError: an engine cannot be opened, is lost, or failed.

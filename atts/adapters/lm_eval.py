@@ -1,5 +1,5 @@
-"""The lm_eval adapter; its model `atts` solves the problems of generation tasks, and computes
-log-likelihoods with the target.
+"""The lm_eval adapter: a model named `atts` for generation tasks and for tasks that compare
+log-likelihoods.
 """
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # pyright: reportUntypedFunctionDecorator=false, reportUntypedClassDecorator=false
@@ -83,8 +83,9 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         return "\n\n".join(part for part in (system, question) if part)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Solve all requests; requests with the same token limit are solved concurrently in one
-        run.
+        """Solve all requests.
+
+        Requests with the same token limit are solved concurrently in one run.
 
         :raises EngineError: an engine is lost, or a problem failed.
         """
@@ -112,8 +113,9 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return each text's log-probability under the target; a text that is longer than the
-        target's context is scored in windows.
+        """Return the log-probability of each text under the target.
+
+        A text that is longer than the target's context is scored in windows.
         """
         verbs = [partial(_rolling, request.args[0]) for request in requests]
         return run_async(partial(self._scored, verbs))
@@ -169,8 +171,7 @@ async def _rolling(text: str, target: Engine) -> float:
 
 
 def _split(context: str, continuation: str, target: Engine) -> tuple[TokenIds, TokenIds]:
-    """Return the token ids of context and continuation, split before the first token that contains
-    text of the continuation.
+    """Return the token ids of the context and those of the continuation.
 
     A token with text of both the context and the continuation belongs to the continuation. The ids
     of the context are therefore the same for every continuation.

@@ -13,8 +13,8 @@ from atts.errors import EngineError, OptionError, UsageError
 from atts.pipelines import Policy
 
 ReplyKind = Literal["text", "answer"]
-"""The kind of reply: "text" is the whole text of a rollout that voted for the answer, and "answer"
-is only the answer.
+"""The content of a reply: "text" stands for the whole text of a rollout that gave the voted answer,
+"answer" for the answer only.
 """
 
 
@@ -58,8 +58,9 @@ def reply_kind(word: str) -> ReplyKind:
 
 
 def setup_of(model: str, options: Mapping[str, object]) -> Setup:
-    """Return the setup for a harness's model name and options; options have the same names as on
-    the command line.
+    """Return the setup for a harness's model name and options.
+
+    The options have the same names as on the command line.
 
     `model` names both engines ("embedded", "scripted"). If `draft` and `target` are given, `model`
     is only a label.
@@ -122,8 +123,9 @@ def policy_changes(
 
 
 def _speaker(outcome: Outcome) -> Rollout:
-    """Return the first rollout that gave the voted answer; if none did, return the first rollout
-    with any text.
+    """Return the first rollout that gave the voted answer.
+
+    If no rollout gave this answer, return the first rollout that has a text.
     """
     agreeing = [
         line

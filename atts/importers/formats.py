@@ -18,8 +18,9 @@ from atts.errors import OptionError
 
 Row = Mapping[str, Any]
 Ended = Literal["end", "length", "stopped", "failed"]
-"""The reason why a text of another tool ended: by itself, at a token limit, by a stopping rule, or
-by an error.
+"""The reason why a text of another tool ended.
+
+The model ended the text ("end"), or a token limit, a stopping rule or an error ended it.
 """
 
 
@@ -78,7 +79,7 @@ argument is the record's file.
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format: the name patterns of its files in a directory, and the reader of their records."""
+    """A format, with the name patterns of its files and a function that reads their records."""
 
     name: str
     about: str
@@ -256,7 +257,7 @@ def _content(value: Any) -> str:
 
 
 def _part(part: Row) -> str:
-    """Return the text of one part of a message; reasoning is put between think marks."""
+    """Return the text of one part of a message, with reasoning between <think> and </think>."""
     if "content" in part:
         return _content(part["content"])
     if part.get("type") == "reasoning":
@@ -297,8 +298,9 @@ _ATTACHMENT = "attachment://"
 
 
 def _resolved(text: str, row: Row) -> str:
-    """Return the text; if it is only a reference to an attachment of the log, return the
-    attachment.
+    """Return a text of the log.
+
+    If the text is only a reference to an attachment, return the attachment.
     """
     if not text.startswith(_ATTACHMENT):
         return text
@@ -348,8 +350,7 @@ def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreign
             problem=f"{task}/{text_of(row, 'doc_id')}",
             reference=optional_text(row, "target"),
             number=number,
-            # if the filter made a single answer from all replies, the harness graded only that
-            # answer
+            # if the filter made one answer from all replies, the harness graded only this answer
             answer=_answer(answer) if is_each or is_only else None,
             is_correct=truth_of(row.get(metric)) if is_only and metric else None,
             filter=optional_text(row, "filter") or "",
@@ -678,12 +679,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "cost": ("cost", "dollars"),
     }
 )
-"""The column names to try for each field if the user names no column."""
+"""The possible column names of each field, which are tried if the user names no column."""
 _SCORE = "score."
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Check that the plain format has every field for which the user named a column.
+    """Check that every field for which the user named a column is a field of the plain format.
 
     :raises OptionError: if there is no such field; the message names it.
     """

@@ -1,4 +1,6 @@
-"""Find the records of large files and read them again by position, in constant memory."""
+"""Files of records, which can be read in order or by position, without loading whole files into
+memory.
+"""
 
 from __future__ import annotations
 
@@ -124,8 +126,9 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def _as_python_writes(data: bytes, error: Exception) -> Any:
-    """Parse JSON that may contain NaN and infinities, which Python writes although JSON forbids
-    them.
+    """Parse JSON that may contain NaN and infinities.
+
+    JSON forbids these values, but Python writes them.
     """
     try:
         return json.loads(data)
@@ -134,7 +137,10 @@ def _as_python_writes(data: bytes, error: Exception) -> Any:
 
 
 def digest_of(path: Path) -> str:
-    """Return a hash of a file's content, with which a continued import recognises the file."""
+    """Return a hash of a file's content.
+
+    The hash shows a continued import whether the file has changed.
+    """
     hasher = blake2b(digest_size=16)
     with open_ordinary(path) as file:
         while block := file.read(_BLOCK):
@@ -257,7 +263,7 @@ class _EvalArchive:
     def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
         self._path = path
         self._archive = archive
-        # a later entry of the same name replaces the earlier one
+        # if several entries have the same name, the last entry is used
         named = {entry.filename: entry for entry in archive.infolist()}
         self._entries = [
             entry for name, entry in named.items() if re.fullmatch(r"samples/[^/]*\.json", name)

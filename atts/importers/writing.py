@@ -201,7 +201,9 @@ def _files(format: Format, path: Path) -> list[Path]:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Return a sort key that puts output-rs2 before output-rs10."""
+    """Return a sort key that compares numbers in names by value: output-rs2 comes before
+    output-rs10.
+    """
     parts = re.split(r"(\d+)", str(path))
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
@@ -214,12 +216,13 @@ class _Reading:
         self.files = files
         self.options = options
         self.is_timed = False  # whether the duration of every rollout is known
-        # for each problem, a flat list with the file, start and size of each of its records
+        # keyed by problem: the index of the file, the start and the size of each record, all in one
+        # list
         self.problems: dict[str, array[int]] = {}
         self.digests = list[str]()
         self._known = {_plain(problem.text): problem for problem in options.known}
         self._known_ids = {problem.id for problem in options.known}
-        # made-up names of the problems that the tool did not name, keyed by a hash of the question
+        # names that atts gave to unnamed problems, keyed by a hash of the question
         self._names: dict[bytes, str] = {}
         self._made = Imported(Path(), format.name, files=len(files))
         self._models = Counter[str]()
@@ -287,8 +290,9 @@ class _Reading:
 
     @property
     def price(self) -> Price | None:
-        """Return the price of the model's tokens; None unless all rollouts have the same known
-        price.
+        """Return the price of the model's tokens.
+
+        The result is None if a price is unknown, or if rollouts have different prices.
         """
         if len(self._prices) != 1:
             return None
@@ -339,7 +343,10 @@ class _Reading:
         )
 
     def _name(self, question: str) -> str:
-        """Make a name for a problem that the tool did not name; equal questions get equal names."""
+        """Make a name for a problem that the tool did not name.
+
+        Equal questions get equal names.
+        """
         key = blake2b(_plain(question).encode(errors="surrogatepass"), digest_size=16).digest()
         return self._names.setdefault(key, f"problem-{len(self._names) + 1}")
 

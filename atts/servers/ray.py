@@ -32,8 +32,8 @@ from atts.servers.pool import ReplicaPool, require_alike
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 10.0
-# seconds to wait for a new actor that replaces a dead actor; during this time, requests go to other
-# replicas
+# Time, in seconds, to wait for a new actor that replaces a dead actor. Meanwhile, other replicas
+# answer the requests.
 _PATIENCE = 2.0
 
 
@@ -314,8 +314,8 @@ class ActorReplica(BaseEngine):
 class Failure:
     """An error as it is sent between processes.
 
-    The error itself is not sent, because pickle cannot restore errors whose constructors take other
-    arguments than a text.
+    The error itself is not sent, because pickle can restore only errors whose constructors take one
+    text.
     """
 
     kind: type[ATTSError]

@@ -1,5 +1,4 @@
-"""Reward models on servers, which rate the last step of a solution, and targets that use reward
-models.
+"""Reward models on servers, which rate the last step of a solution, and targets with such a model.
 
 On vLLM, a process reward model answers `POST /pooling` with one row per separator token. A model
 that rates a whole text answers `POST /classify`. On SGLang, all reward models answer `POST

@@ -1,6 +1,4 @@
-"""The dialect of vLLM servers, which read and return token ids and score given tokens, and a list
-of vLLM's features by version.
-"""
+"""The dialect of vLLM servers, and a list of vLLM's features by version."""
 
 from __future__ import annotations
 
@@ -167,7 +165,10 @@ class VllmDialect(TopScorer):
         return Call(GENERATE, self._cached_scoring(request, rid, cache) | self._priority(request))
 
     def read_scores(self, reply: bytes, request: ScoreRequest) -> Scores | None:
-        """See `Scorer`; the server returns no scores if the cache covers a part of the chunk."""
+        """See `Scorer`.
+
+        The server returns no scores if it reads a part of the chunk from its cache.
+        """
         completion: _Completion = decode(reply, _Completion)
         if not self._reads_cache:
             return _prompt_logprobs(completion, request)

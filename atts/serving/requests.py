@@ -437,7 +437,7 @@ def checked(
     *,
     needed: Sequence[str],
 ) -> dict[str, Any]:
-    """Check the fields of a body, and return all fields that are not null.
+    """Check the fields of a request body, and return all fields that are not null.
 
     :raises RequestError: a field is missing, has a wrong type, or is not supported.
     """
@@ -569,8 +569,9 @@ def _with_method(policy: NamedPolicy, method: str, offer: Offer) -> NamedPolicy:
 
 
 def _with_headers(atts: AttsFields, headers: Mapping[str, str]) -> AttsFields:
-    """Add the caps from a request's headers to its fields; some clients cannot add fields to the
-    body.
+    """Add the caps from a request's headers to its fields.
+
+    Headers may set caps because some clients cannot add fields to the body.
     """
     for header, name in (("x-atts-max-seconds", "max_seconds"), ("x-atts-max-cost", "max_cost")):
         text = headers.get(header)
@@ -588,7 +589,10 @@ def _with_headers(atts: AttsFields, headers: Mapping[str, str]) -> AttsFields:
 
 
 def _caps(atts: AttsFields, ceiling: Caps) -> Caps:
-    """Return the caps of a request; each cap is at most the server's cap for one request."""
+    """Return the caps of a request.
+
+    A cap never exceeds the server's cap for one request.
+    """
     given = {one.name: getattr(atts, one.name) for one in fields(Caps)}
     try:
         asked = Caps(**given)

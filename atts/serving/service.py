@@ -1,6 +1,4 @@
-"""The service behind the endpoint: it keeps the engines open and shares a graph, a ledger and gates
-among all requests.
-"""
+"""The service behind the endpoint, which runs all requests on the same open engines."""
 
 from __future__ import annotations
 
@@ -280,8 +278,9 @@ class CalibratorFolder:
         )
 
     def changed(self, method: str, rate: float, plan: RunSpec) -> tuple[Path, Any] | None:
-        """Return the path and the new state of a calibrator, or None if it has not changed since
-        the last save.
+        """Return the path and the new state of a calibrator.
+
+        The result is None if the calibrator has not changed since its last save.
         """
         gate = conformal_gate(plan)
         if gate is None:
@@ -500,7 +499,8 @@ class Service:
                 async with background(self._save_often), task_group() as tasks:
                     self._tasks = tasks
                     yield self
-                    # background responses of earlier sessions need their accounts to continue
+                    # a cancelled background response has no final state, so the next session
+                    # continues it
                     tasks.cancel_scope.cancel()
             finally:
                 self._save()
@@ -508,8 +508,9 @@ class Service:
                 self._base = None
 
     def start(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start a function in the background; it runs until it ends or the service closes, and must
-        not raise an error.
+        """Start a function in the background.
+
+        The function is cancelled when the service closes, and must not raise an error.
         """
         assert self._tasks is not None, "the service is open"
         self._tasks.start_soon(function)
@@ -570,8 +571,9 @@ class Service:
         run: str = "",
         directory: Path | None = None,
     ) -> Reply:
-        """Solve a request, and return its reply; if the calling task is cancelled, the engine calls
-        are cancelled too.
+        """Solve a request, and return its reply.
+
+        If the calling task is cancelled, the engine calls are cancelled too.
 
         With a `directory`, the run has a journal in this directory, and an unfinished run in it is
         continued.
@@ -679,8 +681,9 @@ class Service:
         raise RequestError("the run was cancelled", status=409, code="cancelled")
 
     def _account_of(self, request: SolveRequest, run: str, *, is_kept: bool) -> Account:
-        """Return the account of a run; if the run continues after a restart, the account includes
-        its earlier spending.
+        """Return the account of a run.
+
+        If the run continues after a restart, its account includes the earlier spending.
         """
         spending = Spending()
         if is_kept and self._file is not None:
@@ -837,8 +840,9 @@ def new_run() -> str:
 
 
 async def _outcome_of(result: RunResult) -> Outcome:
-    """Return the outcome of a run's only problem; if the run has a directory, read the outcome from
-    the journal.
+    """Return the outcome of a run's only problem.
+
+    If the run has a directory, the outcome is read from the journal.
     """
     if result.directory is None:
         return next(result.outcomes())
@@ -846,8 +850,9 @@ async def _outcome_of(result: RunResult) -> Outcome:
 
 
 def _guarantee(gate: object) -> str:
-    """Return the text of a gate's guarantee with the conditions that void it, or "" if the gate has
-    no guarantee.
+    """Return the text of a gate's guarantee, with the conditions that void the guarantee.
+
+    The text is "" if the gate has no guarantee.
     """
     if isinstance(gate, GuaranteedGate):
         promise = gate.promise
@@ -859,7 +864,7 @@ def _guarantee(gate: object) -> str:
 
 
 def _posed(request: SolveRequest, run: str, plan: RunSpec) -> tuple[Problem, RunSpec]:
-    """Return the problem that a request poses, and the plan with the client's system prompt added."""
+    """Return the problem in a request, and the plan with the client's system prompt."""
     # A request with a seed gets the same problem id and gate as in `atts solve`, and so the same
     # answer.
     name = "problem" if request.seed is not None else run
@@ -899,7 +904,7 @@ def conversation_of(
 
 
 def _ended_by(plan: RunSpec, stop: tuple[str, ...]) -> RunSpec:
-    """Return the plan with rollouts that end at a stop string instead of an answer.
+    """Change a plan so that its rollouts end at a stop string instead of an answer.
 
     If no stop string appears in a rollout, the model itself ends the rollout.
     """

@@ -21,8 +21,9 @@ __all__ = ["ATTSTaskset"]
 
 
 class ATTSConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers is not installed where types are checked
-    """The settings under `--env.taskset.*`; they name the dataset in the same form as the command
-    line of atts.
+    """The settings under `--env.taskset.*`.
+
+    They select the dataset in the same way as on the command line of atts.
     """
 
     dataset: str = "arithmetic"

@@ -91,7 +91,7 @@ class Format:
 
 
 def text_of(row: Row, *names: str) -> str:
-    """Return the first of these fields that is a text or a number.
+    """Return the first of these fields that contains a text or a number.
 
     :raises RecordError: if no field is a text or a number.
     """
@@ -102,7 +102,7 @@ def text_of(row: Row, *names: str) -> str:
 
 
 def optional_text(row: Row, *names: str) -> str | None:
-    """Return the first of these fields that is a text or a number, None if there is none."""
+    """Return the first of these fields that contains a text or a number, or None."""
     for name in names:
         value = row.get(name)
         if isinstance(value, str):
@@ -113,7 +113,7 @@ def optional_text(row: Row, *names: str) -> str | None:
 
 
 def number_of(row: Row, *names: str) -> float | None:
-    """Return the first of these fields that is a finite number, None if there is none."""
+    """Return the first of these fields that contains a finite number, or None."""
     for name in names:
         value = row.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
@@ -122,7 +122,7 @@ def number_of(row: Row, *names: str) -> float | None:
 
 
 def count_of(row: Row, *names: str) -> int | None:
-    """Return the first of these fields that is a whole number of at least 0, None if there is none."""
+    """Return the first of these fields that contains a whole number of at least 0, or None."""
     value = number_of(row, *names)
     return int(value) if value is not None and value >= 0 and value == int(value) else None
 
@@ -141,7 +141,7 @@ def table_of(row: Row, name: str) -> Row:
 
 
 def list_of(row: Row, *names: str) -> Sequence[Any]:
-    """Return the first of these fields that is a list.
+    """Return the first of these fields that contains a list.
 
     :raises RecordError: if no field is a list.
     """
@@ -376,8 +376,9 @@ def _only(row: Row, name: str) -> Any:
 
 
 def _answer(value: object) -> str | None:
-    """Return the answer that a filter extracted; None if the harness wrote [invalid] or an empty
-    answer.
+    """Return the answer that a filter extracted.
+
+    The result is None if the harness wrote [invalid] or an empty answer.
     """
     if not isinstance(value, str):
         return None
@@ -396,7 +397,7 @@ def _numbers(row: Row) -> dict[str, float]:
 
 
 def _prompt(row: Row) -> str:
-    """Return the prompt that the harness sent to the model; the prompt contains the question."""
+    """Return the prompt that the harness sent to the model, which contains the question."""
     sent: Any = row.get("arguments")
     if isinstance(sent, list) and sent and isinstance(sent[0], list) and sent[0]:
         return str(sent[0][0])
@@ -520,7 +521,10 @@ def _prices(row: Row) -> tuple[float, float] | None:
 
 
 def _text(row: Row) -> str:
-    """Return the model's last message; older outputs have only a list of all messages, in JSON."""
+    """Return the model's last message.
+
+    Older outputs have only a list of all messages, in JSON.
+    """
     text = optional_text(row, "answer")
     if text is not None:
         return text
@@ -696,8 +700,9 @@ def check_columns(columns: Mapping[str, str]) -> None:
 
 
 def read_columns(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
-    """Read plain JSON Lines; each line has one rollout, or all rollouts of a problem in columns
-    with lists.
+    """Read plain JSON Lines.
+
+    A line has one rollout. If its columns contain lists, it has all rollouts of a problem.
 
     Yield the rollout of a line, or one rollout for each entry of the lists. The user may name the
     columns.
@@ -751,7 +756,7 @@ def _sample(values: Row, scores: Mapping[str, float], number: int | None) -> For
 
 
 def _column(row: Row, field: str, columns: Mapping[str, str]) -> str:
-    """Return the name of the column that contains a field; "" if the row has no such column.
+    """Return the name of the column that contains a field, or "" if the row has no such column.
 
     :raises RecordError: the user named a column that the row lacks.
     """

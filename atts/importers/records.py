@@ -54,7 +54,9 @@ class RecordFile(Protocol):
 
 @contextmanager
 def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
-    """Open a file of records; the suffix of its name decides how it is read.
+    """Open a file of records.
+
+    The suffix of the file's name determines how the file is read.
 
     :raises DatasetError: if the file is missing, compressed, a pickle, or of an unknown kind.
     """
@@ -275,7 +277,7 @@ class _EvalArchive:
             yield Place(index, 0, index + 1), self.read(index, 0)
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the sample with this index; the size is ignored."""
+        """Return the sample with the index `start`; `size` is ignored."""
         entry = self._entries[start]
         try:
             return self._archive.read(entry)

@@ -322,8 +322,10 @@ class _Reading:
                 yield self.problem(sample, name), replace(sample, number=number)
 
     def problem(self, sample: ForeignSample, name: str = "") -> Problem:
-        """Return the problem of a rollout: a known problem with the same question, or the problem
-        as the tool recorded it.
+        """Return the problem of a rollout.
+
+        This is the known problem with the same question, or else the problem that the tool
+        recorded.
         """
         known = self._known.get(_plain(sample.question))
         if known is not None:
@@ -454,7 +456,7 @@ def _manifest(
 
 
 def _origin(made: Imported, options: ImportOptions) -> str:
-    """Return a note on the origin of the run's rollouts and on what is not known about them."""
+    """Return a note on the origin of the run's rollouts and on unknown facts about the rollouts."""
     counts = {"tokens": made.with_tokens, "seconds": made.with_seconds, "costs": made.with_dollars}
     known = [f"the {name} of {count:,} rollouts" for name, count in counts.items()]
     whose = "atts graded all of them"

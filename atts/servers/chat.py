@@ -147,8 +147,9 @@ class TextTokenizer:
 
 
 def _joined(sizes: list[int], count: int) -> list[int]:
-    """Join neighbouring pieces until `count` pieces remain; each step joins the two neighbours with
-    the smallest total size.
+    """Join neighbouring pieces until `count` pieces remain.
+
+    Each step joins the two neighbours with the smallest total size.
     """
     sizes = list(sizes)
     following = list(range(1, len(sizes) + 1))
@@ -177,7 +178,10 @@ def _joined(sizes: list[int], count: int) -> list[int]:
 
 
 def _halved(sizes: list[int], count: int) -> list[int]:
-    """Halve pieces until there are `count` pieces; each step halves the longest piece."""
+    """Halve pieces until there are `count` pieces.
+
+    Each step halves the longest piece.
+    """
     heap: list[tuple[int, int, int]] = []
     start = 0
     for size in sizes:
@@ -193,7 +197,9 @@ def _halved(sizes: list[int], count: int) -> list[int]:
 
 
 def _pieces(text: str) -> list[bytes]:
-    """Split a text into pieces, and return their bytes; each piece is short enough for one id."""
+    """Split a text into pieces that are short enough for one id, and return the bytes of each
+    piece.
+    """
     words = [word.encode() for word in _WORD.findall(text)]
     if max(map(len, words), default=0) <= _LONGEST:
         return words

@@ -96,8 +96,9 @@ def logprob_of(value: float) -> float:
 
 
 def is_score(value: float) -> bool:
-    """Return whether a value can be the log-probability of a given token; minus infinity is
-    possible.
+    """Return whether a value can be the log-probability of a given token.
+
+    Minus infinity is accepted.
     """
     return LOWEST < value <= HIGHEST or value == -math.inf
 
@@ -120,8 +121,9 @@ def are_logprobs(values: Sequence[float | None]) -> bool:
 
 
 def are_scores(values: Sequence[float]) -> bool:
-    """Return whether all values can be log-probabilities of given tokens; minus infinity is
-    possible.
+    """Return whether all values can be log-probabilities of given tokens.
+
+    Minus infinity is accepted.
     """
     return are_logprobs(values) or all(map(is_score, values))
 
@@ -678,8 +680,9 @@ class AdaptiveLimit(SlotQueue):
 
 
 class Client:
-    """An open connection to one server; a client must be created and used in the same running event
-    loop.
+    """An open connection to one server.
+
+    A client must be created and used in the same running event loop.
     """
 
     def __init__(self, name: str, url: str, options: RemoteOptions) -> None:
@@ -828,7 +831,7 @@ class Client:
             self.traffic.aborts_failed += 1
 
     def _judge(self, reply: HttpReply, sent_at: float) -> bytes:
-        """Return the body of a reply with status 200; raise the error for any other status."""
+        """Return the body of a reply with status 200, and raise an error for any other status."""
         if reply.status == 200:
             self.limit.answered()
             self._recognise(reply.body)

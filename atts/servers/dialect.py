@@ -72,7 +72,7 @@ class RawCompletion:
 
 
 class NoVisibleText(EngineError):
-    """The error of a model that spent all its tokens on reasoning that the server does not show."""
+    """The error if a model spent all its tokens on reasoning, which the server does not show."""
 
     def __init__(self, engine: str, tokens: int) -> None:
         super().__init__(
@@ -254,8 +254,9 @@ class Forcer(Dialect):
 
 
 class Rater(Dialect):
-    """A dialect that lists the most likely next tokens, so that a model can rate a text with one
-    digit.
+    """A dialect that lists the most likely next tokens.
+
+    With such a list, a model can rate a text by one digit.
     """
 
     @abstractmethod
@@ -297,14 +298,17 @@ def json_of(client: Client, reply: HttpReply, kind: Any) -> Any:
 
 
 async def json_at(client: Client, path: str, kind: Any, body: dict[str, Any] | None = None) -> Any:
-    """Request a path, and return the JSON of the reply as a value of this type; a request with a
-    body is a POST.
+    """Request a path, and return the JSON of the reply as a value of this type.
+
+    A request with a body is a POST.
     """
     return json_of(client, await client.look(path, body), kind)
 
 
 def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> ModelRow:
-    """Return the row of /v1/models for the named model; if no model is named, return the only row.
+    """Return the row of the named model in /v1/models.
+
+    If no model is named, return the only row.
 
     :raises UnsupportedByEngine: the named model has no row, or no model is named and there are
         several rows.
@@ -661,8 +665,9 @@ class DialectClient:
 
 
 class _RatingCache:
-    """A cache of the most likely next words after a text; concurrent callers wait for the first
-    caller's request.
+    """A cache of the most likely next words after a text.
+
+    Concurrent callers wait for the request of the first caller.
     """
 
     def __init__(self, ask: Callable[[TokenIds], Awaitable[dict[str, float]]]) -> None:
@@ -671,8 +676,9 @@ class _RatingCache:
         self._asking: dict[TokenIds, anyio.Event] = {}
 
     async def of(self, ids: TokenIds) -> dict[str, float]:
-        """Return the likely words after a text; if a caller fails or is cancelled, the next caller
-        asks the server.
+        """Return the likely words after a text.
+
+        If a caller fails or is cancelled, the next caller sends a request.
         """
         while ids not in self._kept:
             asked = self._asking.get(ids)

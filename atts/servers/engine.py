@@ -60,8 +60,9 @@ def server_engine(
     needs: frozenset[Capability],
     defaults: RemoteOptions = _DEFAULTS,
 ) -> Engine:
-    """Make the engine for the address "SCHEME:REST" without opening it; `docs/servers.md` lists the
-    settings.
+    """Make the engine for the address "SCHEME:REST" without opening it.
+
+    `docs/servers.md` lists the settings.
 
     Several URLs with commas between them become one pool of replicas. The scheme "server" detects
     the dialect. The schemes "openai" and "chat" are for the chat API, whose URL ends with its
@@ -183,8 +184,9 @@ class RemoteEngine(BaseEngine):
         return await self._watch.comes_back()
 
     async def recheck(self) -> None:
-        """Identify the server again, and check that it has not changed; a restarted server may have
-        another model.
+        """Identify the server again, and check that it has not changed.
+
+        A restarted server may have another model.
 
         :raises UnsupportedByEngine: the server's engine, version, model or log-prob convention has
             changed since the engine opened.
@@ -474,7 +476,9 @@ class Watch:
 
 
 async def find_dialect(client: Client, name: str) -> Dialect:
-    """Return the dialect with this name; for "auto", try the known dialects one after the other.
+    """Return the dialect with this name.
+
+    For "auto", the known dialects are tried one after the other.
 
     :raises UnsupportedByEngine: if the server has no known dialect.
     """
@@ -570,8 +574,9 @@ def claimed_by(dialect: Dialect) -> frozenset[Capability]:
 def require_capabilities(
     name: str, identity: Identity, can: frozenset[Capability], needs: frozenset[Capability]
 ) -> None:
-    """Check that servers of this dialect can have the needed capabilities; a server that scores can
-    also rate.
+    """Check that servers of this dialect can have the needed capabilities.
+
+    A server that scores can also rate.
 
     :raises UnsupportedByEngine: if a capability is missing; the message names the missing
         capabilities.
@@ -587,8 +592,9 @@ def require_capabilities(
 
 
 async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name: str) -> Tokenizer:
-    """Return the given tokenizer; if a name is given, or only the server names a tokenizer, load
-    this tokenizer.
+    """Return the given tokenizer, or load it by its name.
+
+    `hint` is the tokenizer that the server names. It is used if no tokenizer is wanted.
 
     :raises ModelLoadError: the tokenizer cannot be found.
     """

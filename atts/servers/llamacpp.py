@@ -112,8 +112,9 @@ class LlamaCppDialect(Forcer):
         return RawCompletion(completion.tokens, logprobs, finish, cached or 0)
 
     def force_call(self, ids: TokenIds, token: int) -> Call:
-        """See `Forcer`; the server writes one token, and a large bias makes sure that it is the
-        requested token.
+        """See `Forcer`.
+
+        The server writes one token. A large bias makes sure that this is the requested token.
         """
         body = {"prompt": ids, "n_predict": 1, "temperature": 1.0, "samplers": ["temperature"]}
         return Call("/completion", body | {"logit_bias": [[token, _FORCE]]} | _REPLY_FIELDS)

@@ -221,8 +221,9 @@ class ServerProbe:
         findings.append(await self._see_abort())
 
     async def _see_text(self, findings: list[Finding]) -> RawCompletion | None:
-        """Test that the model writes a text; return the text, or None if the server hides the
-        model's reasoning.
+        """Test that the model writes a text, and return this text.
+
+        The result is None if the server hides the model's reasoning.
 
         A model with hidden reasoning shows no text after a few tokens. Some of these models accept
         only temperature 1.
@@ -278,8 +279,9 @@ class ServerProbe:
         )
 
     async def _see_stop(self, ids: TokenIds) -> Finding:
-        """Request the greedy text again with a stop string from its middle, and check that the
-        server stops there.
+        """Check that the server ends a text at a stop string.
+
+        The stop string is from the middle of the text that the server wrote before.
         """
         middle = len(ids) // 2
         stop = self._tokenizer.decode(ids[middle : middle + 1])
@@ -308,8 +310,9 @@ class ServerProbe:
         return Finding("seeds", "no", seen)
 
     async def _see_scores(self, written: RawCompletion) -> tuple[list[Finding], tuple[float, ...]]:
-        """Test the scores of a greedy text: score it twice, and then with an improbable token in
-        its middle.
+        """Test the scores of a text that the server wrote.
+
+        The text is scored twice, and then once more with an improbable token in its middle.
         """
         ids = written.ids
         middle = len(ids) // 2
@@ -555,8 +558,9 @@ class Lossless(NamedTuple):
 
     @property
     def trouble(self) -> str:
-        """Describe how the texts differ from the model's distribution; the result is "" if they do
-        not differ.
+        """Describe how the texts differ from the model's distribution.
+
+        The result is "" if they do not differ.
         """
         problems: list[str] = []
         if abs(self.deviation) > _MOST_DEVIATIONS:

@@ -54,7 +54,9 @@ class RewardModel(Protocol):
 
 
 class RemoteRewardModel:
-    """A reward model on a vLLM or SGLang server; opening the model sends a trial request.
+    """A reward model on a vLLM or SGLang server.
+
+    A trial request is sent when the model opens.
 
     :raises OptionError: the address does not name a vLLM or SGLang server.
     """

@@ -45,7 +45,10 @@ _USER = "atts.user"
 
 
 def build_app(service: Service, responses: Responses) -> ASGIApp:
-    """Return the ASGI application of a service; the caller must open and close the service."""
+    """Return the ASGI application of a service.
+
+    The caller must open and close the service.
+    """
     endpoint = _Endpoint(service, responses)
     routes = [
         Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
@@ -213,18 +216,22 @@ class _Endpoint:
         return _json(self._run(request).as_json(with_text="text" in request.query_params))
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel one run; the run's client gets status 409, or an error event in its stream."""
+        """Cancel one run.
+
+        The run's client gets status 409, or an error event in its stream.
+        """
         served = self._run(request)
         return _json(self._service.cancel(served.run).as_json())
 
     async def status(self, request: Request) -> Response:
-        """Return the status of the server for the page `/atts/view`; a user sees only their own
-        requests.
+        """Return the status of the server for the page `/atts/view`.
+
+        A user sees only their own requests.
         """
         return _json(server_status(self._service, _user(request)))
 
     async def view(self, request: Request) -> Response:
-        """Return the page that shows the status of the server; the page requests the data itself."""
+        """Return the page that shows the status of the server."""
         return Response(page(), media_type="text/html")
 
     def _run(self, request: Request) -> ServedRun:
@@ -347,7 +354,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Answer a request that failed with an internal error; the details go only to the server's log."""
+    """Answer a request that failed with an internal error.
+
+    The details are written only to the server's log.
+    """
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     refusal = RequestError(
         "an internal error; the server's log has the details", status=500, kind="server_error"

@@ -61,7 +61,7 @@ class StoppedText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text that is also a beginning of the stop string.
+    """Return how many characters at the end of a text are also the beginning of the stop string.
 
     >>> _overlap("so far\\nQues", "\\nQuestion:")
     5
@@ -116,8 +116,8 @@ class BusyShare:
         return sum(map(len, self._work.values()))
 
     def shares(self, now: float) -> dict[str, float]:
-        """Return, for each engine that had a call, the fraction of the last minute with a call in
-        flight.
+        """Return the busy share of each engine that had a call: the share of the last minute with a
+        call in flight.
 
         >>> busy = BusyShare()
         >>> busy.add("draft", 0.0, 10.0)
@@ -172,15 +172,17 @@ class Reply:
 
     @property
     def reasoning(self) -> str:
-        """Return the reasoning before the answer; the result is empty if one model answers without
-        a vote.
+        """Return the reasoning before the answer.
+
+        The result is empty if one model answers without a vote.
         """
         return "" if self.request.policy.is_plain else self.text
 
     @property
     def answer(self) -> str | None:
-        """Return the voted answer, or None if one model answers without a vote and its text is the
-        whole reply.
+        """Return the voted answer.
+
+        The result is None if one model answers without a vote, because its whole text is the reply.
         """
         return None if self.request.policy.is_plain else self.outcome.answer
 

@@ -544,7 +544,7 @@ _OF_POLICIES = ("rate", "samples", "method", "early_stop")
 
 
 def _check_plain(model: str, extra: Mapping[str, Any], turns: tuple[tuple[str, str], ...]) -> None:
-    """Check that a request to a model that answers alone has no fields that apply only to votes."""
+    """Check that a request to a single model has no fields that apply only to votes."""
     for name in _OF_POLICIES:
         if name in extra:
             raise RequestError(

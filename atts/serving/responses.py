@@ -561,8 +561,9 @@ class Responses:
         return response_body(running.asked, running.run, running.created, status)
 
     async def cancel(self, name: str, user: str) -> dict[str, Any]:
-        """Cancel a response and its engine calls, and return the response; a finished response does
-        not change.
+        """Cancel a response and its engine calls, and return the response.
+
+        A finished response does not change.
 
         :raises RequestError: if this user has no such response.
         """

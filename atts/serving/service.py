@@ -128,8 +128,9 @@ class FairSlots:
 
     @asynccontextmanager
     async def slot(self, name: str) -> AsyncGenerator[_Cost]:
-        """Wait for a slot, and occupy it until the block ends; the block must set the cost of the
-        request.
+        """Wait for a slot, and occupy it until the block ends.
+
+        The block must set the cost of the request.
 
         :raises Displaced: the queue is full and no other user has too many waiting requests, or
             another user displaced this request.
@@ -231,8 +232,9 @@ def conformal_gate(plan: RunSpec) -> ConformalGate | None:
 
 
 class CalibratorFolder:
-    """A folder with one calibrator file for each method and rate; each file names the models of its
-    scores.
+    """A folder with one calibrator file for each method and rate.
+
+    Each file names the models that its scores belong to.
     """
 
     def __init__(self, folder: Path, models: Mapping[Role, str]) -> None:
@@ -370,7 +372,10 @@ class ServeOptions:
 
     @property
     def has_named_keys(self) -> bool:
-        """Return whether any API key names a user; if so, the field `user` of requests is ignored."""
+        """Return whether any API key has a user.
+
+        If so, the field `user` of requests is ignored.
+        """
         return any(self.keys.values())
 
 
@@ -719,7 +724,9 @@ class Service:
         served.end("failed")
 
     def cancel(self, run: str) -> ServedRun:
-        """Cancel a run and its engine calls, and return the run; a finished run does not change.
+        """Cancel a run and its engine calls, and return the run.
+
+        A finished run does not change.
 
         :raises RequestError: if no stored run has this id.
         """

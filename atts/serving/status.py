@@ -43,13 +43,16 @@ from atts.serving.replies import BusyShare, ServedRun
 from atts.serving.service import Service
 
 _MOST_ENDED = 30  # largest number of finished requests or problems that the page shows
-# largest number of characters that the page shows of a rollout, counted from the end
+# the page shows at most this number of characters, from the end of a rollout
 _MOST_TEXT = 6_000
 _CAPS = ("max_calls", "max_target_tokens", "max_total_tokens", "max_cost")
 
 
 def server_status(service: Service, user: str = "") -> dict[str, Any]:
-    """Return the status of a server; if `user` is given, only this user's requests are included."""
+    """Return the status of a server.
+
+    If `user` is given, only this user's requests are included.
+    """
     runs = [one for one in reversed(service.runs.values()) if user in ("", one.user)]
     working = [one for one in runs if not one.is_over]
     ended = [one for one in runs if one.is_over]
@@ -136,7 +139,10 @@ def _budgets(account: Account) -> list[dict[str, Any]]:
 
 
 def _rate(name: str, nominal: float | None, realised: Estimate) -> dict[str, Any]:
-    """Return a realised rate with its confidence interval; bounds that are not known are None."""
+    """Return a realised rate with its confidence interval.
+
+    Unknown bounds of the interval are None.
+    """
     values = (realised.value, realised.low, realised.high)
     value, low, high = (one if math.isfinite(one) else None for one in values)
     return {
@@ -165,7 +171,10 @@ def _engines(
 
 
 class RunStatus:
-    """The status of a run directory; the journal is read again whenever it has grown."""
+    """The status of a run directory.
+
+    The whole journal is read again whenever it has grown.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Open the run directory.
@@ -177,8 +186,9 @@ class RunStatus:
         self._read: dict[str, Any] = {}
 
     def status(self) -> dict[str, Any]:
-        """Return the current status of the run; a journal line that is only partly written is read
-        at the next call.
+        """Return the current status of the run.
+
+        A journal line that is only partly written is read at the next call.
 
         :raises JournalError: the journal is gone, or damaged before its end.
         """
@@ -251,7 +261,8 @@ class RunReading:
         self.busy = BusyShare()
         self.alarms: list[str] = []
         self.problems = OrderedDict[str, dict[str, Any]]()
-        self._texts = dict[tuple[str, int], str]()  # texts of the rollouts of unfinished problems
+        # texts of all rollouts that belong to unfinished problems
+        self._texts = dict[tuple[str, int], str]()
         self._turns = Counter[tuple[str, int]]()
 
     def take(self, entry: Entry) -> None:
@@ -299,7 +310,7 @@ class RunReading:
         key = (event.problem, event.sample)
         turn = event.turn
         if turn.index < self._turns[key]:
-            return  # a later session wrote this turn again
+            return  # a later session of the run wrote this turn again
         self._turns[key] = turn.index + 1
         row = self.problems[event.problem]
         row["turns"] += 1
@@ -347,7 +358,10 @@ HOST = "127.0.0.1"
 
 @cache
 def page() -> bytes:
-    """Return the HTML of the status page; the page requests `/atts/status` every second."""
+    """Return the HTML of the status page.
+
+    The page requests `/atts/status` every second.
+    """
     return (files("atts.serving") / "view.html").read_bytes()
 
 
@@ -390,12 +404,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing; the status page sends a request every second, and each would be logged."""
+        """Ignore the log message, because the status page sends a request every second."""
 
 
 def view_server(port: int, status: Callable[[], dict[str, Any]]) -> ThreadingHTTPServer:
-    """Return a server that shows a status page on this machine; the caller must run and close the
-    server.
+    """Return a server that shows a status page on this machine.
+
+    The caller must run and close the server.
 
     :raises OSError: if the server cannot listen on the port.
     """

@@ -30,7 +30,7 @@ _Item = tuple[int, str] | Reply | RequestError
 
 
 class Events(ABC):
-    """The events of one stream in the format of one API; each event is a block of bytes."""
+    """The events of a stream, as blocks of bytes in the format of one API."""
 
     @abstractmethod
     def begin(self) -> Iterator[bytes]:
@@ -50,7 +50,7 @@ class Events(ABC):
 
 
 class EventStream(Response):
-    """A reply as a stream: the text of one rollout turn by turn, and then the answer.
+    """A streamed reply, with the turns of one rollout and then the answer.
 
     The stream shows the rollout that finishes a turn first. If another rollout gives the answer,
     its text follows after a separating line. If the client disconnects, the request and its engine
@@ -70,7 +70,7 @@ class EventStream(Response):
         self._sent = ""  # text of the rollout that the stream shows
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream to the client, and cancel the work if the client disconnects."""
+        """Send the stream to the client, and cancel the request if the client disconnects."""
         start: dict[str, Any] = {
             "type": "http.response.start",
             "status": 200,
@@ -116,8 +116,8 @@ class EventStream(Response):
             with anyio.move_on_after(self._service.options.keepalive_seconds):
                 item = await items.receive()
             if item is None:
-                # Send comments, because proxies close connections on which nothing is sent for a
-                # minute.
+                # Proxies close connections on which nothing is sent for a minute, so send a comment
+                # from time to time.
                 await _body(send, b": keepalive\n\n")
             elif isinstance(item, RequestError):
                 await _body(send, b"".join(events.fail(item)), more=False)
@@ -154,15 +154,18 @@ class ChatEvents(Events):
         yield self._chunk({"role": "assistant", "content": ""})
 
     def written(self, text: str) -> Iterator[bytes]:
-        """Yield the event for new text: as reasoning, or as content if one model answers alone."""
+        """Yield the event for new text.
+
+        The text is content if one model answers alone. If not, the text is reasoning.
+        """
         if self._request.policy.is_plain:
             yield from self._shown(self._content.add(text))
         else:
             yield self._chunk({"reasoning": text, "reasoning_content": text})
 
     def end(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the events with the content, the finish reason and the usage, and then the end
-        mark.
+        """Yield the events with content, finish reason and usage, and then the event that ends the
+        stream.
         """
         if self._request.policy.is_plain:
             yield from self._shown(self._content.end())
@@ -178,7 +181,7 @@ class ChatEvents(Events):
         yield _DONE
 
     def fail(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the event with the error, and then the end mark."""
+        """Yield the event with the error, and then the event that ends the stream."""
         yield event(error.body)
         yield _DONE
 

@@ -21,8 +21,8 @@ from atts.models.tokenizers import StopMatcher
 from atts.sampling import uniforms
 
 _PRIORITY_STEP = 256
-"""A request whose priority is better by 1 is served before at most this number of earlier requests.
-The number is finite, so that no request waits forever.
+"""Number of earlier requests that a request may overtake if its priority is better by 1. The number
+is finite, so that no request waits forever.
 """
 
 
@@ -58,8 +58,8 @@ class Sequence:
     row: int = -1  # row in the slot table; -1 while the request waits
     node: PrefixNode | None = None  # deepest node of the prefix tree that this sequence has locked
     num_computed: int = 0  # number of tokens whose keys and values are cached
-    # number of slots at the front of the row that belong to the prefix tree; the other slots belong
-    # to this sequence
+    # number of slots at the front of the row that belong to the prefix tree; this sequence owns the
+    # other slots of the row
     num_shared: int = 0
     capacity: int = 0  # number of slots that this sequence has in its row
     cached_tokens: int = 0
@@ -73,7 +73,7 @@ class Sequence:
     # the completion whose tokens are drawn while this sequence scores a text; the scheduler never
     # sees the completion itself
     drawn: Sequence | None = None
-    # the reason why this completion ended, if it is drawn while scoring and has ended
+    # the reason why the completion ended that is drawn while scoring; None while it has not ended
     ended: Ending | None = None
 
     @property
@@ -98,8 +98,8 @@ class Sequence:
         return isinstance(self.request, ScoreRequest) and self.request.entropies
 
     def begin_scores(self, known: list[float]) -> None:
-        """Begin scoring after the tokens whose log-probabilities are known; `known` lists these
-        log-probabilities.
+        """Begin scoring. `known` lists the log-probabilities of the first tokens, which are not
+        computed again.
         """
         assert isinstance(self.request, ScoreRequest), "only scoring requests have ids to score"
         self.logprobs = known
@@ -256,8 +256,8 @@ class StepPlan:
         return len(self.decoding) + sum(map(len, self.proposals))
 
     def widths(self) -> list[int]:
-        """Return for each sampled sequence the number of positions to compute: ready sequences
-        first, then decoding ones, then started ones.
+        """Return the number of positions to sample for each sequence. Ready sequences come first,
+        then decoding sequences, then started sequences.
         """
         spans = [1 + len(proposal) for proposal in self.proposals] or [1] * len(self.decoding)
         return [1] * len(self.ready) + spans + [1] * len(self.started())
@@ -301,7 +301,8 @@ class StepBatch:
     num_logits: Ints
     num_single: int  # number of sequences at the front that feed exactly one token
     logit_rows: Ints  # [logits] index of each token whose hidden state the model returns
-    # number of tokens and number of logit rows of the chunks to score, which come last in the batch
+    # number of tokens, and number of logit rows, of the chunks to score; these chunks come last in
+    # the batch
     num_scored: tuple[int, int] = (
         0,
         0,
@@ -311,10 +312,12 @@ class StepBatch:
 
 
 class Bursts(Protocol):
-    """A method that merges several plain steps into one, if that gives the same tokens."""
+    """A method that merges several plain steps into one step, if the tokens stay the same."""
 
     def turns(self, plan: StepPlan) -> int:
-        """Return the number of steps that may be merged into one; 1 if none may be merged."""
+        """Return the number of steps that may be merged into one step; 1 if steps may not be
+        merged.
+        """
         ...
 
     def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
@@ -370,8 +373,8 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
 
 
 def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
-    """Return a batch of some sequences, with the indices of their rows and logit rows. Sequences
-    that feed a single token must come first.
+    """Return the batch of the chosen sequences, and the indices of their rows and logit rows.
+    Sequences that feed a single token must come first.
     """
     begins = batch.query_starts[entries]
     counts = batch.query_starts[entries + 1] - begins
@@ -398,8 +401,8 @@ def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
 
 
 def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
-    """Return a batch of some sequences in the same order, with the indices of their rows and logit
-    rows. If all sequences are chosen, return the batch itself.
+    """Return the batch of the chosen sequences in unchanged order, and the indices of their rows
+    and logit rows. If all sequences are chosen, return this batch itself.
     """
     if len(entries) < len(batch.table_rows):
         return picked(batch, entries)

@@ -32,7 +32,7 @@ from atts.local.model_config import rope_rows
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.seams import HookedModel, Model
 
-# torch's number of threads, read before a small model lowers it for all later threads
+# torch's default number of threads; read at import, because a small model may lower it later
 _MOST_THREADS = torch.get_num_threads()
 _LOGITS_BYTES = 64 << 20  # largest number of bytes of the logits that the prefix tree remembers
 _MOST_LOGITS = 4096
@@ -45,7 +45,7 @@ def build_loop(
     config: WorkerConfig, send: Send, make_model: MakeModel | None = None
 ) -> tuple[StepLoop, WorkerReady]:
     """Load the weights, allocate the cache and build the loop. If `make_model` is given, it makes
-    the model instead of the default choice of kernel.
+    the model, and the default kernel is not used.
 
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
@@ -179,10 +179,10 @@ def set_threads(config: WorkerConfig) -> None:
 
 
 def share_cores(config: WorkerConfig, model: Model, shared: ShareCores) -> None:
-    """Compute with the number of threads that each loop gets.
+    """Set the number of threads after a change in the loops that share the cores.
 
-    Idle loops lend their cores to the busy ones. With torch, other thread counts change the last
-    bits of results, so there the cores are divided among all open loops.
+    With native kernels, busy loops also use the cores of idle loops. With torch, the number of
+    threads changes the last bits of results, so every open loop keeps its share.
     """
     set_threads(replace(config, sharers=shared.open_loops))
     loops = shared.busy_loops if model.is_thread_independent else shared.open_loops

@@ -14,7 +14,8 @@ from torch import Tensor
 from atts.core import Recent, TokenIds
 
 SlotIds = NDArray[np.int32]
-"""Slots of the key-value cache, one per token. Some stores use several slots per token, as columns.
+"""Indices of slots of the key-value cache, [tokens]. Stores with several slots per token use
+[tokens, columns].
 """
 
 
@@ -79,7 +80,7 @@ class PrefixNode:
     depth: int  # number of tokens from the root to the end of this node
     children: dict[int, PrefixNode] = field(default_factory=dict[int, "PrefixNode"])
     locks: int = 0  # number of sequences that read the slots of this node
-    last_used: int = 0  # count of the tree's searches at the last use
+    last_used: int = 0  # time of the last use, measured in searches of the tree
     is_idle: bool = False  # whether the node is in the queue for eviction
     # log-probability of each token, NaN where it is not known
     scores: NDArray[np.float32] | None = None
@@ -201,8 +202,8 @@ class PrefixTree:
             step = step.parent
 
     def evict(self, count: int) -> list[SlotIds]:
-        """Evict unlocked nodes, least recently used first, until `count` slots are freed or no
-        unlocked node is left.
+        """Evict unlocked nodes until `count` slots are freed or no unlocked node is left. The least
+        recently used node is evicted first.
         """
         freed: list[SlotIds] = []
         while count > 0 and self._idle:

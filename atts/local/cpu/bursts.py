@@ -22,12 +22,12 @@ _MOST_TURNS = 8
 ends, so the number is small.
 """
 _MOST_ROWS = 16
-"""Largest number of sequences in a burst. With more sequences, some text ends in almost every step,
-which ends the burst.
+"""Largest number of sequences in a burst. A burst ends when one of its texts ends. With more
+sequences, this would happen in almost every step.
 """
 _SMALL = 1_000_000
-"""Number of weights of the largest model that uses bursts. In smaller models, a step takes more
-time outside the kernels than in them.
+"""Number of weights of the largest model that uses bursts. In larger models, most of a step's time
+is spent in the kernels, so bursts would save little.
 """
 
 

@@ -82,8 +82,7 @@ def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
     """Store a built library in the cache. Return the path from which to load the library, and the
     reason if it could not be stored.
 
-    If two processes build the library at the same time, the cache has two files, or one file that
-    was written twice.
+    Two processes may build and store the library at the same time.
     """
     if folder is None:
         return library, ""
@@ -171,7 +170,7 @@ _FLAGS = ("-O3", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 _INSTEAD = "Write ?kernel=torch behind the engine's name"
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
-# for each function, the type of the result, then the types of the arguments
+# C types of each function: first the type of its result, then the types of its arguments
 _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None, ...]] = {
     "atts_row_block": (_INT,),
     "atts_has_pairs": (_INT,),

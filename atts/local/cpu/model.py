@@ -40,7 +40,7 @@ from atts.local.seams import LayerHook
 
 
 class PanelKind(IntEnum):
-    """The layout of a packed matrix; the numbers are those in model.h."""
+    """The layout of a packed matrix; each value equals the constant in model.h."""
 
     FULL = 0
     HALF = 1  # stored as bfloat16, read as float32; for weights that bfloat16 represents exactly
@@ -52,8 +52,8 @@ class _Delta(ctypes.Structure):
 
 
 class PackedAdapter(NamedTuple):
-    """The terms that an adapter adds to each layer's four matrices, in the form that the kernels
-    read.
+    """The low-rank matrices that an adapter adds to each layer's four matrices, in the form that
+    the kernels read.
     """
 
     address: int
@@ -126,9 +126,8 @@ _CHECKED_ROWS = 4096
 
 def is_bfloat16(tensor: Tensor) -> bool:
     """Return whether bfloat16 can represent every number of the tensor."""
-    # A few rows are checked at a time, because the head of a large vocabulary is the largest tensor
-    # of a small model. Combining the bits of all numbers in numpy takes a tenth of the time of
-    # comparing them one by one in torch.
+    # The rows are checked in blocks, to save memory. Combining the bits of all numbers in numpy
+    # takes a tenth of the time that torch takes to compare them one by one.
     return not any(
         np.bitwise_or.reduce(rows.contiguous().numpy().view(np.uint32).reshape(-1)) & 0xFFFF
         for rows in torch.split(tensor, _CHECKED_ROWS)
@@ -140,7 +139,7 @@ INT = ctypes.c_int64
 
 
 def members(names: str, kind: Any) -> list[tuple[str, Any]]:
-    """Return fields of a C structure with these names, all of one type."""
+    """Return the fields of a C structure: these names, all with the same type."""
     return [(name, kind) for name in names.split()]
 
 
@@ -605,7 +604,8 @@ class NativeModel:
         logits: Tensor | None = None,
         logprobs: _Floats | None = None,
     ) -> NDArray[np.int64]:
-        """Draw tokens, [turns, sequences]. Each drawn token is fed to draw the next one.
+        """Draw several tokens for each sequence and return them, [turns, sequences]. Each drawn
+        token is fed to draw the next token.
 
         If `logits` is given, [turns, sequences, vocabulary], it receives the logits of each draw.
         If `logprobs` is given, [turns, sequences], it receives the log-probability of each token

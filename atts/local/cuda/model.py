@@ -1,5 +1,5 @@
-"""The torch model on a GPU; it uses the paged attention kernel if the kernel's results equal
-gathered attention.
+"""The torch model on a GPU. It uses the paged attention kernel if the kernel passes a comparison
+with gathered attention.
 """
 
 from __future__ import annotations
@@ -96,8 +96,7 @@ def disagreement(
     attending, side_by_side = form
     heads = attending * config.num_heads
     shape = side_by_side * config.num_kv_heads, config.head_dim
-    # the last layers of the group are tested, because this reveals a kernel that wrongly reads from
-    # the first layer on
+    # the last layers of the group are tested, to find a kernel that wrongly reads the first layers
     own = slice((side_by_side - attending) * config.num_kv_heads, None)
     slots = 1 + torch.randperm(2049, generator=random).to(torch.int32).view(3, -1).numpy()
     keys, values = (

@@ -28,7 +28,9 @@ _LEAST_LENGTH = 64
 
 
 class BlockClass(NamedTuple):
-    """The number and the padded sizes of blocks whose attention is computed together."""
+    """The number of blocks whose attention is computed together, and the sizes to which they are
+    padded.
+    """
 
     blocks: int
     width: int  # largest number of rows in a block
@@ -151,7 +153,7 @@ class SlotTableCopy:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # copy on the host of the table on the device, to find the entries that changed
+        # the entries of the device's table, as last sent; kept on the host to find changed entries
         self._sent: SlotIds = np.zeros((0, 0), dtype=np.int32)
         self.on_device = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self.num_sent = 0  # number of entries sent to the device since the start
@@ -250,7 +252,7 @@ class DeviceStep(NamedTuple):
     tokens: Tensor  # shape [rows], in int32, like all arrays of this class except `slots`
     positions: Tensor
     slots: Tensor  # shape [rows], in int64
-    places: Tensor  # index of each row in the padded blocks of all classes
+    places: Tensor  # index of each row after the blocks of all classes are padded and joined
     logit_rows: Tensor | None  # index of each row to return; None if all rows are returned
     classes: tuple[Blocks, ...]
 
@@ -279,7 +281,7 @@ def unpacked(array: Tensor, layout: StepLayout, table: Tensor) -> DeviceStep:
 
 MOST_CAPTURED_ROWS = 256
 _MOST_GRAPHS = 64
-_MOST_SEEN = 1024  # largest number of remembered layouts that occurred only once
+_MOST_SEEN = 1024  # number of layouts to remember that occurred only once; older ones are forgotten
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """A function that records some work on fixed tensors. It returns a function that repeats this work.
 """

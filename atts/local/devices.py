@@ -111,8 +111,8 @@ def _server_words(config: WorkerConfig, cards: int) -> str:
 
 
 def _other_on(config: WorkerConfig, device: torch.device) -> EngineSize | None:
-    """Return the size of the other engine of the pair if that engine will be loaded onto this
-    device; None if not.
+    """Return the size of the pair's other engine if it will be loaded onto this device; None if it
+    will not.
     """
     room = config.room
     if room is None or room.other is None:

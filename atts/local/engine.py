@@ -95,7 +95,7 @@ class RunDemand:
     other_options: LocalOptions = field(default_factory=LocalOptions)
 
     def room(self, model: ModelConfig) -> Room:
-        """Return what the run needs on a GPU, and the memory to leave for the other engine.
+        """Return the run's requirements on the cache, and the memory to leave for the other engine.
 
         :raises EngineError: the other model's configuration cannot be read.
         """
@@ -152,10 +152,10 @@ class LocalEngine:
         """Create an engine for a model folder or hub id. Nothing is loaded until the engine is
         entered.
 
-        With `chat`, a model without a chat template is refused: immediately if its files are on
-        disk, or else after the download. An `accelerator` changes how fast texts are written, but
-        never changes the texts. A `demand` limits the cache on a GPU to the size that the run can
-        fill. It also leaves memory for the other engine of the pair.
+        With `chat`, a model without a chat template is refused. If its files are not on disk, it is
+        refused after the download. An `accelerator` changes how fast texts are written, but never
+        changes the texts. A `demand` limits the cache on a GPU to the size that the run can fill.
+        It also leaves memory for the other engine of the pair.
 
         :raises OptionError: an option is unknown or impossible.
         :raises UnsupportedByEngine: the model's folder has no chat template.

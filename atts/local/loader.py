@@ -100,7 +100,7 @@ def joined(layers: Sequence[LayerWeights], config: ModelConfig) -> LayerWeights:
         return first
 
     def by_kind(parts: Sequence[Tensor]) -> Tensor:
-        """Join these parts by rows: first the queries of all layers, then the keys, then the
+        """Join the rows of several layers: first the queries of all layers, then all keys, then all
         values.
         """
         return torch.cat(
@@ -139,7 +139,8 @@ _UNKNOWN = (
     "layer_replication",
     "target_parameters",
 )
-"""Settings of adapters that are more than products of two matrices, and therefore cannot be loaded.
+"""Adapter settings that are not supported, because the adapter then is not just a product of two
+matrices.
 """
 _SERVE = (
     "Merge it into its base (peft: merge_and_unload, save_pretrained) and add the resulting folder"
@@ -239,8 +240,8 @@ def _low_rank(
 
 
 def _of_module(patterns: object, module: str, default: float) -> float:
-    """Return the value of the first pattern that matches the end of a module's name, or else the
-    default. The package peft reads patterns in the same way.
+    """Return the value of the first pattern that matches the end of a module's name; if none
+    matches, return the default. The package peft reads patterns in the same way.
     """
     known: Mapping[str, Any] = patterns if isinstance(patterns, dict) else {}
     return next(
@@ -339,7 +340,7 @@ class Rope:
 
     # [1 or 2, head_dim / 2] float32, on the CPU; if there is a second row, long requests use it
     frequencies: Tensor
-    scales: Tensor  # [head_dim / 2] factors by which cosines and sines are multiplied
+    scales: Tensor  # [head_dim / 2] the cosines and sines are multiplied by these factors
 
     def angles(self, rows: int) -> Tensor:
         """Return the angles at the first `rows` positions, [variants * rows, head_dim / 2]; a
@@ -611,7 +612,7 @@ def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str,
 
 def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
     """Return an adapter's additions to the four joined matrices of each layer; None for a matrix
-    without one.
+    that the adapter does not change.
     """
     deltas = list[LowRank | None]()
     for index in range(config.num_layers):
@@ -698,8 +699,7 @@ class _TensorReader:
             raise ModelLoadError(
                 name, f"the weights in {folder} are damaged ({error})", advice
             ) from error
-        # names of weights begin with "model." in some checkpoints, but not in checkpoints of the
-        # decoder alone
+        # names of weights begin with "model.", except in checkpoints that contain only the decoder
         self._where = {
             key.removeprefix("model."): (handle, inner)
             for file, handle in zip(files, handles, strict=True)

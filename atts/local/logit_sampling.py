@@ -144,7 +144,7 @@ def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
 
     The result is [batch, vocabulary] in float64, and its rows sum to 1. Top-k also keeps tokens as
     likely as the last of the k tokens. In a greedy row (temperature 0), the best token has
-    probability 1; of several best tokens, the first.
+    probability 1; if several tokens are equally good, the first of them has it.
     """
     greedy = sampling.temperature <= 0
     scale = torch.where(greedy, 1.0, sampling.temperature)

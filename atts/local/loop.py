@@ -62,7 +62,7 @@ _batch_sampling = lru_cache(256)(batch_sampling)
 # float64 at a vocabulary of 152,000
 _ENTROPY_ROWS = 32
 _REPORT_SECONDS = 0.2
-"""If no request is finished, a running loop reports its counters after this number of seconds."""
+"""Seconds after which a running loop reports its counters even if no request has finished."""
 
 
 ScoredChunk = tuple[PrefillChunk, list[float], Tensor | None]
@@ -72,10 +72,10 @@ class StepResults(NamedTuple):
     """The results of one step, which are then added to the sequences."""
 
     sampled: list[Draws]
-    # for each prompt that was fed to its end in this step, the logits after it
+    # logits after each prompt whose last token was fed in this step
     started: dict[Sequence, Tensor]
     scored: list[ScoredChunk]
-    # scores of the first tokens of texts, which cached logits gave without a forward pass
+    # scores of the first tokens of texts, computed from cached logits without a forward pass
     firsts: list[tuple[Sequence, float]]
     drawn: list[DrawnTokens]  # tokens that the model drew at positions to score
 

@@ -32,8 +32,8 @@ _ERRORS: dict[FailureKind, type[EngineError]] = {
 class LoopBuilder(Protocol):
     """A builder of the loop of an engine that does more than plain decoding.
 
-    The builder is sent to the process that runs the loop. Other packages, such as `atts.accel`,
-    implement builders, so this module does not import these packages.
+    Other packages, such as `atts.accel`, implement builders. The builder is sent to the process
+    that runs the loop.
     """
 
     def build(
@@ -58,11 +58,11 @@ class WorkerConfig:
     pieces: tuple[bytes, ...]  # for each token id, the bytes of the token
     options: LocalOptions
     builder: LoopBuilder | None = None  # builder of the loop; None for plain decoding
-    # how many floats per token additional caches store, such as the cache of a draft
+    # number of floats per token in additional caches, such as the cache of a draft
     more_kv_floats: int = 0
     sharers: int = 1  # number of loops in the same process that share the cores, including this one
     parts: int = 1  # number of processes that compute this loop's model at the same time
-    room: Room | None = None  # what the run needs on a GPU; None if it is not known
+    room: Room | None = None  # the run's requirements on a GPU's memory; None if they are not known
     source: str = ""  # the folder or hub id of the model, as the user gave it
 
     @property
@@ -196,7 +196,8 @@ class LoopStats(EngineCounters):
     evicted_tokens: int = 0
     # number of steps that did not fit into memory, after which steps became smaller
     shrunk: int = 0
-    speculation: SpeculationStats | None = None  # counts of proposals; None without speculation
+    # counts of proposed and accepted tokens; None without speculation
+    speculation: SpeculationStats | None = None
 
 
 Reply = SampleReply | ScoreReply | FailureReply
@@ -231,7 +232,7 @@ class Loop(Protocol):
 
 
 GONE = (EOFError, OSError, pickle.UnpicklingError)
-"""The errors that mean that a process has ended, when reading from it or writing to it fails."""
+"""Errors of reads from a process and of writes to it. They mean that the process has ended."""
 
 
 def first_answer(process: subprocess.Popen[bytes], config: object, name: str) -> Any:

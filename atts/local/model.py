@@ -55,7 +55,8 @@ means the whole context.
 class _Class(NamedTuple):
     rows: Tensor  # [blocks, width] indices of the rows whose queries attend
     slots: Tensor  # [blocks * length] the slots to gather
-    mask: Tensor | None  # True where a query may read a slot
+    # mask of the slots that each query may read; True means that the slot may be read
+    mask: Tensor | None
 
 
 class GatheredAttention:
@@ -195,7 +196,7 @@ class TorchModel:
         """Return the final, normed hidden states of the batch's `logit_rows`: [logits,
         hidden_size].
         """
-        # on a CPU the device number is -1, with which this call has no effect
+        # a CPU has the device number -1, and this call ignores negative numbers
         with torch.cuda.device(self._cache.get_device()):
             return self._forward(batch, table, tap)
 

@@ -44,7 +44,7 @@ class Family:
     head_norms: Literal["none", "each head", "all heads"] = "none"
     # whether query, key and value are stored as one matrix, and gate and up as another one
     is_fused: bool = False
-    # whether norms add one to their weights, embeddings are scaled, and gates are GELU
+    # True if norms add one to their weights, embeddings are scaled, and gates use GELU
     is_gemma: bool = False
     may_turn_parts: bool = False  # whether the rotary embedding may rotate only a part of each head
     has_windows: bool = True  # whether layers have windows if the configuration names a window
@@ -96,8 +96,8 @@ class ModelConfig:
     query_scale: float  # factor by which attention scores are multiplied
     attention_cap: float  # soft limit (tanh) of attention scores; 0 for no limit
     logit_cap: float
-    # a request with more tokens than this uses the frequencies for long requests; None: there are
-    # none
+    # requests with more tokens use the frequencies for long requests; None if there are no such
+    # frequencies
     long_after: int | None
     ties_embeddings: bool
     end_ids: TokenIds

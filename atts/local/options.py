@@ -100,7 +100,7 @@ WORKSPACE = 1_500_000_000
 captured graphs and activations.
 """
 ITEM_SIZES = {"float32": 4, "bfloat16": 2}
-"""The size of a number in bytes, by the name of its type."""
+"""Size of a number in bytes, keyed by the name of the number type."""
 
 
 @dataclass(frozen=True, slots=True)

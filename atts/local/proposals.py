@@ -57,8 +57,8 @@ class Proposals:
         table: TokenTable | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """Create the proposals of a loop. Without a proposer or without lengths, nothing is
-        proposed, which is plain decoding.
+        """Create the proposals of a loop. Without a proposer or a rule for lengths, no tokens are
+        proposed.
 
         `clock` measures the duration of steps. It may be a clock that leaves out time in which
         other processes used the processor.
@@ -70,8 +70,9 @@ class Proposals:
         self._vocabulary = vocabulary
         self._table = table or TokenTable((), frozenset())
         self._clock = clock
-        self._most = 1 << 30  # largest number of tokens in a proposal; lowered when memory runs out
-        # for each request id, the proposal and its number of tokens before the check
+        # largest number of tokens in a proposal; it is lowered when memory runs out
+        self._most = 1 << 30
+        # the proposal and its number of tokens before the check, keyed by request id
         self._asked = dict[int, tuple[TokenProposal, int]]()
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
@@ -81,9 +82,9 @@ class Proposals:
         self._between = 0.0
         self._is_timed = False  # whether this step is timed
         self._known = set[int]()  # ids of requests for which the proposer has been asked
-        # number of times that at least one token was wanted for a sequence
+        # number of times that a length of at least one token was chosen for a sequence
         self._num_wanted = 0
-        # number of times that the proposer was asked for a sequence, because there were slots
+        # number of times that the proposer was asked for a sequence's tokens
         self._num_asked = 0
         self._num_refused = 0  # number of proposals of which every token was dropped by the check
         self._stats = SpeculationStats()
@@ -152,7 +153,9 @@ class Proposals:
         return accepted
 
     def observed(self, plan: StepPlan) -> None:
-        """Report the step's proposals and its duration to the rule that chooses the lengths."""
+        """Report the step's proposals and its duration to the rule that chooses the proposal
+        lengths.
+        """
         if self.is_plain:
             return
         for each in self._rounds:

@@ -32,8 +32,8 @@ class SchedulerConfig:
     max_batch: int
     chunk_tokens: int
     context_length: int
-    # a request with more tokens than this uses the rotary frequencies for long requests; None:
-    # there are none
+    # requests with more tokens use the rotary frequencies for long requests; None if there are no
+    # such frequencies
     long_after: int | None = None
     # first row of the frequencies for long requests in the tables of rotary angles
     rope_rows: int = 0
@@ -118,11 +118,11 @@ class Scheduler:
             self._release(sequence, cache=cache)
 
     def shrink(self) -> bool:
-        """Feed half as many tokens and sequences per step from now on. If steps cannot get smaller,
+        """Halve the largest number of tokens and sequences per step. If steps cannot get smaller,
         restore the full size of steps and return False.
         """
         if self._chunk_tokens <= 1:
-            # even the smallest steps failed, so the size of steps was not the reason
+            # even the smallest steps failed, so smaller steps cannot prevent the failure
             self._chunk_tokens = self._config.chunk_tokens
             return False
         self._chunk_tokens //= 2
@@ -162,7 +162,7 @@ class Scheduler:
         return plan
 
     def _candidates(self) -> list[Sequence]:
-        """Return the sequences that may take part in the next step, oldest first."""
+        """Return the sequences that the next step may compute, oldest first."""
         return self._running.copy()
 
     def _prefill_stop(self, sequence: Sequence, stop: int) -> int:

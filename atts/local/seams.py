@@ -62,22 +62,22 @@ NOTHING = TokenProposal()
 @dataclass(slots=True)
 class OverlapStats:
     """Counts of a drafter that works while the target computes a step. The drafter guesses the
-    step's outcome, and drafts the tokens that follow this outcome.
+    tokens that the target will write, and drafts the tokens that follow.
     """
 
-    hits: int = 0  # number of step outcomes that the drafter had guessed correctly
+    hits: int = 0  # number of correct guesses, each for one sequence and step
     misses: int = 0
-    # number of sequences that stepped without a proposal because the drafter was not done
+    # number of times that a sequence had no proposal because the drafter was not finished
     late: int = 0
-    wasted: int = 0  # number of wrong guesses for which tokens were drafted
+    wasted: int = 0  # number of unused guesses for which tokens were drafted
     # number of passes of the draft model to draft tokens after guesses
     passes: int = 0
     drafted: int = 0  # number of tokens that the draft model drafted after guesses
 
     @property
     def silence(self) -> str:
-        """Describe why no guess was correct; return an empty text if a guess was correct, or if
-        there was nothing to guess.
+        """Describe why no guess was correct. Return an empty text if a guess was correct, or if no
+        guess was possible.
         """
         if self.hits:
             return ""
@@ -87,7 +87,7 @@ class OverlapStats:
 
 
 class Proposer(Protocol):
-    """A proposer, which guesses the next tokens of sequences. The methods here guess none.
+    """A proposer, which guesses the next tokens of sequences. By default, no tokens are guessed.
 
     A wrong guess costs time but never changes the text, because the target draws every token
     itself.
@@ -98,8 +98,8 @@ class Proposer(Protocol):
         return [NOTHING] * len(asks)
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Receive the number of accepted tokens of a sequence's last proposal; the other tokens of
-        it were dropped.
+        """Receive the number of accepted tokens of a sequence's last proposal; the later tokens of
+        the proposal were dropped.
         """
         return
 
@@ -123,16 +123,16 @@ class NoProposer(Proposer):
 
 
 class Forecast(NamedTuple):
-    """The tokens and seconds that were expected of a step."""
+    """The expected number of tokens of a step, and its expected time in seconds."""
 
     tokens: float
     seconds: float
-    # whether the lengths of the step were chosen to learn about them, and not because they seemed
-    # best
+    # True if the step tries proposal lengths to measure them; False if it uses the lengths that
+    # seem best
     is_trial: bool = False
     # expected seconds of the step without its proposals; 0 if the step also feeds prompts
     plain: float = 0.0
-    # number of steps for which this forecast counts: all steps since the last forecast
+    # number of steps since the last forecast; this forecast represents all of them
     steps: int = 1
 
 
@@ -148,8 +148,8 @@ class SpeculationRound:
 
 
 class Lengths(Protocol):
-    """A rule that chooses the number of tokens to propose per sequence and step. The methods here
-    choose 0.
+    """A rule that chooses the number of tokens to propose per sequence and step. By default, the
+    length is 0.
 
     The rule may use all facts about a step except the tokens, so that it cannot change the text.
     """
@@ -201,25 +201,25 @@ class SpeculationStats:
     rounds: int = 0  # number of proposals that were verified; one per sequence and step
     proposed: int = 0
     accepted: int = 0
-    # for each position, the number of proposals with a token there of which all earlier tokens were
-    # accepted
+    # for each position, the number of proposals that have a token there and whose earlier tokens
+    # were all accepted
     tested_at: list[int] = field(default_factory=list[int])
     # for each position, the number of proposals whose token at this position was accepted
     accepted_at: list[int] = field(default_factory=list[int])
     seconds: float = 0.0  # seconds spent on proposing tokens
     trouble: str = ""  # the reason why speculation was switched off; empty while it is on
     silence: str = ""  # the reason why no token was ever proposed; empty after the first proposal
-    # number of times that a length was chosen: the number of decoding sequences, summed over steps
+    # number of decoding sequences, summed over steps; a proposal length is chosen for each
     choices: int = 0
-    chosen: int = 0  # sum of the chosen lengths; divided by `choices`, it is the mean length
+    # sum of the chosen proposal lengths; divided by `choices`, it is the mean length
+    chosen: int = 0
     # tokens expected in steps with a forecast; `came_tokens` counts the tokens that these steps
     # really wrote
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    # estimated seconds saved compared with steps without proposals, over all steps for which
-    # forecasts count
+    # estimated seconds saved by proposals, over all steps that forecasts represent
     saved_seconds: float = 0.0
     # counts of the drafter if it works while the target computes; None for other drafters
     overlap: OverlapStats | None = None

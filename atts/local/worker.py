@@ -54,18 +54,20 @@ def worker_environment() -> dict[str, str]:
 class OpenLoops:
     """The step loops that compute with several threads, and therefore share the cores.
 
-    A loop is busy while it has requests. The idle loops lend their cores to the busy ones, for
-    example a draft that waits for its target.
+    A loop is busy while it has requests. Busy loops also use the cores of idle loops. For example,
+    the target uses the cores of a draft that waits for it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # the requests of each loop, keyed by the function that sends the loop a message
+        # ids of each loop's requests, keyed by the function that sends the loop a command
         self._requests: dict[Callable[[Command], None], set[int]] = {}
         self._sent = ShareCores(0, 0)
 
     def register(self, send: Callable[[Command], None]) -> int:
-        """Add a loop, report the new counts to the others, and return the number of open loops."""
+        """Add a loop, report the new numbers of loops to the other loops, and return the number of
+        open loops.
+        """
         with self._lock:
             self._requests[send] = set()
             self._sent = self._counts()
@@ -95,7 +97,7 @@ class OpenLoops:
                 self._report()
 
     def _report(self) -> None:
-        """Report the counts to every loop, if they have changed."""
+        """Report the numbers of open and busy loops to every loop, if they have changed."""
         counts = self._counts()
         if counts != self._sent:
             self._sent = counts

@@ -1,4 +1,6 @@
-"""The local engine: models of this machine, decoded in shared steps over one prefix cache."""
+"""The local engine, which runs models on this machine. All requests share the model's steps and one
+prefix cache.
+"""
 
 from atts.local.engine import Accelerator, LocalEngine, RunDemand
 from atts.local.messages import LoopStats

@@ -45,9 +45,9 @@ class Sequence:
     order: tuple[int, int]
     arrived: float
     ids: list[int]  # the ids of the request, then the generated ids
-    max_slots: int  # largest number of tokens that will need a slot
-    # index of the first token to score whose score is not known; in a sampling request, an index
-    # past the end
+    max_slots: int  # largest number of tokens of this request whose keys and values will be stored
+    # index of the first token whose score must be computed; in a sampling request, an index past
+    # the end
     first_scored: int
     uniforms: NDArray[np.float64] | None = None
     stop: StopMatcher | None = None
@@ -78,7 +78,7 @@ class Sequence:
 
     @property
     def kind(self) -> int:
-        """Return a number that is equal for sequences that can share keys and values. Sequences
+        """Return a number. Only sequences with equal numbers can share keys and values. Sequences
         with different models or different rotary frequencies cannot share keys and values.
         """
         return self.kind_of(self.model)
@@ -207,8 +207,7 @@ class PrefillChunk(NamedTuple):
     sequence: Sequence
     start: int
     stop: int
-    # first position whose logits are needed: to sample, to score the next tokens, or to store in
-    # the cache
+    # first position whose logits are needed for sampling, for scoring or for the cache
     logits_from: int
 
 
@@ -237,8 +236,8 @@ class StepPlan:
         return [*self.ready, *self.decoding, *(chunk.sequence for chunk in self.prefills)]
 
     def halves(self) -> Iterator[StepPlan]:
-        """Yield the work of this step as two smaller steps without proposals. The second step omits
-        sequences that lost their row during the first step.
+        """Yield two smaller steps that together do the work of this step, without proposals. The
+        second step omits sequences that lost their row during the first step.
         """
         sequences = self.sequences()
         for part in (sequences[: self.size // 2], sequences[self.size // 2 :]):
@@ -328,7 +327,8 @@ class Bursts(Protocol):
 
 
 def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
-    """Return the plan as arrays. In `logit_rows`, rows for sampling come before rows for scoring.
+    """Return the arrays of a plan's step. In `logit_rows`, rows for sampling come before rows for
+    scoring.
 
     Each token of a proposal is fed as a row of its own, and all these rows use the same row of the
     slot table. Each row is computed as if the rows before it had been fed in earlier steps. The
@@ -429,8 +429,8 @@ def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
 
 
 class StepBatches:
-    """A builder of a loop's batches. It reuses a batch as long as the same sequences feed their
-    last token in each step.
+    """A builder of a loop's batches. While the same sequences decode in each step, it updates the
+    last batch instead of building a new one.
     """
 
     def __init__(self) -> None:

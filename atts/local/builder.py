@@ -1,4 +1,4 @@
-"""The builder of a plain step loop, and functions that builders of other loops also use."""
+"""The builder of a step loop for plain decoding, and functions that all builders of loops use."""
 
 from __future__ import annotations
 

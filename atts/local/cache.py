@@ -123,7 +123,9 @@ class PrefixTree:
         self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)
 
     def root(self, kind: int) -> PrefixNode:
-        """Return the root for sequences of a kind; sequences of different kinds share no tokens."""
+        """Return the root of the tree for sequences with this `Sequence.kind`. Sequences of
+        different kinds never share slots.
+        """
         if not kind:
             return self._root
         return self._root.children.setdefault(
@@ -223,8 +225,8 @@ class PrefixTree:
             heappush(self._idle, (node.last_used, id(node), node))
 
     def keep_logits(self, node: PrefixNode, logits: Tensor) -> None:
-        """Remember the logits after this node's last token; if the tree has too many logits, forget
-        the oldest ones.
+        """Remember the logits after this node's last token. If the tree stores too many logits,
+        forget the oldest.
         """
         self._logits[id(node)] = (node, logits)
 
@@ -247,8 +249,8 @@ class PrefixTree:
             step = step.parent
 
     def scores(self, node: PrefixNode, first: int) -> list[float]:
-        """Return the remembered log-probabilities from token `first` up to the first token without
-        one.
+        """Return the remembered log-probabilities of the tokens from index `first`. Stop before the
+        first token whose log-probability is not known.
         """
         parts = list[NDArray[np.float32]]()
         step = node

@@ -23,7 +23,7 @@ def main() -> int:
     also ends if its parent has ended.
     """
     end_with(int(sys.argv[1]))
-    # this import is late because it imports torch
+    # imported here and not at the top, because this imports torch
     from atts.local.builder import build_loop, set_threads
 
     commands = sys.stdin.buffer
@@ -39,8 +39,8 @@ def main() -> int:
         write(replies, FailureReply.of(error))
         return 0
     write(replies, ready)
-    # The loaded objects stay until the process ends. They are frozen, because each search for
-    # garbage among them would take 0.1 s.
+    # The loaded objects are needed until the process ends. They are frozen, so that the garbage
+    # collector skips them; searching them would take 0.1 s each time.
     gc.freeze()
     mailbox = Mailbox()
     threading.Thread(target=_read_commands, args=(commands, mailbox), daemon=True).start()

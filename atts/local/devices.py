@@ -17,7 +17,8 @@ from atts.local.options import WORKSPACE, EngineSize, cards_for, share_cards
 from atts.models.folders import checkpoint_dtype
 
 _CPU_CACHE_BYTES = 2 << 30
-# share of the free memory after loading that the cache takes, if the size of the run is unknown
+# share, 0 to 1, of the memory that is free after loading; the cache takes it if the size of the run
+# is unknown
 _GPU_CACHE_SHARE = 0.8
 # two extra slots of the cache: slot 0, which stays zero, and the last slot, to which padding rows
 # write
@@ -44,8 +45,8 @@ def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> 
 
 
 def on_device(config: WorkerConfig) -> WorkerConfig:
-    """Return the configuration with a definite number type; "auto" is resolved by the device and
-    the checkpoint.
+    """Return the configuration with its number type set. The type "auto" is replaced by a type that
+    suits the device and the checkpoint.
 
     :raises ModelLoadError: the device does not exist.
     """

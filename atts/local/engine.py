@@ -278,7 +278,9 @@ class LocalEngine:
         trace: TracebackType | None,
         /,
     ) -> None:
-        """Drop unfinished requests and unload the model. A second call has no effect."""
+        """Drop unfinished requests and unload the model; do nothing if the engine is closed
+        already.
+        """
         opened = self._opened
         self._opened = None
         if opened is not None:
@@ -450,7 +452,7 @@ def _prepare(
 
 @cache
 def warn_once(trouble: str) -> None:
-    """Log a problem once, no matter how many engines meet it."""
+    """Log a problem as a warning, unless it was logged before."""
     if trouble:
         _log.warning("%s", trouble)
 

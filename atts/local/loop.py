@@ -106,7 +106,7 @@ class StepLoop:
         self._sampling: tuple[list[Sequence], SamplingBatch] = ([], batch_sampling([], 1))
         self._batches = StepBatches()
         self._is_closing = False
-        # a function that the builder of the loop sets; it changes the number of threads
+        # changes the number of threads; the builder of the loop sets this function
         self.share_cores: Callable[[ShareCores], None] = lambda shared: None
 
     def run(self, inbox: Inbox) -> None:
@@ -453,7 +453,7 @@ class StepLoop:
         self._stats.failed += 1
 
     def _shrink(self) -> None:
-        """Take smaller steps from now on; if steps cannot get smaller, fail running requests."""
+        """Make all later steps smaller. If steps cannot get smaller, fail the running requests."""
         self._stats.shrunk += 1
         if self._scheduler.shrink():
             return

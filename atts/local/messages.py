@@ -109,7 +109,7 @@ class ShareCores(Command):
     """A message about the loops that share the cores from now on."""
 
     open_loops: int
-    busy_loops: int  # loops with requests
+    busy_loops: int  # number of loops that have requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class Inbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoopReport:
-    """A loop's report to its engine: replies to requests, and counters."""
+    """A report of a loop to its engine, with replies to requests and with counters."""
 
     replies: tuple[Reply, ...]
     stats: LoopStats | None  # counters of the loop; None if the loop has ended

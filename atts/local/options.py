@@ -42,8 +42,8 @@ class LocalOptions:
     # tokens that the run's rollouts can fill
     kv_tokens: int | None = None
     max_batch: int = 256  # largest number of sequences in a step
-    # largest number of prompt or scored tokens fed in a step; tokens of decoding sequences do not
-    # count
+    # largest number of prompt or scored tokens fed in a step; tokens of decoding sequences are not
+    # included
     chunk_tokens: int = 512
     # number of threads that compute a step; None: one for each core that other engines do not use
     threads: int | None = None
@@ -155,7 +155,7 @@ class Room:
 
     @property
     def alone(self) -> Room:
-        """Return what the run needs if there is no other engine."""
+        """Return these requirements without the other engine."""
         return replace(self, other=None)
 
 

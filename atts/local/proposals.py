@@ -25,7 +25,7 @@ from atts.local.seams import (
 )
 
 _NONE = NOTHING, 0  # an empty proposal, for a sequence for which none was requested
-_BETWEEN = 8  # number of steps over which the average time between steps is taken
+_BETWEEN = 8  # the average time between steps is taken over this number of steps
 
 
 def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
@@ -45,7 +45,7 @@ def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
 
 
 class Proposals:
-    """The proposals of the current step, and counts of proposals over all steps."""
+    """The proposals of the current step, and the counters of proposed and accepted tokens."""
 
     def __init__(
         self,

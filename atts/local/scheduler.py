@@ -13,8 +13,7 @@ from atts.local.batch import PrefillChunk, Sequence, StepPlan
 from atts.local.cache import PrefixMatch, PrefixNode, PrefixTree, SlotAllocator, SlotIds
 from atts.local.seams import SlotStore
 
-# number of slots that a decoding sequence takes at once; adjacent slots are read faster, and fewer
-# calls are needed
+# number of slots that a decoding sequence reserves at once, because adjacent slots are read faster
 _SLOT_RUN = 32
 # number of slots per running sequence that must be free before another sequence is admitted
 _HEADROOM = 16

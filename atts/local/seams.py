@@ -196,7 +196,7 @@ class FixedLength(Lengths):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counts of proposed and accepted tokens, in total and by position in the proposal."""
+    """Counters of proposals, and of accepted tokens at each position in the proposal."""
 
     rounds: int = 0  # number of proposals that were verified; one per sequence and step
     proposed: int = 0
@@ -225,8 +225,8 @@ class SpeculationStats:
     overlap: OverlapStats | None = None
 
     def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:
-        """Add a step to the comparison: its forecast, the real numbers of tokens and seconds, and
-        the number of sequences.
+        """Add a step to the totals: its forecast, the tokens written, the seconds taken and the
+        number of sequences.
         """
         self.expected_tokens += forecast.tokens
         self.expected_seconds += forecast.seconds

@@ -150,7 +150,7 @@ class ThreadWorker:
         :raises EngineError: the model could not be loaded.
         """
         with import_lock:
-            # this import is late because it imports torch
+            # imported here and not at the top, because this imports torch
             from atts.local.builder import build_loop, set_threads
 
         ready = Future[WorkerReady]()
@@ -332,8 +332,8 @@ def new_worker(kind: WorkerKind) -> LoopWorker:
 
 
 def join_loops(config: WorkerConfig, send: Callable[[Command], None]) -> WorkerConfig:
-    """Register a loop that is about to open; return its configuration with the number of loops that
-    share the cores.
+    """Register a loop that is about to open. Return its configuration, which now contains the
+    number of loops that share the cores.
     """
     if not config.is_parallel:
         return config

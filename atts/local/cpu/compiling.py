@@ -255,7 +255,9 @@ def _compile(engine: str, compiler: str, tuning: Tuning, library: Path) -> None:
 
 
 def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
-    """List the sets of compiler and linker flags to try: all flags first, then fewer flags."""
+    """List the sets of compiler and linker flags, in the order in which to try them. Later sets
+    have fewer flags.
+    """
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     tuned = {"native": (native,), "avx2": ("-mavx2", "-mfma"), "generic": ()}[tuning]
     # torch contains its own OpenMP library; another one in the process would start a second set of
@@ -275,7 +277,9 @@ def _cache_key(compiler: str, tuning: Tuning) -> str:
 
 
 def _processor() -> str:
-    """Return the instruction sets of the processor, if the system reports them."""
+    """Return the names of the processor's instruction sets. If the system does not report them,
+    return the processor's name.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     return next(

@@ -1,7 +1,7 @@
 """The forward pass in C kernels, for float32 on a CPU.
 
 The first part of the file prepares the weights: it packs matrices into panels, and pins other
-weights. Equal weights are prepared only once.
+weights. Weights with the same key are prepared only once.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class NativeWeights:
         group: int,
     ) -> None:
         """Pack the weights. `keys` has a key for the embedding, for the halves of each layer, and
-        for the head. Parts with equal keys are packed once.
+        for the head. Parts with equal keys are packed only once, and share their memory.
         """
         self._config = config
         self._packing = packing
@@ -195,8 +195,9 @@ class NativeWeights:
         self.exact, self.grouped = self._describe(weights, rope_rows(config, cache.shape[2]))
 
     def _describe(self, weights: Weights, rows: int) -> tuple[_Model, _Model]:
-        """Describe the model to the kernels twice: with normal attention and with grouped
-        attention. Grouped attention computes all attentions of a group at the group's first layer.
+        """Fill in two descriptions of the model for the kernels: with normal attention and with
+        grouped attention. Grouped attention computes all attentions of a group at the group's first
+        layer.
         """
         config = self._config
         packing = self._packing

@@ -383,8 +383,8 @@ def write_settings(path: Path, configuration: Configuration, diagnosis: Diagnosi
     """Write the settings that were given to a file for `--config`, with the results of the checks
     as comments.
 
-    :raises OptionError: the path has a file that this command did not write. :raises StorageError:
-        the file cannot be written.
+    :raises OptionError: the path has a file that this command did not write.
+    :raises StorageError: the file cannot be written.
     """
     if path.exists():
         earlier = path.read_text(encoding="utf-8", errors="replace")

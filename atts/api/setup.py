@@ -446,8 +446,8 @@ class Setup:
     def _judge(self) -> AdvantageJudge | None:
         """Return the learned judge of the score rule, or None if the rule's kind is not "learned".
 
-        :raises OptionError: the kind is "learned", but no file of a judge is given. :raises
-            CalibrationInputError: the file contains no judge, or a judge with other features.
+        :raises OptionError: the kind is "learned", but no file of a judge is given.
+        :raises CalibrationInputError: the file contains no judge, or a judge with other features.
         """
         rule = self.run_policy.score
         if rule.kind != "learned":
@@ -467,8 +467,8 @@ class Setup:
         """Make a new gate and its calibrator.
 
         :raises OptionError: the method or rate scope is unknown, the method lacks a setting that it
-            needs, or its gate cannot keep the cap. :raises CalibrationInputError: the stored scores
-            are not valid scores.
+            needs, or its gate cannot keep the cap.
+        :raises CalibrationInputError: the stored scores are not valid scores.
         """
         chosen = preset(self.method)
         tuning = Tuning.for_rollouts(self.policy.samples)

@@ -196,7 +196,12 @@ async def test_an_idle_engine_lends_its_cores(
 
     def spied(config: WorkerConfig, model: Any, counts: ShareCores) -> None:
         use = model.use_threads
-        model.use_threads = lambda threads: seen.append((config.name, threads)) or use(threads)
+
+        def noted(threads: int) -> None:
+            seen.append((config.name, threads))
+            use(threads)
+
+        model.use_threads = noted
         shared(config, model, counts)
         del model.use_threads
 

@@ -158,7 +158,7 @@ def ending(
 
 
 def going_on(sequence: Sequence, tokens: TokenIds, table: TokenTable) -> int:
-    """Count how many of these tokens can be appended before a token ends the sequence."""
+    """Return the number of `tokens` that can be appended before one of them ends the sequence."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampling requests grow"
     ends = (
@@ -196,8 +196,8 @@ Draws = tuple[Sequence, list[int], list[float]]
 position.
 """
 MANY = 4
-"""If a sequence feeds at least this number of rows in a step, every model uses its attention
-kernels for many rows. With fewer rows, a model may use other kernels.
+"""Number of rows of a sequence from which every model uses its attention kernels for many rows.
+With fewer rows, a model may use other kernels.
 """
 
 
@@ -222,7 +222,7 @@ class StepPlan:
     # sequences whose given ids and last logits are cached, so they are sampled without a forward
     # pass
     ready: list[Sequence]
-    # for each decoding sequence, the tokens proposed after its newest token; empty in a step
+    # the tokens proposed for each decoding sequence, in the order of `decoding`; empty in a step
     # without proposals
     proposals: list[TokenIds]
 
@@ -402,7 +402,7 @@ def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
 
 def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
     """Return the batch of the chosen sequences in unchanged order, and the indices of their rows
-    and logit rows. If all sequences are chosen, return this batch itself.
+    and logit rows. If all sequences are chosen, the result is this batch itself.
     """
     if len(entries) < len(batch.table_rows):
         return picked(batch, entries)

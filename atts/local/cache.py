@@ -70,8 +70,8 @@ class SlotAllocator:
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """A node with consecutive tokens, which follow the tokens of the parent node, and with the
-    slots of these tokens.
+    """A node that stores consecutive tokens and their slots. The tokens follow those of the parent
+    node.
     """
 
     ids: TokenIds
@@ -87,8 +87,8 @@ class PrefixNode:
 
 
 class PrefixMatch(NamedTuple):
-    """The longest cached prefix of some ids: the node where the prefix ends, and the slots of all
-    tokens of the prefix.
+    """The longest cached prefix of a text, with the node where the prefix ends and the slots of its
+    tokens.
     """
 
     node: PrefixNode
@@ -306,8 +306,8 @@ class PrefixTree:
 
 
 def _shared_length(known: TokenIds, ids: TokenIds, start: int, limit: int) -> int:
-    """Count how many tokens at the beginning of `known` equal the ids between `start` and `limit`.
-    The caller has compared the first token already.
+    """Return the number of first tokens of `known` that equal the ids from index `start` to
+    `limit`. The caller has compared the first token already.
     """
     most = min(len(known), limit - start)
     if known[:most] == ids[start : start + most]:

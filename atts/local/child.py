@@ -28,7 +28,8 @@ def main() -> int:
 
     commands = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # text that libraries print must not be mixed with the replies
+    # the replies use standard output, so text that libraries print goes to standard error
+    os.dup2(2, 1)
 
     config = pickle.load(commands)
     assert isinstance(config, WorkerConfig), "the first message must be the configuration"
@@ -57,7 +58,7 @@ def main() -> int:
 
 def _read_commands(stream: IO[bytes], mailbox: Mailbox) -> None:
     """Pass commands to the loop, up to the command that ends it."""
-    # an incomplete message means that the parent has ended, so this process must end soon
+    # an incomplete message means that the parent process has ended, so this process must end too
     with suppress(*GONE):
         while True:
             for command in pickle.load(stream):

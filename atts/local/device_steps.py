@@ -93,7 +93,7 @@ class RowBlocks:
         return self.firsts + self.counts
 
     def pick(self, chosen: NDArray[np.bool_]) -> RowBlocks:
-        """Return only the blocks for which the mask is True."""
+        """Return the blocks that the mask selects."""
         return RowBlocks(
             *(part[chosen] for part in (self.starts, self.counts, self.firsts, self.table_rows))
         )
@@ -288,7 +288,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class GraphKey(NamedTuple):
-    """The properties of a step that decide which operations are captured."""
+    """The key of a captured graph. Steps with equal keys run the same operations."""
 
     layout: StepLayout
     is_grouped: bool  # whether all layers of a group compute attention from the same input
@@ -296,7 +296,7 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    # the array that the graph reads; before a replay, the result of `packed` is copied into it
+    # the array that the graph reads; the step's packed array is copied into it before each replay
     array: Tensor
     hidden: Tensor  # the array with the hidden states that the graph computes
     replay: Callable[[], None]

@@ -112,8 +112,8 @@ def _server_words(config: WorkerConfig, cards: int) -> str:
 
 
 def _other_on(config: WorkerConfig, device: torch.device) -> EngineSize | None:
-    """Return the size of the pair's other engine if it will be loaded onto this device; None if it
-    will not.
+    """Return the size of the pair's other engine if that engine will be loaded onto this device;
+    else None.
     """
     room = config.room
     if room is None or room.other is None:

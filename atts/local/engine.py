@@ -53,8 +53,8 @@ _log.addHandler(logging.NullHandler())
 
 
 class Accelerator(Protocol):
-    """An addition that makes an engine faster than plain decoding; other packages, such as
-    `atts.accel`, define accelerators.
+    """An extension that makes an engine faster. Accelerators are defined in other packages, such as
+    `atts.accel`.
     """
 
     def check(self, options: LocalOptions) -> None:
@@ -86,8 +86,9 @@ class RunDemand:
     """The needs of a run: the number of rollouts in flight, and the other engine of the pair."""
 
     rollouts: int
-    tokens: int  # number of tokens of one rollout, including its prompt
-    card: int = 0  # index of the GPU to use, if there are several GPUs and the options name none
+    tokens: int  # largest number of tokens of one rollout, including its prompt
+    # index of the GPU to use if there are several GPUs and the options do not choose one
+    card: int = 0
     other_card: int = 0
     # model of the pair's other engine, which is loaded after this one; empty if there is no other
     # engine

@@ -180,7 +180,7 @@ class StepLoop:
             return
         try:
             results = self._run(plan)
-        except EngineUnavailable:  # another process with a part of the model has ended
+        except EngineUnavailable:  # a process that computes a part of the model has ended
             raise
         except Exception as error:  # noqa: BLE001  reported to the callers whose requests it concerns
             if plan.proposals:
@@ -205,7 +205,7 @@ class StepLoop:
         started = plan.started()
         chunks = plan.scored()
         sequences = plan.ready + plan.decoding + started
-        # number of rows in `hidden` whose next token is sampled
+        # number of rows of `hidden` from which a token is sampled
         count = plan.num_rows + len(started)
         logits = self._sampling_logits(plan.ready, hidden, count)
         sampled = self._sample(sequences, plan.widths(), logits) if sequences else []

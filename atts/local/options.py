@@ -142,8 +142,9 @@ class Room:
     """
 
     rollouts: int  # number of rollouts in flight at once
-    tokens: int  # number of tokens of one rollout, including its prompt
-    card: int = 0  # index of the GPU to use, if there are several GPUs and the options name none
+    tokens: int  # largest number of tokens of one rollout, including its prompt
+    # index of the GPU to use if there are several GPUs and the options do not choose one
+    card: int = 0
     other_card: int = 0
     # size of the pair's other engine, if it is loaded later and may use the same device
     other: EngineSize | None = None

@@ -17,8 +17,8 @@ from atts.local.seams import SlotStore
 _SLOT_RUN = 32
 # number of slots per running sequence that must be free before another sequence is admitted
 _HEADROOM = 16
-# a request waits for another sequence if that sequence will compute at least this number of the
-# request's tokens
+# a request waits for a running sequence that will compute at least this number of the request's
+# tokens
 WORTH_WAITING = 8
 CacheAction = Literal["keep", "drop"]
 
@@ -145,7 +145,7 @@ class Scheduler:
                 if computed < sequence.capacity or self._reserve(sequence, computed + 1):
                     plan.decoding.append(sequence)
             elif sequence.row < 0:
-                continue  # this sequence was preempted earlier in this loop, for an older one
+                continue  # an older sequence preempted this sequence earlier in this loop
             elif computed == len(sequence.ids):
                 plan.ready.append(sequence)
             else:

@@ -40,7 +40,7 @@ class Ask:
     uniforms: NDArray[np.float64]
     sampling: Sampling
     rollout: str = ""  # "PROBLEM/SAMPLE" if the request names its rollout
-    hint: TokenIds = ()  # text that the caller added to the request, as a guess of the answer
+    hint: TokenIds = ()  # tokens that the caller sent with the request as a guess of the answer
 
     @property
     def group(self) -> str:

@@ -50,7 +50,7 @@ class MultiStep:
 
     @classmethod
     def of(cls, model: Model, scheduler: Scheduler, table: TokenTable) -> MultiStep | None:
-        """Return bursts for a model that is faster with bursts; None for any other model."""
+        """Return a `MultiStep` if the model is faster with bursts; return None for other models."""
         if not isinstance(model, NativeModel) or model.config.matrix_weights > _SMALL:
             return None
         return cls(model, scheduler, table)
@@ -134,8 +134,8 @@ def _following(batch: StepBatch, table: SlotIds) -> StepBatch:
 def _ends(
     table: TokenTable, vocabulary: int, stops: tuple[str, ...], ids: TokenIds
 ) -> NDArray[np.uint8]:
-    """Mark the tokens after which a text may end: end tokens, and tokens that contain the last byte
-    of a stop string.
+    """Return a mask of the tokens after which a text may end. These are end tokens, and tokens that
+    contain the last byte of a stop string.
     """
     is_end = np.zeros(vocabulary, dtype=np.uint8)
     last = {stop.encode()[-1] for stop in stops}

@@ -121,7 +121,9 @@ def _cache_folder() -> tuple[Path | None, str]:
 
 
 def _distrust(path: Path) -> str:
-    """Describe why other users could change a path's content; return an empty text if not."""
+    """Describe why other users could change a path's content. Return an empty text if they
+    cannot.
+    """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         return "is not a plain file"
@@ -140,7 +142,7 @@ def _damage(path: Path, key: str) -> str:
         is_whole = _digest(path.read_bytes()) == path.stem.removeprefix(_prefix(key))
     except (
         OSError
-    ) as error:  # for example, another process found the damage and removed the file first
+    ) as error:  # for example, another process has found the damage and removed the file already
         return f"cannot be read ({error.strerror})"
     return "" if is_whole else "is damaged"
 

@@ -350,7 +350,7 @@ def _floats(rows: int, columns: int) -> _Floats:
 
 
 class Segment(ctypes.Structure):
-    """The ranges of a step's rows and logit rows to which an adapter adds its terms."""
+    """A range of a step's rows, and a range of its logit rows, to which one adapter applies."""
 
     _fields_ = [*members("first_row last_row first_logit last_logit", INT), ("deltas", POINTER)]
 
@@ -409,11 +409,11 @@ class AheadBatch(NamedTuple):
     that draw the most tokens come first.
     """
 
-    # the tokens that have not been fed yet; each sequence's first draw comes after the last of its
-    # tokens here
+    # each sequence's tokens that have not been fed yet; its first token is drawn after the last of
+    # them
     first: StepBatch
-    # a row per sequence, which feeds the token drawn last; the kernel increases its position after
-    # each turn
+    # one row per sequence, to feed its newest token; the kernel increases the position after each
+    # turn
     following: StepBatch
     counts: NDArray[np.int64]  # [turns] number of sequences that draw in each turn
     temperatures: Tensor  # shape [sequences], in float64
@@ -572,7 +572,7 @@ class NativeModel:
 
     @property
     def address(self) -> int:
-        """Return the address of the structure that the kernels read."""
+        """Return the address of the C structure that describes the model to the kernels."""
         return ctypes.addressof(self._model)
 
     def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: LayerHook) -> Tensor:

@@ -58,7 +58,8 @@ def cuda_model(
 
 def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple[MakeAttend, int]:
     """Return the attention kernel and its largest number of rows per block. The kernel is first
-    compared with gathered attention, both for single layers and for groups of up to `group` layers.
+    compared with gathered attention, for single layers and for the model's groups of up to `group`
+    layers.
 
     :raises Exception: the kernel cannot be used; the type of error depends on the installed software.
     """

@@ -69,8 +69,8 @@ def layer_groups(config: ModelConfig, size: int) -> list[range]:
 
 
 def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[AttentionGroup]:
-    """Return groups of up to `size` layers, each with the part of the cache that its keys and
-    values use.
+    """Return groups of up to `size` layers. Each group has views of the part of the cache that it
+    uses.
     """
     ranges = layer_groups(config, size)
     side_by_side = [
@@ -164,8 +164,8 @@ class LowRank:
 
 
 Adapter = Mapping[str, LowRank]
-"""A mapping from names of matrices, such as layers.0.self_attn.q_proj, to the additions that an
-adapter makes to them.
+"""The additions of an adapter, keyed by the name of the matrix, such as
+layers.0.self_attn.q_proj.
 """
 
 
@@ -683,7 +683,8 @@ class _TensorReader:
         self._device = device
         self._name = name
         self._folder = folder
-        self.adapter: Adapter = {}  # the adapter to add to the matrices that it changes
+        # the adapter, which is added to the matrices while they are read
+        self.adapter: Adapter = {}
         # whether the features of heads are put in the order that the torch model needs
         self.pairs = False
         files = tensor_files(folder, name)
@@ -745,7 +746,7 @@ class _TensorReader:
 
     def matrix(self, parts: Mapping[str, int], width: int, rows: Tensor | None = None) -> Tensor:
         """Read the matrices of these projections, and join them below each other. If `rows` is
-        given, put the rows in this order.
+        given, it is the new order of the rows.
         """
         whole = torch.cat([self(f"{part}.weight", count, width) for part, count in parts.items()])
         return _in_order(whole, rows)
@@ -770,8 +771,8 @@ def _in_order(whole: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def check_weights(folder: Path, config: ModelConfig, name: str) -> None:
-    """Check that all weights exist and have the shapes that the configuration implies; no weight is
-    kept.
+    """Check that all weights exist and have the shapes that the configuration implies. The weights
+    are not loaded.
 
     :raises ModelLoadError: see `load_weights`.
     """

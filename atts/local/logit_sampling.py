@@ -1,4 +1,4 @@
-"""Sampling from logits as pure functions: settings, seeded draws and log-probabilities."""
+"""Pure functions that sample tokens from logits and compute log-probabilities."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SampledTokens:
 def batch_sampling(
     settings: Sequence[Sampling], vocabulary: int, device: torch.device | None = None
 ) -> SamplingBatch:
-    """Return a `SamplingBatch` of these settings, with a row for each."""
+    """Return a `SamplingBatch` with one row for each of these settings."""
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         made = torch.tensor(values, dtype=dtype)

@@ -173,8 +173,9 @@ class StepLoop:
         return sequence
 
     def _attempt(self, plan: StepPlan) -> None:
-        """Run and commit a plan. If the plan fails, try it without proposals. If it fails again,
-        try its halves, until only the request that causes the failure fails.
+        """Run and commit a plan. If the plan fails, try it again without proposals. If memory ran
+        out nevertheless, make later steps smaller. After other failures, try the plan's two halves,
+        until only the request that causes the failure fails.
         """
         if not plan.size:
             return
@@ -332,8 +333,8 @@ class StepLoop:
         return self._sampling[1]
 
     def _score(self, chunks: list[PrefillChunk], hidden: Tensor) -> list[ScoredChunk]:
-        """Score the tokens after each chunk's positions. For each suffix that ends in its chunk,
-        return also the logits after its last token.
+        """Score the next token at each position of the chunks. If the suffix of a request ends in
+        its chunk, return also the logits after the suffix.
         """
         targets: list[int] = []
         ends: list[int] = []
@@ -343,7 +344,7 @@ class StepLoop:
             targets += ids[chunk.logits_from + 1 : chunk.stop + 1]
             if chunk.stop == len(ids):
                 ends.append(len(targets))
-                # no token follows the end of the text, so the score of this token is not used
+                # no token follows the end of the text, so this score is not used
                 targets.append(0)
             firsts.append(len(targets))
         values, kept = self._model.score(hidden, targets, ends)

@@ -114,7 +114,7 @@ class ShareCores(Command):
 
 @dataclass(frozen=True, slots=True)
 class Close(Command):
-    """A message that ends the loop; unfinished requests are dropped."""
+    """A message that ends the loop. Unfinished requests are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class WorkerReady:
     kv_tokens: int
     kernel: str
     trouble: str = ""
-    takes_models: bool = False  # whether the loop can also run models of other engines
+    takes_models: bool = False  # True if the loop can also run the models of other engines
     dtype: str = "float32"  # the number type that the model computes in
 
 

@@ -1,5 +1,5 @@
-"""The forward pass in torch, on any device and in any number type, with which every kernel is
-compared.
+"""The forward pass in torch, for any device and any number type. All other kernels are compared
+with it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _attention(
 
 
 _SCORED_LOGITS = 1 << 25
-"""The largest number of logits computed at once for scoring, which limits the memory."""
+"""Largest number of logits to compute at once while scoring; a limit on the memory."""
 
 
 class TorchModel:
@@ -215,8 +215,8 @@ class TorchModel:
     def through(
         self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats], units: tuple[int, int]
     ) -> None:
-        """Compute all layers for some rows. If `units` contains the embedding or the last norm,
-        compute these units too.
+        """Compute all layers for these rows, and also the embedding and the last norm if `units`
+        contains them.
         """
         blocks = RowBlocks.of(batch, self._most_rows)
         slots = self._slots.update(table, blocks.table_rows, int(blocks.lengths.max(initial=0)))
@@ -252,7 +252,7 @@ class TorchModel:
     def _behind_layers(
         self, x: Tensor, step: DeviceStep, is_grouped: bool, tap: LayerHook | None = None
     ) -> Tensor:
-        """Return the hidden states of the rows after the last layer."""
+        """Run all layers and return the hidden states of the rows."""
         config = self._config
         attends = {window: self._attention(step, config, window) for window in set(config.windows)}
         rotations = {
@@ -281,7 +281,9 @@ class TorchModel:
         attends: Mapping[int, Attend],
         turns: Mapping[str, Tensor],
     ) -> Tensor:
-        """Store the keys and values of a layer or a group of layers, and compute the attention."""
+        """Compute the attention of a layer or of a group of layers; write the keys and values to
+        the cache first.
+        """
         config = self._config
         ((layers, keys, values), layer) = own
         qkv = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias)

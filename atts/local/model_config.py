@@ -18,7 +18,7 @@ from atts.models.tokenizers import ModelTokenizer
 
 NO_ROPE = "none"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""Errors that libraries raise if a configuration has values that they do not expect."""
+"""Errors that libraries raise for unexpected values in a configuration."""
 # the supported types of rotary embedding: their frequencies are known when a request arrives
 _ROPES = (
     "default",
@@ -33,7 +33,7 @@ _LONGEST = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The properties in which a model type differs from Llama."""
+    """The differences between a model type and Llama."""
 
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     """The names of four norms: before and after attention, and before and after the feed-forward
@@ -47,7 +47,7 @@ class Family:
     # True if norms add one to their weights, embeddings are scaled, and gates use GELU
     is_gemma: bool = False
     may_turn_parts: bool = False  # whether the rotary embedding may rotate only a part of each head
-    has_windows: bool = True  # whether layers have windows if the configuration names a window
+    has_windows: bool = True  # True if a window in the configuration applies to the layers
     may_skip_ropes: bool = False  # whether some layers may lack a rotary embedding
 
 
@@ -348,8 +348,8 @@ def read_hf_config(folder: Path, name: str) -> Any:
 
 
 def _whole_config(family: str, known: Mapping[str, Any]) -> Any:
-    """Return a complete Llama configuration without importing transformers; None if it is
-    incomplete.
+    """Read a complete Llama configuration without importing transformers. Return None if the
+    configuration is incomplete or has another family.
 
     Importing the configurations of transformers also imports torch and its compiler. This would
     take seconds in every process, although a complete configuration does not need it.
@@ -399,8 +399,8 @@ def _check(key: str, value: object, keys: Mapping[str, _Value], name: str) -> No
 
 
 def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
-    """Check the values of a rotary embedding, and return those that atts reads. If a model has
-    several rotary embeddings, each belongs to one kind of layer.
+    """Check the parameters of a rotary embedding, and return the parameters that atts reads. If a
+    model has several rotary embeddings, each belongs to one kind of layer.
     """
     known = dict[str, Any]()
     for key, value in rope.items():

@@ -153,7 +153,7 @@ class Proposals:
         return accepted
 
     def observed(self, plan: StepPlan) -> None:
-        """Report the step's proposals and its duration to the rule that chooses the proposal
+        """Report the step's proposals and its duration in seconds to the rule that chooses the
         lengths.
         """
         if self.is_plain:
@@ -253,7 +253,7 @@ class Proposals:
 
 
 def ask_of(sequence: Sequence, room: int) -> Ask:
-    """Return the state of a decoding sequence in the form that a proposer receives."""
+    """Return the state of a decoding sequence as an `Ask` for the proposer."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampling requests decode"
     assert sequence.uniforms is not None, "only sampling requests decode"

@@ -430,7 +430,7 @@ def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
 
 class StepBatches:
     """A builder of a loop's batches. While the same sequences decode in each step, it updates the
-    last batch instead of building a new one.
+    last batch instead of building another.
     """
 
     def __init__(self) -> None:

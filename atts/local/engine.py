@@ -205,14 +205,14 @@ class LocalEngine:
         return self._require().loop_stats.steps
 
     def speculated(self) -> Speculated | None:
-        """Return the counts of proposed and accepted tokens so far; None if the engine does not
-        speculate.
-        """
+        """Return the counters of speculation so far; None if the engine does not speculate."""
         stats = self._require().loop_stats.speculation
         return None if stats is None else counters_of(stats)
 
     def loop_stats(self) -> LoopStats:
-        """Return the counters of the step loop's last report, which is at most about 0.2 s old."""
+        """Return the counters of the step loop from its last report, which is at most about 0.2 s
+        old.
+        """
         return self._require().loop_stats
 
     @property

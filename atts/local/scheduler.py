@@ -325,8 +325,8 @@ class Scheduler:
         return {sequence.kind}
 
     def _reserve(self, sequence: Sequence, stop: int) -> bool:
-        """Reserve slots for a sequence up to position `stop`. If there are not enough slots,
-        preempt the sequence and return False.
+        """Reserve the slots that a sequence needs for its tokens before position `stop`. If there
+        are not enough slots, preempt the sequence and return False.
         """
         need = stop - sequence.capacity
         if need <= 0:
@@ -365,8 +365,8 @@ class Scheduler:
         return True
 
     def _may_give_way(self, sequence: Sequence) -> bool:
-        """Return True if a running sequence may be preempted now; here the result is always
-        True.
+        """Return True if a running sequence may be preempted now. By default, this is always
+        allowed.
         """
         return True
 
@@ -390,8 +390,8 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def _release(self, sequence: Sequence, *, cache: CacheAction) -> None:
-        """Release a sequence's slots and its row. With `cache` "keep", its keys and values stay in
-        the cache.
+        """Release a sequence's slots and its row in the slot table. With `cache` "keep", its keys
+        and values stay in the cache.
         """
         if cache == "keep" and sequence.num_computed > sequence.num_shared:
             self.cache_prefix(sequence)

@@ -185,7 +185,7 @@ class NoLengths(Lengths):
 
 @dataclass(frozen=True, slots=True)
 class FixedLength(Lengths):
-    """A rule that proposes the same number of tokens for every sequence in every step."""
+    """A rule that always chooses the same number of proposed tokens."""
 
     tokens: int
 
@@ -249,8 +249,8 @@ class SpeculationStats:
 
 
 class LayerHook(NamedTuple):
-    """A listener inside a forward pass. After the first `layers` layers, it receives the hidden
-    states of `logit_rows`.
+    """A listener that receives hidden states during a forward pass: those of `logit_rows` after the
+    first `layers` layers.
     """
 
     layers: int
@@ -258,7 +258,9 @@ class LayerHook(NamedTuple):
 
 
 class Model(Protocol):
-    """A decoder model that finds keys and values in the cache through a table of slots."""
+    """The interface of a decoder model, which finds its keys and values through a table of
+    slots.
+    """
 
     @property
     def device_name(self) -> str:

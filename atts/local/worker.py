@@ -1,4 +1,6 @@
-"""Workers that run a step loop in a thread of the caller's process or in a process of its own."""
+"""Workers that run a step loop, either in a thread of the caller's process or in a separate
+process.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ class OpenLoops:
             return len(self._requests)
 
     def leave(self, send: Callable[[Command], None]) -> None:
-        """Give the cores of a loop to the other loops. A second call has no effect."""
+        """Remove a loop, so that the other loops share its cores. A second call has no effect."""
         with self._lock:
             if self._requests.pop(send, None) is not None:
                 self._report()
@@ -90,7 +92,7 @@ class OpenLoops:
                 self._report()
 
     def end(self, send: Callable[[Command], None], request_ids: Iterable[int]) -> None:
-        """Count requests that the loop has answered, or whose callers were cancelled."""
+        """Remove requests that the loop has answered, or whose callers were cancelled."""
         with self._lock:
             if send in self._requests:
                 self._requests[send].difference_update(request_ids)
@@ -116,7 +118,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        # a function that adds a command and never blocks
+        # adds a command to the queue, and never blocks
         self.put: Callable[[Command], None] = self._queue.put
 
     def take(self, *, wait: bool) -> list[Command]:
@@ -298,7 +300,7 @@ class ProcessWorker:
 
 
 class LoopWorker(Protocol):
-    """A worker that runs a step loop while its caller does something else."""
+    """The interface of a worker, which runs a step loop in the background."""
 
     @property
     def in_loop(self) -> int | None:

@@ -489,7 +489,7 @@ def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the chosen pair's settings, but only for keys that nothing else has set."""
+    """Return the settings of the chosen pair, without the keys that already have a value."""
     with _origins(settings):
         choice = msgspec.convert(_tables(settings), PairChoice)
         if choice.pair is None:
@@ -562,7 +562,7 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the models' default lengths, with their origins, for each length that is not set."""
+    """Return the models' default for each token limit that is not set, with its origin."""
     with _origins(settings):
         policy = msgspec.convert(_tables(settings), Policy)
     method = preset(str(settings["method"].value))

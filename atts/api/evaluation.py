@@ -91,8 +91,9 @@ def drawn_order(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
 
 
 def read_stop_when(compare_to: str | Path, stop_when: str) -> StopWhen:
-    """Read the votes of the run in `compare_to`, and the difference in points that still counts as
-    equal.
+    """Read the earlier run's votes, and the difference in accuracy that counts as a tie.
+
+    The earlier run is in the folder `compare_to`. The difference is in percentage points.
 
     :raises OptionError: `stop_when` is not "decided" or "decided=POINTS".
     :raises JournalError: `compare_to` contains no run.
@@ -144,7 +145,7 @@ def comparison_setting(comparison: StopWhen) -> dict[str, Setting]:
 
 
 _IN_A_HURRY = 5.0  # seconds that trackers get to finish after an error or a second Ctrl-C
-_REMEMBERED = 10_000  # a session counts repetitions for at most this many different questions
+_REMEMBERED = 10_000  # largest number of different questions whose repetitions a session counts
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -124,8 +124,7 @@ class Pair:
 
 
 def ports(role: Role, servers: int) -> list[int]:
-    """Return the ports of a role's servers; the ports of draft servers are 1 apart, those of target
-    servers 100 apart.
+    """Return the ports of a role's servers, which are 1 apart for drafts and 100 for targets.
 
     >>> ports("draft", 3), ports("target", 2)
     ([8001, 8002, 8003], [8000, 8100])
@@ -323,9 +322,7 @@ def gpu_placement(
 def _alone(
     model: ModelSize, memory: float, count: int, context: int, is_quantized: bool
 ) -> GpuShare | None:
-    """Place one model on `count` cards; return None if its weights and the cache of one full
-    context do not fit.
-    """
+    """Place one model on `count` cards; return None if the weights or the cache do not fit."""
     weights = model.weights * (_FP8 if is_quantized else 1.0)
     room = memory * _USABLE - weights / count - _OVERHEAD
     tokens = int(room * count * 1e9 / model.cache_bytes)

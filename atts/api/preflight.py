@@ -181,9 +181,7 @@ def _proposer(setup: Setup) -> str:
 
 
 def _token_limits(setup: Setup, policy: Policy) -> Tokens:
-    """Return the largest possible numbers of tokens of a rollout, including draft chunks that are
-    discarded.
-    """
+    """Return the most tokens that a rollout can use, including discarded draft chunks."""
     tokens, turns, drafted, written, _ = policy.bounds()
     length = min(tokens, turns * (drafted + written))
     drafted = min(drafted, length)
@@ -214,7 +212,7 @@ def _accepts_everything(setup: Setup) -> bool:
 def _mean_rollout(
     configuration: Configuration, setup: Setup, problems: Sequence[Problem]
 ) -> tuple[Tokens | None, str]:
-    """Return the expected numbers of tokens of one rollout, and the source of this estimate."""
+    """Return the expected token usage of one rollout, and the source of this estimate."""
     dataset = _without_slice(configuration["dataset"])
     past = _best_past(configuration, setup.roles)
     if past is not None:
@@ -352,7 +350,7 @@ class Diagnosis:
         return sum(check.status == "fail" for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the numbers of checks by result and all checks, as JSON data."""
+        """Return all checks and the number of checks with each result, as JSON data."""
         counts = {
             status: sum(check.status == status for check in self.checks)
             for status in get_args(Status)

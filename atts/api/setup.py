@@ -128,7 +128,7 @@ def _parsed_risk(text: str) -> tuple[float, float]:
         risk_level = float(risk)
         probability = float(kept) if mark else 0.9
     except ValueError:
-        risk_level = probability = math.nan  # NaN fails the range check below
+        risk_level = probability = math.nan  # a NaN value is refused by the range check below
     if not (0 < risk_level < 1 and 0 < probability < 1):
         raise OptionError("abstain", f"{text!r} is not {_RISK_FORM}")
     return risk_level, probability

@@ -131,9 +131,7 @@ class TuneAdvice:
         return tuple(found)
 
     def _ranges(self) -> list[tuple[int, int, int]]:
-        """Return the first and last load of each range of loads, and the number of tokens to
-        propose in the range.
-        """
+        """Return the first load, last load and number of proposed tokens of each load range."""
         ranges = list[tuple[int, int, int]]()
         before = 0
         for each in self.loads:

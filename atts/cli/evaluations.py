@@ -155,7 +155,7 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
 
 
 def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
-    """Return the lines that a dry run prints for people."""
+    """Return the lines that a dry run prints without --json."""
     output = "new"
     if estimate.done:
         output = (

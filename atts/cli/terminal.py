@@ -58,7 +58,7 @@ class _StderrHandler(logging.Handler):
         try:
             tell(f"atts: {record.getMessage()}")
         except OSError:
-            return  # the program that read standard error has ended
+            return  # the program that was reading our standard error has ended
 
 
 @contextmanager

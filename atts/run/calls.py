@@ -303,7 +303,7 @@ class CallBegun:
     problem: str
     rollout: str  # the rollout's name, which the request passes to the engine as a hint
     stage: CallKind
-    # input tokens: those of the prompt or, for scoring, those of the whole text
+    # number of input tokens: of the prompt, or of the whole text if the call scores a text
     input_tokens: int = 0
     max_tokens: int = 0  # largest number of tokens that the call may write; 0 for scoring
 
@@ -350,9 +350,7 @@ class Listener(Protocol):
     """
 
     def recalled(self, event: Event) -> None:
-        """Handle an event of an earlier session; all such events come in order, before those of
-        this session.
-        """
+        """Handle an event of an earlier session, before any event of this session."""
         ...
 
     def notify(self, event: Notice) -> None:
@@ -445,14 +443,14 @@ class Background:
 
 
 class EscalationCounter:
-    """The numbers of judged and of escalated chunks, for each problem.
+    """The number of judged chunks and the number of escalated chunks of each problem.
 
     `atts.journal.judged` defines which chunks count.
     """
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[int, int]] = {}
-        self.unscored = 0  # chunks of all problems that were judged without a score
+        self.unscored = 0  # number of chunks, over all problems, that were judged without a score
 
     def count(self, decision: Decision, escalated: bool) -> None:
         """Count a judged chunk; `escalated` says if the chunk was really escalated."""
@@ -465,14 +463,12 @@ class EscalationCounter:
         return self._counts.get(problem, (0, 0))
 
     def forget(self, problem: str) -> None:
-        """Drop the counts of a finished problem."""
+        """Drop the numbers of chunks of a finished problem."""
         self._counts.pop(problem, None)
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Return the numbers of escalated and of judged chunks, summed over all problems with
-        counts.
-        """
+        """Return the total number of escalated chunks and the total number of judged chunks."""
         num_escalated = sum(escalated for escalated, _ in self._counts.values())
         num_judged = sum(judged for _, judged in self._counts.values())
         return num_escalated, num_judged
@@ -531,9 +527,7 @@ class RunLengthEstimate(RunLength):
 
     @property
     def share(self) -> float | None:
-        """Return the share of the run's decisions that are still to come; 1 until a rollout has
-        ended.
-        """
+        """Return the estimated share of decisions that remain; 1 until a rollout has ended."""
         if not self._is_known:
             return None
         if not any(self._ended):
@@ -1277,7 +1271,7 @@ class EngineCalls:
         """Return the number of tokens that an earlier session requested in this call, at most as
         many as `request` has.
 
-        The number is 0 if there was no such request, or if recalled calls do not return at once.
+        The number is 0 if no such request was recorded, or if recalled calls do not return at once.
         The recorded request may differ from this request only in its length. The record stays
         available, because the call itself needs it later.
         """

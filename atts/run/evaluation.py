@@ -413,8 +413,7 @@ class RunOptions:
     stop: Stop = field(default_factory=Stop)
     keep: Keep = "lines"
     dataset: str | None = None  # the digest of the problems, needed if they are not a sequence
-    # a task graph that this run shares with other runs; its limits on rollouts and calls hold for
-    # all of them
+    # a task graph shared with other runs; its limits apply to all these runs together
     shared_graph: Graph | None = None
     # whether other runs with the shared graph use the plan's gate as well
     gate: Literal["shared", "own"] = "shared"

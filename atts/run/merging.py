@@ -256,8 +256,7 @@ def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterat
 
     The first entries start all problems, in the order of the dataset.
     """
-    # the numbers of a run's sessions and nodes are shifted, so that they follow those of the run
-    # before
+    # session and node ids are shifted, so that they follow the ids of the previous run
     sessions = 0
     nodes = 0
     for part in parts:
@@ -273,9 +272,7 @@ def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterat
 
 
 def _shifted(event: Event, sessions: int, nodes: int) -> Event:
-    """Return the event with its session and node numbers shifted to unused numbers of the merged
-    run.
-    """
+    """Return the event with its session and node ids shifted to unused ids of the merged run."""
     if isinstance(event, SessionOpened):
         return structs.replace(event, schema=SCHEMA, session=event.session + sessions)
     if isinstance(event, CallSpan):

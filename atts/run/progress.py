@@ -44,7 +44,7 @@ ended.
 Flow = Literal["draft", "target", "scored"]
 """The flows of tokens: written by the draft, written by the target, scored by the target."""
 WINDOW_SECONDS = 15.0
-_ENOUGH = 0.01  # the remaining time is estimated once this share of the work is done
+_ENOUGH = 0.01  # share of the work to finish before the remaining time is estimated
 _REMEMBERED = 512  # largest number of rollouts of this session whose durations are kept
 
 
@@ -80,7 +80,7 @@ class ProgressSnapshot:
     usage: Usage  # usage of finished problems, counted as in the summary of the run
     speeds: Mapping[Flow, float]  # tokens per second of recent calls
     models: Mapping[Literal["draft", "target"], str]
-    seconds: float  # seconds of all sessions together
+    seconds: float  # running time in seconds, summed over all sessions
     left: float | None  # estimated remaining seconds; None until enough work is done
     alarms: int
     failed_calls: int
@@ -231,7 +231,7 @@ class Progress:
         self._over: dict[str, int] = {}
         self._usage: dict[str, Usage] = {}  # usage of finished problems, keyed by problem
         self._incomplete: set[str] = set()  # finished problems with failed rollouts
-        self._lost: dict[str, set[int]] = {}  # sample numbers of failed rollouts, keyed by problem
+        self._lost: dict[str, set[int]] = {}  # sample indices of failed rollouts, keyed by problem
         self._open: set[str] = set()
         self._ended: Counter[str] = Counter()  # number of ended rollouts, keyed by open problem
         self._stages: dict[str, Stage] = {}  # keyed by rollout
@@ -382,7 +382,7 @@ class Progress:
         self._flows = {flow: _Throughput(tokens.total) for flow, tokens in self._flows.items()}
         self._stages.clear()
         self._ended.clear()  # problems that were open are replayed, so they are counted again
-        # problems with failed rollouts run again, so they count as open
+        # a problem with failed rollouts will run again, so it is not finished
         self._open |= self._incomplete
         while self._incomplete:
             problem = self._incomplete.pop()

@@ -201,12 +201,10 @@ class Abstain:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The share of problems that a run with abstention answered, the share of wrong answers, and
-    the guarantee.
-    """
+    """The share of answered problems, the share of wrong answers, and the abstention guarantee."""
 
     share: Estimate
-    wrong: Estimate  # share of wrong answers among the answered and graded problems
+    wrong: Estimate  # share (0 to 1) of wrong answers among the answered and graded problems
     guarantee: str
     voided_by: str
 
@@ -241,7 +239,7 @@ _COARSE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The numbers of a run; accuracies are NaN if no answer was graded.
+    """The statistics of a run; accuracies are NaN if no answer was graded.
 
     `rate` is the share of judged chunks that were escalated; `answers` is the accuracy of the
     votes.
@@ -292,9 +290,7 @@ def summarise(
 
 
 def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
-    """Return the mean over problems of the share of correct rollouts among those that ran to their
-    end.
-    """
+    """Return the share of correct rollouts among the completed rollouts, averaged over problems."""
     # for each problem, the verdicts on its rollouts that ran to their end
     verdicts: list[list[str]] = []
     for problem in graded:
@@ -323,7 +319,7 @@ INTERRUPTED = 130
 
 @dataclass(slots=True)
 class IncompleteTally:
-    """The numbers of failed problems and rollouts, which the next session tries again."""
+    """The number of failed problems and of failed rollouts; the next session runs them again."""
 
     problems: int = 0
     whole: int = 0  # number of problems whose rollouts all failed
@@ -356,7 +352,7 @@ class RunResult:
     status: RunStatus
     problems: tuple[FinishedProblem, ...]
     manifest: Manifest
-    seconds: float  # seconds of all sessions together, on the clock of the run
+    seconds: float  # running time in seconds, summed over all sessions, on the clock of the run
     sessions: int = 1
     directory: Path | None = None
     why: str = ""
@@ -498,7 +494,7 @@ class RunResult:
 
     @property
     def truncation(self) -> Truncation:
-        """Return the numbers of rollouts that a limit cut before their answer.
+        """Return how many rollouts each limit cut before they gave an answer.
 
         The field `warning` is "" unless there are many such rollouts.
         """

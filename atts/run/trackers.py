@@ -379,11 +379,11 @@ class Tracker(Protocol):
         ...
 
     def log(self, points: Sequence[Point]) -> None:
-        """Store the numbers of one or more points; a slow tool gets several points together."""
+        """Store the metrics of one or more points; a slow tool gets several points in one call."""
         ...
 
     def end(self, final: Point, status: str) -> None:
-        """Store the final numbers of the run, and close the run in the tool."""
+        """Store the final metrics of the run, and close the run in the tool."""
         ...
 
 
@@ -658,11 +658,11 @@ class TrackedRun(Background):
 
 @dataclass(slots=True)
 class _ProblemNumbers:
-    """The numbers of one finished problem, which are added to the totals."""
+    """The metrics of one finished problem, which are added to the totals."""
 
     usage: Usage
     verdict: VerdictStatus | None
-    samples_right: float | None  # the share of the problem's rollouts that are correct
+    samples_right: float | None  # share (0 to 1) of the problem's rollouts that are correct
 
 
 class RunningTotals:
@@ -696,7 +696,7 @@ class RunningTotals:
         return len(self._problems)
 
     def add(self, event: object) -> Mapping[str, float] | None:
-        """Count an event; if the event finishes a problem, return the numbers of the problem."""
+        """Count an event; if the event finishes a problem, return the metrics of the problem."""
         for decision, escalated in judged(event):
             self._escalated += escalated
             self._num_judged += 1
@@ -789,7 +789,7 @@ def _setting(manifest: Manifest, name: str) -> object:
 
 
 def final_numbers(result: RunResult) -> dict[str, float]:
-    """Return the final numbers of a run by name, with the ends of their intervals."""
+    """Return the final metrics of a run, keyed by name, with the bounds of their intervals."""
     summary = result.summary
     usage = summary.usage
     values: dict[str, float] = {

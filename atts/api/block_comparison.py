@@ -20,9 +20,7 @@ from atts.run import RunResult
 
 _POLICY = Policy(samples=1, sampling=Sampling(0.0), early_stop="none")
 _ROOM = 2
-"""The token limit of a changed model is this many times the length of the original model's longest
-text.
-"""
+"""Token limit of a changed model, divided by the length of the original model's longest text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ class _Reference:
     model: StoredModel
     words: str  # name of the dataset with the problems
     problems: tuple[Problem, ...]
-    # for each problem: the token ids of the prompt and the model's answer, and the prompt's length
+    # for each problem: token ids of prompt and answer, and number of prompt tokens
     texts: tuple[tuple[TokenIds, int], ...]
     right: tuple[bool, ...]
 

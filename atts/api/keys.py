@@ -75,7 +75,7 @@ class Key:
         converted: Json = math.nan
         with suppress(msgspec.DecodeError):
             converted = _converted(value, self.kind)
-        # NaN marks a failed conversion; a value that is NaN is refused too
+        # NaN means that the conversion failed; NaN itself is not allowed as a value
         if converted != converted:
             raise OptionError(label, f"{value!r} is not {KINDS.get(self.kind, 'a list of texts')}")
         return converted
@@ -155,7 +155,7 @@ def _converted(value: Any, kind: Any) -> Any:
             if value.startswith("."):
                 value = f"0{value}"
             value = value.replace("_", "")
-        if kind is int:  # TOML and the random generators accept no larger integers
+        if kind is int:  # TOML and the random generators accept only 64-bit integers
             kind = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
         return msgspec.convert(value, kind, strict=False)
     if isinstance(value, str) and kind is bool:

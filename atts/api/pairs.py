@@ -81,7 +81,7 @@ class ModelSize:
 
     @property
     def cache_bytes(self) -> int:
-        """Return the bytes of a token in the KV cache, with 16 bits for each number."""
+        """Return the size of one token in a 16-bit KV cache, in bytes."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -190,8 +190,7 @@ USUAL_CARDS = ("rtx4090", "h100", "h200")
 COUNTS = (1, 2, 4, 8)
 # usable fraction of a card's memory; the driver and other programs use the remaining memory
 _USABLE = 0.92
-# gigabytes that a server needs in addition to weights and cache: CUDA context, CUDA graphs and
-# activations
+# memory in gigabytes for the CUDA context, CUDA graphs and activations of a server
 _OVERHEAD = 2.0
 _FP8 = 0.52  # size of weights in FP8, as a fraction of their size in 16 bits
 # number of full rollouts for which a draft gets cache memory if it shares a card with the target
@@ -370,8 +369,9 @@ def _placed(
 
 
 def _least(model: ModelSize, weights: float, context: int, split: int) -> float:
-    """Return the gigabytes of one card that a server needs for weights, overhead and the cache of a
-    few rollouts.
+    """Return the memory that a server needs on each card, in gigabytes.
+
+    The cache has room for a few rollouts.
     """
     return weights / split + _OVERHEAD + _ROLLOUTS * context * model.cache_bytes / split / 1e9
 

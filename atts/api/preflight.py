@@ -43,13 +43,13 @@ _SIGNATURE = "# Written by `atts doctor`"
 _TIGHT_GB = 2.0
 _FULL_GB = 0.2
 _PROBLEM = Problem("doctor", "What is (17 + 25) * 3?")
-_TRIED = 16  # number of tokens that the draft writes to try the target's scoring
+_TRIED = 16  # number of tokens in the draft's chunk that tests the target's scoring
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The number of tokens that the draft writes, and the numbers that the target scores and
-    writes.
+    """The numbers of tokens that are written by the draft, scored by the target and written by the
+    target.
     """
 
     draft: float
@@ -57,7 +57,7 @@ class Tokens:
     target: float
 
     def times(self, factor: float) -> Tokens:
-        """Return these numbers multiplied by a factor."""
+        """Return a copy with all numbers of tokens multiplied by a factor."""
         return Tokens(self.draft * factor, self.scored * factor, self.target * factor)
 
 
@@ -84,8 +84,7 @@ class DryRun:
     warnings: tuple[str, ...] = ()
     # differences between atts's method and its published implementation
     departures: tuple[str, ...] = ()
-    # the accuracy differences that the run can detect; empty if no earlier run of these models was
-    # graded
+    # accuracy differences that the run can detect; empty without an earlier graded run
     power: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -515,7 +514,7 @@ def _local_memory(pair: Pair, setup: Setup, kind: str, here: Sequence[str]) -> C
 
 
 def _cards_here() -> Iterator[tuple[str, float]]:
-    """Yield the kind and gigabytes of every GPU of this machine."""
+    """Yield the kind and the memory in gigabytes of every GPU of this machine."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return
@@ -524,7 +523,7 @@ def _cards_here() -> Iterator[tuple[str, float]]:
     for line in done.stdout.splitlines():
         if not line.strip().isdecimal():
             continue
-        memory = int(line) * 1.048576e-3  # MiB to GB
+        memory = int(line) * 1.048576e-3  # convert MiB to gigabytes
         # Drivers reserve some memory, so a card may report up to 8 % less memory than the
         # specification of its kind.
         fitting = [name for name, size in CARDS.items() if size <= memory * 1.08]

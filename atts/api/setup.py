@@ -221,7 +221,7 @@ class Setup:
         int, "largest number of rollouts in flight at the same time, over all problems"
     ] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
-    # the origin of each value; set by `configure`
+    # origin of each value, such as a file or flag; set by `configure`
     provenance: Mapping[str, Setting] = field(default_factory=dict[str, Setting], repr=False)
 
     def __post_init__(self) -> None:

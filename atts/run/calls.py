@@ -301,7 +301,7 @@ class CallBegun:
     """
 
     problem: str
-    rollout: str  # the rollout's name, which the request passes to the engine as a hint
+    rollout: str  # name of the rollout, which the engine gets as a hint
     stage: CallKind
     # number of input tokens: of the prompt, or of the whole text if the call scores a text
     input_tokens: int = 0
@@ -325,7 +325,7 @@ class RunBegun:
     problems: int | None  # None if the number of problems is not known in advance
     done: int
     samples: int  # largest number of samples of a problem
-    seconds: float  # seconds of earlier sessions
+    seconds: float  # total running time of earlier sessions, in seconds
     draft: str  # name of the model
     target: str
     directory: Path | None
@@ -532,8 +532,8 @@ class RunLengthEstimate(RunLength):
             return None
         if not any(self._ended):
             return 1.0
-        left = 0.0  # decisions that the open rollouts still take
-        to_come = 0.0  # expected further decisions of a rollout that has taken this many
+        left = 0.0  # expected number of remaining decisions of all open rollouts
+        to_come = 0.0  # expected number of further decisions of a rollout
         for place in reversed(range(len(self._there))):
             known = self._went_on[place] + self._ended[place]
             to_come = (1 + to_come) * (self._went_on[place] / known if known else 1.0)
@@ -591,9 +591,7 @@ class ProblemsLeft(RunLengthEstimate):
 
     @property
     def share(self) -> float | None:
-        """Return the share of problems without a decision; None if the number of problems is
-        unknown.
-        """
+        """Return the share (0 to 1) of undecided problems, or None if the total is unknown."""
         if not self._problems:
             return None
         return max(1, self._problems - self._made) / self._problems
@@ -820,7 +818,7 @@ class RecordedPlanner:
         self._log = log
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the recorded plan or, without one, the plan of the real planner."""
+        """Return the recorded plan if there is one, and otherwise the plan of the real planner."""
         recorded = self._log.recorded
         if recorded.combine_plan is None:
             recorded.combine_plan = self._planner.plan(kind, share, answers)
@@ -847,7 +845,7 @@ class RecordedGate:
         return decision
 
     def preview(self, features: Features) -> Decision:
-        """Return the recorded preview or, without one, the preview of the real gate."""
+        """Return the recorded preview if there is one, and otherwise the real gate's preview."""
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
             return self._recall(calls)
@@ -867,7 +865,7 @@ class RecordedGate:
         return decision
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return the recorded decision or, without one, the decision of the real gate."""
+        """Return the recorded decision if there is one, and otherwise the real gate's decision."""
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided):
             return self._recall(calls)
@@ -935,7 +933,7 @@ OnUnscored = Literal["stop", "escalate"]
 continues and the target rewrites these chunks.
 """
 
-# the run stops after this many calls in a row without a usable score; every call is retried first
+# number of consecutive calls without a usable score (after retries) that stops the run
 IN_A_ROW = 12
 _PROBE_TEXT = "2 + 2 = 4, so the answer is 4."
 _ADVICE = (
@@ -945,7 +943,7 @@ _ADVICE = (
 )
 
 
-_LOOKS = 4  # within the time limit of a call, the engine's progress is checked this many times
+_LOOKS = 4  # number of checks of the engine's progress within the time limit of a call
 
 Request = TypeVar("Request", SampleRequest, ScoreRequest)
 Result = TypeVar("Result", Completion, Scores)
@@ -958,7 +956,7 @@ class _Call(Generic[Request, Result]):
 
     kind: CallKind
     request: Request
-    key: str  # a key computed from the request's content, so a repeated request has the same key
+    key: str  # key computed from the request's content; equal requests have equal keys
     ask: Callable[[Request], Awaitable[Result]]
     check: Callable[[Result, Request, EngineSpec], None]
     seconds: float = 0.0
@@ -987,18 +985,17 @@ class Deadlines:
         self.scopes = set[anyio.CancelScope]()  # cancel scopes of the calls in flight
         self._engine = stepping(engine)
         self.are_moving = self._engine is not None
-        # the missing thing that the error for a late call names
+        # the event for which a late call waited, as its error message names it
         self.awaited = "step" if self.are_moving else "answer"
 
     async def keep(self) -> None:
-        """Move the deadlines of all calls whenever the engine has made steps; the engine must count
-        its steps.
+        """Postpone the deadlines of all calls in flight each time the engine completes steps.
 
         One task watches all calls, because a task for each call would cost more than the call
         itself.
         """
         assert self._engine is not None, "`are_moving` says whether there is anything to do"
-        steps: int | None = None  # number of steps at the last check
+        steps: int | None = None  # number of engine steps at the last check
         while True:
             await anyio.sleep(self.seconds / _LOOKS)
             if not self.scopes:
@@ -1122,7 +1119,7 @@ class EngineCalls:
             raise
 
     async def _recall_or_ask(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
-        """Return the recorded result of the call; without a record, make the call."""
+        """Return the recorded result of the call; make the call if no result is recorded."""
         recorded = log.recorded.calls.get(call.key) if self.has_recorded_calls else None
         if not recorded:
             if log.stop.asked:
@@ -1527,7 +1524,7 @@ class UnscoredWatch:
 
     def __init__(self, reaction: OnUnscored) -> None:
         self._reaction = reaction
-        self.in_a_row = 0  # every usable score sets this count back to 0
+        self.in_a_row = 0  # number of consecutive calls without a usable score
         self._asking = anyio.Lock()
         self._diagnosis: str | None = None
 
@@ -1550,7 +1547,7 @@ class UnscoredWatch:
 
 
 async def _diagnosed(engine: Engine) -> str:
-    """Ask the engine to score a fixed sentence, and return a text on the result."""
+    """Ask the engine to score a fixed sentence, and return a description of the outcome."""
     first, *rest = engine.tokenizer.encode(_PROBE_TEXT)
     request = ScoreRequest((first,), tuple(rest))
     try:

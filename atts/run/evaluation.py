@@ -136,7 +136,7 @@ may take long.
 
 
 def _nothing_kept(problem: str) -> None:
-    """Do nothing, because the gate does not store data of single problems."""
+    """Do nothing; for gates that store no data about single problems."""
 
 
 _WORDS: Mapping[str, VerdictStatus] = {
@@ -181,10 +181,10 @@ class RunSpec:
     retries: graph.RetryPolicy = graph.RetryPolicy()
     pipeline: Pipeline = solve
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
-    # settings as the user gave them; they are only shown to people
+    # the settings as the user gave them, only for display
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     recall: RecallTiming = "instant"
-    # a function that returns the alarms so far, such as a calibrator's events
+    # a function that returns the drift alarms raised so far
     alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]
     # a function that is called with each finished problem, for example a calibrator's `forget`
     on_problem_done: Callable[[str], object] = _nothing_kept
@@ -592,8 +592,8 @@ class _Run:
         self._unfinished = 0
         self._missing = IncompleteTally()
         self._comparing = SequentialComparison(plan.stop_when, state, self._recorder.record)
-        self._limit = ""  # the name of the cap that ended the run
-        self._taken = 0  # number of problems that this session started to solve
+        self._limit = ""  # name of the cap that ended the run
+        self._taken = 0  # number of problems that were started in this session
         # says if some or all problems of the dataset have been read
         self._seen: Literal["some", "all"] = "some"
 

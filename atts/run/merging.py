@@ -161,9 +161,7 @@ def _part(directory: Path) -> MergedPart:
 
 
 def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
-    """Return the runs: shards in the order of their numbers, other runs as given. Check that no
-    shard is missing.
-    """
+    """Return the runs with shards sorted by number, and check that no shard is missing."""
     shards = [part.shard for part in parts if part.shard is not None]
     if not shards:
         return parts

@@ -1,4 +1,4 @@
-"""The progress of a run: a listener that counts the run's events, and snapshots of its counts."""
+"""The progress of a run: a listener that counts events, and snapshots of its statistics."""
 
 from __future__ import annotations
 

@@ -416,7 +416,7 @@ class _ZooModel(NamedTuple):
     """The model that the address of a zoo engine names."""
 
     folder: str  # the folder of the model, or of its lossy replacement
-    settings: str  # the settings that a local engine reads
+    settings: str  # settings in the address that are meant for the local engine
     loss: str  # description of the replacement's loss, for the log
     replicas: int
 

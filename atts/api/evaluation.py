@@ -144,7 +144,7 @@ def comparison_setting(comparison: StopWhen) -> dict[str, Setting]:
     }
 
 
-_IN_A_HURRY = 5.0  # seconds that trackers get to finish after an error or a second Ctrl-C
+_IN_A_HURRY = 5.0  # time in seconds that trackers have to finish after an error or a second Ctrl-C
 _REMEMBERED = 10_000  # largest number of different questions whose repetitions a session counts
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -439,7 +439,8 @@ class Session:
         self._is_closed = False
         # for each of the latest questions, the number of times it was asked
         self._asked = OrderedDict[str, int]()
-        self._forgotten = 0  # the largest count of all questions that were removed from `_asked`
+        # the largest count of a question that was removed from `_asked`
+        self._forgotten = 0
 
     async def solve(
         self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None

@@ -468,7 +468,7 @@ sweep_sync = sync(sweep)
 
 
 SCORES = ("mean", "worst", "speculative", "draft", "rating", "verdict")
-"""The kinds of score that a pilot tries with the gate of method `atts`."""
+"""The kinds of score that a pilot tests with the gate of method `atts`."""
 PILOT = {"limit": 40, "samples": 4, "early_stop": "none"}
 """The settings that a pilot uses unless the user sets them."""
 

@@ -34,7 +34,7 @@ class LoadTiming:
     """The measurements of a server that had `load` requests in flight."""
 
     load: int
-    tokens: int  # number of tokens in all replies together
+    tokens: int  # total number of tokens in all replies
     seconds: float
     drafted: DraftCounts | None  # None if the server proposes no tokens, or does not count them
 
@@ -58,7 +58,7 @@ class LoadTiming:
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds of one step; all requests take part in every step."""
+        """Return the mean duration of a step in seconds; every step serves all requests."""
         return self.seconds * self.load / self.steps
 
 
@@ -73,7 +73,7 @@ class LoadAdvice:
     measured: float  # tokens per second
     # tokens per second with the current settings, predicted from step costs and acceptance
     forecast: float
-    length: int  # the number of proposed tokens with the best prediction; 0: propose nothing
+    length: int  # number of proposed tokens with the highest predicted speed; 0: propose nothing
     best: float  # predicted tokens per second if `length` tokens are proposed
     plain: float  # predicted tokens per second without proposals
 
@@ -250,7 +250,8 @@ def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> T
     curve = costs.curve(_STEPS)
     assert curve is not None, "something was timed"
     shares = np.concatenate([[1.0], survival.acceptance([0])[0]])
-    expected = shares.cumsum()  # expected tokens of a step for each number of proposed tokens
+    # expected number of tokens that a step writes, for each number of proposed tokens
+    expected = shares.cumsum()
 
     def goodput(load: int, length: float) -> float:
         tokens = float(np.interp(length, np.arange(most + 1), expected))
@@ -263,8 +264,7 @@ def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> T
         plain = goodput(load, 0)
         best = 0
         if has_proposed:
-            # If several numbers of tokens have equally good predictions, choose the smallest
-            # number.
+            # If several proposal lengths have the same predicted speed, choose the shortest.
             best = max(range(most + 1), key=lambda length: (goodput(load, length), -length))
             if goodput(load, best) < (1 + _MARGIN) * plain:
                 best = 0

@@ -573,7 +573,7 @@ def _replay_accuracy(side: ReplaySide) -> str:
 
 
 def _off_policy_lines(replayed: Replay) -> Iterator[str]:
-    """Yield notes on the numbers that the recorded run does not determine."""
+    """Yield notes on results that the recorded run does not determine."""
     if replayed.off_policy > 0:
         yield (
             f"{100 * replayed.off_policy:.1f} % of the rollouts leave the recorded path, "
@@ -706,7 +706,7 @@ def _best_lines(advice: Advice) -> list[str]:
 
 
 def _option_lines(options: Sequence[Option]) -> Iterator[str]:
-    """Yield a table of options, with a column of dollars if any are known."""
+    """Yield a table of options, with their cost in dollars if a price is known."""
     has_prices = any(option.dollars is not None for option in options)
     costs = ("target tokens", "all tokens", "seconds", *(("dollars",) if has_prices else ()))
     yield _option_columns(("method", "rate", "samples", "turns", *costs, "accuracy"))

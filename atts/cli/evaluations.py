@@ -318,7 +318,7 @@ def _escalated(result: RunResult, configuration: Configuration) -> str:
 
 
 def _answered_by(result: RunResult) -> str:
-    """Return a text on how the answers were chosen from the rollouts."""
+    """Describe how the answers were chosen from the rollouts."""
     if result.combined is None:
         return "majority vote of each problem's rollouts"
     return "vote of each problem's rollouts; the target decided if the vote was split"
@@ -359,9 +359,7 @@ def _by_benchmark_names(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _abstained(result: RunResult) -> list[tuple[str, str]]:
-    """Return the rows on abstention: the share of answers, the share of wrong answers, and the
-    guarantee.
-    """
+    """Return table rows on abstention: the answered share, the wrong share and the guarantee."""
     answered = result.answered
     if answered is None:
         return []

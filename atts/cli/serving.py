@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from atts.api import Setup
 
 KEY_VARIABLE = "ATTS_SERVE_KEY"
-_PAGE_SECONDS = 10  # seconds to wait until a server sends its page
+_PAGE_SECONDS = 10  # time limit in seconds for a server to send its page
 _LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 

@@ -76,12 +76,12 @@ class ProgressSnapshot:
     nominal: float | None
     accuracy: Estimate
     graded: int
-    tokens: Mapping[Flow, int]  # tokens of ended calls, by flow of tokens
+    tokens: Mapping[Flow, int]  # number of tokens of ended calls, keyed by flow
     usage: Usage  # usage of finished problems, counted as in the summary of the run
-    speeds: Mapping[Flow, float]  # tokens per second of recent calls
+    speeds: Mapping[Flow, float]  # tokens per second, measured over recent calls
     models: Mapping[Literal["draft", "target"], str]
     seconds: float  # running time in seconds, summed over all sessions
-    left: float | None  # estimated remaining seconds; None until enough work is done
+    left: float | None  # estimated remaining time in seconds; None until enough work is done
     alarms: int
     failed_calls: int
     awaited: Mapping[Role, int]  # number of calls that wait for a lost engine, keyed by role
@@ -109,7 +109,7 @@ class ProgressSnapshot:
 
 
 class _Ended(NamedTuple):
-    """A call that ended: its time, its tokens and its duration."""
+    """A call that ended: its end time, its number of tokens and its duration."""
 
     moment: float
     tokens: int
@@ -190,7 +190,7 @@ class _Durations:
             if has_ended:
                 share *= 1 - 1 / (len(times) - number)
                 steps.append((seconds, share))
-        # for each time, the area below the curve from this time to the end
+        # area under the survival curve from each time to its end
         areas = [share * last] * len(steps)
         until = last
         area = share * last
@@ -233,7 +233,7 @@ class Progress:
         self._incomplete: set[str] = set()  # finished problems with failed rollouts
         self._lost: dict[str, set[int]] = {}  # sample indices of failed rollouts, keyed by problem
         self._open: set[str] = set()
-        self._ended: Counter[str] = Counter()  # number of ended rollouts, keyed by open problem
+        self._ended: Counter[str] = Counter()  # number of ended rollouts of each open problem
         self._stages: dict[str, Stage] = {}  # keyed by rollout
         self._escalations = EscalationCounter()
         self._graded: dict[str, bool | None] = {}

@@ -262,7 +262,7 @@ class Summary:
         return self.usage.target_share
 
     def as_json(self) -> dict[str, Any]:
-        """Return the summary as data for strict JSON."""
+        """Return the summary as a dictionary for JSON."""
         estimates = {
             name: getattr(self, name).as_json() for name in ("answers", "samples_right", "rate")
         }
@@ -365,7 +365,7 @@ class RunResult:
 
     @cached_property
     def summary(self) -> Summary:
-        """Return the summary of the run's numbers."""
+        """Return the statistics of the finished problems."""
         return summarise(self.problems, self.seconds, self.truncation)
 
     @property
@@ -422,7 +422,7 @@ class RunResult:
 
     @cached_property
     def combined(self) -> CombineSummary | None:
-        """Return the effect of selection or synthesis on split votes; None if only votes decided."""
+        """Return how selection or synthesis changed split votes; None if only votes decided."""
         return summarise_combinations(self.problems)
 
     @property

@@ -1,4 +1,4 @@
-"""Listeners that send a run's settings and numbers to other tools.
+"""Listeners that send a run's settings and metrics to other tools.
 
 `TracedRun` makes OpenTelemetry spans: one for each problem, rollout and engine call. `TrackedRun`
 sends numbers to an experiment tracker.
@@ -101,7 +101,7 @@ class TracedRun(Background):
         self._tracer = provider.get_tracer("atts")
         # context with the current span of the program when it started this run
         self._outside = context.get_current()
-        self._offset = 0.0  # seconds to add to a time on the event loop's clock to get Unix time
+        self._offset = 0.0  # Unix time minus the time of the event loop's clock, in seconds
         self._run: dict[str, Any] = {}  # attributes that the span of every problem gets
         # names of providers for the spans of calls, keyed by role
         self._providers: dict[str, str] = {}
@@ -370,9 +370,7 @@ Point = tuple[int, Mapping[str, float]]
 
 
 class Tracker(Protocol):
-    """A tool that stores a run's numbers; its methods are called from one thread, in the order
-    below.
-    """
+    """A tool that stores a run's metrics; one thread calls its methods in the order below."""
 
     def begin(self, run: RunDescription) -> None:
         """Open a new run in the tool, or continue the run of an earlier session."""
@@ -477,7 +475,7 @@ class Mlflow:
             self._client.log_batch(self._run, metrics=metrics[begin : begin + _MLFLOW_METRICS])
 
     def end(self, final: Point, status: str) -> None:
-        """Send the final numbers and the status of the run to MLflow."""
+        """Send the final metrics and the status of the run to MLflow."""
         self.log([final])
         self._client.set_tag(self._run, "atts.status", status)
         self._client.set_terminated(self._run, _MLFLOW_STATUS.get(status, "FAILED"))
@@ -526,7 +524,7 @@ class TensorBoard:
         self._writer.flush()
 
     def end(self, final: Point, status: str) -> None:
-        """Write the final numbers and the status of the run."""
+        """Write the final metrics and the status of the run."""
         self.log([final])
         self._writer.add_text("status", status, final[0])
         self._writer.close()
@@ -565,7 +563,7 @@ class Trackio:
             self._run.log(dict(values), step=step)
 
     def end(self, final: Point, status: str) -> None:
-        """Send the final numbers, and finish the run in Trackio."""
+        """Send the final metrics, and finish the run in Trackio."""
         step, values = final
         self._run.log({**values, "status": status}, step=step)
         with contextlib.redirect_stdout(sys.stderr):
@@ -590,7 +588,7 @@ class TrackedRun(Background):
         super().__init__(name)
         self._tracker = tracker
         self._totals = RunningTotals()
-        self._points: list[Point] = []  # points that the thread has not sent yet
+        self._points: list[Point] = []  # points that are not sent yet
         self._lock = threading.Lock()
         self._begun_at = 0.0
         self._earlier_seconds = 0.0
@@ -604,7 +602,7 @@ class TrackedRun(Background):
         self._totals.add(event)
 
     def hear(self, event: Notice) -> None:
-        """Count an event; if the event ends a problem, send the run's numbers as a point."""
+        """Count an event; if the event ends a problem, send the run's metrics as a point."""
         match event:
             case RunBegun():
                 self._begin(event)
@@ -713,7 +711,7 @@ class RunningTotals:
         return None
 
     def numbers(self) -> dict[str, float]:
-        """Return the run's numbers so far by name, without numbers that are not known yet."""
+        """Return the known metrics of the run so far, keyed by name."""
         values: dict[str, float] = {"problems": self.problems, **self._tokens}
         if self._graded:
             values["accuracy"] = self._correct / self._graded

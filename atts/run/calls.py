@@ -527,13 +527,16 @@ class RunLengthEstimate(RunLength):
 
     @property
     def share(self) -> float | None:
-        """Return the estimated share of decisions that remain; 1 until a rollout has ended."""
+        """Return the estimated share (0 to 1) of decisions that remain.
+
+        The share is 1 until a rollout has ended, and None if the number of rollouts is unknown.
+        """
         if not self._is_known:
             return None
         if not any(self._ended):
             return 1.0
         left = 0.0  # expected number of remaining decisions of all open rollouts
-        to_come = 0.0  # expected number of further decisions of a rollout
+        to_come = 0.0  # expected number of further decisions of a rollout with `place` decisions
         for place in reversed(range(len(self._there))):
             known = self._went_on[place] + self._ended[place]
             to_come = (1 + to_come) * (self._went_on[place] / known if known else 1.0)

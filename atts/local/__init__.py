@@ -1,4 +1,4 @@
-"""The local engine, which runs models on this machine. All requests share the model's steps and one
+"""The local engine, which runs models on this machine; all requests share the model's steps and one
 prefix cache.
 """
 

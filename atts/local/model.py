@@ -1,5 +1,5 @@
-"""The forward pass in torch, for any device and any number type. All other kernels are compared
-with it.
+"""The forward pass in torch for any device and number type, with which all other kernels are
+compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The torch model on a GPU. It uses the paged attention kernel if the kernel passes a comparison
+"""The torch model on a GPU; it uses the paged attention kernel if the kernel passes a comparison
 with gathered attention.
 """
 

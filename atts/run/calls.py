@@ -992,7 +992,7 @@ class Deadlines:
         self.awaited = "step" if self.are_moving else "answer"
 
     async def keep(self) -> None:
-        """Postpone the deadlines of all calls in flight each time the engine completes steps.
+        """Move the deadlines of all calls in flight each time the engine completes steps.
 
         One task watches all calls, because a task for each call would cost more than the call
         itself.

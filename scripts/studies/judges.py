@@ -429,8 +429,9 @@ async def record(
     experiments: int,
 ) -> None:
     """Record these problems, or the missing parts of their records, several problems at the same
-    time.
+    time. Each problem is saved as soon as it is complete.
     """
+    trim(path)
     recorded: dict[str, list[dict[str, Any]]] = {}
     for entry in read(path):
         recorded.setdefault(entry["problem"], []).append(entry)
@@ -441,20 +442,46 @@ async def record(
     ):
         recorder = Recorder(small, large, is_whole, experiments)
 
-        async def records(problem: Problem) -> list[dict[str, Any]]:
+        await record_all(recorder, path, wanted, recorded)
+
+
+async def record_all(
+    recorder: Recorder,
+    path: Path,
+    wanted: Sequence[Problem],
+    recorded: Mapping[str, Sequence[dict[str, Any]]],
+) -> None:
+    """Record what these problems lack, `PROBLEMS_AT_ONCE` of them at a time."""
+    limiter = anyio.CapacityLimiter(PROBLEMS_AT_ONCE)
+    number = 0
+
+    async def save(problem: Problem) -> None:
+        async with limiter:
+            nonlocal number
             before = recorded.get(problem.id)
             if before is None:
-                return await recorder.records(problem)
-            return await recorder.missing(problem, before)
+                made = await recorder.records(problem)
+            else:
+                made = await recorder.missing(problem, before)
+            append(path, [*made, {"kind": "complete", "problem": problem.id}])
+            number += 1
+            say(f"bank: {number} of {len(wanted)} problems recorded")
 
-        for begin in range(0, len(wanted), PROBLEMS_AT_ONCE):
-            some = wanted[begin : begin + PROBLEMS_AT_ONCE]
-            answers = await collect([partial(records, problem) for problem in some])
-            lines: list[dict[str, Any]] = []
-            for problem, made in zip(some, answers, strict=True):
-                lines += [*made, {"kind": "complete", "problem": problem.id}]
-            append(path, lines)
-            say(f"bank: {begin + len(some)} of {len(wanted)} problems recorded")
+    await collect([partial(save, problem) for problem in wanted])
+
+
+def trim(path: Path) -> None:
+    """Cut everything after the last complete problem off the file, because a kill may have left
+    part of a problem or of a line there.
+    """
+    if not path.exists():
+        return
+    end = 0
+    with path.open("rb+") as file:
+        while line := file.readline():
+            if line.endswith(b"\n") and json.loads(line)["kind"] == "complete":
+                end = file.tell()
+        file.truncate(end)
 
 
 def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -506,7 +533,9 @@ def begin_bank(
     path = out / "bank.jsonl"
     wanted = problems()[:limit]
     parts = split([problem.id for problem in wanted])
-    text = json.dumps({"development": parts.development, "confirmation": parts.confirmation})
+    order = [problem.id for problem in wanted]
+    halves = {"development": parts.development, "confirmation": parts.confirmation}
+    text = json.dumps({"order": order, **halves})
     (out / "split.json").write_text(text, encoding="utf-8")
     if half is not None:
         wanted = [problem for problem in wanted if problem.id in getattr(parts, half)]
@@ -1495,10 +1524,14 @@ def bank_tables() -> list[Table]:
         )
         return []
     parts = json.loads((folder / "split.json").read_text(encoding="utf-8"))
-    first = whole[:CHOSEN_ON]
-    later = whole[CHOSEN_ON:]
+    # problems end in any order; banks of earlier versions were recorded in the order of the list
+    order = parts.get("order", [problem.name for problem in whole])
+    whole.sort(key=lambda problem: order.index(problem.name))
+    first = [problem for problem in whole if problem.name in order[:CHOSEN_ON]]
+    later = [problem for problem in whole if problem.name in order[CHOSEN_ON:]]
     problems = [problem for problem in first if problem.name in parts["development"]]
-    fresh = [problem for problem in first[LOOKED_AT:] if problem.name in parts["confirmation"]]
+    confirming = set(parts["confirmation"]) & set(order[LOOKED_AT:])
+    fresh = [problem for problem in first if problem.name in confirming]
     tables = [
         base_rates(whole),
         mean_takeovers_table(first),

@@ -75,6 +75,67 @@ def test_a_problem_that_a_kill_cut_is_recorded_again(recorded: Path, tmp_path: P
     assert kept == set(complete[:-1])
 
 
+def test_what_a_kill_left_of_a_problem_is_cut_off(recorded: Path, tmp_path: Path) -> None:
+    """Records that follow a torn line can be read, and no record of the torn problem is left."""
+    text = recorded.read_text(encoding="utf-8")
+    torn = tmp_path / "bank.jsonl"
+    torn.write_text(text[:-200], encoding="utf-8")
+    judges.trim(torn)
+    last = judges.load(recorded)[-1].name
+    again = [json.loads(line) for line in text.splitlines() if json.loads(line)["problem"] == last]
+    judges.append(torn, again)
+    assert torn.read_text(encoding="utf-8") == text
+    judges.trim(torn)
+    assert torn.read_text(encoding="utf-8") == text
+    judges.trim(tmp_path / "missing.jsonl")
+
+
+def test_a_problem_is_saved_as_soon_as_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a recording ends with an error or a kill, only the problems in flight are lost."""
+    monkeypatch.setattr(judges, "PROBLEMS_AT_ONCE", 1)
+    path = tmp_path / "bank.jsonl"
+    problems = toy_problems(4, 5)
+
+    class Failing:
+        async def records(self, problem: Any) -> list[dict[str, Any]]:
+            if problem is problems[2]:
+                raise RuntimeError("lost")
+            return [{"kind": "draft", "problem": problem.id, "sample": 0}]
+
+    with pytest.raises(RuntimeError, match="lost"):
+        run_virtual(partial(judges.record_all, Failing(), path, problems, {}))
+    saved = [problem.name for problem in judges.load(path)]
+    assert saved[:2] == [one.id for one in problems[:2]]
+    assert problems[2].id not in saved
+
+
+def test_a_bank_is_read_in_the_order_of_its_list(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Problems are recorded in any order, but the tables treat the same problems as the first."""
+    names = [problem.name for problem in judges.load(recorded)]
+    folder = tmp_path / "bank"
+    folder.mkdir()
+    lines = recorded.read_text(encoding="utf-8").splitlines(keepends=True)
+    by_name = {
+        name: [line for line in lines if json.loads(line)["problem"] == name] for name in names
+    }
+    shuffled = "".join(line for name in reversed(names) for line in by_name[name])
+    (folder / "bank.jsonl").write_text(shuffled, encoding="utf-8")
+    split = json.loads(recorded.with_name("split.json").read_text(encoding="utf-8"))
+    text = json.dumps({**split, "order": names})
+    (folder / "split.json").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(judges, "LOOKED_AT", 0)
+    monkeypatch.setattr(judges, "RESAMPLES", 50)
+    tables = []
+    for bank in (recorded.parent, folder):
+        monkeypatch.setenv("ATTS_BANK", str(bank))
+        tables.append([table.rows for table in judges.study(harness.Options())])
+    assert tables[0] == tables[1]
+
+
 @pytest.mark.parametrize("lacks", ["entropies", "everything but the rollouts", "experiments"])
 def test_a_bank_of_an_earlier_version_gets_what_it_lacks(
     recorded: Path, tmp_path: Path, lacks: str

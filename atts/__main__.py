@@ -4,14 +4,15 @@ import gc
 import signal
 import sys
 
-# number of new objects between two garbage collections. With Python's default of 700 and thousands
-# of calls in flight, collections would take a third of the time.
+# Number of new objects after which Python collects garbage. With Python's default of 700 and
+# thousands of engine calls running, garbage collection would take a third of the time.
 _COLLECT_AFTER = 20_000
 
 
 def main() -> None:
-    """Run the command line of this process, and exit with the exit code of the command. Modules in
-    the current directory are never imported.
+    """Run the command line, and exit with the exit code of the command.
+
+    The current directory is removed from the import path, so its modules are never imported.
     """
     from atts.concurrency import import_path
 
@@ -20,7 +21,7 @@ def main() -> None:
 
     gc.set_threshold(_COLLECT_AFTER, 10, 10)
     code = run()
-    # ignore Ctrl-C from here on, because it could only change the exit code
+    # from here on, Ctrl-C could only change the exit code, so ignore it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 

@@ -33,12 +33,14 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import current_token
 
 import_lock = threading.RLock()
-"""Hold this lock while importing transformers or torch, and during a first call that imports more
-of their modules.
+"""A lock to hold while importing transformers or torch.
 
-Both libraries fill their lazy modules without a lock, so a second thread can see a module that is
-only half loaded. Take the lock inside functions only: a module that takes it at import time
-deadlocks with the thread that is importing that module.
+Hold the lock also during a first call that imports more modules of these libraries. Both libraries
+load parts of their modules on first use, without a lock of their own. A second thread could
+therefore see a module that is only half loaded.
+
+Take the lock inside functions only. A module that takes the lock at import time deadlocks with the
+thread that is importing that module.
 """
 
 
@@ -81,8 +83,8 @@ def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the most important error of an exception group, with the other errors attached as
     notes.
 
-    An interrupt (such as KeyboardInterrupt) ranks before a failure, an earlier error before a later
-    one, and cancellations rank last.
+    Interrupts such as KeyboardInterrupt are the most important, then failures, then cancellations.
+    Among errors of the same importance, the first one is returned.
 
     >>> str(first_error(BaseExceptionGroup("", [ValueError("a"), ExceptionGroup("", [KeyError("b")])])))
     'a'
@@ -144,11 +146,12 @@ async def background(
 
 
 def backoff(attempt: int, first: float, *, longest: float = math.inf, salt: int = 0) -> float:
-    """Return the seconds to wait after failed attempt number `attempt` (counted from 1).
+    """Return the seconds to wait before the next attempt; `attempt` is the number of the failed
+    attempt, counted from 1.
 
-    The wait doubles with each attempt, up to `longest`. A pseudo-random factor between 0.75 and
-    1.25 multiplies the wait. The factor depends on `salt`, so callers that failed together do not
-    retry together, and a rerun waits equally long.
+    The wait doubles with each attempt, up to `longest`, and is multiplied by a pseudo-random factor
+    between 0.75 and 1.25. The factor depends on `salt`, so callers that failed together do not
+    retry together. A rerun waits equally long.
 
     >>> [round(backoff(attempt, 0.5, longest=1.0, salt=3), 2) for attempt in (1, 2, 3)]
     [0.59, 1.18, 1.18]
@@ -174,7 +177,8 @@ def clock() -> Callable[[], float]:
     """
     anyio.current_time()  # raises NoEventLoopError if no event loop is running
     try:
-        # None in trio's guest mode, because the host loop and trio have different clocks
+        # `current_task` returns None in trio's guest mode, where the two loops have different
+        # clocks
         if asyncio.current_task() is not None:
             return asyncio.get_running_loop().time
     except RuntimeError:
@@ -214,8 +218,8 @@ class _Waiter:
 
 
 class SlotQueue:
-    """A semaphore with a number of slots and a number of tokens, and one queue per priority; None
-    means unlimited.
+    """A semaphore that limits both slots and tokens, with a queue of waiting tasks for each
+    priority. A limit of None means unlimited.
 
     Requests with lower priority numbers are served first. Requests of one priority are served in
     the order of their arrival. A request never overtakes a larger request at the head of its queue,
@@ -232,12 +236,12 @@ class SlotQueue:
         self.free_slots: float = math.inf if slots is None else slots
         self.free_tokens: float = math.inf if tokens is None else tokens
         self._event: Callable[[], anyio.Event] = anyio.Event
-        # queues of waiting tasks, keyed by priority; an empty queue is removed
+        # queues of waiting tasks, keyed by priority; a queue is removed when it becomes empty
         self._lanes: dict[int, deque[_Waiter]] = {}
         self._priorities: list[int] = []  # sorted priorities of the queues that are not empty
 
     def enter_loop(self) -> None:
-        """Remember the running loop's event class: finding this class takes most of the time of
+        """Store the event class of the running loop. Finding this class takes most of the time of
         `anyio.Event()`.
         """
         self._event = type(anyio.Event())
@@ -269,7 +273,7 @@ class SlotQueue:
         self._grant()
 
     def take_nowait(self, tokens: int = 0) -> bool:
-        """Take a slot and `tokens` tokens if they are free and no task waits; return True if they
+        """Take a slot and `tokens` tokens if they are free and no task waits. Return True if they
         were taken.
         """
         if self._lanes or self.free_slots < 1 or self.free_tokens < tokens:
@@ -297,7 +301,8 @@ class SlotQueue:
         except BaseException:
             if (
                 waiter.state == "granted"
-                # granted and cancelled in the same step of the loop: pass the slot on
+                # The request was granted and cancelled in the same step of the loop, so its slot
+                # and tokens must be given back.
             ):
                 self.give(tokens)
             else:
@@ -310,9 +315,7 @@ class SlotQueue:
         raise ValueError(f"{tokens} tokens were requested, but the limit is {self.tokens} tokens")
 
     def give(self, tokens: int = 0) -> None:
-        """Give back a slot and its tokens; waiting tasks that now fit get them before this call
-        returns.
-        """
+        """Give back a slot and its tokens, and grant the waiting requests that now fit."""
         # a slot that is given back twice would silently raise the limit forever
         assert self.slots is None or self.free_slots < self.slots, (
             "a slot must be taken before it is given back"
@@ -339,12 +342,13 @@ class SlotQueue:
 
 
 _PARENT_SECONDS = 0.25
-"""Seconds between two checks by a child process that its parent still runs."""
+"""Seconds between two checks in which a child process tests whether its parent still runs."""
 _DEATH_SIGNAL = 1
-"""The number of the prctl option PR_SET_PDEATHSIG on Linux.
+"""The number of the Linux prctl option PR_SET_PDEATHSIG, which requests a signal at the parent's
+end.
 
-Linux sends the signal of this option when the *thread* that started the child ends, so the signal
-must be harmless.
+Linux sends the signal when the *thread* that started the child ends, even if the parent process
+still runs. So the signal must be harmless.
 """
 _START = """\
 import json, runpy, sys
@@ -376,7 +380,7 @@ def import_path() -> list[str]:
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:
         current = os.path.realpath(os.getcwd())
-    except FileNotFoundError:  # no current directory, because it was deleted
+    except FileNotFoundError:  # the current directory was deleted
         current = ""
     kept = list[str]()
     for entry in sys.path:
@@ -393,9 +397,12 @@ def usable_cores() -> int:
 
 
 def end_with(parent: int) -> None:
-    """Start a thread that kills this process and its children when process `parent` has ended."""
+    """Start a thread that kills this process and its children after the process with id `parent`
+    has ended.
+    """
     if sys.platform == "linux":
-        # a stopped child cannot check for its parent, so SIGCONT wakes the child up
+        # SIGCONT wakes a stopped child, because a stopped child cannot check whether its parent
+        # still runs
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGCONT)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 

@@ -21,18 +21,20 @@ TurnKey = tuple[str, int, int]
 """The key of a turn in a run: problem, sample and turn."""
 Action = Literal["accept", "verify", "escalate"]
 Origin = Literal["gate", "forced", "warm-up", "budget", "certificate", "recalled"]
-"""The reason for a gate's decision or the rule that made it.
+"""The rule that made a gate's decision.
 
-"gate": the gate's rule decided. "forced": the score is missing. "warm-up": scores are stored, but
-nothing is escalated yet. "budget": the cap on escalations is used up. "certificate": the gate of a
-certified policy decided. "recalled": the decision was read from an earlier session of the same run.
+"gate": the gate's own rule decided. "forced": the score is missing. "warm-up": the gate still
+collects scores, and takes the same action for every chunk. "budget": the cap on escalations is
+reached. "certificate": the gate of a certified policy decided. "recalled": the decision was read
+from an earlier session of the same run.
 """
 AnswerKind = Literal["math", "choice", "text", "code"]
 Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "failed"]
 """The reason why a rollout stopped.
 
-"settled": the rollout could no longer change the vote. "end": the model ended the text without a
-marked answer.
+"answer": the model marked a final answer. "end": the text ended or repeated itself without a marked
+answer. "turns", "tokens": the limit on turns or tokens was reached. "settled": the rollout could no
+longer change the vote.
 """
 
 
@@ -40,9 +42,9 @@ marked answer.
 class Grading:
     """Rules for comparing an answer with its reference.
 
-    By default, numbers must be equal, and an answer may omit the unit. `relative` is a tolerance as
-    a share of the larger number; it applies only if the reference is a decimal. `absolute` is a
-    tolerance for every number.
+    By default, numbers must be equal, and an answer may omit the unit. `relative` is the allowed
+    difference as a share of the larger number; it applies only if the reference is a decimal.
+    `absolute` is the allowed difference of any two numbers.
     """
 
     relative: float = 0.0
@@ -51,8 +53,8 @@ class Grading:
     # "decimals": a decimal with five digits is accepted for a value such as 1/3, whose decimals
     # never end
     rounding: Literal["decimals", "none"] = "decimals"
-    # "formula": letters that usually name sizes in physics are assumed to be positive; "positive":
-    # all letters are assumed to be positive
+    # "formula": letters that usually mean positive quantities in physics are assumed to be
+    # positive; "positive": all letters are assumed to be positive
     variables: Literal["formula", "real", "positive"] = "formula"
     # "text": the text of the correct choice is accepted, and not only its letter
     choices: Literal["letter", "text"] = "letter"
@@ -102,15 +104,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """A request to continue `ids` by at most `max_tokens`, stopping after a stop string or a stop
-    id.
+    """A request to continue `ids` by at most `max_tokens`, up to a stop string or a stop id.
 
-    The token that completes the stop stays in the completion. `rollout` is only a hint: the
-    rollout's cache may contain the beginning of `ids`. If `logprobs` is "unneeded", an engine may
-    return no log-probabilities. The last `num_begun` ids already belong to the completion: they
-    were sampled before, perhaps by another engine, with the first uniform numbers of this seed. The
-    engine continues with the next uniform numbers, so the whole completion is the same as without
-    `num_begun`.
+    The completion includes the token that completes the stop string. `rollout` is only a hint: the
+    engine's cache may contain the beginning of `ids` under this name. If `logprobs` is "unneeded",
+    an engine may return no log-probabilities.
+
+    The last `num_begun` ids already belong to the completion. They were sampled before, perhaps by
+    another engine, with the first uniform numbers of this seed. The engine continues with the next
+    uniform numbers, so the whole completion is the same as without `num_begun`.
     """
 
     ids: TokenIds
@@ -127,14 +129,15 @@ class SampleRequest:
     num_begun: int = 0
     # a guess at the completion, which may make the engine faster but never changes its text
     hint: TokenIds = ()
-    # largest number of tokens in a think block, including those in `ids`, before an engine with the
-    # capability "thinking" closes the block; 0: no limit
+    # largest number of tokens in a think block, including those in `ids`; an engine with the
+    # capability "thinking" then closes the block; 0 means no limit
     thinking_budget: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A model's text: `ids` exactly as generated, end token included; `text` without end tokens.
+    """The text that a model generated. `ids` are exactly the generated ids, end token included;
+    `text` has no end tokens.
 
     `logprobs` has one raw log-probability (temperature 1, no filter) per id. `logprobs` is empty if
     the engine returns no log-probabilities, or if the request does not need them.
@@ -157,8 +160,8 @@ class ScoreRequest:
     the distributions that it computes for the scores. It returns these tokens in
     `Scores.beginning`.
 
-    If `entropies` is true, the result has, instead of each token's log-probability, minus the
-    entropy of the distribution at the token. Minus the entropy is the mean log-probability of a
+    If `entropies` is true, the result has the negative entropy of the distribution at each token,
+    instead of the token's log-probability. The negative entropy is the mean log-probability of a
     token that is sampled from the distribution.
 
     If `texts` is given, it contains a problem and the steps of its solution so far. The target's
@@ -170,7 +173,7 @@ class ScoreRequest:
     suffix: TokenIds
     rollout: str = ""
     priority: int = 0
-    turn: int = 0  # turn of the rollout; used only in records of times
+    turn: int = 0  # index of the rollout's turn; used only in records of times
     draw: SampleRequest | None = None  # a hint for the engine that never changes the scores
     entropies: bool = False  # only for engines with the capability "entropy"
     texts: tuple[str, ...] = ()  # only for engines with the capability "reward"
@@ -178,7 +181,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The first tokens of a completion; if they are the complete text, also the reason why it
+    """The first tokens of a completion. If they are the complete text, `ended` is the reason why it
     ended.
     """
 
@@ -191,7 +194,7 @@ class Beginning:
 class Scores:
     """Raw log-probabilities, exactly one per suffix token.
 
-    `beginning` is the start of the completion that the request's `draw` asks for. It ends with the
+    `beginning` is the start of the completion that `ScoreRequest.draw` requested. It ends with the
     model's first token that differs from the suffix.
     """
 
@@ -214,8 +217,8 @@ class Decision:
     """A gate's decision about one chunk, with all values that are needed to check the decision
     later.
 
-    `p` is the gate's p-value, or None if the gate uses none; near 1, the chunk scores worse than
-    most calibration chunks.
+    `p` is the gate's p-value, or None if the gate uses none. Near 1, the chunk has a worse score
+    than most calibration chunks.
     """
 
     action: Action
@@ -226,9 +229,10 @@ class Decision:
     issue: int | None = None
     score: float | None = None
     p: float | None = None
-    why: str = ""  # the reason for the decision, in words; the program does not read it
+    why: str = ""  # the reason for the decision as a text for people; the program does not read it
     origin: Origin = "gate"
-    length: float | None = None  # number of tokens of the chunk, if the gate ranks by length
+    # number of tokens of the chunk, if the gate takes the length into account
+    length: float | None = None
 
     @property
     def escalate(self) -> bool:
@@ -250,16 +254,16 @@ class Features:
     question: str
     turn: int = 0
     sample: int = 0
-    # the chunk's number in the order in which the run requested scores
+    # index of the chunk in the order in which the run requested scores
     issue: int | None = None
-    # the estimated share of the run's decisions that are still to be made; None if unknown
+    # estimated share of the run's decisions that are still to be made, 0 to 1; None if unknown
     left: float | None = None
     tokens: int = 0
-    # the mean of the draft's log-probabilities; NaN if there are none, so every comparison with it
-    # is false
+    # mean of the draft's log-probabilities; NaN if there are none, so every comparison with it is
+    # false
     draft_logprob: float = math.nan
-    # the draft's certainty of the chunk (0 is certain, lower is less certain), which
-    # `atts.pipelines.scores` computes by the score rule; NaN if there are no log-probabilities
+    # the draft's certainty of the chunk, computed by the score rule in `atts.pipelines.scores` (0
+    # is certain, lower is less certain); NaN if there are no log-probabilities
     draft_evidence: float = math.nan
     has_answer: bool = False
     answered: int = 0  # number of sibling rollouts that have an answer
@@ -272,15 +276,17 @@ class Features:
         self, action: Action, rate: float = math.nan, why: str = "", *, score: float | None = None,
         p: float | None = None, origin: Origin = "gate",
     ) -> Decision:  # fmt: skip
-        """Make a decision about this chunk; a gate without a nominal rate leaves `rate` at NaN."""
+        """Make a decision about this chunk. A gate without a nominal rate leaves `rate` at NaN."""
         return Decision(
             action, rate, self.question, self.turn, self.sample, issue=self.issue, score=score, p=p, why=why,
             origin=origin,
         )  # fmt: skip
 
     def uniform(self, seed: int, purpose: str) -> float:
-        """Return a uniform random number that depends only on the seed and the chunk's place in the
-        run, never on the schedule.
+        """Return a uniform random number that depends only on the seed, the purpose and the chunk's
+        turn.
+
+        The number is the same in every schedule of the run.
         """
         name = Seed(seed, self.question, self.sample, self.turn, "gate", purpose=purpose)
         return float(uniforms(name, 1)[0])
@@ -288,10 +294,10 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of reasoning with its ids in the draft's and in the target's tokenizer, without end
-    tokens. A chunk is never re-tokenised.
+    """A part of a reasoning text, with its ids in the draft's and in the target's tokenizer.
 
-    If both models share a tokenizer, the two tuples of ids are the same object.
+    The ids contain no end tokens, and a chunk is never tokenised again. If both models share a
+    tokenizer, the two tuples of ids are the same object.
     """
 
     author: Role
@@ -327,7 +333,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a rollout: the drafted chunk, its score, and the chunks that resulted.
+    """One turn of a rollout: the drafted chunk, its score, and the chunks that were added to the
+    text.
 
     The rollout's text contains `chunks`, in this order, but not `discarded`.
     """
@@ -337,21 +344,21 @@ class Turn:
     discarded: tuple[Chunk, ...] = ()
     score: float | None = None
     decision: Decision | None = None
-    # the reason why a score is missing, or a description of a failure, in words; the program does
-    # not read it
+    # the reason why a score is missing, or a description of a failure; the program does not read it
     note: str = ""
     # number of tokens that the target scored; 0 if the score was copied from an equal chunk of a
     # sibling rollout
     scored_tokens: int = 0
     is_forced: bool = False  # whether budget forcing inserted the chunk's text
-    # whether the rollout's text starts again with this turn, so that the chunks of earlier turns
-    # are discarded
+    # whether the rollout starts its text again with this turn and discards the chunks of earlier
+    # turns
     restarts: bool = False
 
     @property
     def drafted(self) -> Chunk | None:
-        """Return the chunk that the draft wrote in this turn, even if it was discarded, or None if
-        the draft wrote no chunk.
+        """Return the chunk that the draft wrote in this turn, even if the chunk was discarded.
+
+        The result is None if the draft wrote no chunk.
         """
         for chunk in (*self.discarded, *self.chunks):
             if chunk.author == "draft":
@@ -360,14 +367,12 @@ class Turn:
 
     @property
     def score_reused(self) -> bool:
-        """Return whether the score was copied from an equal chunk of a sibling rollout instead of
-        requested from the target.
-        """
+        """Return True if the score was copied from an equal chunk of a sibling rollout."""
         return self.score is not None and not self.scored_tokens
 
     @property
     def was_cut_short(self) -> bool:
-        """Return whether the rollout was stopped after the turn's chunk was judged, but before the
+        """Return True if the rollout was stopped after this turn's decision, but before the
         decision was carried out.
         """
         return bool(self.discarded) and not self.chunks
@@ -378,10 +383,10 @@ class Turn:
         return sum(chunk.tokens for chunk in chunks if self.is_written(chunk))
 
     def is_written(self, chunk: Chunk) -> bool:
-        """Return whether the chunk counts as written by a model in this turn.
+        """Return True if a model wrote this chunk in this turn.
 
-        Text that budget forcing inserts does not count, because no model wrote it. The kept part of
-        a discarded chunk does not count either, because the discarded chunk counts in full.
+        Text that budget forcing inserts was not written by a model. If the rollout keeps only a
+        part of a discarded chunk, the kept part is not counted again.
         """
         if chunk.logprobs:
             return True
@@ -418,16 +423,18 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Numbers of tokens and calls; two usages are added with `+`."""
+    """Numbers of tokens and calls. Two usages can be added with `+`."""
 
     draft_tokens: int = 0  # tokens sampled by the draft
     target_tokens: int = 0  # tokens sampled by the target
     scored_tokens: int = 0  # tokens scored by the target
     draft_prefill_tokens: int = 0
     target_prefill_tokens: int = 0
-    wasted_tokens: int = 0  # sampled tokens whose chunk or call was discarded or cancelled
+    # sampled tokens that were not used, because their chunk was discarded or their call was
+    # cancelled
+    wasted_tokens: int = 0
     calls: int = 0
-    # tokens of `target_tokens` that were sampled while scoring, without a decoding step
+    # number of target tokens that were sampled during a scoring call, without a decoding step
     drawn_tokens: int = 0
 
     @property
@@ -476,9 +483,7 @@ class Rollout:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Return the chunks of the text; if the rollout started again, only the chunks since its
-        last start.
-        """
+        """Return the chunks of the rollout's text, which begins at the turn of its last restart."""
         chunks: list[Chunk] = []
         for turn in self.turns:
             if turn.restarts:
@@ -489,7 +494,7 @@ class Rollout:
     def turn_limit(self, limit: int) -> int:
         """Return the largest number of turns that the rollout may have.
 
-        The policy's `limit` is counted again from the turn in which the rollout starts again.
+        A rollout that starts its text again may have `limit` turns from that turn on.
         """
         for position, turn in enumerate(self.turns[:limit]):
             if turn.restarts:
@@ -513,37 +518,39 @@ class CombinePlan:
     """
 
     action: Literal["vote", "select", "synthesize"]
-    # whether the target is asked only as a trial, so that the vote stays the answer
+    # whether the target's choice is only recorded, and the vote stays the answer
     is_trial: bool = False
-    # a vote counts as split if the share of its most frequent answer is at most this
+    # largest share of the most frequent answer at which the vote is called split, 0 to 1
     below: float = 1.0
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """A record of how a problem's answer was made from the answers of its rollouts, and of the
-    cost.
+    """A record of how the answer of a problem was chosen from the answers of its rollouts, and of
+    the cost.
     """
 
     plan: CombinePlan
     voted: str  # the most frequent answer among the rollouts
-    share: float  # share of the votes for `voted`
-    # for each half of the rollouts: the share of its most frequent answer, and whether that answer
-    # is `voted`
+    share: float  # share of the votes for `voted`, 0 to 1
+    # for each half of the rollouts: the vote share of its most frequent answer, and whether that
+    # answer is `voted`
     halves: tuple[tuple[float, bool], ...] = ()
-    finalists: tuple[str, ...] = ()  # answers whose solutions the target read
+    finalists: tuple[str, ...] = ()  # answers that the target compared by reading their solutions
     # the answer that the target chose or wrote; None: the target made no decision
     chosen: str | None = None
-    pairs: int = 0  # number of comparisons that the target made in both orders of the two solutions
-    consistent: int = 0  # number of comparisons with the same result in both orders
+    # number of pairs of solutions that the target compared in both presentation orders
+    pairs: int = 0
+    # number of these pairs for which both presentation orders had the same result
+    consistent: int = 0
     usage: Usage = Usage()
-    error: str = ""  # the reason why the target could not be asked, if there is one
+    error: str = ""  # the reason why the target could not be asked; empty if it could
 
     @property
     def answer(self) -> str:
-        """Return the problem's answer: the target's choice if it made one, or else the vote's
-        answer.
+        """Return the answer of the problem: the target's choice, or the voted answer if the target
+        made no choice.
         """
         if self.chosen is None or self.plan.is_trial:
             return self.voted
@@ -552,9 +559,7 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one problem: all its rollouts, and the answer that was made from the rollouts'
-    answers.
-    """
+    """The result of one problem: all its rollouts, and the answer that was chosen from theirs."""
 
     problem: Problem
     rollouts: tuple[Rollout, ...]
@@ -588,39 +593,42 @@ RolloutStatus = Literal["done", "failed", "settled", "cancelled"]
 ProblemStatus = Literal["done", "failed", "cancelled"]
 
 RELEASE = "release"
-"""The name of the stage in which rollouts that started together wait for the last of them."""
+"""The stage name of the time in which a finished rollout waits for the siblings that started with
+it.
+"""
 HOLD = "hold"
-"""The name of the stage in which a rollout waits for the score of an equal chunk of another
+"""The stage name of the time in which a rollout waits for the score of an equal chunk of another
 rollout.
 """
 
-# Every engine call makes a span. Spans are structs because a struct is made five times as fast as a
-# frozen dataclass. The tag of a span is also the tag of its line in a journal.
+# Every engine call makes a span. Spans are msgspec structs, because making a struct takes a fifth
+# of the time of making a frozen dataclass. The journal stores the tag of a span as the kind of its
+# line.
 
 
 class CallSpan(
     Struct, tag="node", tag_field="kind", omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One engine call, a node of the task graph; times are in seconds on the loop's clock.
+    """One engine call, which is a node of the task graph. Times are in seconds on the loop's clock.
 
     The times satisfy ready <= queued <= started <= ended. A call that was cancelled in the queue
-    has started == ended. The result of a "recalled" call was read from an earlier session's
-    journal, so the call did no work. Spans are never changed after they are made.
+    has equal `started` and `ended`. The result of a "recalled" call was read from an earlier
+    session's journal, so no engine was called. Spans are never changed after they are made.
     """
 
-    node: int  # the call's number, which is higher than the numbers of the calls that it waited for
+    node: int  # index of the call, which is higher than the indices of the calls that it waited for
     stage: str
     engine: str
     problem: str
     sample: int  # -1: the call belongs to the problem, not to a rollout
     turn: int
-    # when the rollout could have made the call; `queued` is later than `ready` only if it waited
-    # for siblings
+    # time at which the rollout could have made the call; `queued` is later if the rollout first
+    # waited for siblings
     ready: float
     queued: float
     started: float  # time at which a slot and its tokens were granted
     ended: float
-    after: tuple[int, ...] = ()  # numbers of the calls that this call waited for
+    after: tuple[int, ...] = ()  # indices of the calls that this call waited for
     attempt: int = 0
     status: CallStatus = "done"
     tokens: int = 0
@@ -661,7 +669,7 @@ class RolloutSpan(
     ended: float
     released: float
     attempts: int = 1
-    # seconds that the rollout waited for siblings, in rounds or before its slot was given back
+    # seconds that the rollout waited for siblings, in rounds or before it gave back its slot
     waited: float = 0.0
     error: str = ""
 
@@ -676,7 +684,7 @@ class ProblemSpan(
     """The times of one problem."""
 
     problem: str
-    number: int  # the problem's position in the run
+    number: int  # index of the problem in the run
     status: ProblemStatus
     started: float
     ended: float
@@ -688,7 +696,7 @@ _Value = TypeVar("_Value")
 
 
 class Recent(dict[_Key, _Value]):
-    """A dictionary of limited size; if it is full, it drops the entry that was stored longest ago.
+    """A dictionary of limited size. A full dictionary drops the entry that was stored longest ago.
 
     >>> recent = Recent[str, int](2)
     >>> recent["a"], recent["b"], recent["a"], recent["c"] = 1, 2, 3, 4

@@ -88,7 +88,7 @@ class DryRun:
     power: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the description as strict JSON data."""
+        """Return all fields as a dictionary for JSON; the directory becomes a string."""
         return {
             **asdict(replace(self, budget={})),
             "budget": self.budget,

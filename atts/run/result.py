@@ -262,7 +262,7 @@ class Summary:
         return self.usage.target_share
 
     def as_json(self) -> dict[str, Any]:
-        """Return the summary as a dictionary for JSON."""
+        """Return the statistics as a dictionary for JSON. Undefined numbers (NaN) become None."""
         estimates = {
             name: getattr(self, name).as_json() for name in ("answers", "samples_right", "rate")
         }
@@ -433,8 +433,9 @@ class RunResult:
         return answered(self.problems, self.manifest)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the summary and all problems as data for strict JSON, as `atts eval --json` prints
-        them.
+        """Return the statistics and all problems of the run, as `atts eval --json` prints them.
+
+        An undefined number (NaN) becomes None, so that the JSON has null instead.
         """
         problems = [problem.as_json() for problem in self.problems]
         directory = None if self.directory is None else str(self.directory)
@@ -446,7 +447,12 @@ class RunResult:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return the summary as data for strict JSON, with the guarantees and the decisions."""
+        """Return the statistics of the run as a dictionary for JSON. An undefined number (NaN)
+        becomes None.
+
+        The dictionary also contains the run's cost, its comparison with an earlier run, the results
+        of selection, synthesis and abstention, and the speculation counters, if they exist.
+        """
         plain = self.summary.as_json()
         if self.cost is not None:
             plain["cost"] = self.cost

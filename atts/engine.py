@@ -80,8 +80,8 @@ class EngineSpec:
     vocabulary: int
     engine: str = ""  # type and major.minor version of the engine, such as "local 0.1"
     dtype: str = "float32"
-    # whether scores, and tokens sampled while scoring, are computed in a lower precision than
-    # samples
+    # whether scores and drawn tokens are computed in a lower numerical precision than sampled
+    # tokens
     rounds_scores: bool = False
     # "none": the engine's completions have no log-probabilities
     logprobs: Literal["raw", "processed", "none"] = "raw"
@@ -95,8 +95,8 @@ class EngineSpec:
     findings: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> dict[str, object]:
-        """Return the fields that two engines must share before the scores of one may calibrate the
-        other.
+        """Return the fields that two engines must share before the scores of one engine may
+        calibrate a gate for the other.
         """
         fields_to_match: dict[str, object] = {}
         for name in ("engine", "model", "tokenizer", "dtype", "logprobs"):
@@ -111,7 +111,7 @@ class EngineSpec:
         return fields_to_match
 
 
-# probe results that do not depend on time or load
+# names of those probe results that do not depend on time or load
 _LASTING = (
     "tokenizer",
     "scores",
@@ -172,7 +172,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """The counters of an open engine, which grow; `EngineStats` is a snapshot of them."""
+    """The counters of an open engine. `EngineStats` is a copy of their current values."""
 
     requests: int = 0
     in_flight: int = 0
@@ -201,8 +201,8 @@ class EngineCounters:
         )
 
     def snapshot(self, *, busy_for: float = 0.0) -> EngineStats:
-        """Return a snapshot of the counters; `busy_for` is the seconds of the busy period that has
-        not ended yet.
+        """Return a copy of the current values. `busy_for` is the length, in seconds, of the busy
+        period that has not ended yet.
         """
         values: dict[str, Any] = {
             field.name: getattr(self, field.name) for field in fields(EngineStats)
@@ -270,18 +270,18 @@ class Returning(Protocol):
     """An engine that may come back after it was lost, such as a server that is restarted."""
 
     async def comes_back(self) -> bool:
-        """Wait until a lost engine is back, but no longer than its options allow; return True if it
-        is back.
+        """Wait until a lost engine is available again, and return True if it is. The engine's
+        options limit the wait.
         """
         ...
 
 
 @runtime_checkable
 class Stepping(Protocol):
-    """An engine that computes all its calls together, step by step, and counts the steps.
+    """An engine that computes all its calls together in steps, and counts these steps.
 
-    A call to a stepping engine may wait long for its turn. While the engine takes steps, the wait
-    is not a failure, so a call's deadline counts from the newest step.
+    A call to such an engine may wait long for its turn. While the engine takes steps, the wait is
+    not a failure, so a call's deadline counts from the newest step.
     """
 
     def steps_taken(self) -> int:
@@ -329,7 +329,7 @@ class EngineAround:
         return await self.around(request, self._engine.score)
 
     def speculated(self) -> Speculated | None:
-        """Return the inner engine's speculation counters."""
+        """Return the counters of speculative decoding of the inner engine."""
         return speculated_by(self._engine)
 
     async def comes_back(self) -> bool:
@@ -359,7 +359,8 @@ class EngineAround:
 
 def stepping(engine: Engine) -> Stepping | None:
     """Return the engine itself or the wrapped engine that counts steps, or None if neither does."""
-    # `isinstance` of a protocol takes ten times as long, and every request of a server comes here
+    # `isinstance` with a protocol takes ten times as long, and each request to a server calls this
+    # function
     while not hasattr(engine, "steps_taken"):
         if not isinstance(engine, EngineAround):
             return None
@@ -401,8 +402,9 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
 
 
 def check_score(request: ScoreRequest, spec: EngineSpec) -> None:
-    """Raise an error for a score request that no engine can serve; it raises the same errors as
-    `check_sample`.
+    """Raise an error for a score request that no engine can serve.
+
+    The errors are those of `check_sample`.
     """
     prefix = request.prefix
     suffix = request.suffix
@@ -440,7 +442,7 @@ class BaseEngine(ABC):
         self._spec: EngineSpec | None = None
         self._tokenizer: Tokenizer | None = None
         self._counts = EngineCounters()
-        # placeholder: `open` sets the event loop's clock, because a loop may not be running yet
+        # only a placeholder, because no loop may be running yet; `open` sets the event loop's clock
         self._clock: Callable[[], float] = lambda: 0.0
         self._busy_since = 0.0
         self._idle_since = 0.0
@@ -558,7 +560,7 @@ def not_open(name: str, state: EngineState) -> EngineUnavailable:
 
 
 def opened(value: _Value | None, name: str) -> _Value:
-    """Return `value`, which is None as long as the engine `name` is not open.
+    """Return `value`, or raise an error if `value` is None because the engine `name` is not open.
 
     :raises EngineUnavailable: the engine is not open.
     """
@@ -573,23 +575,27 @@ class Speculated:
     snapshots.
     """
 
-    rounds: int = 0  # number of verified proposals, counted once per sequence and step
+    # number of verified proposals; a step that verifies proposals for several sequences adds one
+    # for each sequence
+    rounds: int = 0
     proposed: int = 0  # number of proposed tokens
     accepted: int = 0  # number of proposed tokens that the target accepted
-    # for each position in a proposal: number of rounds in which all earlier tokens were accepted
+    # for each position in a proposal: number of proposals of which all earlier tokens were accepted
     tested_at: tuple[int, ...] = ()
-    # for each position in a proposal: number of rounds in which this token and all earlier ones
-    # were accepted
+    # for each position in a proposal: number of proposals of which this token and all earlier
+    # tokens were accepted
     accepted_at: tuple[int, ...] = ()
-    seconds: float = 0.0  # seconds that the proposals took
+    seconds: float = 0.0  # seconds spent on making proposals
     choices: int = 0  # number of decisions about a proposal's length, one per sequence and step
-    chosen: int = 0  # sum of the chosen lengths of proposals; chosen / choices is the mean length
-    # predicted and real numbers of tokens and seconds, summed over the steps with a prediction
+    # sum of the chosen proposal lengths, in tokens; chosen / choices is the mean length
+    chosen: int = 0
+    # predicted and measured numbers of tokens and of seconds, summed over the steps with a
+    # prediction
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    # the predicted seconds for the same tokens without proposals, minus the real seconds
+    # predicted seconds for the same tokens without speculation, minus the measured seconds
     saved_seconds: float = 0.0
     silence: str = ""  # the reason why no token was proposed; empty if tokens were proposed
 
@@ -601,8 +607,8 @@ class Speculated:
 
     @property
     def accepted_share(self) -> tuple[float, ...]:
-        """Return, for each position in a proposal, the share of tested tokens that were
-        accepted.
+        """Return the share of tested tokens that were accepted, separately for each position in a
+        proposal.
         """
         return tuple(
             accepted / tested
@@ -617,7 +623,7 @@ class Speculated:
         300 tokens proposed, 80 % accepted (by position 0.90 0.89 0.88), 1.6 per step
         """
         if not self.proposed:
-            # without proposals, lengths and times say nothing about speculation
+            # if no tokens were proposed, proposal lengths and times say nothing about speculation
             return ", ".join(filter(None, ("no tokens proposed", self.silence)))
         shares = " ".join(f"{share:.2f}" for share in self.accepted_share[:8])
         accepted = 100 * self.accepted / self.proposed
@@ -659,13 +665,15 @@ class Speculating(Protocol):
 
 def speculated_by(engine: object) -> Speculated | None:
     """Return the engine's counters of speculative decoding, or None if the engine has none."""
-    # `isinstance` of a protocol takes ten times as long, and every request of a server comes here
+    # `isinstance` with a protocol takes ten times as long, and each request to a server calls this
+    # function
     return cast(Speculating, engine).speculated() if hasattr(engine, "speculated") else None
 
 
 def speculated_since(before: Speculated | None, engine: object) -> Speculated | None:
-    """Return what the counters grew by since `before`. Return None if no token was proposed and no
-    reason is known.
+    """Return the increase of the engine's speculation counters since `before`.
+
+    The result is None if no token was proposed and the reason is unknown.
     """
     now = speculated_by(engine)
     more = now - (before or Speculated()) if now is not None else None
@@ -673,12 +681,12 @@ def speculated_since(before: Speculated | None, engine: object) -> Speculated | 
 
 
 def together(one: Speculated | None, other: Speculated | None) -> Speculated | None:
-    """Return the sum of two sets of speculation counters, either of which may be None."""
+    """Return the sum of two sets of speculation counters; None stands for a missing set."""
     return one + other if one and other else one or other
 
 
 def counters_of(stats: Any) -> Speculated:
-    """Return a copy of the speculation counters of an object whose counters still grow."""
+    """Copy the speculation counters from an object that still updates them."""
     values: dict[str, Any] = {
         field.name: getattr(stats, field.name) for field in fields(Speculated)
     }

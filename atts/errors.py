@@ -63,8 +63,8 @@ class MissingExtra(UsageError):
 class OptionError(UsageError):
     """An option is unknown or has an impossible value.
 
-    The message suggests the name in `known` that is most similar to `given`; the default of `given`
-    is the option's name.
+    The message suggests the name in `known` that is most similar to `given`. If `given` is None, it
+    suggests the name that is most similar to the option's name.
     """
 
     def __init__(

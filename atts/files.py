@@ -39,7 +39,9 @@ ADVICE: dict[int, str] = {
 
 
 def refused(path: Path, error: BaseException) -> StorageError:
-    """Return a StorageError with the operating system's reason, and with advice for the user."""
+    """Return the StorageError for a failed write: the operating system's reason, and advice for the
+    user.
+    """
     if isinstance(error, MemoryError):
         return StorageError(
             path, "there is no memory left", "Free some memory and run the same command again"
@@ -53,7 +55,7 @@ def refused(path: Path, error: BaseException) -> StorageError:
 
 @contextmanager
 def storage(path: Path) -> Generator[None, None, None]:
-    """Raise a StorageError about `path` instead of any disk or memory error of the block.
+    """Convert every disk error and memory error of the block to a StorageError about `path`.
 
     :raises StorageError: instead of an OSError, a MemoryError, or Python's error for a name that no
         file can have.
@@ -73,7 +75,9 @@ def storage(path: Path) -> Generator[None, None, None]:
 
 
 def is_same_file(handle: int, path: Path) -> bool:
-    """Return True if the path still names the open file; a symbolic link does not count."""
+    """Return True if the path still leads to the open file. A symbolic link to the file is not
+    accepted.
+    """
     try:
         return os.path.samestat(os.fstat(handle), path.lstat())
     except FileNotFoundError:
@@ -83,8 +87,8 @@ def is_same_file(handle: int, path: Path) -> bool:
 def write_atomic(
     path: Path, data: bytes | Iterable[bytes | memoryview], *, durable: bool = True
 ) -> None:
-    """Replace a file atomically: readers, also after a crash, see either the old content or the new
-    content.
+    """Replace a file atomically, so that readers see either the old content or the new content,
+    even after a crash.
 
     An existing file keeps its permissions. A new file gets the permissions that the umask allows.
     If `durable` is false, the call does not wait for the disk, so a power failure may restore the
@@ -103,9 +107,9 @@ def replace_file(
     durable: bool = True,
     mode: int = 0o666,
 ) -> None:
-    """Replace a file like `write_atomic`, for callers that write their own error message.
+    """Replace a file like `write_atomic`, but let the caller write the error message.
 
-    A new file is created with `mode`, reduced by the umask.
+    A new file gets the permissions `mode`, except those that the umask forbids.
 
     :raises OSError: the disk refuses; the old file is unchanged.
     """
@@ -133,7 +137,7 @@ def replace_file(
 def write_out(path: Path, data: bytes) -> None:
     """Write a file that the user named.
 
-    A link is followed, and its target is replaced.
+    If the path is a symbolic link, the file that it points to is replaced.
 
     :raises StorageError: the path names a device, pipe, socket or directory, or the disk refuses.
     """
@@ -142,7 +146,7 @@ def write_out(path: Path, data: bytes) -> None:
 
 
 def replace_named(path: Path, data: bytes) -> None:
-    """Write a file like `write_out`, for callers that write their own error message.
+    """Write a file like `write_out`, but let the caller write the error message.
 
     :raises OSError: the path names something other than an ordinary file, or the disk refuses.
     """
@@ -179,7 +183,7 @@ def open_ordinary(path: Path) -> BufferedReader:
 
 
 def check_ordinary(mode: int, path: Path) -> None:
-    """Check that `mode`, the mode of an open file, is that of an ordinary file.
+    """Check that `mode`, the mode bits of an open file, belongs to an ordinary file.
 
     :raises OSError: if it is the mode of a directory, device, pipe or socket.
     """
@@ -203,7 +207,7 @@ def sync_directory(path: Path) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """Return the value in JSON's own types: NaN becomes null, an infinity becomes a string.
+    """Convert a value to JSON's own types; NaN becomes null, and an infinity becomes a string.
 
     >>> jsonable({"rate": float("nan"), "cost": float("inf"), "turns": (1, 2)})
     {'rate': None, 'cost': 'inf', 'turns': [1, 2]}
@@ -220,7 +224,7 @@ def jsonable(value: Any) -> Any:
 
 
 def from_json(text: str) -> Any:
-    """Parse a JSON text, accepting `Infinity` as Python writes it.
+    """Parse a JSON text that may also contain `Infinity`, which Python writes for infinite numbers.
 
     :raises ValueError: the text is not JSON, is nested too deeply, or holds NaN or a lone surrogate.
     """
@@ -241,7 +245,8 @@ def _constant(word: str) -> float:
 
 
 def plain_fields(record: object) -> dict[str, Any]:
-    """Return the fields of a dataclass, including inner ones, in JSON's types.
+    """Return the fields of a dataclass as JSON's own types, including the fields of inner
+    dataclasses.
 
     The function takes a tenth of the time of `asdict`, which matters because every request to a
     server makes a manifest.
@@ -253,8 +258,8 @@ def plain_fields(record: object) -> dict[str, Any]:
 
 
 def _plain_value(value: object) -> object:
-    """Return a value as one of JSON's types if its class is derived from one, for example NumPy's
-    strings.
+    """Convert a value whose class is derived from one of JSON's types, such as a NumPy string, to
+    that type.
 
     :raises TypeError: if JSON has no type for the value.
     """

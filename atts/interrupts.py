@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from anyio import CancelScope
 
 _Result = TypeVar("_Result")
-# the number of the press of Ctrl-C that kills the process, as Ctrl-C does without a handler
+# number of times that Ctrl-C must be pressed to kill the process; this press acts as without a
+# handler
 _PATIENCE = 4
 
 
@@ -52,8 +53,8 @@ def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
 
 
 def _cancel_at_first_press(scope: CancelScope) -> None:
-    """Make Ctrl-C cancel the scope instead of the task, because shields do not protect a task that
-    is itself cancelled.
+    """Make Ctrl-C cancel the scope instead of the task, because a shield does not protect a task
+    that is cancelled directly.
     """
     from atts.concurrency import loop_caller
 

@@ -50,8 +50,8 @@ from atts.errors import (
     UnusableScores,
 )
 
-# The largest number of ended rollouts that may wait for grading or similar work outside engines,
-# divided by the limit on rollouts in flight.
+# The limit on ended rollouts that wait for grading or similar work outside engines, as a multiple of
+# the limit on rollouts in flight.
 CONCLUDING_PER_PLACE = 4
 
 
@@ -76,8 +76,8 @@ class Limit:
 
 
 class Pool(SlotQueue):
-    """The slots and KV tokens of one engine, with the seconds that calls used them and waited for
-    them so far.
+    """The slots and KV tokens of one engine. The pool also counts the seconds that calls used the
+    slots and waited for them.
     """
 
     __slots__ = ("busy_seconds", "name", "queue_seconds")
@@ -85,7 +85,7 @@ class Pool(SlotQueue):
     def __init__(self, name: str, limit: Limit) -> None:
         super().__init__(limit.slots, limit.tokens)
         self.name = name
-        self.busy_seconds = 0.0  # summed over slots
+        self.busy_seconds = 0.0  # seconds that calls used slots, summed over slots
         self.queue_seconds = 0.0
 
     def _refuse(self, tokens: int) -> None:
@@ -115,8 +115,8 @@ class RetryPolicy:
 
     calls: int = 3
     rollouts: int = 1
-    # seconds before the first repetition; the wait doubles with every attempt and varies
-    # pseudo-randomly
+    # seconds before the first repetition; the wait doubles with every attempt and includes a
+    # pseudo-random factor
     delay_seconds: float = 0.5
     failures_in_row: int | None = 32
 
@@ -133,43 +133,48 @@ class RetryPolicy:
             raise OptionError("delay_seconds", f"{self.delay_seconds} is negative")
 
     def retries(self, error: Exception, attempt: int, attempts: int) -> bool:
-        """Return whether to try again after attempt number `attempt` (counted from 0) of `attempts`
-        failed with this error.
+        """Return True if another attempt should follow.
+
+        `attempt` is the index of the failed attempt, counted from 0, and `attempts` is the largest
+        number of attempts.
         """
         return attempt + 1 < attempts and isinstance(error, ATTSError) and error.retryable
 
     def delay(self, attempt: int, salt: int) -> float:
-        """Return the seconds before the next attempt.
+        """Return the seconds to wait before the next attempt.
 
-        The delay depends on `salt`, so callers that failed together do not retry together, and a
-        rerun waits equally long.
+        The delay depends on `salt`, so callers that failed together do not retry together. A rerun
+        waits equally long.
         """
         return backoff(attempt + 1, self.delay_seconds, salt=salt)
 
     def is_fatal(self, error: Exception) -> bool:
-        """Return whether the error would also happen in every other rollout."""
+        """Return True if the error would also occur in every other rollout."""
         if isinstance(error, EngineError):
             return isinstance(error, UnsupportedByEngine | ModelLoadError | UnusableScores)
         return isinstance(error, ATTSError | AssertionError)
 
 
 class AdmissionGroup(Protocol):
-    """A group of rollouts that one problem submitted together and that `Admission` starts."""
+    """A group of rollouts that one problem submitted together. `Admission` starts them."""
 
     @property
     def unit(self) -> int:
-        """Return how many concurrency slots one call of `start` needs: 1, or one for each rollout if
-        the rollouts start together.
+        """Return the number of concurrency slots that one call of `start` needs.
+
+        The number is 1, or the number of all rollouts if they start together.
         """
         ...
 
     @property
     def unstarted(self) -> int:
-        """Return how many rollouts have not started; 0 once the group is closed."""
+        """Return the number of rollouts that still have to start; 0 after the group was closed."""
         ...
 
     def start(self) -> None:
-        """Start one unit of rollouts, for which the concurrency slots have already been taken."""
+        """Start one rollout, or all rollouts that start together. The caller has already taken
+        their concurrency slots.
+        """
         ...
 
     def close(self, why: str) -> None:
@@ -179,7 +184,7 @@ class AdmissionGroup(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Admission:
-    """The queue of rollouts for the limited number of concurrency slots (`places`).
+    """The queue of rollouts that wait for one of the `places` concurrency slots.
 
     Waiting groups of rollouts are started in the order of (priority, problem, submission). The next
     problem is opened only when no rollout waits and a slot is free. It is not opened while too many
@@ -189,10 +194,10 @@ class Admission:
 
     places: int
     in_flight: int = 0
-    # number of ended rollouts whose problem waits for work outside engines
+    # number of ended rollouts that wait for work outside engines, such as grading
     concluding: int = 0
     open: int = 0  # number of open problems
-    # number of open problems that have not submitted a rollout yet; each takes one slot
+    # number of open problems that have not submitted a rollout yet; one slot is kept free for each
     opening: int = 0
     _queue: list[tuple[int, int, int, AdmissionGroup]] = field(
         default_factory=list[tuple[int, int, int, AdmissionGroup]]
@@ -209,11 +214,11 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Return how many submitted rollouts have not started."""
+        """Return the number of submitted rollouts that have not started."""
         return sum(group.unstarted for *_, group in self._queue)
 
     def opened(self) -> int:
-        """Count a problem that was opened, and return its number in the order of opening."""
+        """Count a newly opened problem, and return how many problems have been opened so far."""
         self.open += 1
         self.opening += 1
         self._opened += 1
@@ -243,7 +248,7 @@ class Admission:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Start waiting rollouts while slots are free. If slots remain, allow one more problem to
+        """Start waiting rollouts while slots are free. If slots remain, allow the next problem to
         open.
         """
         queue = self._queue
@@ -261,7 +266,7 @@ class Admission:
             self._waiting_for_room[0].set()
 
     def has_room(self) -> bool:
-        """Return whether there is room to open another problem now."""
+        """Return True if another problem may be opened now."""
         if self.in_flight + self.opening >= self.places or self.open >= 2 * self.places:
             return False
         if self.concluding >= CONCLUDING_PER_PLACE * self.places:
@@ -269,7 +274,7 @@ class Admission:
         return not any(group.unstarted for *_, group in self._queue)
 
     async def room(self) -> None:
-        """Wait until there is room to open another problem."""
+        """Wait until another problem may be opened."""
         while not self.has_room():
             event = anyio.Event()
             self._waiting_for_room.append(event)
@@ -287,7 +292,7 @@ Sink = Callable[[object], object]
 """A function that is called with every event of a graph when it happens. The function must not
 block, and its result is ignored.
 """
-_UNKNOWN = -1.0  # stands for a time that is not known yet
+_UNKNOWN = -1.0  # a placeholder for a time that is not known yet
 
 
 def _no_clock() -> float:
@@ -296,12 +301,12 @@ def _no_clock() -> float:
 
 @dataclass(slots=True, eq=False)
 class GraphState:
-    """The state that all scopes of one graph share: the clock, the pools of the engines, the sink
-    and the totals.
+    """The state that all scopes of one graph share: the clock, the engines' slots, the sink and the
+    totals.
     """
 
     pools: dict[str, Pool]
-    strict: bool  # whether a call to an engine without a limit is an error
+    strict: bool  # whether a call to an engine without a limit raises an error
     policy: RetryPolicy
     sink: Sink | None
     last_id: int
@@ -315,8 +320,8 @@ class GraphState:
     sibling_seconds: float = 0.0
 
     def pool(self, engine: str) -> Pool:
-        """Return the engine's pool. If the graph was made without limits, the pool of every engine
-        is unlimited.
+        """Return the slots of an engine. If the graph was made without limits, every engine has
+        unlimited slots.
 
         :raises OptionError: the graph has limits, but none for this engine.
         """
@@ -347,8 +352,8 @@ class GraphState:
         self.emit(span)
 
     def has_given_up(self, status: RolloutStatus) -> bool:
-        """Count how a rollout ended, and return True if the run must stop because too many rollouts
-        in a row have failed.
+        """Record whether a rollout failed, and return True if too many rollouts in a row have
+        failed.
         """
         if status == "failed":
             self.failures_in_row += 1
@@ -367,7 +372,7 @@ class Run:
     state: GraphState
     admission: Admission
     cancel_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    # the scope that contains only the opening of problems
+    # the cancel scope of the task that opens problems
     intake: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     # the groups of rollouts that have not ended, in the order of submission
     groups: dict[AdmissionGroup, None] = field(default_factory=dict[AdmissionGroup, None])
@@ -376,7 +381,9 @@ class Run:
     why: str = ""
 
     def fail(self, error: Exception) -> None:
-        """End the run; `Graph.run` raises this error, unless an earlier fatal error is known."""
+        """End the run with this error, which `Graph.run` then raises. An earlier fatal error has
+        priority.
+        """
         if self.error is None:
             self.error = error
             self.cancel("failed")
@@ -388,8 +395,8 @@ class Run:
         self.cancel_scope.cancel()
 
     def stop(self, why: str) -> None:
-        """Open no more problems and end all rollouts. Open problems compute their results from the
-        rollouts so far.
+        """Open no more problems and end all rollouts. Open problems still compute their results
+        from the rollouts so far.
         """
         self.stopped = self.stopped or why
         self.intake.cancel()
@@ -398,9 +405,7 @@ class Run:
 
 
 class Caller:
-    """A caller of engines, which is a rollout or a problem. Calls of one caller may run
-    concurrently.
-    """
+    """A rollout or a problem, which calls engines. Calls of one caller may run concurrently."""
 
     __slots__ = ("_declared", "_ready", "_state", "frontier", "problem", "promised", "sample")
 
@@ -410,12 +415,12 @@ class Caller:
         self.problem = problem
         self.sample = sample
         self._state = state
-        # numbers of the finished calls that the next call depends on
+        # indices of the finished calls on which the next call depends
         self.frontier = frontier
-        # set when the problem makes its first call, so that the next problem may be opened
+        # an event that is set at the problem's first call, so that the next problem may be opened
         self._declared: anyio.Event | None = None
-        # the time at which the rollout began to wait for siblings, if it has waited since its last
-        # call
+        # time at which the rollout began to wait for siblings; None if it has not waited since its
+        # last call
         self._ready: float | None = None
         # the score that this caller has requested and that siblings wait for
         self.promised: Arrival | None = None
@@ -485,15 +490,16 @@ class Caller:
                     span.started = now()
                 result = await function(*args)
                 if record is not None:
-                    # the node ends before `record` runs, because writing to the disk is not work of
-                    # the engine
+                    # the span ends before `record` runs, because the engine does not work while the
+                    # disk is written
                     is_recorded = True
                     span.ended = now()
                     await record(span, result)
                 return result
             except Exception as error:
                 span.status = "failed"
-                # a call whose result was passed to `record` must not be repeated
+                # the result of this call was already passed to `record`, so the call must not be
+                # repeated
                 if is_recorded or not state.policy.retries(error, attempt, state.policy.calls):
                     raise
             except BaseException:
@@ -502,14 +508,15 @@ class Caller:
             finally:
                 self._close(span, pool, has_slot, is_recorded)
             if self.promised is not None:
-                # siblings that wait for this score then request it themselves
+                # wake the siblings that wait for this score; they then request the score themselves
                 self.promised.event.set()
             await anyio.sleep(state.policy.delay(attempt, node))
             attempt += 1
 
     def _close(self, span: CallSpan, pool: Pool, has_slot: bool, is_recorded: bool) -> None:
-        """Give back the slot of a call, add its time to the totals, and pass its span to the sink
-        unless `record` gets it.
+        """Give back the slot of a call, and add the time of the call to the totals.
+
+        The call's span is passed to the sink, unless it was passed to `record`.
         """
         state = self._state
         if span.ended == _UNKNOWN:
@@ -550,8 +557,8 @@ class RolloutResult(Generic[T]):
 
 
 class RolloutScope(Caller, Generic[T]):
-    """The argument of a rollout's function. It identifies the rollout in the run and makes calls to
-    engines.
+    """The object that a rollout's function gets as its argument. It identifies the rollout and
+    calls engines for it.
     """
 
     __slots__ = ("_group", "attempt", "saved", "waited")
@@ -560,10 +567,10 @@ class RolloutScope(Caller, Generic[T]):
         super().__init__(group.run.state, group.problem, sample, group.frontier)
         self._group = group
         self.attempt = 0
-        # the saved value; it is kept after a failed attempt, so that the next attempt may continue
-        # from it
+        # value saved by the rollout's function; it is kept after a failed attempt, so that the next
+        # attempt may continue from it
         self.saved: T | None = None
-        self.waited = 0.0  # seconds
+        self.waited = 0.0  # seconds of waiting for siblings
 
     def save(self, value: T) -> None:
         """Save a value, which becomes the rollout's result if the rollout fails or is cancelled."""
@@ -597,7 +604,7 @@ class RolloutScope(Caller, Generic[T]):
         return current.values
 
     async def wait(self, arrival: Arrival, turn: int) -> None:
-        """Wait for a score that a sibling has requested; the wait is a node of the graph with no
+        """Wait for a score that a sibling has requested. The graph shows the wait as a node with no
         compute time.
 
         The node depends on the sibling's calls, so the graph has an edge between the two rollouts.
@@ -612,8 +619,8 @@ class RolloutScope(Caller, Generic[T]):
             self._emit_wait(HOLD, turn, since, until, (*self.frontier, *arrival.nodes))
 
     def emit_release(self, ended: float, released: float, after: tuple[int, ...]) -> None:
-        """Report how long this finished rollout kept its concurrency slot, until its last sibling
-        ended.
+        """Report the time in which this finished rollout kept its concurrency slot until its last
+        sibling ended.
         """
         since = ended if self._ready is None else self._ready
         self._emit_wait(RELEASE, -1, since, released, after)
@@ -647,13 +654,15 @@ class Arrival:
     """A value that one rollout has requested and that its siblings wait for."""
 
     event: anyio.Event = field(default_factory=anyio.Event)
-    nodes: tuple[int, ...] = ()  # numbers of the calls that produced the value
+    nodes: tuple[int, ...] = ()  # indices of the calls that produced the value
 
 
 @dataclass(slots=True)
 class Round:
-    """One round of a barrier. When the round is closed, `values` is complete, and `frontier`
-    contains all nodes that the round waited for.
+    """One round in which all rollouts of a group wait for each other.
+
+    When the round is closed, `values` has the values of all rollouts. `frontier` has the indices of
+    all calls that the round waited for.
     """
 
     opened_with: tuple[int, ...]
@@ -665,20 +674,20 @@ class Round:
 
 @dataclass(slots=True, eq=False)
 class Group(Generic[T]):
-    """The rollouts that a problem requested with one call; they start, settle and end as a group.
+    """The rollouts that a problem requested with one call. They start, settle and end as a group.
 
     The problem waits for `done` inside `tasks`.
     """
 
     run: Run
     problem: str
-    # numbers of the calls on which the first call of each rollout depends
+    # indices of the calls on which the first call of each rollout depends
     frontier: tuple[int, ...]
     function: Callable[[RolloutScope[T]], Awaitable[T]]
     samples: range
     admit: Admit
     settle: Callable[[RolloutResult[T]], bool] | None
-    # the reason why the group was closed; if not empty, no more rollouts start
+    # reason why the group was closed; no rollout starts after the reason is set
     why: str = field(init=False)
     queued: float = field(init=False)
     tasks: TaskGroup | None = None
@@ -697,14 +706,15 @@ class Group(Generic[T]):
 
     @property
     def unit(self) -> int:
-        """Return how many concurrency slots one call of `start` needs: 1, or one for each rollout if
-        the rollouts start together.
+        """Return the number of concurrency slots that one call of `start` needs.
+
+        The number is 1, or the number of all rollouts if they start together.
         """
         return len(self.samples) if self.admit == "together" else 1
 
     @property
     def unstarted(self) -> int:
-        """Return how many rollouts have not started; 0 once the group is closed."""
+        """Return the number of rollouts that still have to start; 0 after the group was closed."""
         return 0 if self.why else len(self.samples) - self._next
 
     def start(self) -> None:
@@ -713,13 +723,13 @@ class Group(Generic[T]):
         for _ in range(self.unit):
             sample = self.samples[self._next]
             self._next += 1
-            # code of another problem may call this method, so use the context variables of this
-            # group's problem
+            # this method may be called while another problem is processed, so use the context
+            # variables of this group's problem
             self._context.run(self.tasks.start_soon, self._rollout, sample)
 
     def close(self, why: str) -> None:
-        """Start no more rollouts of the group, and cancel the running ones. Only the first reason
-        is kept.
+        """Start no more rollouts of the group, and cancel the running rollouts. If the group is
+        closed twice, the first reason is kept.
         """
         if not self.why:
             self.why = why
@@ -727,7 +737,7 @@ class Group(Generic[T]):
                 self.tasks.cancel_scope.cancel()
 
     def is_cut_short(self) -> bool:
-        """Return whether a rollout of the group has not ended or was cancelled."""
+        """Return True if a rollout of the group has not ended or was cancelled."""
         if len(self.results) < len(self.samples):
             return True
         return any(result.status == "cancelled" for result in self.results.values())
@@ -809,7 +819,9 @@ class Group(Generic[T]):
                 self.done.set()
 
     def _react_to(self, result: RolloutResult[T]) -> None:
-        """End the run or settle the group if the result of this rollout requires it."""
+        """End the run after a fatal error, or end the group if the result of this rollout settles
+        it.
+        """
         error = result.error
         state = self.run.state
         has_given_up = state.has_given_up(result.status)
@@ -825,8 +837,8 @@ class Group(Generic[T]):
         if result.status in ("done", "failed") and self.settle(result):
             self.close("settled")
 
-    # The methods below serve rollouts that are admitted together, meet in rounds, and give their
-    # slots back together.
+    # The methods below are for rollouts that start together, wait for each other in rounds, and
+    # give their slots back together.
 
     def close_round(self) -> bool:
         """Close the round if every running rollout has called `meet`; the rollouts that wait in the
@@ -845,7 +857,7 @@ class Group(Generic[T]):
         current = self.round
         current.values.pop(scope.sample, None)
         if scope.frontier is not current.opened_with:
-            # the rollout made calls in this round before it ended, so the round depends on these
+            # the rollout made calls in this round before it ended, so later calls depend on these
             # calls
             current.nodes.extend(scope.frontier)
         self.close_round()
@@ -878,12 +890,12 @@ class ProblemScope(Caller):
     def __init__(self, run: Run, problem: str, index: int, order: int) -> None:
         super().__init__(run.state, problem, -1, ())
         self.index = index
-        # number in the order of opening, over all runs of the graph; rollouts of older problems
-        # start first
+        # index in the order in which the graph opened problems; rollouts of older problems start
+        # first
         self.order = order
         self.why = ""
         self.cancel_scope = anyio.CancelScope()
-        # whether the problem takes a slot because it has not submitted a rollout yet
+        # whether a slot is kept free for the problem, because it has not submitted a rollout yet
         self.is_opening = True
         self._declared = self.declared = anyio.Event()
         self.run = run
@@ -895,10 +907,11 @@ class ProblemScope(Caller):
 
     @contextmanager
     def concluding(self, rollouts: int) -> Generator[None]:
-        """Count `rollouts` ended rollouts as waiting for work outside engines, such as grading.
+        """Count `rollouts` ended rollouts as waiting for grading or similar work outside engines,
+        until the block ends.
 
-        While too many rollouts of all problems wait, no problem is opened, so that finished work
-        does not pile up behind a slow grader.
+        If too many ended rollouts wait, no new problem is opened. So finished work does not pile up
+        behind a slow grader.
         """
         admission = self.run.admission
         admission.concluding += rollouts
@@ -958,7 +971,7 @@ class ProblemScope(Caller):
             finally:
                 del run.groups[group]
                 if group.is_cut_short():
-                    # the time-out did not call `close`, so the reason is set here
+                    # a time-out cancels the tasks without a call of `close`, so set the reason here
                     is_late = anyio.current_time() >= tasks.cancel_scope.deadline
                     group.close("deadline" if is_late else "cancelled")
 
@@ -981,7 +994,7 @@ class ProblemScope(Caller):
 
 
 class HasId(Protocol):
-    """The type of all objects with an id, such as `core.Problem`."""
+    """The type of objects with an id, such as `core.Problem`."""
 
     @property
     def id(self) -> str:
@@ -991,15 +1004,15 @@ class HasId(Protocol):
 
 P = TypeVar("P", bound=HasId)
 
-# If an open problem neither calls an engine nor submits rollouts, the next problem is opened after
-# this number of seconds.
+# The number of seconds after which the next problem is opened, even if the last opened problem has
+# neither called an engine nor submitted rollouts.
 OPENING_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """A snapshot of one engine's pool: the current use and queue, and the seconds of use so far,
-    summed over slots.
+    """A copy of the state of one engine's slots: how many are used now, how many calls wait, and
+    the seconds of use so far, summed over slots.
     """
 
     slots: int | None
@@ -1013,7 +1026,7 @@ class EngineUse:
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """A snapshot of a graph's state, with counts since the graph was made."""
+    """A copy of a graph's state. Sums and counts begin when the graph is made."""
 
     seconds: float  # seconds during which at least one run was in progress
     problems_open: int
@@ -1022,11 +1035,12 @@ class GraphStats:
     rollouts_in_flight: int
     rollouts: Mapping[str, int]  # number of ended rollouts, by status
     nodes: int
-    sibling_seconds: float  # seconds of waiting for siblings, summed over rollouts; the paper's Ts
+    # seconds of waiting for siblings, summed over rollouts; named Ts in the paper
+    sibling_seconds: float
     engines: Mapping[str, EngineUse]
 
     def busy_share(self, engine: str) -> float:
-        """Return the share of the engine's slot-seconds that calls used.
+        """Return the share of the engine's slot time that calls used, 0 to 1.
 
         The share is NaN if slots are unlimited or no time has passed.
         """
@@ -1116,8 +1130,8 @@ class Graph:
         *,
         timeout_seconds: float | None = None,
     ) -> None:
-        """Run like `run`, but pass each result to `finished` when the problem ends, and store no
-        results.
+        """Run like `run`, but pass each result to `finished` when its problem ends, instead of
+        storing it.
 
         :raises Exception: the first fatal error, or an error of `finished`.
         """
@@ -1156,7 +1170,7 @@ class Graph:
             run.cancel(why)
 
     def stats(self) -> GraphStats:
-        """Return a snapshot of the graph's state and counts."""
+        """Return a copy of the graph's current state and counts."""
         state = self._state
         admission = self._admission
         return GraphStats(
@@ -1181,8 +1195,10 @@ class Graph:
         solve: Callable[[P, ProblemScope], Awaitable[T]],
         finished: Callable[[ProblemResult[T]], None],
     ) -> None:
-        """Open problems one by one. Each is opened when there is room, and the previous problem has
-        called an engine or submitted rollouts.
+        """Open problems one by one.
+
+        A problem is opened when the limits allow it, and when the previous problem has called an
+        engine or submitted rollouts.
         """
         for index, problem in enumerate(problems):
             await self._admission.room()

@@ -19,12 +19,15 @@ from atts.core import CallSpan
 
 T = TypeVar("T")
 Event = dict[str, Any]
-# the number of the trace's process for rollouts; the processes of engines have the next numbers
+# index of the trace's process that shows rollouts; the processes of the engines have the next
+# indices
 _ROLLOUTS = 1
 
 COMPUTE_BOUND = frozenset({"score"})
-"""The stages in which the engine only prefills, whose time is limited by arithmetic. Decoding is
-limited by memory, because every weight is read for every token.
+"""The stages in which the engine only prefills.
+
+Arithmetic limits the speed of prefilling. Memory limits the speed of decoding, because every weight
+is read for every token.
 """
 
 
@@ -40,7 +43,7 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A chain of nodes; each node waited for the node before it."""
+    """A chain of graph nodes, in which each node waited for the previous node."""
 
     seconds: float
     nodes: tuple[int, ...]
@@ -50,19 +53,19 @@ class Path:
 class Timing:
     """The analysis of a run's time."""
 
-    seconds: float  # seconds from the start of the first node to the end of the last one
+    seconds: float  # seconds between the start of the first node and the end of the last node
     stages: Mapping[str, StageTime]
-    busy_seconds: Mapping[str, float]  # seconds of calls, keyed by engine and summed over slots
-    # the run cannot be shorter than this path, whatever the schedule and the number of slots
+    busy_seconds: Mapping[str, float]  # seconds of calls by engine, summed over slots
+    # the longest chain of calls that waited for one another; more slots cannot make the run shorter
     critical_path: Path
-    arithmetic_seconds: float  # seconds of prefill; the paper's Tc
-    memory_seconds: float  # seconds of decoding; the paper's Tm
-    sibling_seconds: float  # seconds of waiting for siblings; the paper's Ts
+    arithmetic_seconds: float  # seconds of prefilling; named Tc in the paper
+    memory_seconds: float  # seconds of decoding; named Tm in the paper
+    sibling_seconds: float  # seconds of waiting for siblings; named Ts in the paper
 
     @property
     def intensity(self) -> float:
-        """Return r = Tc / (Tm + Ts), the seconds of arithmetic per second of moving weights or
-        waiting for siblings.
+        """Return the paper's ratio r = Tc / (Tm + Ts): prefill seconds divided by decoding and
+        waiting seconds.
         """
         rest = self.memory_seconds + self.sibling_seconds
         if not rest:
@@ -124,15 +127,16 @@ def _longest_chain(nodes: list[CallSpan]) -> Path:
 
 
 def sibling_edges(nodes: Iterable[CallSpan]) -> set[tuple[int, int]]:
-    """Return the edges of the task graph that join different rollouts of one problem. Only runs
-    with barriers or shared scores have such edges.
+    """Return the edges of the task graph between different rollouts of one problem.
+
+    Only runs with rounds or shared scores have such edges.
     """
     by_number = {node.node: node for node in nodes}
     edges: set[tuple[int, int]] = set()
     for node in by_number.values():
         for number in node.after:
             other = by_number.get(number)
-            # sample -1 is the problem itself, which may wait for its rollouts
+            # sample -1 stands for the problem itself, which may wait for its rollouts
             if other is None or other.sample == node.sample or min(other.sample, node.sample) < 0:
                 continue
             edges.add((other.node, node.node))
@@ -155,7 +159,9 @@ def write_trace(nodes: Iterable[CallSpan], out: TextIO) -> None:
 
 
 def trace_events(nodes: Iterable[CallSpan]) -> Iterator[Event]:
-    """Yield the events of the trace; times are microseconds since the first node was ready."""
+    """Yield the events of the trace. Their times are in microseconds since the first node was
+    ready.
+    """
     ordered = sorted(nodes, key=lambda node: (node.ready, node.node))
     zero = ordered[0].ready if ordered else 0.0
     yield from _engine_events(ordered, zero)
@@ -217,7 +223,7 @@ def _steps(node: CallSpan, lane: int, zero: float) -> Iterator[Event]:
 
 
 def _lanes(spans: Iterable[tuple[float, float, T]]) -> Iterator[tuple[int, T]]:
-    """Give each span, in the order of the starts, the lowest row that is free at its start."""
+    """Give each time span the lowest row that is free when the span starts."""
     busy: list[tuple[float, int]] = []
     free: list[int] = []
     rows = 0

@@ -24,17 +24,17 @@ from atts.files import read_ordinary, storage, write_atomic
 LEDGER = "ledger.jsonl"
 """The name of a ledger's file in a run directory."""
 PRICES = "prices by role"
-"""The name of the manifest's setting that has the price of each role's model, from which reports
-compute costs.
+"""The name of a setting in the run's manifest. It stores the price of each role's model, from which
+reports compute costs.
 """
 
-# picodollars in a dollar; costs are counted in whole picodollars, so sums are exact
+# picodollars in a dollar; costs are counted in whole picodollars, so that sums are exact
 _PICO = 10**12
 _MILLION = 10**6
 
 
 class LimitReached(ATTSError):
-    """The error for a call that would exceed a cap; `limit` is the cap's name."""
+    """The error raised for a call that would exceed a cap; `limit` is the name of the cap."""
 
     def __init__(self, limit: str, problem: str) -> None:
         super().__init__(f"{limit}: {problem}")
@@ -43,11 +43,13 @@ class LimitReached(ATTSError):
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """The calls, tokens and cost of engine calls, in whole numbers, so that sums are exact."""
+    """A number of calls, their tokens and their cost. All values are whole numbers, so that sums
+    are exact.
+    """
 
     calls: int = 0
     target_tokens: int = 0  # number of tokens that the target wrote
-    total_tokens: int = 0  # tokens of prompts, scored texts and completions, over all calls
+    total_tokens: int = 0  # tokens of prompts, scored texts and completions, summed over all calls
     picodollars: int = 0
 
     def __add__(self, other: Amount) -> Amount:
@@ -72,7 +74,7 @@ class Amount:
         return self.picodollars / _PICO
 
     def by_cap(self) -> dict[str, float]:
-        """Return how much was spent of the quantity that each cap limits, by the cap's name."""
+        """Return, for each cap's name, the amount that counts towards this cap."""
         return {
             "max_calls": self.calls,
             "max_target_tokens": self.target_tokens,
@@ -111,7 +113,9 @@ class Caps:
 
     @property
     def limits_calls(self) -> bool:
-        """Return True if there is a cap other than `max_seconds`, so that a call may be refused."""
+        """Return True if a call may be refused because of a cap; `max_seconds` never refuses a
+        call.
+        """
         return replace(self, max_seconds=None) != Caps()
 
     def as_json(self) -> dict[str, Any]:
@@ -122,8 +126,8 @@ class Caps:
     def exceeded_by(self, amount: Amount) -> str:
         """Return the name of the first cap that the amount exceeds, or "".
 
-        `max_seconds` is not checked; the caller must watch it, because time also passes without
-        calls.
+        `max_seconds` is not checked. The caller must watch the time, because time also passes
+        without calls.
         """
         pairs = (
             ("max_calls", self.max_calls, amount.calls),
@@ -153,7 +157,7 @@ class Price:
 
     input: float  # price of prompts and scored texts
     output: float
-    # price of prompt tokens that come from a cache; None: the price `input`
+    # price of prompt tokens that come from a cache; if None, they have the price `input`
     cached: float | None = None
 
     def __post_init__(self) -> None:
@@ -189,7 +193,7 @@ Prices = Mapping[Role, Price]
 
 
 def read_prices(path: Path) -> dict[str, Price]:
-    """Read the prices of models from a TOML file; return them by the model's name.
+    """Read the prices of models from a TOML file, and return them keyed by the name of the model.
 
     :raises OptionError: the file cannot be read, or contains anything other than prices.
     """
@@ -218,8 +222,8 @@ class _PriceTable(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def prices_of(prices: Mapping[str, Price], models: Mapping[Role, str]) -> dict[Role, Price]:
-    """Return the price of each role's model; in `prices`, the key of a price is a model's name or a
-    role.
+    """Return the price of each role's model. `prices` may name a price by the model's name or by
+    its role.
     """
     by_role = dict[Role, Price]()
     for role, model in models.items():
@@ -247,8 +251,8 @@ def check_prices(caps: Caps, prices: Mapping[str, Price], models: Mapping[Role, 
 
 
 def cost_of(usage: Usage, prices: Prices, roles: tuple[Role, ...]) -> float | None:
-    """Return the cost of the usage in dollars, or None if the model of one of the `roles` has no
-    price.
+    """Return the cost of the usage in dollars. The result is None if the model of one of the
+    `roles` has no price.
     """
     if not roles or any(role not in prices for role in roles):
         return None
@@ -259,8 +263,9 @@ def cost_of(usage: Usage, prices: Prices, roles: tuple[Role, ...]) -> float | No
 
 
 def recorded_prices(value: object) -> dict[Role, Price]:
-    """Return the prices in `value`, the manifest's setting `PRICES`; an empty dictionary if the
-    manifest has no prices.
+    """Return the prices that a manifest recorded; `value` is the value of its setting `PRICES`.
+
+    The result is an empty dictionary if the manifest has no prices.
     """
     if not isinstance(value, Mapping):
         return {}
@@ -269,7 +274,9 @@ def recorded_prices(value: object) -> dict[Role, Price]:
 
 
 def money_of(usage: Usage, prices: Prices) -> float | None:
-    """Return the cost of the usage in dollars, or None if a model that did work has no price."""
+    """Return the cost of the usage in dollars. The result is None if a model that did work has no
+    price.
+    """
     asked: list[Role] = []
     if usage.draft_tokens or usage.draft_prefill_tokens:
         asked.append("draft")
@@ -279,11 +286,12 @@ def money_of(usage: Usage, prices: Prices) -> float | None:
 
 
 def most_of(role: Role, request: SampleRequest | ScoreRequest, prices: Prices) -> Amount:
-    """Return the largest number of tokens and the largest cost that the call can have."""
+    """Return the largest possible number of tokens and the largest possible cost of the call."""
     if isinstance(request, SampleRequest):
         return _amount(role, len(request.ids), 0, request.max_tokens, prices)
     read = len(request.prefix) + len(request.suffix)
-    # A drawn beginning consists of tokens that are equal to the suffix, and at most one more token.
+    # a drawn beginning has at most one token more than the suffix, because it ends at the first
+    # difference
     drawn = 0 if request.draw is None else min(request.draw.max_tokens, len(request.suffix) + 1)
     return _amount(role, read, 0, drawn, prices)
 
@@ -315,7 +323,8 @@ def _amount(role: Role, read: int, cached: int, written: int, prices: Prices) ->
 
 
 class Account:
-    """The budget of one request or run: caps, spending, and reservations for calls in flight.
+    """The budget of one request or run: its caps, its spending, and the reservations of calls in
+    flight.
 
     Calls of an inner account are also charged to the outer account, so the caps of the outer
     account limit both. A call that failed or was cancelled is charged with its largest possible
@@ -348,12 +357,12 @@ class Account:
             self._file = inside._file
         self._outer: tuple[Account, ...] = () if inside is None else inside.accounts
         self._may_refuse = self.caps.limits_calls
-        self._settled: anyio.Event | None = None  # the event is made by the task that waits for it
+        self._settled: anyio.Event | None = None  # made by the task that waits for it
         self._refused: anyio.Event | None = None
 
     @property
     def accounts(self) -> tuple[Account, ...]:
-        """Return this account and all outer accounts that contain it."""
+        """Return this account and all accounts that contain it."""
         return (self, *self._outer)
 
     @contextmanager
@@ -379,8 +388,8 @@ class Account:
                 self._file.settle(self.name, number, reservation.taken, is_answered=is_answered)
 
     def count(self, reply: Completion | Scores) -> None:
-        """Add the reply's tokens to `written` and `cached`, which are only reported and have no
-        cap.
+        """Add the reply's tokens to `written` and `cached`, which have no cap and are only
+        reported.
         """
         for account in self.accounts:
             account.count_here(reply)
@@ -412,10 +421,10 @@ class Account:
             yield reservation
 
     async def room(self, most: Amount) -> None:
-        """Wait until a call fits under the caps, which may happen because calls in flight spend
-        less than they reserved.
+        """Wait until the caps allow a call.
 
-        A call that can never fit waits forever; `exhausted` then ends the run or request.
+        A call may become possible because calls in flight spend less than they reserved. A call
+        that can never be allowed waits forever; `exhausted` then ends the run or request.
         """
         while True:
             tight: Account | None = None
@@ -437,9 +446,9 @@ class Account:
 
     async def exhausted(self, seconds: float = 0.0) -> str:
         """Wait until a cap has refused a call and no call is in flight, or until `max_seconds` have
-        passed. Return the name of the cap.
+        passed.
 
-        `seconds` is the time that earlier sessions took.
+        The result is the name of the cap. `seconds` is the time that earlier sessions took.
         """
         limit = self.caps.max_seconds
         with anyio.move_on_after(math.inf if limit is None else max(0.0, limit - seconds)):
@@ -458,7 +467,7 @@ class Account:
             self._refused.set()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the spending as values for strict JSON."""
+        """Return the spending as a dictionary for JSON."""
         spent = self.spent
         plain: dict[str, Any] = {
             "calls": spent.calls,
@@ -476,7 +485,9 @@ class Account:
 
 
 class _Reservation:
-    """A reserved call; until the call is answered, its largest possible cost is reserved."""
+    """A reservation for one call. Its amount is the largest possible cost until the call is
+    answered.
+    """
 
     __slots__ = ("is_answered", "most", "taken")
 
@@ -486,7 +497,7 @@ class _Reservation:
         self.is_answered = False
 
     def answered(self, taken: Amount) -> None:
-        """Replace the reserved amount by the call's real tokens and cost."""
+        """Replace the reserved amount by the tokens and the cost that the call really had."""
         left = self.most - taken
         assert min(left.calls, left.target_tokens, left.total_tokens, left.picodollars) >= 0, (
             f"a call took {taken}, but only {self.most} were reserved"
@@ -521,13 +532,15 @@ class Spending:
 
 
 class LedgerFile:
-    """An append-only file of reservations and settlements, which is complete even if the process is
-    killed. A settlement records what a reserved call really cost.
+    """An append-only file of reservations and settlements, which stays complete even if the process
+    is killed. A settlement records what a reserved call really cost.
 
-    Every reservation is written before its call is dispatched. A reservation without a settlement
-    is charged in full when the file is opened again. To limit its size, a long file is rewritten.
-    The new file has one sum for each account that `keep` names, one sum for all other accounts, and
-    the reservations in flight.
+    Every reservation is written before its call is sent. A reservation without a settlement is
+    charged in full when the file is opened again.
+
+    A long file is rewritten to limit its size. The new file has one sum for each account that
+    `keep` names and one sum for all other accounts. It also has the reservations of calls in
+    flight.
     """
 
     def __init__(
@@ -536,8 +549,8 @@ class LedgerFile:
         self._path = path
         self._most_lines = most_lines
         recorded = _read(path)
-        self.total = Amount()  # spending of earlier sessions, by account
-        self._others = Spending()  # total spending of all accounts that `keep` does not name
+        self.total = Amount()  # spending of earlier sessions, summed over all accounts
+        self._others = Spending()  # spending of all accounts without a sum of their own
         self._kept = {name: Spending() for name in keep}
         for name, spending in recorded.items():
             self.total += spending.total
@@ -564,14 +577,15 @@ class LedgerFile:
             self._rewrite()
 
     def keep(self, name: str) -> None:
-        """Keep a separate sum for an account from now on, so that the account can be continued
+        """Keep a separate sum for this account from now on, so that the account can be continued
         after a restart.
         """
         self._kept.setdefault(name, Spending())
 
     def merge(self, name: str) -> None:
-        """Stop keeping a separate sum for an account, because it will not be continued; add its sum
-        to that of the other accounts.
+        """Stop keeping a separate sum for this account, because it will not be continued.
+
+        Its sum is added to the common sum of all accounts that have no sum of their own.
         """
         self._others.add(self._kept.pop(name, Spending()))
 
@@ -594,7 +608,7 @@ class LedgerFile:
         self.close()
 
     def _rewrite(self) -> None:
-        """Replace the file's lines by the sums of accounts and the reservations of calls in
+        """Write the file again with only the sums of accounts and the reservations of calls in
         flight.
         """
         lines = [_line("spent", "", 0, self._others.total)]
@@ -626,8 +640,9 @@ _decode = msgspec.json.Decoder(tuple[str, str, int, int, int, int, int]).decode
 
 
 def read_ledger(path: Path) -> dict[str, Amount]:
-    """Read a ledger's file, and return the spending of each account. An incomplete last line is
-    ignored.
+    """Read a ledger's file, and return the spending of each account.
+
+    An incomplete last line is ignored.
 
     :raises JournalCorrupt: a line before the last one is damaged.
     """
@@ -649,15 +664,15 @@ def _read(path: Path) -> dict[str, Spending]:
             kind, name, call, *values = _decode(line)
         except (msgspec.DecodeError, ValueError) as error:
             if number == len(lines):
-                # the process was killed while it wrote this line; if the line is a reservation, its
-                # call never started
+                # The process was killed while it wrote this line. If the line was a reservation,
+                # the call never started.
                 break
             raise JournalCorrupt(path, f"line {number} is damaged") from error
         amount = Amount(*values)
         if kind == "reserve":
             open_calls[call] = name, amount
             continue
-        if call:  # a line with number 0 is a sum of earlier calls
+        if call:  # a line whose number is 0 is a sum over earlier calls
             open_calls.pop(call, None)
         spent.setdefault(name, Spending()).count(amount, is_answered=kind != "charge")
     for name, amount in open_calls.values():

@@ -46,12 +46,11 @@ from atts.pipelines import (
 
 @dataclass(frozen=True, slots=True)
 class GateInputs:
-    """The inputs of a method's gate: the calibrator (with the rate, the seed and the stored scores)
-    and the settings of gates.
+    """The inputs from which a method builds its gate: the calibrator and the settings of gates.
 
-    Each setting is also a configuration key: `Setup` has a field with the same name, default and
-    help. Runs record the settings that are not at their defaults, and compare them when they
-    resume.
+    The calibrator has the rate, the seed and the stored scores. Each setting is also a
+    configuration key: `Setup` has a field with the same name, default and help. Runs record the
+    settings that differ from their defaults, and compare them when they resume.
     """
 
     calibrator: Calibrator
@@ -77,46 +76,49 @@ class Preset:
     what: str
     changes: dict[str, Any]
     gate: Callable[[GateInputs], Gate | RoundGate]
-    # whether a gate judges chunks; False: every chunk is kept without a decision
+    # whether a gate judges chunks; if False, every chunk is kept without a decision
     is_judged: bool = True
     has_rate: bool = True  # whether the gate aims at the nominal rate
     departures: tuple[str, ...] = ()  # differences from the published implementation of the method
 
     def policy(self, base: Policy) -> Policy:
-        """Return the base policy with this method's changes; its other settings stay the same."""
+        """Return the base policy with this method's changes; all other settings stay the same."""
         return replace(base, **self.changes)
 
     def roles(self, policy: Policy) -> tuple[Role, ...]:
-        """Return the roles whose models this method uses with its policy, draft first."""
+        """Return the roles whose models this method needs with its policy, draft first."""
         return asked_roles(policy, is_judged=self.is_judged)
 
     def reads_chunks(self, policy: Policy) -> bool:
-        """Return whether a gate, a stop rule or the target must read each chunk of a rollout before
-        the next chunk is written.
+        """Return True if a chunk of a rollout must be read before the next chunk is written.
+
+        The reader of the chunk is a gate, a stop rule or the target.
         """
         return reads_chunks(policy, is_judged=self.is_judged)
 
 
 def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
-    """Return the roles whose models a policy uses, draft first. The target's model is used, for
-    example, if the target judges the draft's chunks or combines the answers.
+    """Return the roles whose models a policy needs, draft first.
+
+    For example, the target's model is needed if the target judges the draft's chunks or combines
+    the answers.
 
     >>> asked_roles(Policy(), is_judged=False), asked_roles(Policy(drafter="target"), is_judged=True)
     (('draft',), ('target',))
     """
     if policy.exact:
         return ("draft", "target")
-    if policy.drafter == "target":  # the target does not judge its own chunks
+    if policy.drafter == "target":  # the target does not judge chunks that it wrote itself
         return ("target",)
     is_target_asked = is_judged or policy.combine != "vote"
     return ("draft", "target") if is_target_asked else ("draft",)
 
 
 def reads_chunks(policy: Policy, *, is_judged: bool) -> bool:
-    """Return whether a gate, a stop rule or the target must read each chunk of a rollout before the
-    next chunk is written.
+    """Return True if a chunk of a rollout must be read before the next chunk is written.
 
-    If none of them must, one request writes the whole rollout.
+    The reader of the chunk is a gate, a stop rule or the target. If nothing reads the chunks, one
+    request writes the whole rollout.
     """
     if policy.exact or policy.confidence_stop is not None:
         return True
@@ -153,8 +155,9 @@ def _conditional(inputs: GateInputs) -> Gate:
 
 
 def _first_turns(inputs: GateInputs) -> list[tuple[str, float]]:
-    """Return the stored scores of first turns with their questions, because the published rule uses
-    only scores of first turns.
+    """Return the stored scores of first turns, each with its question.
+
+    The published rule uses no scores of later turns.
     """
     stored = inputs.calibrator.stored
     rows = zip(stored.questions, stored.turns, stored.scores, strict=True)
@@ -187,8 +190,8 @@ PAPER_DEPARTURES = (
     "published code a model grades, and a question counts as solved if any of 16 rollouts is "
     "correct",
 )
-"""The differences between the paper's presets and its published code. If the scores are equal, both
-make the same decisions.
+"""The differences between the paper's presets and its published code, which make the same decisions
+if the scores are equal.
 """
 
 PRESETS: tuple[Preset, ...] = (
@@ -296,7 +299,7 @@ Right = Callable[[Outcome], bool]
 
 @dataclass(frozen=True, slots=True)
 class LabelledRun:
-    """The result of one gate at one rate on the calibration problems."""
+    """The outcomes of one gate at one nominal rate on the labelled problems."""
 
     gate: str
     rate: float
@@ -304,8 +307,8 @@ class LabelledRun:
 
 
 def frozen_gate(rate: float, stored: StoredScores, seed: int = 0) -> ConformalGate:
-    """Return a gate that ranks each score among stored scores. The gate learns nothing during a
-    run, so it can be certified.
+    """Return a gate that compares each score with stored scores only. The gate learns nothing
+    during a run, so it can be certified.
 
     :raises CalibrationInputError: no score is stored.
     """
@@ -338,7 +341,9 @@ def warming_gate(
 
 @dataclass(frozen=True, slots=True)
 class GradedPolicy:
-    """A policy's results on labelled problems: whether each answer was correct, and the mean number
+    """The results of one policy on labelled problems.
+
+    `right` says for each problem whether the policy's answer was correct. `cost` is the mean number
     of target tokens per problem.
     """
 
@@ -355,11 +360,13 @@ def certify_runs(
     epsilon: float,
     delta: float = 0.1,
 ) -> Certificate:
-    """Certify the cheapest policy that loses at most `epsilon` of the target's correct answers.
+    """Certify the cheapest policy that loses at most a share `epsilon` of the target's correct
+    answers.
 
     All runs must have the same problems, and their gates must not learn from one problem to the
-    next. The cost is target tokens per problem. For each gate, rates are tested from the highest to
-    the lowest until one fails, so rates below that need no run.
+    next. The cost is the number of target tokens per problem. For each gate, rates are tested from
+    the highest to the lowest. The tests end at the first rate that fails, so lower rates need no
+    run.
 
     :raises CalibrationInputError: there are no runs, or a run has different problems than the run
         of the target alone.
@@ -418,7 +425,7 @@ def certify_graded(
     *,
     net: bool,
 ) -> Certificate:
-    """Certify the cheapest policy, by the test on net losses or by the test on lost answers.
+    """Certify the cheapest policy. The test uses net losses if `net` is true, else lost answers.
 
     :raises CalibrationInputError: there are no policies, or a policy has different problems than
         the target alone.

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-# numpy is imported where it is used, because `atts.core` imports this module and commands that draw
-# nothing should not wait for numpy. The distributions are implemented here, because scipy would be
-# more than a third of the installed size for users who only use servers.
+# numpy is imported inside functions, because commands that draw no random numbers should not wait
+# for the import. The distributions are implemented here, because scipy would be more than a third
+# of the installed size for users who only use servers.
 
-# The largest number of steps of the continued fraction; about the square root of the number of
-# trials usually suffices.
+# The largest number of steps of the continued fraction. Usually, the square root of the number of
+# trials is enough.
 _MOST_STEPS = 100_000
 
 
@@ -30,8 +30,8 @@ _MOST_STEPS = 100_000
 class Seed:
     """The name of one random stream.
 
-    Every uniform number depends only on (run seed, problem, sample, turn, role, attempt, purpose,
-    position), so any schedule, batch or restart draws the same numbers. `purpose` separates the
+    Every random number depends only on the fields below and on its position in the stream. So the
+    numbers are the same in any schedule, any batch and after a restart. `purpose` separates the
     streams of one request, such as sampling and tie-breaking.
     """
 
@@ -81,24 +81,26 @@ def uniforms(seed: Seed, count: int) -> NDArray[np.float64]:
 
 
 def normal_quantile(share: float) -> float:
-    """Return the standard normal quantile at `share`."""
+    """Return the quantile of the standard normal distribution at the probability `share`."""
     return NormalDist().inv_cdf(share)
 
 
 def student_quantile(share: float, freedom: float) -> float:
-    """Return the quantile at `share` of Student's t distribution with `freedom` degrees of freedom.
+    """Return the quantile of Student's t distribution at the probability `share`, for `freedom`
+    degrees of freedom.
 
     >>> round(student_quantile(0.975, 29), 4)
     2.0452
     """
-    # t^2 / (freedom + t^2) is a Beta(1/2, freedom / 2); its odds are t^2 / freedom.
+    # t^2 / (freedom + t^2) has the distribution Beta(1/2, freedom / 2), and its odds are t^2 /
+    # freedom
     tail = 2 * min(share, 1 - share)
     odds = math.exp(-_beta_log_odds(tail, freedom / 2, 0.5)) if tail < 1 else 0.0
     return math.copysign(math.sqrt(freedom * odds), share - 0.5)
 
 
 def student_tail(value: float, freedom: float) -> float:
-    """Return P(|T| > value) for a `value` above 0, if T has Student's t distribution with `freedom`
+    """Return P(|T| > value) for a positive value; T has Student's t distribution with `freedom`
     degrees of freedom.
 
     >>> round(student_tail(2.0452, 29), 4)
@@ -107,14 +109,14 @@ def student_tail(value: float, freedom: float) -> float:
     square = value * value
     if square == 0:
         return 1.0
-    # `rest` and `part` add up to 1. Each is computed separately, so that neither loses digits.
+    # `rest` is 1 - `part`. Each is computed separately, so that neither loses digits.
     rest = freedom / (freedom + square)
     part = square / (freedom + square)
     return math.exp(_beta_log_tails(rest, part, freedom / 2, 0.5)[0]) if rest else 0.0
 
 
 def beta_quantile(share: ArrayLike, a: ArrayLike, b: ArrayLike) -> Floats:
-    """Return the quantile at `share` of Beta(a, b).
+    """Return the quantile of Beta(a, b) at the probability `share`.
 
     >>> round(float(beta_quantile(0.025, 1, 9)), 4)
     0.0028
@@ -176,7 +178,7 @@ def binomial_pmf(count: int, n: ArrayLike, chance: float) -> Floats:
 
 
 def binomial_quantile(share: float, n: int, chance: float) -> int:
-    """Return the smallest count c with P(Bin(n, chance) <= c) >= `share`."""
+    """Return the smallest integer c for which P(Bin(n, chance) <= c) is at least `share`."""
     if float(binomial_cdf(0, n, chance)) >= share:
         return 0
     # invariant: the distribution function is below `share` at `low`, and at least `share` at `high`
@@ -205,7 +207,7 @@ def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) 
     return _floats(np.vectorize(of_one, otypes=[float])(n, right))
 
 
-# callers ask for many problems but only a few different counts, so cache the results
+# the function is called for many problems but with few different arguments, so cache the results
 @lru_cache(maxsize=1 << 16)
 def _hypergeometric_tail(least: int, n: int, right: int, drawn: int) -> float:
     if n < drawn:
@@ -237,15 +239,15 @@ def _beta_quantile(share: float, a: float, b: float) -> float:
 
 
 def _beta_log_odds(share: float, a: float, b: float) -> float:
-    """Return log(x / (1 - x)) for the quantile x of Beta(a, b) at a `share` inside (0, 1).
+    """Return the quantile x of Beta(a, b) at a `share` inside (0, 1), as log(x / (1 - x)).
 
-    As a function of the log odds, the logarithm of either tail is concave. So Newton's steps
-    approach the root from one side and never cross it.
+    The logarithm of either tail probability is a concave function of this value. So Newton's steps
+    approach the solution from one side and never pass it.
     """
     is_lower = share <= 0.5
     wanted = math.log(share) if is_lower else math.log1p(-share)
     odds = math.log(a / b)
-    for _ in range(100):  # a generous limit, because fewer than ten steps are needed
+    for _ in range(100):  # fewer than ten steps are needed
         value = 1 / (1 + math.exp(-odds))
         rest = 1 / (1 + math.exp(odds))
         below, above = _beta_log_tails(value, rest, a, b)
@@ -255,14 +257,16 @@ def _beta_log_odds(share: float, a: float, b: float) -> float:
         else:
             step = (above - wanted) * math.exp(above - density)
         odds += step
-        # converged: the next step would be about as small as the square of this step
+        # stop, because the next step would be about as small as the square of this step
         if abs(step) <= 1e-9 * (1 + abs(odds)):
             break
     return odds
 
 
 def _beta_log_tails(value: float, rest: float, a: float, b: float) -> tuple[float, float]:
-    """Return the logarithms of both tails of Beta(a, b) at `value`, where `rest` is 1 - value."""
+    """Return the logarithms of P(Beta(a, b) <= value) and P(Beta(a, b) > value), where `rest` is 1
+    - value.
+    """
     # The continued fraction converges fast below the mean, so above the mean the opposite tail is
     # computed.
     if value * (a + b + 2) > a + 1:
@@ -276,7 +280,7 @@ def _beta_log_tails_below_mean(
 ) -> tuple[float, float]:
     powers = a * math.log(value) + b * math.log(rest) - _log_beta(a, b)
     below = powers + math.log(_beta_fraction(value, a, b) / a)
-    # Rounding may make a tail probability larger than 1.
+    # A rounding error may make a tail probability larger than 1.
     below = min(below, -1e-300)
     return below, math.log(-math.expm1(below))
 

@@ -50,8 +50,8 @@ from atts.errors import (
     UnusableScores,
 )
 
-# The limit on ended rollouts that wait for grading or similar work outside engines, as a multiple of
-# the limit on rollouts in flight.
+# The limit on ended rollouts that wait for grading or similar work outside engines, as a multiple
+# of the limit on rollouts in flight.
 CONCLUDING_PER_PLACE = 4
 
 

@@ -22,20 +22,19 @@ from atts.concurrency import python_command
 _SECONDS = 5.0
 _BYTES = 1 << 30
 _CHARACTERS = 4 << 20
-"""Limits of one rendering in the child process: seconds of processor time, bytes of memory, and
-characters of output.
+"""Limits of one rendering in the child process: processor time in seconds, memory in bytes, and
+length of the output in characters.
 """
 _TOO_LARGE = (
     f"the template takes more than {_BYTES >> 30} GiB of memory, or writes more than "
     f"{_CHARACTERS >> 20} Mi characters"
 )
 _KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR")
-"""The environment variables that the child inherits."""
+"""The environment variables that the child process inherits."""
 _MARK = "CONTINUE-FROM-HERE "
-"""A mark that is appended to an unfinished message, to find the place where the template writes the
-end of the message.
+"""A text that is appended to an unfinished message, to find where the template writes its end.
 
-The mark ends with a space, so that atts notices a template that trims messages.
+The text ends with a space, so that atts notices a template that trims messages.
 """
 
 Rows = Sequence[Mapping[str, str]]
@@ -43,13 +42,13 @@ Rows = Sequence[Mapping[str, str]]
 
 
 class TemplateError(Exception):
-    """The template raised an error or exceeded a limit; the message says which."""
+    """The template raised an error or exceeded a limit. The message says what happened."""
 
 
 def render(
     template: str, messages: Rows, special_tokens: Mapping[str, str], *, is_open: bool
 ) -> str:
-    """Render a conversation with a template in this process, which is safe only for harmless
+    """Render a conversation with a template in this process. This is safe only for harmless
     templates.
 
     If `is_open` is true, the text ends inside the last message, so that a model can continue it. If
@@ -74,14 +73,15 @@ def render(
     before, mark, after = text.rpartition(_MARK.rstrip())
     if not mark:
         raise TemplateError("the template drops the last message, which must be continued")
-    # If the template trimmed the mark, trim the message itself too, as transformers does.
+    # If the template trimmed the end of the message, trim the original message too, as transformers
+    # does.
     return before if after.startswith(" ") else before.rstrip()
 
 
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> Any:
-    """Compile a template in the dialect of Jinja for which templates of Hugging Face models are
-    written.
+    """Compile a template with the Jinja extensions and functions that templates of Hugging Face
+    models use.
     """
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
@@ -119,7 +119,7 @@ def _compiled(template: str) -> Any:
 
 
 class TemplateProcess:
-    """A child process that renders templates. It is started on first use, and started again if it
+    """A child process that renders templates. The process starts on first use, and again after it
     has died.
     """
 
@@ -129,8 +129,8 @@ class TemplateProcess:
         self.child: subprocess.Popen[bytes] | None = None
 
     def __reduce__(self) -> tuple[type[TemplateProcess], tuple[float]]:
-        """Pickle this object without its child process, because another process starts its own
-        child.
+        """Pickle this object without its child process. Each process that loads the pickle starts
+        its own child.
         """
         return TemplateProcess, (self._seconds,)
 
@@ -143,7 +143,7 @@ class TemplateProcess:
     def render(
         self, template: str, messages: Rows, special_tokens: Mapping[str, str], *, is_open: bool
     ) -> str:
-        """Return the result of the function `render`, computed by the child process.
+        """Render a conversation like the function `render`, but in the child process.
 
         :raises TemplateError: the template raises, or exceeds the limits on time, memory or text.
         """
@@ -183,8 +183,8 @@ class TemplateProcess:
 def is_plain(template: str) -> bool:
     """Return True if the template does nothing but write its messages one after another.
 
-    The child process is not needed for such a template, because its time and memory grow only with
-    the messages.
+    The time and memory of such a template grow only with the messages, so the template can be
+    rendered without the child process.
 
     >>> is_plain("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"), is_plain("{{ 'x' * 10 ** 10 }}")
     (True, False)
@@ -214,7 +214,7 @@ def is_plain(template: str) -> bool:
         return isinstance(node, (*statements, *values, *joins))
 
     try:
-        # `parse` does not render the template, so this is safe for any template
+        # safe for any template, because `parse` does not render it
         whole = Environment(autoescape=False).parse(template)
         return is_known(whole) and all(map(is_known, whole.find_all(nodes.Node)))
     except Exception:  # noqa: BLE001  # a template that does not parse is not plain
@@ -240,12 +240,15 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _serve(seconds: float) -> None:
-    """Answer each request for a rendering, a line of standard input, with one line of output."""
-    _compiled("")  # compile an empty template, so that Jinja is imported before the limits apply
+    """Answer rendering requests. Each request is a line of standard input, and each answer is a
+    line of output.
+    """
+    # compile an empty template before the limits apply, so that Jinja is already imported
+    _compiled("")
     if sys.platform != "win32":
         import resource
 
-        # the operating system has a lower limit already, or does not support this limit
+        # the system already has a lower limit, or does not support this limit
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
     for line in sys.stdin.buffer:

@@ -16,8 +16,8 @@ Embedded = Literal["draft", "target"]
 EMBEDDED: Final[tuple[Embedded, ...]] = get_args(Embedded)
 """The names of the embedded models; they share one tokenizer."""
 Drafter = Literal["deep"]
-"""The name of a drafter with the same tokenizer. Its eight narrow layers propose tokens for the
-target.
+"""The name of a small model with the same tokenizer, which proposes tokens for the target. It has
+eight narrow layers.
 """
 
 _FILES = (
@@ -31,7 +31,7 @@ _FILES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The size and the cost per token of an embedded model, which are known before the model is
+    """The size and the cost per token of an embedded model. Both are known before the model is
     loaded.
     """
 
@@ -41,20 +41,22 @@ class ModelInfo:
     hidden_size: int
     context_length: int
     vocabulary: int
-    # multiply-add operations of one token in all matrices, including the output matrix
+    # number of multiply-add operations for one token in all weight matrices, including the output
+    # matrix
     weights_per_token: int
-    attention_width: int  # number of heads times the dimension of a head, summed over layers
+    # number of attention heads times the dimension of a head, summed over layers
+    attention_width: int
     bytes: int  # size of the weights file in bytes
 
     def flops_per_token(self, context: int = 0) -> float:
-        """Return the number of floating-point operations for one decoded token that attends to
-        `context` other tokens.
+        """Return the number of floating-point operations to decode one token that attends to
+        `context` earlier tokens.
         """
         return 2.0 * (self.weights_per_token + 2 * context * self.attention_width)
 
 
 def path(name: Embedded | Drafter) -> Path:
-    """Return the folder of an embedded model; transformers can load the folder.
+    """Return the folder of an embedded model, in the format of transformers.
 
     :raises OptionError: there is no embedded model of that name.
     :raises ModelLoadError: the model's files are not installed.
@@ -76,7 +78,7 @@ def path(name: Embedded | Drafter) -> Path:
 
 
 def scores_path() -> Path:
-    """Return the file with the stored scores of the embedded models, which were measured on the
+    """Return the path of the stored scores of the embedded models, which were measured on the
     calibration split.
     """
     return Path(str(resources.files("atts.models"))) / "scores.json"

@@ -25,7 +25,8 @@ _CODE = (
     "processing_*.py",
 )
 _MOST_BYTES = 64 << 20
-# the largest token id that is accepted; about forty times the largest published vocabulary
+# the largest accepted token id, which is about forty times the size of the largest published
+# vocabulary
 _MOST_IDS = 1 << 24
 _LOOK = "Check the id and the network, or download the model with another tool and give its folder"
 _PUBLISHED = {
@@ -37,14 +38,15 @@ _PUBLISHED = {
         "Xenova/gpt-4o",
     }
 }
-"""Entries for remote code, by model type, that may be ignored, because transformers itself contains
-the same classes.
+"""References to remote code, by model type, that are not refused. transformers itself contains the
+same classes.
 """
 
 
 def find_tokenizer(model: str, name: str) -> Path:
-    """Return the folder of a model's tokenizer: `model` itself if it is a folder, or else the
-    downloaded snapshot of this hub id.
+    """Return the folder with a model's tokenizer.
+
+    If `model` is not a folder, it is a hub id, whose files are downloaded.
 
     :raises ModelLoadError: `model` is neither a folder nor a hub id that can be downloaded.
     """
@@ -55,9 +57,10 @@ def find_tokenizer(model: str, name: str) -> Path:
 
 
 def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK) -> Path:
-    """Return `model` itself if it is a folder, or else the downloaded snapshot of this hub id.
+    """Return the folder of a model.
 
-    Only the files that match the patterns in `files` are downloaded.
+    If `model` is not a folder, it is a hub id. Then only the files that match the patterns in
+    `files` are downloaded.
 
     :raises ModelLoadError: `model` is neither a folder nor a hub id that can be downloaded.
     """
@@ -97,8 +100,8 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
 
 
 def checkpoint_dtype(folder: Path, name: str) -> Literal["float32", "bfloat16"]:
-    """Return a data type that holds a model's weights exactly: bfloat16 if config.json names it, or
-    else float32.
+    """Return the data type in which a model's weights lose no digits: bfloat16 if config.json names
+    it, float32 otherwise.
 
     :raises ModelLoadError: config.json cannot be read.
     """
@@ -140,8 +143,8 @@ def refuse_code(folder: Path, name: str) -> None:
 
 
 def refuse_ids(folder: Path, name: str) -> None:
-    """Raise an error if a tokenizer has an impossibly high id, because its library would allocate
-    memory for all lower ids.
+    """Raise an error if a tokenizer has an impossibly high id. The tokenizer's library would
+    allocate memory for all lower ids.
 
     :raises ModelLoadError: an id is higher than in any real vocabulary.
     """
@@ -161,8 +164,9 @@ def refuse_ids(folder: Path, name: str) -> None:
 
 
 def template_of(folder: Path) -> str | None:
-    """Return the chat template of a model folder as a string. It is "" if the model has none, and
-    None if its files cannot be read.
+    """Return the chat template of a model folder as a string.
+
+    The result is "" if the model has no template, and None if its files cannot be read.
     """
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -234,15 +238,15 @@ def weight_files(folder: Path, name: str) -> list[Path]:
 
 
 def weights_marks(files: Sequence[Path]) -> tuple[str, str]:
-    """Return a short and a long digest of the weights, computed from samples of the files to avoid
-    reading gigabytes.
+    """Return a short and a long digest of the weights. Only samples of the files are read, because
+    the files may have many gigabytes.
     """
     return _mark(files, 4, 16), _mark(files, 16, 256)
 
 
 def _mark(files: Sequence[Path], digest_size: int, pieces: int) -> str:
-    """Return a hash of each file's size and of `pieces` blocks of 64 KiB, spread evenly over the
-    file.
+    """Return a hash of each file's size and content. From each file, only `pieces` evenly spread
+    blocks of 64 KiB are read.
     """
     mark = blake2b(digest_size=digest_size)
     for path in files:
@@ -256,8 +260,8 @@ def _mark(files: Sequence[Path], digest_size: int, pieces: int) -> str:
 
 
 def read_end_ids(folder: Path, name: str, default: object) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a text, from generation_config.json if it has any, or
-    else `default`.
+    """Return the ids of the tokens that end a text, as generation_config.json lists them, or else
+    `default`.
 
     :raises ModelLoadError: generation_config.json is damaged, or its entries are not ids.
     """
@@ -281,7 +285,7 @@ def read_end_ids(folder: Path, name: str, default: object) -> tuple[int, ...]:
 
 
 def shown(value: object) -> str:
-    """Return the value's repr, shortened for an error message."""
+    """Return the repr of a value, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -299,7 +303,7 @@ def _auto_map_entries(folder: Path, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _values_of(value: object, key: str) -> Iterator[Any]:
-    """Yield all values of a key in nested JSON data, at any depth."""
+    """Yield all values of a key in nested JSON data, including the inner levels."""
     pending = [value]
     while pending:
         part = pending.pop()
@@ -312,7 +316,9 @@ def _values_of(value: object, key: str) -> Iterator[Any]:
 
 
 def _shards(index: Path, name: str) -> list[Path]:
-    """Return the weight files that an index lists; they must be in the folder of the index."""
+    """Return the weight files that an index file lists. All of them must be in the folder of the
+    index.
+    """
     listed = read_object(index, name).get("weight_map")
     names = listed.values() if isinstance(listed, dict) else []
     if not names or any(

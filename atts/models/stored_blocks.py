@@ -24,32 +24,30 @@ ADAPTER_CONFIG = "adapter_config.json"
 MODELS = "models"
 BLOCKS = "blocks"
 SCHEMA = 1
-"""The version of the zoo format; a zoo with a higher number was written by a newer version of
-atts.
-"""
+"""The version of the zoo format. A newer version of atts wrote a zoo with a higher number."""
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{40}$")]
 FileName = Annotated[str, msgspec.Meta(pattern=r"^[^/\\\x00]+\.safetensors$")]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A part of a model: its position in the model, the digest of its content, and the names of its
+    """A stored part of a model: its position in the model, its digest, and the names of its
     tensors.
     """
 
-    # position in the model, such as embedding, layers.3.attention, layers.3.mlp, head, adapter or
-    # rest
+    # position in the model: embedding, head, adapter, rest, or a part of a layer such as
+    # layers.3.attention or layers.3.mlp
     place: str
     digest: Digest  # digest of the block's file, which is also the file's name
     bytes: int
-    # names of the tensors in the model's files, each with its name in the block's file
+    # name of each tensor in the block's file, keyed by its name in the model's own files
     tensors: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A weight file of a model that was added to a zoo: the header before its tensors, and the
-    digest of the complete file.
+    """A weight file of a model that was added to a zoo: its header, which precedes the tensors, and
+    the digest of the complete file.
     """
 
     name: FileName
@@ -59,22 +57,24 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The change in a model's output when some of its blocks are replaced. The change is measured
-    on solutions that the model itself wrote.
+    """A measurement of how a model's output changes if some of its blocks are replaced.
+
+    The change is measured on solutions that the original model wrote.
     """
 
     model: str
     weights: str  # digest of the model's weights, as in its engine's spec
-    # for each replaced position, the block that replaces it, written as MODEL/POSITION
+    # for each replaced position, the block that is used instead, written as MODEL/POSITION
     stands: dict[str, str]
-    problems: str  # name of the set of problems that were used
+    problems: str  # name of the set of problems
     count: int  # number of problems
     tokens: int  # number of tokens that the model wrote on these problems, with greedy decoding
-    # mean divergence at these tokens in nats, from the model's distribution to that of the changed
-    # model
+    # mean Kullback-Leibler divergence per token, in nats, from the original to the changed model
     nats: float
-    flips: float  # share of these tokens at which the most likely token changes
-    accuracy: tuple[float, float]  # accuracy of the original model and of the changed model
+    # share of these tokens at which the two models have different most likely tokens, 0 to 1
+    flips: float
+    # accuracies of the original model and of the changed model, 0 to 1
+    accuracy: tuple[float, float]
     # 95 % confidence interval of the difference in accuracy (changed minus original)
     change: tuple[float, float]
 
@@ -99,14 +99,15 @@ class StoredModel:
     name: str
     source: str  # the model's folder when it was added to the zoo
     base: str  # name of the model to which an adapter was added
-    # whether the model's complete weight files are stored next to the record, because it shares no
-    # block with other models
+    # whether the model's complete weight files are stored, because it shares no block with other
+    # models
     is_whole: bool
     bytes: int  # size in bytes of the model's folder when it was added
-    marks: tuple[str, str]  # the digests of the model's weights that an engine's spec contains
+    marks: tuple[str, str]  # short and long digest of the model's weights, as in an engine's spec
     files: tuple[StoredFile, ...]
     blocks: tuple[StoredBlock, ...]
-    # loss against the original model, if this model is a changed version of another model
+    # measured change against the original model, if this model is a changed version of another
+    # model
     loss: Loss | None = None
 
     @property
@@ -116,8 +117,9 @@ class StoredModel:
 
 
 class TensorFile(NamedTuple):
-    """A safetensors file with the name of each of the model's tensors in the file. The names are
-    None if the file uses the model's own names.
+    """A safetensors file, with the name that each of the model's tensors has in the file.
+
+    `names` is None if the file uses the model's own names.
     """
 
     path: Path
@@ -125,8 +127,9 @@ class TensorFile(NamedTuple):
 
 
 def tensor_files(folder: Path, name: str) -> list[TensorFile]:
-    """List the files with the weights of the model in `folder`, which are its own files or the
-    block files of its zoo.
+    """List the files with the weights of the model in `folder`.
+
+    These are the model's own files, or the block files of its zoo.
 
     :raises ModelLoadError: a file is missing, or its list of tensors is damaged.
     """
@@ -144,8 +147,9 @@ def tensor_files(folder: Path, name: str) -> list[TensorFile]:
 
 
 def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
-    """Return whether the models in two folders belong to one zoo and share a block. If `as_deep` is
-    true, the models must also have the same number of layers.
+    """Return True if the models in two folders belong to one zoo and share a block.
+
+    If `as_deep` is true, the models must also have the same number of layers.
 
     :raises ZooError: a manifest cannot be read.
     """
@@ -159,8 +163,7 @@ def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
 
 
 def unit_digests(folder: Path, num_layers: int) -> list[str]:
-    """Return the digests of a stored model's 2 * layers + 2 blocks, in the order in which a token
-    passes through them.
+    """Return the digests of a stored model's 2 * layers + 2 blocks, in the order of computation.
 
     :raises ZooError: the manifest cannot be read.
     """

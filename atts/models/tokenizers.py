@@ -26,7 +26,7 @@ from atts.models.folders import (
 
 
 class ModelTokenizer:
-    """A tokenizer whose texts concatenate: decode(a + b) is decode(a) followed by decode(b).
+    """A tokenizer for which decode(a + b) is equal to decode(a) followed by decode(b).
 
     The only exception is a character whose bytes are split between a and b: each half decodes to a
     replacement character.
@@ -48,21 +48,21 @@ class ModelTokenizer:
         self._template = _chat_template(folder, settings)
         self._templates = TemplateProcess()
         state: dict[str, Any] = json.loads(self._backend.to_str())
-        # If two models have equal tokenizer digests, an id means the same in both, so each can
-        # continue ids of the other. The digest does not cover the chat template, because the two
-        # models often differ only in the chat template.
+        # If two models have equal tokenizer digests, each id has the same meaning in both, so each
+        # model can continue ids of the other. The digest does not include the chat template, which
+        # often is the only difference between the two.
         self.digest = _digest(
             {key: state[key] for key in state if key not in ("truncation", "padding", "version")}
         )
         self.template_digest = _digest([self._template, self._special_tokens])
         try:
-            # the bytes to which each token id decodes; empty for special tokens
+            # the bytes that each token id represents; empty for special tokens
             self.pieces = _pieces(self._backend.get_vocab(), state)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ModelLoadError(
                 name, f"the tokenizer in {folder} cannot be read ({error})"
             ) from error
-        self.vocabulary = len(self.pieces)  # the highest token id plus one
+        self.vocabulary = len(self.pieces)  # the highest token id plus 1
         eos = self._special_tokens.get("eos_token", "")
         self.end_ids = read_end_ids(folder, name, self._backend.token_to_id(eos) if eos else None)
 
@@ -96,8 +96,8 @@ class ModelTokenizer:
         except UnsupportedByEngine:
             if [row["role"] for row in rows[:2]] != ["system", "user"]:
                 raise
-            # The template does not support system messages (Gemma 2's, for example), so put the
-            # system text before the question.
+            # The template does not accept system messages, as in Gemma 2, so put the system text
+            # before the question.
             first = {"role": "user", "content": f"{rows[0]['content']}\n\n{rows[1]['content']}"}
             text = self._render([first, *rows[2:]], is_open)
         return self.encode(text)
@@ -115,8 +115,8 @@ class ModelTokenizer:
 
 
 class StopMatcher:
-    """A search for stop strings in a text that grows in pieces; a piece may end in the middle of a
-    character.
+    """A search for stop strings in a text that arrives in pieces. A piece may end in the middle of
+    a character.
 
     >>> watch = StopMatcher(("end",))
     >>> [watch.feed(piece) for piece in (b"the e", b"n", b"d.")]
@@ -140,8 +140,9 @@ class StopMatcher:
         return False
 
     def going_on(self, pieces: Sequence[bytes]) -> int:
-        """Return how many of these pieces could be added before a stop string is complete. The
-        matcher itself does not change.
+        """Return the number of these pieces that can be added before a stop string is complete.
+
+        The matcher itself does not change.
         """
         text = self._tail
         if any(stop in text + b"".join(pieces) for stop in self._stops):
@@ -201,7 +202,7 @@ def _converted(folder: Path, name: str) -> Any:
 
 
 def _settings(folder: Path, name: str) -> dict[str, Any]:
-    """Read tokenizer_config.json, and add settings that are missing in it from the older file
+    """Read tokenizer_config.json. Settings that are missing there are taken from the older file
     special_tokens_map.json.
     """
     settings = dict[str, Any]()
@@ -236,7 +237,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str:
 
 
 def _pieces(vocabulary: dict[str, int], state: dict[str, Any]) -> tuple[bytes, ...]:
-    """Return the bytes to which each id decodes.
+    """Return the bytes that each token id represents.
 
     A decoded text is the concatenation of these bytes, so stop strings are found without decoding a
     text twice.
@@ -271,7 +272,7 @@ def _decoder_kinds(decoder: Any) -> set[str]:
 
 
 def _byte_letters() -> list[str]:
-    """Return the printable letters by which byte-level tokenizers represent the bytes 0 to 255."""
+    """Return the printable letters with which byte-level tokenizers write the bytes 0 to 255."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in printable}
     hidden = (byte for byte in range(256) if byte not in letters)

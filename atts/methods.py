@@ -360,8 +360,10 @@ def certify_runs(
     epsilon: float,
     delta: float = 0.1,
 ) -> Certificate:
-    """Certify the cheapest policy that loses at most a share `epsilon` of the target's correct
-    answers.
+    """Certify the cheapest policy that loses few of the target's correct answers.
+
+    A policy loses an answer if it is wrong on a problem that the target alone solves. The share of
+    problems with a lost answer must be at most `epsilon`.
 
     All runs must have the same problems, and their gates must not learn from one problem to the
     next. The cost is the number of target tokens per problem. For each gate, rates are tested from

@@ -19,8 +19,9 @@ _PLACEHOLDERS = {"", *_DATA.table("placeholders", list[str])}
 
 Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "program", "box", "marker", "statement", "number", "cut", "none"]
-MOST_CHARACTERS = 1_000_000  # number of final characters searched for an answer
-_TAIL = 4_000  # number of final characters that are searched for a statement
+# number of characters at the end of a text that are searched for an answer
+MOST_CHARACTERS = 1_000_000
+_TAIL = 4_000  # number of characters at the end of a text that are searched for a statement
 _NUMBER = PATTERNS["number"]
 _MATHS = PATTERNS["span"]
 _RUN = PATTERNS["run"]
@@ -38,7 +39,9 @@ _CLOSINGS = {'"': r'(?<!\\)"', "'": "'", "[": r"\]"}
 
 
 class Box(NamedTuple):
-    """A complete LaTeX box: its content, and where its text begins and ends."""
+    """A complete LaTeX box: its content, and the positions at which the box begins and ends in the
+    text.
+    """
 
     content: str
     start: int
@@ -46,8 +49,8 @@ class Box(NamedTuple):
 
 
 def closing(text: str, at: int) -> int | None:
-    """Return the position after the brace that closes an open brace; None if there is no such
-    brace.
+    """Return the position after the brace that closes the open brace before `at`; None if it is not
+    closed.
     """
     depth = 1
     while depth:
@@ -68,13 +71,13 @@ def boxes(text: str) -> tuple[list[Box], int | None]:
     at = 0
     while (start := PATTERNS["box"].search(text, at)) is not None:
         at = start.end()
-        # not the word "unboxed"
+        # a match inside a word such as "unboxed" is not a box
         is_word_end = start.start() > 0 and text[start.start() - 1].isalpha()
         if is_word_end and not start[0].startswith("\\"):
             continue
         brace = OPENING.match(text, at)
         if brace is None and not start[0].startswith("\\"):
-            continue  # a word in a sentence, as in "the value boxed is 18"
+            continue  # "boxed" is a word of a sentence, as in "the value boxed is 18"
         if brace is None:
             bare = PATTERNS["bare"].match(text, at)
             if bare:
@@ -90,9 +93,7 @@ def boxes(text: str) -> tuple[list[Box], int | None]:
 
 
 def inner(content: str) -> str:
-    """Return the content of a box; if the content is a box too, return the content of the inner
-    box.
-    """
+    """Return the content of a box, without further boxes around it."""
     for _ in range(8):
         stripped = content.strip()
         inside, open_at = boxes(stripped)
@@ -103,10 +104,10 @@ def inner(content: str) -> str:
 
 
 def last_group(complete: list[Box], text: str) -> list[str]:
-    """Return the contents of the last box that is not empty, or of the last few boxes if the text
-    joins them.
+    """Return the contents of the last box that is not empty.
 
-    Equal contents are returned once.
+    If the text joins the last few boxes, for example by "and", the contents of all of them are
+    returned. Equal contents are returned once.
     """
     group: list[str] = []
     begins = 0
@@ -129,9 +130,9 @@ def last_group(complete: list[Box], text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
-    """An answer with the name of the rule that found it.
+    """An extracted answer, with the name of the rule that found it.
 
-    The answer is None and the rule is "cut" if a box was opened but never closed.
+    If a box was opened but never closed, the answer is None and the rule is "cut".
     """
 
     answer: str | None
@@ -143,10 +144,13 @@ def extract(
 ) -> str | None:
     """Return the final answer of a reasoning text, or None if the text has no answer.
 
-    The last box that is not empty counts. If the text joins the last boxes ("\\boxed{3} and
-    \\boxed{5}"), all joined boxes count. Without a box, an explicit mark counts ("Answer: 5", "####
-    5"). Without a mark, the default fallback reads a last sentence that states a value, and
-    fallback="number" reads the last number of the text. A box that is never closed gives no answer.
+    The answer is the last box that is not empty. If the text joins the last boxes, as in
+    "\\boxed{3} and \\boxed{5}", the answer consists of all joined boxes. Without a box, the answer
+    is the value after an explicit mark, such as "Answer: 5" or "#### 5".
+
+    Without a box and a mark, the default `fallback` reads the value that the last sentence states.
+    With fallback="number", the last number of the text is read if no sentence states a value. A
+    text with a box that is never closed has no answer.
 
     >>> extract(r"So $x = \\boxed{\\frac{1}{2}}$.")
     '\\\\frac{1}{2}'
@@ -157,9 +161,9 @@ def extract(
 def extraction(
     text: str, kind: AnswerKind = "math", *, fallback: Fallback = "statement"
 ) -> Extraction:
-    """Return the answer that `extract` returns, with the rule that found it.
+    """Return the answer that `extract` returns, with the name of the rule that found it.
 
-    Boxes count before marks, and marks before the statements or numbers that `fallback` allows.
+    Boxes are preferred to marks, and marks to the statements or numbers that `fallback` allows.
     Raises OptionError for an unknown kind or fallback.
     """
     for name, asked, known in (("kind", kind, AnswerKind), ("fallback", fallback, Fallback)):
@@ -170,7 +174,7 @@ def extraction(
         return Extraction(program, "none" if program is None else "program")
     text = _final_part(_first_turn(_with_plain_blanks(text[-MOST_CHARACTERS:])))
     firsts = [mark.end() for name in ("marks", "box") if (mark := PATTERNS[name].search(text))]
-    # a second question after the answer
+    # the text asks a second question after the answer, so ignore the rest of the text
     again = PATTERNS["again"].search(text, min(firsts)) if firsts else None
     if again:
         text = text[: again.start()]
@@ -208,7 +212,7 @@ def extraction(
 
 
 def _first_turn(text: str) -> str:
-    """Return the first turn of the text: everything before the next speaker begins."""
+    """Return the text of the first speaker: everything before the next speaker begins."""
     opening = PATTERNS["opening"].match(text)
     begins = opening.end() if opening else 0
     for speaker in PATTERNS["turn"].finditer(text):
@@ -218,7 +222,7 @@ def _first_turn(text: str) -> str:
 
 
 def _with_plain_blanks(text: str) -> str:
-    """Return the text with long runs of spaces and of empty lines shortened.
+    """Shorten long runs of spaces and of empty lines in a text.
 
     Regular expressions that skip spaces would take quadratic time on long runs.
     """
@@ -260,7 +264,9 @@ def _letter_of(match: re.Match[str]) -> str:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether a text was cut: it ends inside braces or inside a displayed formula."""
+    """Return True if a text was cut off, because it ends inside braces or inside a displayed
+    formula.
+    """
     tail = text[-_TAIL:].rpartition("\n\n")[2]
     braces = [mark[0] for mark in _BRACE.finditer(tail)]
     if braces.count("{") > braces.count("}"):
@@ -271,10 +277,11 @@ def is_cut(text: str) -> bool:
 
 
 def unmarked(text: str) -> int:
-    """Return how many leading characters of a growing text need not be searched again.
+    """Return the number of characters at the start of a growing text that need not be searched
+    again.
 
-    They are whole lines that end at least 400 characters before the end and before any turn, mark
-    or box.
+    These characters form whole lines. They end at least 400 characters before the end of the text
+    and before any turn, mark or box.
     """
     starts = [len(text)]
     begins = max(0, len(text) - MOST_CHARACTERS)
@@ -286,7 +293,8 @@ def unmarked(text: str) -> int:
 
 
 def marked(text: str, kind: AnswerKind) -> str | None:
-    """Return the value after the last explicit mark, such as "Answer:", that has one.
+    """Return the value after the last explicit mark that is followed by a value, such as "Answer:
+    5".
 
     The result is "" if the text ends inside the value.
     """
@@ -295,7 +303,7 @@ def marked(text: str, kind: AnswerKind) -> str | None:
         following = text[mark.end() : mark.end() + _TAIL]
         if len(following) < _TAIL and "\n\n" not in following.strip() and is_cut(following):
             return ""
-        # such as "**Answer: No**, since ..."
+        # the mark is inside bold text, as in "**Answer: No**, since ..."
         if text[: mark.start()].endswith("**") and "**" not in sign:
             bold, ends, _ = following.partition("**")
             following = bold if ends and bold.strip() and "\n" not in bold else following
@@ -313,7 +321,9 @@ def marked(text: str, kind: AnswerKind) -> str | None:
 
 
 def _value(following: str, kind: AnswerKind) -> str | None:
-    """Return the value at the start of the text after a mark, or else in its first sentence."""
+    """Return the value at the start of the text after a mark, or else the value in its first
+    sentence.
+    """
     if kind == "choice":
         if several := PATTERNS["several_letters"].match(following[:200]):
             return ", ".join(re.findall("[A-J]", several[1]))
@@ -338,7 +348,7 @@ def _value(following: str, kind: AnswerKind) -> str | None:
     if polar := PATTERNS["polar"].match(sentence):
         return str(polar[1])
     if PATTERNS["quantified"].match(sentence):
-        return _trimmed(sentence)  # in "all n that are powers of 2" the 2 is not the answer
+        return _trimmed(sentence)  # in "all n that are powers of 2" the answer is not 2
     answer = _stated_in(sentence)
     if not answer and len(sentence.split()) <= 4 and len(sentence) < 60:
         return _trimmed(sentence)
@@ -346,11 +356,10 @@ def _value(following: str, kind: AnswerKind) -> str | None:
 
 
 def _closed(following: str) -> str:
-    """Return the text after a mark, without the closing brace or "$" of a macro or formula that
-    began before the mark.
+    """Remove the closing brace or "$" of a macro or formula that began before the mark.
 
-    After "\\textbf{Answer: }" and in "\\mathbf{Answer: 13}" the closing brace does not belong to
-    the value.
+    For example, the closing brace in "\\textbf{Answer: }" and in "\\mathbf{Answer: 13}" does not
+    belong to the value.
     """
     opened = following.removeprefix("}")
     line, end, rest = opened.lstrip().partition("\n")
@@ -372,7 +381,7 @@ def _listed(run: str) -> str:
 
 
 def _inside(match: re.Match[str]) -> str:
-    """Return the maths between its delimiters, without the punctuation that ends a sentence."""
+    """Return a formula without its delimiters and without the punctuation at its end."""
     width = 2 if match[0][:2] in ("$$", "\\(", "\\[") else 1
     inside = match[0][width:-width].strip()
     return inside.rstrip(".,;").strip() if inside[-1:] in ".,;" and inside[-2:] != "\\," else inside
@@ -390,8 +399,9 @@ def _trimmed(sentence: str) -> str:
 
 
 def _stated_in(sentence: str) -> str | None:
-    """Return the values that a sentence states: the values after its last "is" or "=", or else its
-    last values.
+    """Return the values that a sentence states.
+
+    These are the values after the sentence's last "is" or "=", or else its last values.
     """
     for aside in (_CORRECTION, PATTERNS["adjunct"]):
         without = aside.sub("", sentence.rstrip(" .*"))
@@ -420,7 +430,7 @@ def _stated_in(sentence: str) -> str | None:
 
 
 def _is_inside(match: re.Match[str], spans: Sequence[re.Match[str]]) -> bool:
-    """Return whether a match is inside one of these spans, as "2, 5" is inside $[2, 5)$."""
+    """Return True if a match is inside one of these spans, as "2, 5" is inside $[2, 5)$."""
     return any(span.start() < match.start() and match.end() < span.end() for span in spans)
 
 
@@ -430,10 +440,10 @@ def _last_number(text: str) -> str | None:
 
 
 def stated(text: str, kind: AnswerKind) -> str | None:
-    """Return the value of the last sentence that states one, or of a final line without words."""
+    """Return the value of the last sentence with a value, or of a final line without words."""
     text = PATTERNS["end_of_proof"].sub("", text[-_TAIL:].rstrip("` \n")).rstrip("` \n")
     text = PATTERNS["end_in_maths"].sub(" ", text)
-    # a displayed formula of several lines counts as one part of its sentence
+    # join the lines of a displayed formula, because the formula is one part of its sentence
     text = _MATHS.sub(lambda maths: " ".join(maths[0].split()), text)
     if kind == "choice":
         return _choice(text)
@@ -455,11 +465,14 @@ def stated(text: str, kind: AnswerKind) -> str | None:
 
 
 def _bare(line: str) -> str | None:
-    """Return the value of a line without words: its formula, its values, or the part after "="."""
+    """Return the value of a line without words.
+
+    The value is the line's only formula, its list of values, or the part after "=".
+    """
     *_, line = PATTERNS["arrow"].split(line)
     whole = _MATHS.match(line)
     if whole and not line[whole.end() :].strip(" .*"):
-        # the formula counts as a whole: [-2, 7] is an interval, not two numbers
+        # the whole formula is the value: [-2, 7] is an interval, not two numbers
         return _inside(whole)
     run = _RUN.search(line)
     if run and not _is_inside(run, [*_MATHS.finditer(line)]):
@@ -473,10 +486,10 @@ def _bare(line: str) -> str | None:
 
 
 def _choice(text: str, first: bool = False) -> str | None:
-    """Return the letter of the choice that a text makes; letters that the text rules out are
-    ignored.
+    """Return the letter of the choice that a text selects.
 
-    With `first`, a letter at the start of the text has priority.
+    Letters that the text rules out are ignored. If `first` is true, a letter at the start of the
+    text has priority.
     """
     plain = " ".join(PATTERNS["typesetting"].sub(" ", text).split())
     only = plain.strip("().: ")
@@ -490,7 +503,7 @@ def _choice(text: str, first: bool = False) -> str | None:
         settled = [*PATTERNS["leading_letter"].finditer(text)][:1]
     if not settled:
         settled = [*_LETTER.finditer(rest)]
-        if len(plain.split()) >= 13:  # in a long text a single letter is not a choice
+        if len(plain.split()) >= 13:  # a single letter in a long text is not a choice
             return None
     if not settled:
         return None

@@ -23,22 +23,25 @@ _KINDS: dict[str, AnswerKind] = {
     "answer": "math",
 }
 _PERCENT_AFTER_BOX = re.compile(r"\}\$?\s*(?:\\?%|percent\b)[^{}]*\Z")
-# a reference with at least this many characters counts as a worked solution that contains the
+# length in characters from which a reference is regarded as a worked solution that contains the
 # answer
 _PROSE = 200
 
 
 @dataclass(frozen=True, slots=True)
 class GradedRecord:
-    """The verdict on one record, with the answer and the rule that extracted it from a text."""
+    """The verdict on one record, with its answer and the rule that extracted the answer from a
+    text.
+    """
 
     index: int
     id: str
     verdict: Verdict
     answer: str | None
     found_by: str  # "given", or the name of the rule that extracted the answer
-    expected: bool | None = None  # the verdict that the record contains already, if any
-    # the references as they were compared, without the rest of a worked solution
+    # whether the record itself says that the answer is correct; None if it does not say
+    expected: bool | None = None
+    # reference answers that were compared; worked solutions are reduced to their answers
     golds: tuple[str, ...] = ()
     kind: AnswerKind = "math"
 
@@ -68,7 +71,9 @@ class BadRecord:
 
 
 def read_records(lines: Iterable[str], source: str) -> Iterator[Mapping[str, Any] | DatasetError]:
-    """Yield the JSON object on each line that is not blank, or an error for a line without one."""
+    """Yield the JSON object on each line that is not blank, or an error if the line has no JSON
+    object.
+    """
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -85,12 +90,14 @@ def grade(
     grading: Grading = STRICT,
     source: str = "records",
 ) -> Iterator[GradedRecord]:
-    """Yield the verdict on each record in order; a record has `gold` and either `answer` or `text`.
+    """Yield the verdict on each record in order. A record has `gold` and either `answer` or `text`.
 
-    If `gold` is a list, an answer equal to any of its references is correct. A record's `kind`,
-    `relative`, `absolute`, `units`, `rounding` and `variables` take precedence over the arguments.
-    If the record has a `problem` that says its numbers are positive, the variables count as
-    positive. Raises DatasetError at the first record that cannot be graded; `grade_all` reports
+    If `gold` is a list of references, an answer that is equal to one of them is correct. A record's
+    `kind`, `relative`, `absolute`, `units`, `rounding` and `variables` take precedence over the
+    arguments. If the text in the field `problem` says that all numbers are positive, the variables
+    are assumed to be positive.
+
+    Raises DatasetError at the first record that cannot be graded. The function `grade_all` reports
     such records and continues.
     """
     for each in grade_all(records, kind, fallback=fallback, grading=grading, source=source):
@@ -109,7 +116,7 @@ def grade_all(
 ) -> Iterator[GradedRecord | BadRecord]:
     """Yield the verdicts of `grade`, with a BadRecord for each record that cannot be graded.
 
-    An error among `records` means that a line could not be read.
+    An error among `records` stands for a line that could not be read.
     """
     for index, record in enumerate(records):
         if isinstance(record, DatasetError):
@@ -166,7 +173,9 @@ def _graded(
 
 @dataclass(slots=True)
 class GradeTally:
-    """Counts of graded records by verdict; "unscored" records could not be compared."""
+    """The numbers of graded records, by verdict. The verdict "unscored" means that the answers
+    could not be compared.
+    """
 
     status: Counter[str] = field(default_factory=Counter[str])
     rules: Counter[str] = field(default_factory=Counter[str])
@@ -183,8 +192,8 @@ class GradeTally:
             self.agreed["false_equal"] += graded.verdict.is_equal and not graded.expected
 
     def as_json(self) -> dict[str, object]:
-        """Return the counts as one line of output; in the accuracy, unscored answers count as
-        wrong.
+        """Return the counts as one line of output. The accuracy includes unscored answers as wrong
+        answers.
         """
         n = sum(self.status.values())
         share = self.status["equal"] / n if n else None
@@ -208,7 +217,7 @@ class GradeTally:
 
 
 def reference(gold: str, kind: AnswerKind = "math") -> str:
-    """Return the answer that a reference contains; the reference may be a worked solution.
+    """Return the answer that a reference contains. The reference may be a worked solution.
 
     A short reference without boxes is the answer itself.
     """
@@ -222,7 +231,7 @@ def reference(gold: str, kind: AnswerKind = "math") -> str:
 
 
 def judge(problem: Problem, answer: str) -> Verdict:
-    """Return the verdict on an answer to a problem, by the problem's reference and grading policy."""
+    """Return the verdict on an answer to a problem, under the problem's grading policy."""
     assert problem.answer is not None, "the problem does not have a reference to grade against"
     if problem.kind == "code":
         return judge_program(problem.answer, answer)
@@ -235,7 +244,9 @@ def judge(problem: Problem, answer: str) -> Verdict:
 
 
 def _for_problem(grading: Grading, text: str) -> Grading:
-    """Return the policy; its variables are positive if the problem says that its numbers are."""
+    """Return the grading policy for a record. If the problem says that its numbers are positive, so
+    are the variables.
+    """
     if grading.variables != "formula" or not FORMS["says_positive"].search(text):
         return grading
     return replace(grading, variables="positive")

@@ -1,8 +1,8 @@
 """Arithmetic word problems generated from a seed, with worked solutions, for the embedded models."""
 
-# The number of steps gives the level of a problem: 2, 3, 4, 5-6 and 7-8 steps are levels 1 to 5.
-# The splits have no computation in common: a hash of a problem's operations, whatever its wording,
-# chooses its split.
+# The number of steps determines the level of a problem. Problems with 2, 3, 4, 5-6 and 7-8 steps
+# have the levels 1 to 5. No computation is in two splits, because a hash of a problem's operations
+# chooses the split. The wording does not change the hash.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Operator = Literal["+", "-", "*", "/"]
 
 LIMIT = 199  # the largest number that a problem or its solution may contain
 LEVELS: dict[int, tuple[int, ...]] = {1: (2,), 2: (3,), 3: (4,), 4: (5, 6), 5: (7, 8)}
-"""The possible numbers of steps of each level."""
+"""The numbers of steps that a problem of each level may have."""
 
 _WORDS = Tables(Path(__file__).with_name("arithmetic.toml"))
 _NAMES, _ITEMS, _OPENERS = (_WORDS.table(name, list[str]) for name in ("names", "items", "openers"))
@@ -31,8 +31,8 @@ _INSTRUCTIONS, _EVENTS = (
 )
 _RELATIONS, _GROUPS = (_WORDS.table(name, dict[str, str]) for name in ("relations", "groups"))
 _COMPUTED: dict[Operator, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv}
-# number of equal parts of all computations; test and calibration are one part each, so each of
-# their problems costs about ten draws
+# Number of equal parts into which a hash divides all computations. The splits test and calibration
+# get one part each, so about ten exercises are drawn for each of their problems.
 _BUCKETS = 10
 
 
@@ -50,7 +50,7 @@ class Operation:
         return _COMPUTED[self.operator](self.left, self.right)
 
     def middle(self) -> str:
-        """Return the intermediate step of the computation; empty if no such step is needed."""
+        """Return the intermediate step of the computation, or "" if the computation needs none."""
         tens = self.right // 10 * 10
         ones = self.right % 10
         match self.operator:
@@ -97,7 +97,7 @@ class Exercise:
 
     @property
     def answer(self) -> int:
-        """Return the value of the last step."""
+        """Return the value of the last step, which is the answer."""
         return self.steps[-1].operation.value
 
     @property
@@ -109,7 +109,7 @@ class Exercise:
     def chunks(self) -> tuple[str, ...]:
         """Return the chunks of the solution as a model should write them.
 
-        A blank line ends each step; the last chunk boxes the answer.
+        Each chunk is one step and ends with a blank line. The last chunk has the answer in a box.
         """
         return (
             *(f"{step.text}\n\n" for step in self.steps),
@@ -123,13 +123,15 @@ class Exercise:
 
     @property
     def canonical(self) -> str:
-        """Return the operations as text, which is the same for all wordings of a computation."""
+        """Return the operations as a text that does not depend on the wording of the exercise."""
         operations = (step.operation for step in self.steps)
         return "|".join(f"{item.left}{item.operator}{item.right}" for item in operations)
 
 
 def split_of(canonical: str) -> Split:
-    """Return the split of a computation: 80 % train, 10 % calibration, 10 % test."""
+    """Return the split of a computation: 80 % of all computations are in train, 10 % in
+    calibration, 10 % in test.
+    """
     bucket = int.from_bytes(blake2b(canonical.encode(), digest_size=8).digest(), "big") % _BUCKETS
     if bucket == 0:
         return "test"
@@ -139,7 +141,7 @@ def split_of(canonical: str) -> Split:
 def problems(
     split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
 ) -> list[Problem]:
-    """Return `count` distinct problems that cycle through the levels.
+    """Return `count` distinct problems, whose levels repeat in the order of `levels`.
 
     With the same seed, a larger `count` only adds problems at the end.
 
@@ -165,7 +167,7 @@ def problems(
 def exercises(
     split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
 ) -> list[Exercise]:
-    """Return the problems that `problems` returns, in the same order, with worked solutions."""
+    """Return the same problems as the function `problems`, with worked solutions."""
     if count < 0:
         raise OptionError("count", f"{count} is negative")
     distinct = dict[str, Exercise]()
@@ -180,9 +182,9 @@ def exercises(
 def stream(
     split: Split, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
 ) -> Iterator[Exercise]:
-    """Generate endless exercises of one split for training; exercises may repeat.
+    """Generate an endless stream of exercises of one split for training. Exercises may repeat.
 
-    A level given twice is drawn twice as often.
+    A level that is listed twice is drawn twice as often.
 
     :raises OptionError: for an unknown split or level.
     """
@@ -205,7 +207,7 @@ def stream(
 def _next_operation(random: Random, value: int) -> Operation:
     """Draw an operation on `value` whose result is between 2 and the limit.
 
-    All four kinds are about equally frequent.
+    The four operators are about equally frequent.
     """
     divisors = [divisor for divisor in range(2, 10) if value % divisor == 0 and value > divisor]
     times = min(9, LIMIT // value) if value > 1 else 0
@@ -216,7 +218,7 @@ def _next_operation(random: Random, value: int) -> Operation:
     }
     choices: list[Operator] = [operator for operator, most in largest.items() if most >= 2]
     if 2 <= value <= LIMIT // 4:
-        # listed twice, because multiplication and division are possible less often than addition
+        # list multiplication and division twice, because they are possible less often than addition
         choices.append("*")
     if divisors:
         choices.extend(("/", "/"))
@@ -226,7 +228,7 @@ def _next_operation(random: Random, value: int) -> Operation:
 
 
 def _chain(random: Random, count: int) -> list[Operation]:
-    """Draw operations, each of which uses the result of the operation before it."""
+    """Draw operations, each of which uses the result of the previous operation."""
     operations = [_next_operation(random, random.randint(2, 99))]
     while len(operations) < count:
         operations.append(_next_operation(random, operations[-1].value))
@@ -287,7 +289,7 @@ def _variables(random: Random, count: int) -> Exercise:
 
 
 def _story(random: Random, count: int) -> Exercise | None:
-    """Write a story about the things of one person; each event takes one or two steps."""
+    """Write a story about how many things one person has. Each event takes one or two steps."""
     name = random.choice(_NAMES)
     item = random.choice(_ITEMS)
     value = random.randint(5, 99)
@@ -319,8 +321,10 @@ def _story(random: Random, count: int) -> Exercise | None:
 
 
 def _comparison(random: Random, count: int) -> Exercise | None:
-    """Write how many things several people have, each compared with an earlier person; ask for the
-    last number or the total.
+    """Write an exercise that compares the numbers of things of several people.
+
+    The number of each person depends on that of an earlier person. The question asks for the last
+    number or for the total.
     """
     together = count % 2 == 0 and random.random() < 0.5
     relations = count // 2 if together else count
@@ -330,7 +334,8 @@ def _comparison(random: Random, count: int) -> Exercise | None:
     sentences = [f"{names[0]} has {values[0]} {item}s."]
     steps = list[Step]()
     for index, name in enumerate(names[1:]):
-        # if the question is about the last person, all steps must be needed for it
+        # compare with the previous person if the question is about the last person, so that every
+        # step is needed
         earlier_index = index if not together else random.randint(0, index)
         change = _next_operation(random, values[earlier_index])
         other = names[earlier_index]
@@ -353,7 +358,7 @@ def _comparison(random: Random, count: int) -> Exercise | None:
 
 
 def _shopping(random: Random, count: int) -> Exercise | None:
-    """Write a list of goods with their prices; ask for the bill or the change."""
+    """Write an exercise with the prices of several goods, which asks for the bill or the change."""
     name = random.choice(_NAMES)
     goods = random.sample(_ITEMS, (count + 1) // 2)
     bills = [Operation(random.randint(2, 9), "*", random.randint(2, 30)) for _ in goods]
@@ -383,7 +388,7 @@ def _shopping(random: Random, count: int) -> Exercise | None:
 
 
 def _added(named: Sequence[str], values: Sequence[int]) -> Iterator[Step]:
-    """Yield the steps of a solution that add up the values."""
+    """Yield the solution steps that add up the values."""
     for name, total, value in zip(named, accumulate(values), values[1:], strict=False):
         yield Step(f"{name}: ", Operation(total, "+", value))
 

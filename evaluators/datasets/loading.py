@@ -36,11 +36,11 @@ DATA = ("*.jsonl", "*.json", "*.csv", "*.tsv", "*.parquet")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The rule that selects problems: by id, level and subject, then by a random sample, then by a
-    slice.
+    """The rule that selects problems: first by id, level and subject, then by a random sample, then
+    by a slice.
 
-    `sample` is the number of problems drawn by `random.Random(seed).sample`; they stay in the order
-    drawn. Problems selected by id have the order of `ids`.
+    `sample` is the number of problems that `random.Random(seed).sample` draws; the problems stay in
+    the order of the draw. Problems that are selected by id have the order of `ids`.
     """
 
     ids: tuple[str, ...] = ()
@@ -83,7 +83,8 @@ def select(
 ) -> list[Problem]:
     """Return the selected problems.
 
-    Raises DatasetError for an id, level or subject that no problem has, and for an empty result.
+    Raises DatasetError if no problem has a requested id, level or subject, or if no problem is
+    selected.
     """
     chosen = list(problems)
     if selection.ids:
@@ -141,15 +142,15 @@ def _by(
 
 @dataclass(frozen=True, slots=True)
 class HubSnapshot:
-    """One commit of a hub dataset in the cache of this machine."""
+    """One commit of a hub dataset in the local cache."""
 
     repo: str
     folder: Path
 
     def files(self, patterns: Sequence[str]) -> list[Path]:
-        """Return the files that match the patterns, ordered by pattern, then by name.
+        """Return the files that match the patterns, in the order of the patterns and then by name.
 
-        The result is empty if a pattern matches no file.
+        The result is empty if a file is missing.
         """
         names = sorted(
             path.relative_to(self.folder).as_posix()
@@ -172,8 +173,8 @@ class HubSnapshot:
 def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSnapshot:
     """Return the commit of the requested revision, from the cache or from the hub.
 
-    A branch in the cache is not updated, so its cached commit is returned. Raises DatasetError,
-    whose message tells the user how to get the files.
+    If a branch is in the cache, its cached commit is returned, even if the hub has a newer commit.
+    Raises DatasetError, whose message says how to get the files.
     """
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -214,7 +215,7 @@ def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSna
 def cached_snapshot(
     repo: str, revision: str, patterns: Sequence[str], cache: Path | None
 ) -> HubSnapshot | None:
-    """Return the cached snapshot if it has all requested files; never use the network."""
+    """Return the cached snapshot if it has all requested files. The network is not used."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -245,8 +246,8 @@ def _download(
 def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
     """Return the data files of one split of a dataset that is not in the catalogue.
 
-    The split is recognised by the names of the files. Raises DatasetError, which lists the files,
-    if the split or the configuration is not clear.
+    The split is recognised by the file names. Raises DatasetError, whose message lists the files,
+    if the split or the configuration is ambiguous.
     """
 
     def parted(name: str, word: str) -> bool:
@@ -282,9 +283,9 @@ def _absent(repo: str, revision: str, problem: str) -> DatasetError:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Problems and their origin, from which the same problems can be loaded again and checked.
+    """Problems with their origin, which suffices to load and check the same problems again.
 
-    `revision` is the hub commit, the sha256 of the file, or the generator's arguments; `digest` is
+    `revision` is the hub commit, the sha256 of the file, or the generator's arguments. `digest` is
     the digest of the problems.
     """
 
@@ -340,7 +341,7 @@ def load_dataset(
 
 
 def digest(problems: Sequence[Problem]) -> str:
-    """Return the sha256 of the problems' contents in their order, whatever file they came from."""
+    """Return the sha256 of the problems' contents in their order. The source does not matter."""
     state = sha256()
     for it in problems:
         fields: list[Any] = [it.id, it.text, it.answer, it.kind, it.level, it.subject]
@@ -353,7 +354,7 @@ def digest(problems: Sequence[Problem]) -> str:
 
 
 def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
-    """Load a dataset from its source; the digest is computed by the caller."""
+    """Load a dataset from its source, without its digest, which the caller computes."""
     benchmark = find_benchmark(name)
     if benchmark and benchmark.name == "arithmetic":
         return _arithmetic(options, selection, cut)
@@ -377,7 +378,7 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
                     return _copy(known, copy, options)
         copy = HubSource(repo[1], DATA, Columns())
         return _copy(Benchmark.unknown(repo[1]), copy, options)
-    # an unknown file type is refused by the reader, whose message lists the types
+    # the reader refuses an unknown file type, and its message lists the known types
     if path.exists() or (kind_of(path) and not is_hub):
         return _file(path, options, Benchmark.unknown(name))
     raise OptionError(
@@ -407,7 +408,7 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
             rows=tuple(table.rows[i] for i in kept),
             places=tuple(table.places[i] for i in kept),
         )
-    # Newer commits of the copy may lack optional columns, such as the level.
+    # optional columns, such as the level, may be missing in newer commits of the copy
     needed = ("text", "answer", "choices", "distractors")
     gone = {
         field: name
@@ -422,7 +423,9 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
 
 
 def _file(path: Path, options: LoadOptions, benchmark: Benchmark) -> Dataset:
-    """Load a file; if it has the columns of a hub copy of the benchmark, read it like that copy."""
+    """Load a file. If the file has the columns of a hub copy of the benchmark, it is read like that
+    copy.
+    """
     table = read_table([path], str(path))
     copies = [copy.columns for copy in benchmark.hubs] or [Columns()]
     for columns in copies:
@@ -438,7 +441,9 @@ def _file(path: Path, options: LoadOptions, benchmark: Benchmark) -> Dataset:
 def _dataset(
     benchmark: Benchmark, table: RowTable, columns: Columns, options: LoadOptions
 ) -> Dataset:
-    """Return the problems of a table; the caller's columns take precedence over `columns`."""
+    """Return the problems of a table. The columns that the user named take precedence over
+    `columns`.
+    """
     problems, notes = problems_of(Reader(table, options.asked or columns, benchmark, options))
     if benchmark.sample:
         whole = BENCHMARKS[benchmark.prefix].size
@@ -476,8 +481,8 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
     rest = replace(selection, sample=None, levels=())
     wanted = range(count)[cut.start : cut.stop : cut.step]
     is_whole = rest.words() or not wanted
-    # The problems after the end of the slice need not be generated, because they do not change the
-    # earlier problems.
+    # Problems after the end of the slice need not be generated, because earlier problems do not
+    # depend on them.
     generated = _generated(split, count if is_whole else max(wanted) + 1, selection.seed, levels)
     if is_whole:
         problems = select(select(generated, rest, name), cut, name)
@@ -491,7 +496,7 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
 def _generated(
     split: arithmetic.Split, count: int, seed: int, levels: tuple[int, ...]
 ) -> tuple[Problem, ...]:
-    """Return the first exercises of a seed; they are cached, because each takes a millisecond to
-    make.
+    """Return the first exercises of a seed. The result is cached, because each exercise takes a
+    millisecond to make.
     """
     return tuple(arithmetic.problems(split, count, seed=seed, levels=levels))

@@ -27,8 +27,10 @@ from atts.evaluators.verdict import STRICT, changed
 from atts.files import from_json, open_ordinary
 
 AnswerForm = Literal["plain", "integer", "final"]
-"""The form of a reference: a plain answer, a whole number (025, 27.0, 336°), or a solution that
-ends with "####" and the answer.
+"""The form of a reference answer.
+
+"plain": the answer itself. "integer": a whole number, such as 025, 27.0 or 336°. "final": a
+solution that ends with "####" and the answer.
 """
 Answers = Literal["required", "optional"]
 Network = Literal["auto", "never"]
@@ -43,12 +45,12 @@ ALIASES = LISTED.table("columns", dict[str, str])  # the usual column names of e
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The name of the column of each field. If a name is empty, atts tries the usual column names,
-    in upper or lower case.
+    """The column name of each field. If a name is empty, atts tries the usual column names, in
+    upper or lower case.
 
-    `distractors` names the columns of wrong choices if `answer` contains the correct choice. The
-    column `context` comes before the text. The columns `unit` and `tolerance` describe the answer;
-    atts never guesses these two.
+    If `answer` contains the correct choice, `distractors` names the columns of the wrong choices.
+    The text in the column `context` is put before the problem. The columns `unit` and `tolerance`
+    describe the answer; atts never guesses their names.
     """
 
     text: str = ""
@@ -64,10 +66,7 @@ class Columns:
 
     @classmethod
     def of(cls, mapping: Mapping[str, str]) -> Columns:
-        """Return columns from a mapping such as {"text": "Question"}.
-
-        Raises OptionError for a field that does not exist.
-        """
+        """Make `Columns` from a mapping such as {"text": "Question"}."""
         unknown = [name for name in mapping if name not in ALIASES]
         if unknown:
             raise OptionError("columns", f"there is no field {unknown[0]!r}", [*ALIASES])
@@ -76,33 +75,35 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """One copy of a benchmark on the hub, with its files in reading order and its columns."""
+    """One copy of a benchmark on the hub, with its columns and its files in reading order."""
 
     repo: str
     files: tuple[str, ...]
     columns: Columns
-    # a column and a text: only rows with this text in the column are read
+    # name of a column and a text; only rows with this text in this column are read
     keep: tuple[str, str] | None = None
     quirk: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A benchmark with its copies on the hub: atts reads the first cached copy, or else downloads
-    the first copy.
+    """A benchmark with its copies on the hub.
+
+    atts reads the first copy that is in the cache. If none is, it downloads the first copy of the
+    list.
     """
 
     name: str
     title: str
     size: int
-    kind: AnswerKind | None = "math"  # None means "choice" if there are choices, else "math"
+    kind: AnswerKind | None = "math"  # None means "choice" for problems with choices, else "math"
     form: AnswerForm = "plain"
     grading: Grading = Grading()
     aliases: tuple[str, ...] = ()
-    # size and seed, if the name means a random sample of a benchmark
+    # number of problems and seed, if this benchmark is a random sample of another benchmark
     sample: tuple[int, int] | None = None
     hubs: tuple[HubSource, ...] = ()
-    prefix: str = ""  # prefix of the problems' ids, if it is not the dataset's name
+    prefix: str = ""  # prefix of the problem ids; "" means the benchmark's name
     note: str = ""
 
     @classmethod
@@ -117,7 +118,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def find_benchmark(name: str) -> Benchmark | None:
-    """Return the benchmark of that name or alias; the name's case and hyphens do not matter."""
+    """Return the benchmark with that name or alias; upper case and hyphens do not matter."""
     for benchmark in BENCHMARKS.values():
         if _bare(name) in (_bare(benchmark.name), *benchmark.aliases):
             return benchmark
@@ -130,11 +131,10 @@ def _bare(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options for loading a dataset, in addition to its name; every known benchmark loads with the
-    defaults.
+    """Options for loading a dataset. The defaults are suitable for every known benchmark.
 
-    `file` reads a known benchmark from that file instead of the hub; `seed` shuffles the choices of
-    multiple choice; `grading` overrides fields of the benchmark's policy.
+    If `file` is given, a known benchmark is read from this file instead of the hub. `seed`
+    determines the order of the choices. `grading` changes fields of the benchmark's grading policy.
     """
 
     columns: Columns | Mapping[str, str] = Columns()
@@ -146,7 +146,7 @@ class LoadOptions:
     answers: Answers = "required"
     seed: int = 0
     grading: Mapping[str, float | str | None] = field(default_factory=dict[str, float | str | None])
-    shots: Path | None = None  # a file of worked examples, with which every prompt begins
+    shots: Path | None = None  # file of worked examples that are put before every problem
     network: Network = "auto"
     cache: Path | None = None  # None means the cache of huggingface_hub
 
@@ -159,7 +159,7 @@ class LoadOptions:
 
     @property
     def asked(self) -> Columns | None:
-        """Return the columns that the user requested; None if there are none."""
+        """Return the columns that the user named; None if the user named none."""
         asked = self.columns if isinstance(self.columns, Columns) else Columns.of(self.columns)
         return None if asked == Columns() else asked
 
@@ -167,7 +167,7 @@ class LoadOptions:
 # ---- rows
 
 Row = Mapping[str, object]
-# The limit of the size of a file after decompression, a hundred times the largest benchmark.
+# Largest size of a file after decompression, in bytes: a hundred times the largest benchmark.
 _MOST_BYTES = 1 << 30
 _ROW_BYTES = 256  # bytes of memory that a row takes in addition to its values
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -175,15 +175,17 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """Rows of one or more files; `places` has the origin of each row, such as "data.jsonl: line 7"."""
+    """The rows of one or more files. `places` says where each row comes from, such as "data.jsonl:
+    line 7".
+    """
 
     source: str
     rows: tuple[Row, ...]
     places: tuple[str, ...]
-    digest: str  # sha256 of the bytes of all files, in order
+    digest: str  # sha256 of the content of all files, in order
 
     def place(self, index: int) -> str:
-        """Return the origin of a row, without the source, which the message already names."""
+        """Return where a row comes from, without the source, which error messages already name."""
         return self.places[index].removeprefix(f"{self.source}: ")
 
     @property
@@ -215,13 +217,13 @@ def read_table(paths: Sequence[Path], source: str) -> RowTable:
 
 
 def kind_of(path: Path) -> str:
-    """Return the suffix that says how to read the file, without `.gz`; "" for an unknown suffix."""
+    """Return the suffix that determines how a file is read, without `.gz`; "" if it is unknown."""
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     return suffix.lower() if suffix.lower() in SUFFIXES else ""
 
 
 def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[tuple[int, Row]]:
-    """Yield the object on each line, with the line's number; blank lines are skipped.
+    """Yield the JSON object on each line, with the line's number. Blank lines are skipped.
 
     `place` names the file in messages, if the source has several files. Raises DatasetError for a
     line that is not a JSON object.
@@ -263,12 +265,12 @@ def _too_large(path: Path, source: str) -> DatasetError:
 
 
 def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]:
-    """Return the values of a file that should be rows, each with its line or row number."""
+    """Return the values of a file that should be rows, each with the number of its line or row."""
     match kind_of(path):
         case ".parquet":
             return enumerate(_parquet(path, data, source), 1)
         case ".jsonl" | ".ndjson":
-            # split() instead of splitlines(), because a JSON string may contain U+2028
+            # not splitlines(), which would also split at a U+2028 inside a JSON string
             lines = _text(path, data, source).split("\n")
             return json_lines(lines, source, f"{path.name} ")
         case ".json":
@@ -300,7 +302,8 @@ def _json_list(text: str, path: Path, source: str) -> list[object]:
             f"{path.name} is not JSON ({error})",
             "Rename it to .jsonl if it has one object per line",
         ) from None
-    if isinstance(value, dict):  # some files wrap the list: {"data": [...]}
+    # some files contain the list as a value of an object: {"data": [...]}
+    if isinstance(value, dict):
         lists = [part for part in cast(dict[str, object], value).values() if isinstance(part, list)]
         value = lists[0] if len(lists) == 1 else value
     if not isinstance(value, list):
@@ -349,8 +352,8 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
     try:
         file = parquet.ParquetFile(pyarrow.BufferReader(data))
         groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-        # the column may repeat a value of the whole chunk's size in every row, encoded in a few
-        # bytes
+        # A few bytes of a compressed column may stand for a large value that is repeated in every
+        # row. So the number of rows that are read at once is limited.
         rows_at_once = _MOST_BYTES // max((group.total_byte_size for group in groups), default=1)
         for batch in file.iter_batches(batch_size=max(1, min(1024, rows_at_once))):
             bytes_read += batch.nbytes + _ROW_BYTES * len(batch)
@@ -408,7 +411,7 @@ class Reader:
         )
 
     def task(self, index: int, name: str, text: str) -> Problem:
-        """Return the code task in a row; the tests of the task are its reference."""
+        """Return the code task in a row; its tests are its reference."""
         try:
             tests, starter = tests_of_row(self.table.rows[index])
         except (ValueError, TypeError, AttributeError) as error:
@@ -424,17 +427,19 @@ class Reader:
         )
 
     def text(self, index: int, column: str) -> str:
-        """Return the text of a row in a column; "" if the column has no name."""
+        """Return the text of a row in this column; "" if `column` is empty."""
         return cell(self.table.rows[index].get(column)).strip() if column else ""
 
     def grading(self, index: int) -> Grading | None:
-        """Return the grading policy for a row, with the tolerance that the row states; None for the
-        default policy.
+        """Return the grading policy of a row, with the tolerance that the row states. None means
+        the default policy.
         """
         stated = self.text(index, self.columns.tolerance)
         absolute = self.options.grading.get("absolute")
         if stated:
-            try:  # a tuple has a tolerance per entry; the largest is used for all entries
+            # a tuple may have a tolerance for each entry; the largest tolerance is used for all
+            # entries
+            try:
                 absolute = max(map(float, stated.strip("()").split(",")))
             except ValueError:
                 problem = f"has the tolerance {stated!r}, which is not a number"
@@ -443,7 +448,9 @@ class Reader:
         return policy if policy != STRICT else None
 
     def choices(self, index: int, name: str, answer: str) -> tuple[tuple[str, ...], str]:
-        """Return the choices in their final order, and the letter of the correct choice."""
+        """Return the choices in the order in which the model sees them, and the letter of the
+        correct choice.
+        """
         listed = self.columns.choices and self.table.rows[index].get(self.columns.choices)
         if self.columns.distractors:
             texts = (answer, *(self.text(index, column) for column in self.columns.distractors))
@@ -457,14 +464,16 @@ class Reader:
         if not 2 <= len(choices) <= len(LETTERS):
             raise self.error(index, f"has {len(choices)} choices")
         order: Sequence[int] = range(len(choices))
-        # shuffle the choices, because the correct choice would always be first
+        # shuffle the choices, because the correct choice is the first in every row
         if self.columns.distractors:
             order = letter_order(self.options.seed, name, len(choices))
         letter = LETTERS[order.index(correct)] if answer else ""
         return tuple(choices[at] for at in order), letter
 
     def position(self, index: int, answer: str, choices: Sequence[str]) -> int:
-        """Return the index of the correct choice, which the row gives as index, letter or text."""
+        """Return the index of the correct choice. The row names this choice by its index, letter or
+        text.
+        """
         raw = self.table.rows[index].get(self.columns.answer)
         if isinstance(raw, int) and 0 <= raw < len(choices):
             return raw
@@ -481,7 +490,7 @@ class Reader:
         )
 
     def error(self, index: int, problem: str) -> DatasetError:
-        """Return an error that names the row and those of its columns that have a value."""
+        """Return an error that names the row, and the columns in which the row has a value."""
         filled = [name for name, value in self.table.rows[index].items() if cell(value).strip()]
         advice = (
             f"That row has values in {', '.join(filled) or 'no column'}; map columns with "
@@ -501,7 +510,7 @@ _FUNCTION = (
 
 
 def has_tests(table: RowTable) -> bool:
-    """Return whether the rows are code tasks, which have the columns of LiveCodeBench."""
+    """Return True if the rows are code tasks, which have the columns of LiveCodeBench."""
     return "public_test_cases" in table.columns or "private_test_cases" in table.columns
 
 
@@ -514,7 +523,8 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
     answers = "optional" if has_tests(table) else reader.options.answers
     columns = find_columns(table, reader.columns, answers)
     if has_tests(table):
-        columns = replace(columns, level="")  # the column of levels contains words, not numbers
+        # the column `level` of code tasks contains words, not numbers
+        columns = replace(columns, level="")
     reader = replace(reader, columns=columns)
     problems = [reader.problem(index) for index in range(len(table.rows))]
     uses = Counter(problem.id for problem in problems)
@@ -533,9 +543,10 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
 
 
 def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
-    """Return the columns to read: the requested columns, and the usual names for all other fields.
+    """Return the columns to read: those that the user named, and the usual names for all other
+    fields.
 
-    Raises DatasetError for a column that is missing.
+    Raises DatasetError if a column is missing.
     """
     named = {field: cast(str, getattr(asked, field)) for field in ALIASES}
     for name in filter(None, (*named.values(), *asked.distractors)):
@@ -564,7 +575,7 @@ def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
 
 def cell(value: object) -> str:
     """Return a cell as text: 5.0 becomes "5", and the items of a list are joined by commas."""
-    # Parquet files made from data frames have NaN for a missing value
+    # NaN stands for a missing value in Parquet files that were made from data frames
     if value is None or value != value:
         return ""
     if isinstance(value, float) and value.is_integer():
@@ -575,7 +586,9 @@ def cell(value: object) -> str:
 
 
 def letter_order(seed: int, name: str, count: int) -> tuple[int, ...]:
-    """Return the random order of a question's choices, which is the same on every machine."""
+    """Return the order of a question's choices, which is pseudo-random but the same on every
+    machine.
+    """
 
     def key(at: int) -> bytes:
         return blake2b(f"{seed}\x1f{name}\x1f{at}".encode(), digest_size=8).digest()
@@ -598,7 +611,7 @@ def _level(text: str) -> int | None:
 
 
 def _choice_texts(value: object) -> list[str]:
-    # the cell has the form {"text": [...], "label": [...]}, or {"A": ..., "B": ...}
+    # the cell may have the form {"text": [...], "label": [...]} or {"A": ..., "B": ...}
     if isinstance(value, Mapping):
         choices = cast(Mapping[str, object], value)
         if isinstance(choices.get("text"), list):
@@ -631,7 +644,7 @@ FORMS: Mapping[AnswerForm, Callable[[str], str]] = {
 
 
 def _unit(text: str) -> str:
-    r"""Return a unit as it is written after a number."""
+    r"""Return a unit in the form in which it follows a number."""
     if not text:
         return ""
     if text == "%":

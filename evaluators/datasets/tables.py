@@ -66,7 +66,10 @@ class Columns:
 
     @classmethod
     def of(cls, mapping: Mapping[str, str]) -> Columns:
-        """Make `Columns` from a mapping such as {"text": "Question"}."""
+        """Make `Columns` from a mapping such as {"text": "Question"}.
+
+        Raises OptionError if the mapping has an unknown field.
+        """
         unknown = [name for name in mapping if name not in ALIASES]
         if unknown:
             raise OptionError("columns", f"there is no field {unknown[0]!r}", [*ALIASES])

@@ -14,13 +14,16 @@ from atts.sampling import normal_quantile, student_quantile
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Rounding may put a share, which may be a sum of floats, outside [0, 1] by this much.
+# A share, which may be a sum of floats, may be outside [0, 1] by this much because of rounding.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """An estimate with its interval and sample size; an undefined estimate is NaN and has a `note`."""
+    """An estimate with its interval and sample size.
+
+    If the value is not defined, it is NaN and `note` says why.
+    """
 
     value: float
     low: float
@@ -31,7 +34,7 @@ class Estimate:
     level: float = 0.95
     note: str = ""
     unscored: int = 0  # number of unscored problems, which count as wrong
-    # value and interval if the unscored problems were correct
+    # value and both ends of the interval that would result if the unscored problems were correct
     if_right: tuple[float, float, float] | None = None
 
     def __str__(self) -> str:
@@ -50,9 +53,7 @@ class Estimate:
 
     @property
     def doubt(self) -> str:
-        """Return a note on the unscored problems: how many there are, and how much they could
-        change.
-        """
+        """Return a text with the number of unscored problems and the estimate if they were correct."""
         if self.if_right is None:
             return ""
         value, low, high = self.if_right
@@ -61,8 +62,9 @@ class Estimate:
         )
 
     def brief(self, missing: str = "undefined") -> str:
-        """Return the estimate with its interval and a note on unscored problems; `missing` if it is
-        undefined.
+        """Return the estimate with its interval as text, and a note on unscored problems.
+
+        An undefined estimate gives the text `missing`.
         """
         if math.isnan(self.value):
             return missing
@@ -70,33 +72,37 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]{note}"
 
     def counted(self) -> str:
-        """Return a share with its count but without an interval, because a realised rate is exact."""
+        """Return a share as text with its numerator and denominator. A realised rate is exact and
+        needs no interval.
+        """
         if math.isnan(self.value):
             return "nothing to count"
         return f"{self.value:.3f} ({self.value * self.n_samples:,.0f} of {self.n_samples:,})"
 
     def signed(self) -> str:
-        """Return a difference with its interval, each end with its sign."""
+        """Return a difference and both ends of its interval as text, all with their signs."""
         return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
     def with_best_case(self, best: "Estimate", unscored: int) -> "Estimate":
-        """Return this estimate, with the estimate `best` that would result if all unscored problems
-        were correct.
+        """Return this estimate with a second estimate, `best`, for the case that all unscored
+        problems were correct.
         """
         if not unscored:
             return self
         return replace(self, unscored=unscored, if_right=(best.value, best.low, best.high))
 
     def as_json(self) -> dict[str, object]:
-        """Return the fields; NaN becomes None, because JSON does not allow NaN."""
+        """Return the fields as a dictionary for JSON. NaN becomes None, because JSON has no NaN."""
         fields: dict[str, object] = asdict(self)
         return {name: None if value != value else value for name, value in fields.items()}
 
 
 def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> Estimate:
-    """Return the mean of one value per problem, each in [0, 1], with Wilson's interval.
+    """Return the mean of one value per problem with Wilson's interval. Each value is between 0 and
+    1.
 
-    The interval is for the population of problems. The estimate is undefined if any value is NaN.
+    The interval is for the mean over the population of problems. The estimate is undefined if any
+    value is NaN.
 
     :raises OptionError: if a value is outside [0, 1], or the level outside (0, 1).
     """
@@ -118,9 +124,10 @@ def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> 
 
 
 def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
-    """Return the share of correct problems; None marks an unscored problem, which counts as wrong.
+    """Return the share of correct problems. None stands for an unscored problem, which counts as
+    wrong.
 
-    The estimate also says how much the unscored problems could change.
+    The estimate also has the share that would result if the unscored problems were correct.
     """
     verdicts = list(right)
     n = len(verdicts)
@@ -130,9 +137,10 @@ def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
 
 
 def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) -> Estimate:
-    """Return the share of all counted items, with Wilson's interval clustered by problem.
+    """Return the share of all items that are counted, with Wilson's interval clustered by problem.
 
-    A problem with a larger total has more weight, unlike in `mean_estimate`.
+    `counts` has a pair for each problem: the number of counted items and the number of all items.
+    Problems with more items have more weight, unlike in `mean_estimate`.
 
     :raises OptionError: if a count is negative or above its total, or the level is outside (0, 1).
     """
@@ -148,13 +156,15 @@ def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) ->
 
 
 def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: float) -> Estimate:
-    """Return a ratio of totals over problems, with Wilson's interval at its effective n.
+    """Return a ratio of sums over problems, with Wilson's interval at its effective sample size.
 
-    The effective n is the number of independent draws that would vary as much as the residuals of
-    the problems. Half a problem with only correct samples and half a problem with only wrong
-    samples are added. Without these halves, intervals near 0 and 1 are too short; so are the
-    intervals of Student's t and the bootstrap (`scripts/bench statistics`;
-    tests/evaluators/test_intervals.py repeats the edges).
+    The effective sample size is the number of independent draws whose mean would vary as much as
+    this ratio.
+
+    Half a problem with only correct samples and half a problem with only wrong samples are added.
+    Otherwise, intervals near 0 and 1 would be too short, as are those of Student's t and the
+    bootstrap. `scripts/bench statistics` measures this, and tests/evaluators/test_intervals.py
+    checks intervals near 0 and 1.
     """
     problems = len(of)
     total = float(of.sum())
@@ -169,8 +179,8 @@ def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: fl
     n: float = problems
     if 0 < value < 1 and problems > 1:
         n = effective_n(moderate, squares / total**2, *range_of_n)
-    # the effective n is estimated from the spread, so use Student's t instead of the normal
-    # distribution
+    # use Student's t instead of the normal distribution, because the effective sample size is
+    # estimated from the data
     freedom = problems - 1 if samples > problems > 1 else math.inf
     low, high = wilson_interval(value, n, reach(freedom, level))
     return Estimate(value, low, high, problems, samples, "wilson", level=level)
@@ -179,8 +189,8 @@ def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: fl
 def effective_n(mean: float, variance: float, units: int, samples: int) -> float:
     """Return the number of independent draws whose mean would have this variance.
 
-    It is at least the number of units and at most the number of samples. If all samples are
-    correct, or all are wrong, the spread is unknown, and the number of units is returned.
+    The result is between the number of units and the number of samples. If all samples are correct,
+    or all are wrong, the variance is unknown, and the result is the number of units.
     """
     if samples <= units or mean in (0.0, 1.0) or math.isnan(variance):
         return float(units)
@@ -202,8 +212,10 @@ def check_level(level: float) -> None:
 
 
 def reach(freedom: float, level: float) -> float:
-    """Return how many standard errors on each side cover `level`, by Student's t or, for infinite
-    degrees of freedom, by the normal distribution.
+    """Return the half-width of an interval with confidence `level`, in standard errors.
+
+    Student's t distribution is used, or the normal distribution if the degrees of freedom are
+    infinite.
     """
     tail = (1 + level) / 2
     return normal_quantile(tail) if math.isinf(freedom) else student_quantile(tail, freedom)

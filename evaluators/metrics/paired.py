@@ -24,7 +24,8 @@ from atts.evaluators.metrics.intervals import (
 )
 from atts.sampling import binomial_cdf, binomial_pmf, student_tail
 
-# A difference this many times smaller than its standard deviation counts as impossible to show.
+# A difference that is smaller than its standard deviation by more than this factor is regarded as
+# impossible to show.
 _MOST_SPREAD = 1e6
 
 
@@ -32,9 +33,9 @@ _MOST_SPREAD = 1e6
 class Comparison:
     """The second run compared with the first run, problem by problem.
 
-    `p_value` is two-sided and comes from the same statistic as the interval: it is below 1 - level
-    exactly if the interval excludes 0. `problems_needed` problems would show a difference of this
-    size with 80 % power.
+    `p_value` is two-sided and belongs to the same test as the interval: it is below 1 - level
+    exactly if the interval excludes 0. `problems_needed` is the number of problems with which a
+    difference of this size is shown with 80 % power.
     """
 
     first: float
@@ -63,8 +64,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class McNemar:
-    """McNemar's exact test of two runs with one answer per problem; only problems on which the runs
-    disagree count.
+    """McNemar's exact test of two runs with one answer per problem. It uses only problems on which
+    the runs disagree.
     """
 
     both: int
@@ -72,19 +73,18 @@ class McNemar:
     second_only: int
     neither: int
     p_value: float  # two-sided p-value of the exact test
-    # the mid-p-value, which is less conservative because the observed outcome has half its weight
+    # mid-p-value, which is less conservative because the observed outcome gets only half its weight
     mid_p: float
 
 
 def compare_runs(
     first: ArrayLike, second: ArrayLike, *, level: float = 0.95, n_samples: int = 0
 ) -> Comparison:
-    """Compare two runs by one value per problem, such as the share of correct samples; both runs
-    have the problems in the same order.
+    """Compare two runs by one value per problem, such as the share of correct samples.
 
-    The interval is for the mean difference over problems, and the p-value comes from the same
-    statistic; see `difference_estimate`. Raises OptionError if lengths differ or values are
-    infinite.
+    Both runs must have the problems in the same order. The interval is for the mean difference over
+    problems, and the p-value belongs to the same test; see `difference_estimate`. Raises
+    OptionError if the lengths differ or a value is infinite.
     """
     a, b = _pairs(first, second)
     check_level(level)
@@ -129,8 +129,9 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
 
 
 def difference_p(delta: Floats) -> float:
-    """Return the two-sided p-value of a mean difference, by Student's t with the standard error of
-    the interval.
+    """Return the two-sided p-value of a mean difference, from Student's t test.
+
+    The standard error is the same as that of the interval.
     """
     if delta.size < 2 or np.isnan(delta).any():
         return 1.0
@@ -143,13 +144,13 @@ def difference_p(delta: Floats) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return the p-values corrected for multiple testing by Holm's method, in the same order.
 
-    If the hypotheses with a corrected p-value below 0.05 are rejected, the probability of any false
-    rejection is at most 5 %. This holds for any dependence among the p-values.
+    Reject each hypothesis whose corrected p-value is below 0.05. Then the probability of one or
+    more false rejections is at most 5 %, even if the p-values depend on each other.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
-    known = [1.0 if math.isnan(p) else p for p in p_values]  # NaN counts as 1
+    known = [1.0 if math.isnan(p) else p for p in p_values]  # NaN is treated as 1
     order = sorted(range(len(known)), key=known.__getitem__)
     corrected = [1.0] * len(known)
     largest = 0.0
@@ -162,10 +163,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def problems_needed(
     deviation: float, difference: float, *, power: float = 0.8, level: float = 0.95
 ) -> int:
-    """Return how many problems a paired two-sided t test needs to detect `difference` with `power`.
+    """Return the number of problems that a paired two-sided t test needs to detect `difference`.
 
-    `deviation` is the standard deviation over problems of the paired difference. Raises OptionError
-    if `difference` is 0.
+    `deviation` is the standard deviation of the paired difference over problems, and `power` the
+    probability that the test detects it. Raises OptionError if `difference` is 0.
     """
     check_level(level)
     is_answerable = difference != 0 and math.isfinite(difference) and 0 <= deviation < math.inf
@@ -190,11 +191,11 @@ def problems_needed(
 
 
 def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) -> Estimate:
-    """Return the mean difference of two runs, from one difference per problem, with its interval.
+    """Return the mean difference of two runs with its interval, from one difference per problem.
 
-    The interval is that of Student's t, with a standard error that is also valid if few problems
-    differ. If no problem differs, the interval contains the mean differences that rare problems,
-    absent from this sample, may cause.
+    The interval is that of Student's t test, with a standard error that is also valid if few
+    problems differ. If no problem differs, the interval allows for rare differences that this
+    sample did not contain.
     """
     if delta.size < 2 or np.isnan(delta).any():
         note = "needs two problems" if delta.size < 2 else "undefined for some problem"
@@ -204,11 +205,12 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
     half = reach(delta.size - 1, level) * _error(delta)
     if not delta.any():
         method = "no spread"
-        # if the share of differing problems were larger, one would probably be in the sample
+        # if a larger share of problems differed, the sample would probably contain such a problem
         half = 1 - (1 - level) ** (1 / delta.size)
     low = mean - half
     high = mean + half
-    if np.abs(delta).max() <= 1:  # these are differences of shares
+    # the values are shares, so their mean difference is between -1 and 1
+    if np.abs(delta).max() <= 1:
         low = max(low, -1.0)
         high = min(high, 1.0)
     return Estimate(mean, low, high, delta.size, n_samples, method, level=level)
@@ -217,16 +219,18 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
 def _error(delta: Floats) -> float:
     """Return the standard error of a mean difference, with the correction of Agresti and Min.
 
-    Half a won problem, half a lost problem and one tied problem are added. The added differences
-    are about as large as the observed differences: 1 if each problem has one answer, but small if
-    each problem has the average of many samples. The variance is the mean square minus a part of
-    the squared mean. This part is a quarter if few problems differ, because one more differing
-    problem would matter, and it is all of the squared mean if every problem differs.
+    The correction adds half a won problem, half a lost problem and one tied problem. The added
+    differences are about as large as the observed differences. They are 1 if each problem has one
+    answer, but small if each problem has the average of many samples.
+
+    The squared size of an added difference is the mean square of the observed differences minus a
+    part of their squared mean. This part is a quarter if few problems differ, because one more
+    differing problem would matter. If every problem differs, the part is the whole squared mean.
     """
     scale = float(np.abs(delta).max())
     if scale == 0:
         return 0.0
-    # the squares of very small or very large differences would be outside the range of floats
+    # scale the differences, because the square of a very small or very large float is 0 or infinite
     scaled = delta / scale
     moved = scaled[scaled != 0]
     part = max(0.25, 2 * moved.size / scaled.size - 1)
@@ -261,11 +265,11 @@ def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
 
 
 Settled = Literal["better", "worse", "alike", "undecided"]
-"""The verdict on the second run compared with the first; "alike" means a difference of at most a
-given number of points.
+"""The verdict on the second run compared with the first run. "alike" means that their accuracies
+differ by at most a given number of percentage points.
 """
 
-_STEPS = 200  # number of candidates between a difference of 0 and a difference of 1
+_STEPS = 200  # number of candidate means between a difference of 0 and a difference of 1
 _STAKES = np.arange(0.05, 1.0, 0.1)
 
 
@@ -274,10 +278,11 @@ class Sequential:
     """The result of a comparison that was tested after every problem."""
 
     settled: Settled
-    problems: int  # number of problems compared until a decision, or of all problems
+    # number of problems that were compared; the comparison stops at the problem that decides it
+    problems: int
     low: float
     high: float
-    points: float  # accuracies that differ by at most this many percentage points count as alike
+    points: float  # largest difference in accuracy that is called "alike", in percentage points
     level: float = 0.95
 
     def __str__(self) -> str:
@@ -287,19 +292,21 @@ class Sequential:
         return f"{result} after {self.problems:,} problems; {interval}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as a dictionary for JSON, with its text."""
+        """Return the result as a dictionary for JSON. The entry "words" is the result as text."""
         return {**asdict(self), "words": str(self)}
 
 
 class ConfidenceSequence:
     """A confidence sequence for the mean of differences in [-1, 1], one difference per problem.
 
-    For each candidate mean m, a capital is divided among fixed stakes. Each difference multiplies
-    the capital of a stake by 1 + stake (difference - m). If m is the mean of each next difference,
-    given the earlier differences, the capital is a martingale. It then ever exceeds 1 / (1 - level)
-    with probability at most 1 - level (Ville). Candidates whose capital exceeded this limit are
-    excluded permanently, so the intervals after every number of problems are valid simultaneously.
-    The order of problems must not depend on their results.
+    Each candidate mean m has a capital, which is divided among fixed stakes. Each new difference
+    multiplies the capital of a stake by 1 + stake (difference - m).
+
+    Suppose that each difference has mean m, given the earlier differences. Then the capital is a
+    martingale, and exceeds 1 / (1 - level) at some time with probability at most 1 - level (Ville's
+    inequality). A candidate whose capital has exceeded this limit is excluded permanently. So the
+    intervals after all numbers of problems are valid simultaneously. The order of the problems must
+    not depend on their results.
     """
 
     def __init__(self, level: float = 0.95) -> None:
@@ -322,8 +329,7 @@ class ConfidenceSequence:
             raise OptionError("difference", f"{difference!r} is outside [-1, 1]")
         self.problems += 1
         self._logs += np.log1p(self._bets * (difference - self._means))
-        # the logarithm of the mean capital over the stakes; the maximum is factored out to avoid
-        # overflow
+        # logarithm of the mean capital over the stakes; dividing by the maximum avoids an overflow
         top = self._logs.max(axis=0, initial=-math.inf)
         left = top + np.log(np.exp(self._logs - top).mean(axis=0)) < self._bar
         if not left.all():
@@ -333,8 +339,10 @@ class ConfidenceSequence:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Return the range of the remaining candidates, widened to the nearest excluded candidates."""
-        # if all candidates are excluded, which has probability at most 1 - level
+        """Return the range of the candidate means that are left, extended to the nearest excluded
+        candidates.
+        """
+        # no candidate is left, which happens with probability at most 1 - level
         if not self._means.size:
             return math.nan, math.nan
         low = max(-1.0, float(self._means[0]) - 1 / _STEPS)
@@ -357,7 +365,7 @@ class ConfidenceSequence:
 def compare_in_order(
     differences: Iterable[float], points: float = 0.0, level: float = 0.95
 ) -> Sequential:
-    """Compare two runs with a test after every problem, and stop at the first problem that decides.
+    """Compare two runs with a test after every problem, and stop as soon as the test decides.
 
     >>> str(compare_in_order([1.0] * 20))
     'better, decided after 8 problems; difference in [+0.050, +1.000] (95 % after every problem)'
@@ -372,18 +380,18 @@ def compare_in_order(
 
 
 POINTS = (1.0, 3.0)
-"""The differences in accuracy, in percentage points, for which dry runs print the number of
-problems needed.
+"""Accuracy differences, in percentage points. For each, dry runs print the number of problems that
+would show it.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class VarianceSplit:
-    """The variance of whether a rollout is correct, split into a part between problems and a part
-    within them.
+    """The variance of the correctness of rollouts, divided into a part between problems and a part
+    within problems.
 
-    More samples per problem reduce the error from `within`; only more problems reduce the error
-    from `between`. A paired comparison on the same problems does not depend on `between`.
+    More samples per problem reduce only the error from `within`. More problems also reduce the
+    error from `between`. A paired comparison on the same problems does not depend on `between`.
     """
 
     between: float
@@ -392,7 +400,7 @@ class VarianceSplit:
 
     @property
     def share_between(self) -> float:
-        """Return the share of the variance that lies between problems; NaN if there is no variance."""
+        """Return the part between problems as a share of the variance; NaN without variance."""
         total = self.between + self.within
         return self.between / total if total > 0 else math.nan
 
@@ -410,10 +418,11 @@ class VarianceSplit:
 
 
 def variance_split(correct: Sequence[Sequence[bool]]) -> VarianceSplit | None:
-    """Split the variance of correctness; `correct` has one row of samples per problem.
+    """Divide the variance of correctness into two parts. `correct` has one row of samples per
+    problem.
 
-    Both parts are unbiased estimates. The result is None if fewer than two problems have two
-    samples.
+    Both parts are unbiased estimates. The result is None if fewer than two problems have at least
+    two samples.
     """
     rows = [row for row in correct if len(row) > 1]
     if len(rows) < 2:
@@ -429,10 +438,10 @@ def variance_split(correct: Sequence[Sequence[bool]]) -> VarianceSplit | None:
 class Power:
     """The difference in single-rollout accuracy that a paired comparison of two methods can show.
 
-    `needed` has the number of problems for each difference of `POINTS`; `detectable` is the
-    smallest difference, in points, that the planned problems show with 80 % power. Both numbers
-    assume that the methods differ by the same amount on every problem; if this is false, more
-    problems are needed.
+    `needed` has the number of problems for each difference in `POINTS`. `detectable` is the
+    smallest difference, in percentage points, that the planned problems show with 80 % power. Both
+    numbers assume that the methods differ equally on every problem; if they do not, more problems
+    are needed.
     """
 
     samples: int
@@ -455,10 +464,10 @@ class Power:
 
 
 def paired_power(split: VarianceSplit, problems: int, samples: int, spread: float = 0.0) -> Power:
-    """Return the power of a comparison of two methods on the same problems, with `samples` samples
-    per problem.
+    """Return the power of a comparison of two methods on the same problems.
 
-    `spread` is the variance over problems of the true difference; use 0 if it is not known.
+    Each method has `samples` samples per problem. `spread` is the variance over problems of the
+    methods' true difference in accuracy; use 0 if it is not known.
 
     :raises OptionError: the number of problems is below two, the number of samples is below one,
         the spread is negative, or the rollouts have no variance because all have the same result.
@@ -486,10 +495,10 @@ def paired_power(split: VarianceSplit, problems: int, samples: int, spread: floa
 def difference_spread(
     first: Sequence[Sequence[bool]], second: Sequence[Sequence[bool]]
 ) -> float | None:
-    """Return the variance over problems of the true difference, without the noise of sampling; None
-    if unknown.
+    """Estimate how much the true difference between two runs varies over problems, as a variance.
 
-    The rows of both runs belong to the same problems in the same order.
+    The noise of sampling is subtracted. The rows of both runs belong to the same problems in the
+    same order. The result is None if fewer than two problems have enough samples.
     """
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if len(a) > 1 and len(b) > 1]
     if len(pairs) < 2:

@@ -30,16 +30,17 @@ from atts.sampling import binomial_pmf, hypergeometric_tail
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The number of samples `n` and the number of correct samples `c` of each problem."""
+    """For each problem, the number of samples `n` and the number of correct samples `c`."""
 
     n: Ints
     c: Ints
 
 
 def count(correct: Sequence[Sequence[bool | None]]) -> Counts:
-    """Count the samples and the correct samples per problem; None marks an unknown verdict.
+    """Count the samples and the correct samples of each problem. None stands for an unknown
+    verdict.
 
-    Only the samples in `correct` are counted, even if the run was configured for more.
+    Only existing samples are counted, even if the run was configured for more.
     """
     n = np.array([len(row) for row in correct], dtype=np.int64)
     c = np.array([sum(bool(one) for one in row) for row in correct], dtype=np.int64)
@@ -47,12 +48,9 @@ def count(correct: Sequence[Sequence[bool | None]]) -> Counts:
 
 
 def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
-    """Return an unbiased estimate, per problem, of the probability that any of k samples is
-    correct.
+    """Return pass@k for each problem, the probability that at least one of k samples is correct.
 
-    It is NaN if n < k.
-
-    Samples are drawn without replacement.
+    The estimate is unbiased: k of the n samples are drawn without replacement. It is NaN if n < k.
 
     >>> pass_at_k([4, 4, 1], [0, 2, 1], 2).round(4).tolist()
     [0.0, 0.8333, nan]
@@ -61,15 +59,16 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
 
 
 def pass_hat_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
-    """Return pass^k, the probability that all of k samples are correct, per problem; NaN if n < k."""
+    """Return pass^k of each problem, the probability that k samples are correct; NaN if n < k."""
     return g_pass_at_k(n, c, k, 1.0)
 
 
 def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
-    """Return G-pass@k, the probability that a share tau of k samples, and at least one, is correct.
+    """Return G-pass@k for each problem.
 
-    For tau near 0 it is pass@k, for tau = 1 it is pass^k, and it is NaN if n < k. Raises
-    OptionError for a tau outside [0, 1], a k below 1 and impossible counts.
+    G-pass@k is the probability that at least a share `tau` of k samples is correct, and at least
+    one sample. It is equal to pass@k for `tau` near 0, equal to pass^k for `tau` = 1, and NaN if n
+    < k. Raises OptionError for a `tau` outside [0, 1], a k below 1 and impossible counts.
     """
     if not 0 <= tau <= 1:
         raise OptionError("tau", f"{tau!r} is not between 0 and 1")
@@ -81,22 +80,24 @@ def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
         raise OptionError(
             "c", "the number of correct samples is negative or larger than the number of samples"
         )
-    # exact fractions, because in floats 0.28 * 25 is 7.000000000000001, whose ceiling is 8
+    # Compute with exact fractions. In floats, 0.28 * 25 is 7.000000000000001, whose ceiling is 8.
     least = max(1, math.ceil(Fraction(str(tau)) * k))
     return hypergeometric_tail(least, counts, right, k)
 
 
 def avg_at_n(counts: Counts) -> Floats:
-    """Return the share of correct samples of each problem (pass@1); NaN if a problem has no
-    samples.
+    """Return the share of correct samples of each problem, which estimates pass@1.
+
+    The share is NaN if a problem has no samples.
     """
     return np.where(counts.n > 0, counts.c / np.maximum(counts.n, 1), np.nan)
 
 
 def rate(values: ArrayLike, n: ArrayLike, *, level: float = 0.95) -> Estimate:
-    """Return the mean of one value per problem with its interval; `n` has the numbers of samples.
+    """Return the mean of one value per problem, with its interval. `n` has each problem's number of
+    samples.
 
-    If the value of a problem is NaN, because it has too few samples, the mean is undefined.
+    If a problem has the value NaN, because it has too few samples, the mean is undefined.
     """
     array = np.asarray(values, dtype=np.float64)
     counts = np.asarray(n, dtype=np.int64)
@@ -110,8 +111,10 @@ def rate(values: ArrayLike, n: ArrayLike, *, level: float = 0.95) -> Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """The vote of one problem: the sizes and values of the classes of equal answers, and the number
-    of samples without an answer.
+    """The vote on one problem. A class consists of the samples with equal answers.
+
+    `sizes` has the number of samples of each class, and `values` the share of correct samples in
+    it. `blanks` is the number of samples without an answer.
     """
 
     sizes: tuple[int, ...]
@@ -125,9 +128,10 @@ class Votes:
 
 
 def votes(labels: Sequence[Hashable | None], correct: Sequence[bool | float | None]) -> Votes:
-    """Return the classes with their values; a class's value is the share of its correct members.
+    """Group the samples of one problem by their labels, which name the classes of equal answers.
 
-    A verdict of None counts as wrong; a sample without a label does not vote.
+    The value of a class is the share of its samples that are correct. A verdict of None counts as
+    wrong. A sample without a label does not vote.
     """
     if len(labels) != len(correct):
         raise OptionError("labels", f"there are {len(labels)} labels for {len(correct)} verdicts")
@@ -143,10 +147,11 @@ def votes(labels: Sequence[Hashable | None], correct: Sequence[bool | float | No
 
 
 def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
-    """Return the probability, per problem, that the majority of k samples is correct; NaN if n < k.
+    """Return maj@k for each problem, the probability that a vote of k samples is correct; NaN if n
+    < k.
 
-    The k samples are drawn without replacement. Tied classes win with equal probability; a draw in
-    which no sample has an answer is wrong. The order in which samples finished does not matter.
+    The k samples are drawn without replacement, so their original order does not matter. Tied
+    classes win with equal probability. A vote in which no sample has an answer is wrong.
     """
     if k < 1:
         raise OptionError("k", f"{k} is not at least 1")
@@ -160,7 +165,9 @@ def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
 
 
 def _whole(problem: Votes) -> float:
-    """Return the value of the class that wins the vote of all samples; ties are averaged."""
+    """Return the value of the class that wins the vote of all samples. If classes are tied, their
+    values are averaged.
+    """
     most = max(problem.sizes, default=0)
     winners = [
         value for size, value in zip(problem.sizes, problem.values, strict=True) if size == most
@@ -169,9 +176,7 @@ def _whole(problem: Votes) -> float:
 
 
 def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
-    """Return, for problems with n > k samples, the sum over classes of the value times the
-    probability to win.
-    """
+    """Return the expected value of the winning class for problems with n > k samples."""
     rows = [
         (at, label)
         for at, problem in enumerate(group)
@@ -180,7 +185,7 @@ def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
     ]
     of = [group[at] for at, _ in rows]
     sizes = np.array([group[at].sizes[label] for at, label in rows], dtype=np.int64)
-    # number of the other classes of each size
+    # for each class size, the number of competing classes of this size
     rivals = np.array(
         [np.bincount(problem.sizes, minlength=n + 1) for problem in of], np.float64
     ).reshape(-1, n + 1)
@@ -198,24 +203,27 @@ def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
 
 
 def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floats:
-    """Return for each row the expected share of the win that its class gets in a vote of k of n
+    """Return, for each row, the expected share of the win that one class gets in a vote of k of n
     samples.
 
-    The row's class has `sizes` of the n samples. The share is 1 / (1 + tied rivals), or 0 if a
-    rival class has more samples among the k.
+    The class has `sizes` of the n samples; the other classes are its rivals. In one vote, its share
+    is 1 / (1 + number of tied rivals), or 0 if a rival has more of the k samples.
 
-    The result is exact, but no subset is enumerated. For each number j of draws of the row's class,
-    the generating function of the rivals is evaluated at roots of unity. The share 1 / (ties + 1)
-    is the integral of w^ties over [0, 1], which Gauss-Legendre nodes compute exactly. Draws are
-    binomial with probability k/n per sample, on the condition that there are k draws in total. This
-    is the same distribution, but its numbers do not overflow.
+    The result is exact, although the subsets of k samples are not enumerated. For each number j of
+    samples drawn from the class, the generating function of the rivals is evaluated at roots of
+    unity. The share 1 / (ties + 1) is the integral of w^ties over [0, 1], which Gauss-Legendre
+    nodes compute exactly.
+
+    Each sample is drawn with probability k/n, on the condition that k samples are drawn in total.
+    This gives the same distribution as drawing without replacement, but its numbers do not
+    overflow.
     """
     chance = k / n
-    # a real polynomial of degree <= n needs only half of the n + 1 roots; the other values are
-    # conjugates
+    # half of the n + 1 roots suffice for a real polynomial of degree <= n, because the values at
+    # the other roots are conjugates
     roots = np.exp(-2j * np.pi * np.arange((n + 1) // 2 + 1) / (n + 1))
     rival_sizes = np.flatnonzero(rivals.any(axis=0))
-    # for each size of a rival: the part with fewer than j draws
+    # for each size of a rival, the terms in which fewer than j of its samples are drawn
     below = np.zeros((rival_sizes.size, roots.size), dtype=np.complex128)
     quiet = silent[:, None] * np.log(1 - chance + chance * roots)[None, :]
     result = np.zeros(sizes.size)
@@ -227,8 +235,8 @@ def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Fl
         spectrum = np.zeros((rows.size, roots.size), dtype=np.complex128)
         for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
             factors = below + node * exactly
-            # products are computed as sums of logarithms; a factor of 0 gets a finite logarithm, so
-            # that a product without factors is 1, not NaN
+            # Products are computed as sums of logarithms. A factor of 0 gets a finite logarithm,
+            # because 0 times minus infinity would be NaN.
             logs = np.log(np.where(np.abs(factors) < 1e-200, 1e-200, factors))
             spectrum += weight * np.exp(rivals[np.ix_(rows, rival_sizes)] @ logs + quiet[rows])
         result[rows] += (
@@ -238,14 +246,19 @@ def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Fl
 
 
 SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
-"""The status of a sample: graded, cut at a limit, without an answer, not scored, or timed out."""
+"""The status of a sample.
+
+"cut": the sample reached a limit before its end. "no answer": it has no answer. "unscored": its
+answer could not be compared. "timeout": the comparison took too long.
+"""
 
 
 def status_of(
     answer: str | None, finish: str | None, verdict: str | None, rule: str
 ) -> SampleStatus:
-    """Return the status of a sample; `finish` is the reason why it ended, and `rule` the rule that
-    decided its verdict.
+    """Return the status of a sample.
+
+    `finish` is the reason why the sample ended. `rule` is the rule that decided its verdict.
     """
     if answer is None:
         return "cut" if finish in ("turns", "tokens") else "no answer"
@@ -256,11 +269,12 @@ def status_of(
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of one problem: whether each is correct (None if unknown), its class in the vote,
-    and its status.
+    """The samples of one problem, with the verdict, the class in the vote and the status of each
+    sample.
 
-    `labels` number the classes of equivalent answers, with None for a sample without an answer; if
-    `labels` is missing, there is no vote. Raises OptionError if the lengths differ.
+    A verdict is None if it is unknown. `labels` name the classes of equal answers; a sample without
+    an answer has the label None. Without `labels`, there is no vote. Raises OptionError if the
+    lengths differ.
     """
 
     problem: str
@@ -282,8 +296,8 @@ class Samples:
 class GradedSample(Protocol):
     """A finished sample, as an argument of `samples_of`.
 
-    A sample has an answer (or None), the reason why it ended, a verdict ("correct", "wrong" or
-    "unscored"; None if it was not graded) and the rule of the grader.
+    `finish` is the reason why the sample ended. `verdict` is "correct", "wrong" or "unscored", and
+    None if the sample was not graded. `rule` is the rule with which the grader decided.
     """
 
     @property
@@ -297,12 +311,13 @@ class GradedSample(Protocol):
 
 
 Grouper = Callable[[Sequence[str]], Sequence[int]]
-"""A function that returns, for each text, the number of its class of equal texts."""
+"""A function that groups equal texts. It returns the index of the class for each text."""
 
 
 def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) -> Samples | None:
-    """Return the samples of one problem for `score`; None if a sample is not graded, or there is
-    none.
+    """Return the samples of one problem in the form that `score` needs.
+
+    The result is None if there are no samples, or if a sample is not graded.
     """
     if not samples or any(one.verdict is None for one in samples):
         return None
@@ -315,8 +330,8 @@ def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) ->
 
 
 def answer_classes(answers: Sequence[str | None], group: Grouper) -> tuple[int | None, ...]:
-    """Return the class of each answer; None if there is no answer. Of equal texts only one is
-    compared.
+    """Return the class of each answer, or None for a missing answer. Texts that occur twice are
+    compared once.
     """
     texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
     classes = dict(zip(texts, group(texts), strict=True))
@@ -325,7 +340,9 @@ def answer_classes(answers: Sequence[str | None], group: Grouper) -> tuple[int |
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The number of samples of a rate, and the numbers of samples that were not graded, by reason."""
+    """The number of problems and samples of a rate, and the numbers of samples without a verdict,
+    by reason.
+    """
 
     problems: int
     samples: int
@@ -346,16 +363,14 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class Scorecard:
-    """The rates of one run by name, such as "pass@1" and "maj@16", and their coverage."""
+    """The rates of one run, keyed by names such as "maj@16", and their numbers of samples."""
 
     estimates: Mapping[str, Estimate]
     coverage: Coverage
 
 
 def coverage(problems: Sequence[Samples]) -> Coverage:
-    """Count the samples by status; a sample without a status counts as unscored if it has no
-    verdict.
-    """
+    """Count the samples by status. Without a status, a sample without a verdict is unscored."""
     seen = Counter[SampleStatus]()
     for problem in problems:
         if problem.statuses:
@@ -375,11 +390,12 @@ def coverage(problems: Sequence[Samples]) -> Coverage:
 def score(
     problems: Sequence[Samples], *, ks: Sequence[int] | None = None, level: float = 0.95
 ) -> Scorecard:
-    """Return pass@1, and for every k pass@k, maj@k, pass^k and G-pass@k at one half.
+    """Return pass@1, and for every k in `ks` also pass@k, maj@k, pass^k and G-pass@k with tau =
+    1/2.
 
-    All rates are unbiased, with intervals over problems. By default `ks` are the powers of two up
-    to the smallest number of samples of a problem, and that number itself. Unscored samples count
-    as wrong; each rate says how much it would change if they were correct.
+    All rates are unbiased and have intervals over problems. The default of `ks` is the powers of
+    two up to the smallest number of samples of a problem, and that number itself. Unscored samples
+    count as wrong; pass@1 also says how much it would change if they were correct.
     """
     counts = count([problem.correct for problem in problems])
     fewest = int(counts.n.min(initial=10**9)) if problems else 0
@@ -400,7 +416,7 @@ def score(
 
 
 def _at_k(problems: Sequence[Samples], counts: Counts, k: int) -> dict[str, Floats]:
-    """Return every rate at k by name, as one value per problem."""
+    """Return the values of every rate at k, one value per problem, keyed by the rate's name."""
     if k < 2:
         return {}
     named = {
@@ -424,11 +440,11 @@ class LabelledChunk:
 
 
 def within_question_auroc(chunks: Sequence[LabelledChunk], *, level: float = 0.95) -> Estimate:
-    """Return the probability that a chunk of a wrong rollout scores worse than a chunk of a correct
-    rollout of the same question.
+    """Return the probability that a chunk of a wrong rollout has a worse score than a chunk of a
+    correct rollout.
 
-    A tie counts as one half, so random scores give 0.5. The interval is over questions, so the
-    chunks of one question or rollout stay together.
+    Only chunks of the same question are compared. A tie counts as one half, so random scores give
+    0.5. The interval is over questions, because the chunks of one question are not independent.
     """
     wins: list[float] = []
     pairs: list[float] = []
@@ -444,13 +460,12 @@ def within_question_auroc(chunks: Sequence[LabelledChunk], *, level: float = 0.9
 def gain_over_coin(
     chunks: Sequence[LabelledChunk], rate: float, *, level: float = 0.95
 ) -> Estimate:
-    """Return how many more of the wrong rollouts' chunks the score escalates than a coin, as a
-    share.
+    """Return how much better the score selects chunks of wrong rollouts than a random choice.
 
-    In each question the share `rate` of the chunks with the worst scores is escalated; a coin of
-    this rate escalates the share `rate` of the wrong rollouts' chunks. For an uninformative score
-    the difference of the two shares is 0. A chunk at the boundary, and chunks with equal scores,
-    count as a fraction.
+    In each question, the share `rate` of the chunks with the worst scores is escalated. The result
+    is the share of the wrong rollouts' chunks that are escalated, minus `rate`, which a random
+    choice would escalate. For a score without information, the result is 0. If several chunks have
+    the score at the limit, a fraction of each is counted.
 
     :raises OptionError: if the rate is outside [0, 1].
     """
@@ -466,9 +481,9 @@ def gain_over_coin(
 
 
 def _mixed(chunks: Sequence[LabelledChunk]) -> list[tuple[Floats, Floats]]:
-    """Return the scores of wrong and of correct rollouts, for questions that have both.
+    """Return, for each question with wrong and correct rollouts, the scores of both kinds.
 
-    NaN ranks worst, because a gate escalates a chunk without a score.
+    A missing score (NaN) is the worst, because a gate escalates a chunk without a score.
     """
     wrong: dict[Hashable, list[float]] = {}
     right: dict[Hashable, list[float]] = {}
@@ -485,8 +500,10 @@ def _mixed(chunks: Sequence[LabelledChunk]) -> list[tuple[Floats, Floats]]:
 
 
 def _share_escalated(wrong: Floats, right: Floats, rate: float) -> float:
-    """Return how many scores of wrong rollouts are in the worst share `rate` of all scores; ties
-    count as fractions.
+    """Return the number of wrong rollouts' scores among the worst scores, which are the share
+    `rate` of all scores.
+
+    If scores are equal at the limit, a fraction of each is counted.
     """
     both = np.concatenate([wrong, right])
     left = rate * len(both)
@@ -512,10 +529,12 @@ def _ratio(
 ) -> Estimate:
     """Return a ratio of sums over questions, with a t interval over questions.
 
-    The variance includes an additional question of average weight, whose value is `centre`, the
-    value of an uninformative score. Without this question, a few questions that agree by chance
-    would give an interval of width 0. A question's weight is its number of pairs, so the degrees of
-    freedom come from the effective number of questions.
+    For the variance, a question of average weight is added. Its value is `centre`, the value of a
+    score without information. Without this question, the interval would have width 0 if a few
+    questions agree by chance.
+
+    The questions have different weights, so the degrees of freedom are computed from the effective
+    number of questions.
     """
     check_level(level)
     count = len(parts)

@@ -2,12 +2,14 @@
 
 import math
 
-NORMAL_95 = 1.959963984540054  # this many standard deviations on each side of the mean contain 95 %
+# half-width of a 95 % interval of the normal distribution, in standard deviations
+NORMAL_95 = 1.959963984540054
 
 
 def wilson_interval(mean: float, n: float, reach: float = NORMAL_95) -> tuple[float, float]:
-    """Return the interval of a rate over `n` independent draws, with `reach` standard deviations on
-    each side.
+    """Return Wilson's interval of a rate over `n` independent draws.
+
+    `reach` is the half-width of the interval in standard deviations.
     """
     scale = 1 + reach * reach / n
     centre = (mean + reach * reach / (2 * n)) / scale

@@ -1,9 +1,9 @@
 """A child process that runs one untrusted program, and imports no module of atts."""
 
-# `programs.py` runs this file as a script, in its own session and with a clean environment. Its
-# input and output files are already open. After `_confine` the process can open only files of
-# Python's library; it cannot start or signal a process, or open a socket. Only the parent process
-# has the expected outputs, and compares them.
+# The module `programs.py` runs this file as a script, in its own session and with a clean
+# environment. The files for input and output are already open. After `_confine`, the program can
+# open only files of Python's library. It cannot start or signal a process, or open a socket. Only
+# the parent process has the expected outputs, and compares them.
 
 import contextlib
 import ctypes
@@ -17,14 +17,15 @@ import sys
 from typing import Any
 
 _MEBIBYTE = 1 << 20
-_ALLOW = 0x7FFF0000  # the two results of a seccomp filter: the call is allowed, or it fails
+_ALLOW = 0x7FFF0000  # results of a seccomp filter: allow the call, or let it fail
 _ERRNO = 0x00050000
-_X86_64 = 0xC000003E  # the number of x86-64 that a seccomp filter checks
+_X86_64 = 0xC000003E  # number by which a seccomp filter recognises x86-64
 _CLONE, _CLONE3, _CLONE_THREAD = 56, 435, 0x10000
-# from this number on, system calls belong to the x32 interface
+# system calls with this number or a higher one belong to the x32 interface
 _X32 = 0x40000000
-# Refused system calls of x86-64: sockets and other channels, processes and signals, limits, system
-# administration, and the rights and times of files, which Landlock does not restrict.
+# Numbers of the x86-64 system calls that are refused. They concern sockets and other channels,
+# processes and signals, limits, and system administration. The permissions and times of files are
+# also included, because Landlock does not restrict them.
 _REFUSED = (
     *(41, 42, 43, 44, 46, 49, 50, 53, 288, 425),  # sockets, and io_uring
     # fork, vfork, execve, execveat, ptrace, memory of other processes
@@ -33,7 +34,8 @@ _REFUSED = (
     *(109, 112, 160, 302, 141, 142, 144, 203, 314),  # sessions, limits, priorities
     # shared memory and message queues, which outlive a process
     *(29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 241),
-    *(90, 91, 92, 93, 94, 260, 268, 452, 132, 235, 261, 280),  # rights, owners and times of files
+    # permissions, owners and times of files
+    *(90, 91, 92, 93, 94, 260, 268, 452, 132, 235, 261, 280),
     *(188, 189, 190, 197, 198, 199),  # extended attributes
     *(105, 106, 113, 114, 116, 117, 119, 122, 123, 126),  # identity of the user, and capabilities
     # mounts, host name, devices
@@ -52,13 +54,14 @@ def main() -> None:
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     if job["function"]:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)  # the result of a function is its return value, not its prints
+        # the result of a function is its return value, so discard what it prints
+        os.dup2(nowhere, 1)
     try:
         _confine(job)
     except OSError as error:
         sys.stderr.write(f"cannot confine: {error}\n")
         sys.stderr.flush()
-        os._exit(1)  # no line of the program has run yet
+        os._exit(1)  # the program has not started yet
     sys.setrecursionlimit(20_000)
     space: dict[str, Any] = {"__name__": "__main__" if not job["function"] else "program"}
     exec(compile(source, "program.py", "exec"), space)
@@ -69,7 +72,9 @@ def main() -> None:
 
 
 def _called(space: dict[str, Any], name: str, arguments: list[Any]) -> dict[str, Any]:
-    """Call the function, or the method of class Solution, and return its result."""
+    """Call the task's function, or the method of this name of the class Solution, and return its
+    result.
+    """
     if "Solution" in space:
         function = getattr(space["Solution"](), name)
     else:
@@ -109,7 +114,9 @@ def _check(result: int) -> int:
 
 
 def _restrict_files(libc: ctypes.CDLL) -> None:
-    """Allow only files of Python's library to be opened, and only for reading, by Landlock."""
+    """Allow the process to open only files of Python's library, and only for reading. This uses
+    Landlock.
+    """
     version = _check(libc.syscall(444, None, 0, 1))
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     handled = ctypes.create_string_buffer(struct.pack("<Q", rights), 8)
@@ -126,7 +133,7 @@ def _restrict_files(libc: ctypes.CDLL) -> None:
 
 
 def _restrict_calls(libc: ctypes.CDLL) -> None:
-    """Refuse system calls that affect anything outside the process, by seccomp."""
+    """Refuse system calls that affect anything outside the process. This uses seccomp."""
 
     def line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
         return struct.pack("<HBBI", code, yes, no, value)
@@ -141,13 +148,14 @@ def _restrict_calls(libc: ctypes.CDLL) -> None:
         line(at_least, _X32, 0, 1),
         refused,
         line(equal, _CLONE3, 0, 1),
-        line(back, _ERRNO | errno.ENOSYS),  # after this error the C library calls clone instead
+        line(back, _ERRNO | errno.ENOSYS),  # the C library then calls clone instead
     ]
     for number in _REFUSED:
         filters += [line(equal, number, 0, 1), refused]
     filters += [
         line(equal, _CLONE, 0, 3),
-        line(load, 16),  # check the flags of clone: a new thread is allowed, a new process is not
+        # load the flags of clone, because a new thread is allowed, but a new process is not
+        line(load, 16),
         line(any_bit, _CLONE_THREAD, 1, 0),
         refused,
         line(back, _ALLOW),

@@ -31,18 +31,22 @@ _FENCE = re.compile(
 )
 _LANGUAGES = ("", "python", "python3", "py")
 _WORKER = Path(__file__).with_name("program_worker.py")
-# seconds to start a child process on a busy machine, in addition to the program's time
+# seconds that the start of a child process may take on a busy machine, in addition to the program's
+# time
 _STARTING_SECONDS = 5.0
-_MOST_OUTPUT = 8  # limit of the output of a program, in MiB
+_MOST_OUTPUT = 8  # largest output of a program, in MiB
 _AT_ONCE = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
 
 End = Literal["done", "error", "time", "memory", "output"]
-"""The way a program's run ended; "done" is a normal end with any output."""
+"""The way in which a run of a program ended. "done" means a normal end, even if the output is
+wrong.
+"""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One test: the input and the expected output as text. For a function the texts are JSON, with
-    one argument per line.
+    """One test of a program: the input and the expected output, both as text.
+
+    If the program is a function, the texts are JSON, and each line of the input is one argument.
     """
 
     input: str
@@ -50,29 +54,32 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class ProgramTests(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The reference of a code task: its tests; the first `public` tests are public, and votes may
-    use them.
+    """The tests of a code task, which are its reference.
+
+    The first `public` tests are public, and votes may use them.
     """
 
     cases: tuple[Case, ...]
     public: int = 0
-    function: str = ""  # the name of the function to call; "" if the program reads standard input
-    seconds: int = 6  # CPU time of one run, in seconds
+    function: str = ""  # name of the function to call; "" if the program reads standard input
+    seconds: int = 6  # limit on the CPU time of one run, in seconds
     megabytes: int = 1024
 
     @classmethod
     def read(cls, text: str) -> "ProgramTests":
-        """Read the tests from a problem's reference, in which they are stored as text."""
+        """Read the tests from the text that a problem has as its reference."""
         return msgspec.json.decode(text, type=cls)
 
     def text(self) -> str:
-        """Return the tests as text, which becomes the reference of a problem."""
+        """Return the tests as text, which is used as the reference of a problem."""
         return msgspec.json.encode(self).decode()
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramRun:
-    """One run of a program; `output` is the printed text, or the JSON of the returned value."""
+    """The result of one run of a program. `output` is the printed text, or the returned value as
+    JSON.
+    """
 
     end: End
     output: str = ""
@@ -80,9 +87,9 @@ class ProgramRun:
 
 
 def find_program(text: str) -> str | None:
-    """Return the last complete fenced block of Python in a text, or None.
+    """Return the last complete Python code block of a text, or None.
 
-    Blocks inside explicit reasoning count only if no block comes after the reasoning.
+    Blocks inside the model's reasoning are used only if no block follows the reasoning.
 
     >>> find_program("Try:\\n```python\\nprint(1)\\n```\\nBetter:\\n```python\\nprint(2)\\n```\\n")
     'print(2)\\n'
@@ -98,10 +105,10 @@ def find_program(text: str) -> str | None:
 
 
 def run_program(program: str, inputs: Sequence[str], tests: ProgramTests) -> list[ProgramRun]:
-    """Run a program on inputs in confined processes; stop after a run that does not end.
+    """Run a program on several inputs in confined processes.
 
-    If the task is a function, all inputs are run in one process. This may be called from any
-    thread.
+    The runs stop after the first run that does not end normally. If the task is a function, all
+    inputs are run in one process. This function may be called from any thread.
     """
     if tests.function:
         return _call_function(program, inputs, tests)
@@ -115,10 +122,13 @@ def run_program(program: str, inputs: Sequence[str], tests: ProgramTests) -> lis
 
 
 def judge_program(reference: str, program: str) -> Verdict:
-    """Return whether a program passes all tests; the runs stop at the first failed test."""
+    """Return the verdict on a program, which is correct if it passes all tests.
+
+    The runs stop at the first failed test.
+    """
     tests = ProgramTests.read(reference)
     total = len(tests.cases)
-    # run one test at a time, because each run needs a process and most wrong programs fail early
+    # run the tests one by one, because each run needs a process and most wrong programs fail early
     step = total if tests.function else 1
     for begin in range(0, total, step):
         cases = tests.cases[begin : begin + step]
@@ -137,10 +147,11 @@ def judge_program(reference: str, program: str) -> Verdict:
 
 
 class ProgramVotes:
-    """Classes of programs for one task: programs with equal outputs on its public inputs.
+    """Classes of programs for one task. Programs of one class have equal outputs on the task's
+    public inputs.
 
-    A program that does not end normally on one of these inputs abstains. Without public inputs,
-    programs are equal if they differ only in comments and layout.
+    A program that does not end normally on one of these inputs does not vote. Without public
+    inputs, programs are equal if they differ only in comments and layout.
     """
 
     def __init__(self, reference: str | None) -> None:
@@ -154,7 +165,9 @@ class ProgramVotes:
                 self._keys[program] = self._key(program)
 
     def group(self, programs: Sequence[str | None]) -> list[int]:
-        """Return the class of each program, numbered by first appearance; -1 abstains."""
+        """Return the index of each program's class, in the order of first appearance; -1 means no
+        vote.
+        """
         self.prepare(programs)
         numbers: dict[str, int] = {}
         labels: list[int] = []
@@ -176,7 +189,9 @@ class ProgramVotes:
 
 
 def layout_free(program: str) -> str:
-    """Return a program without comments and layout; return a text that is not a program unchanged."""
+    """Return a program without comments and layout. A text that is not a program is returned
+    unchanged.
+    """
     try:
         return ast.dump(ast.parse(program))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -216,7 +231,7 @@ def tests_of_row(row: Mapping[str, object]) -> tuple[ProgramTests, str]:
 
 
 def _cases(value: object) -> list[tuple[str, Case]]:
-    """Return tests with their kinds from a list, from JSON, or from the packed format of
+    """Return tests with their types. The tests may be a list, JSON, or the compressed format of
     LiveCodeBench.
     """
     if value is None or value == "":
@@ -250,7 +265,9 @@ class _TextOnly(pickle.Unpickler):
 
 
 def _unpacked(text: str) -> str:
-    """Return the JSON of packed private tests, which are pickled, compressed and encoded in base64."""
+    """Return the JSON of compressed private tests. They are pickled, then compressed, then encoded
+    in base64.
+    """
     try:
         value = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load()
     except (ValueError, zlib.error, pickle.UnpicklingError, EOFError) as error:
@@ -284,7 +301,9 @@ def _call_function(program: str, inputs: Sequence[str], tests: ProgramTests) -> 
 def _child(
     program: str, job: Mapping[str, object], text: str, tests: ProgramTests
 ) -> tuple[End, str, str]:
-    """Run the worker once; return how the run ended, its output, and the last line of its errors."""
+    """Run the worker once. Return how the run ended, its output, and the last line of its error
+    output.
+    """
     limits = {
         "seconds": tests.seconds,
         "megabytes": tests.megabytes,
@@ -334,7 +353,11 @@ def _child(
 
 
 def _same_output(expected: str, output: str, *, is_value: bool) -> bool:
-    """Compare two outputs: as JSON values, or else word by word in each line, and numbers by value."""
+    """Return True if two outputs are equal.
+
+    The outputs of functions are compared as JSON values. The outputs of other programs are compared
+    line by line and word by word, and numbers by their value.
+    """
     if is_value:
         return bool(json.loads(expected) == json.loads(output))
     one = _words(expected)

@@ -58,7 +58,7 @@ RULES = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict equal, different or unscored, with the rule that decided; `detail` is a text for
+    """The verdict on an answer, with the name of the rule that decided. `detail` is a text for
     users.
     """
 
@@ -68,34 +68,36 @@ class Verdict:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether the answer counts as equal to the reference."""
+        """Return True if the answer is accepted as equal to the reference."""
         return self.status == "equal"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Caps on the work of a comparison; a comparison that would exceed a cap is undecided."""
+    """Limits on the work of a comparison. A comparison that would exceed a limit is undecided."""
 
-    raw_characters: int = 250_000  # longest text that is read at all, in characters
+    raw_characters: int = 250_000  # longest text that is cleaned, in characters
     characters: int = 20_000  # longest text after cleaning, in characters
     tokens: int = 12_000
-    depth: int = 40  # greatest depth of nested values
-    items: int = 4_000  # most items of a list, set, tuple or matrix
-    bits: int = 100_000  # most bits of an exact integer
-    terms: int = 400  # most terms of a sum or product over an index
-    steps: int = 20_000  # most steps of one numeric evaluation
-    # most work for all evaluations of one pair, where steps on numbers with more digits count more
+    depth: int = 40  # greatest nesting depth of brackets and operators
+    items: int = 4_000  # largest number of items of a list, set, tuple or matrix
+    bits: int = 100_000  # largest number of bits of an exact integer
+    terms: int = 400  # largest number of terms of a sum or product over an index
+    steps: int = 20_000  # largest number of steps of one numeric evaluation
+    # largest number of steps in all evaluations of a pair; a step on long numbers counts several
+    # times
     work: int = 200_000
-    seconds: int = 60  # a time limit in case a cap is missing; no verdict should depend on it
+    # time limit for the case that another limit is missing; it should never determine a verdict
+    seconds: int = 60
 
 
 LIMITS = Limits()
 
 
 def changed(grading: Grading, given: Mapping[str, Any]) -> Grading:
-    """Return the policy with the given fields changed; fields given as None stay unchanged.
+    """Return the grading policy with changed fields. A field that is given as None stays unchanged.
 
-    Raises OptionError for a value that a field cannot have.
+    Raises OptionError if a field cannot have the given value.
     """
     fields = {name: value for name, value in given.items() if value is not None}
     try:
@@ -126,11 +128,11 @@ class UnknownWords(Prose):
 
 
 class TooLarge(Undecided):
-    """The comparison would exceed a cap of `Limits`."""
+    """The comparison would exceed one of the `Limits`."""
 
 
 class OutOfTime(Exception):
-    """The comparison took longer than the caps should allow."""
+    """The comparison took longer than the other limits should allow."""
 
 
 class Undefined(Exception):

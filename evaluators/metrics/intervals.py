@@ -53,7 +53,7 @@ class Estimate:
 
     @property
     def doubt(self) -> str:
-        """Return a text with the number of unscored problems and the estimate if they were correct."""
+        """Return as text how many problems are unscored, and the estimate if they were correct."""
         if self.if_right is None:
             return ""
         value, low, high = self.if_right

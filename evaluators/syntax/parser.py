@@ -44,7 +44,7 @@ Mode = Literal["maths", "text"]
 
 
 class Token(NamedTuple):
-    """A token of the answer; `tight` if it directly follows the previous token."""
+    """A token of an answer. `tight` is true if no space precedes it."""
 
     kind: TokenKind
     text: str
@@ -91,11 +91,11 @@ _ANY_CASE: dict[str, tuple[TokenKind, str]] = {
 
 
 def tokens(text: str, limits: Limits) -> Iterator[list[Token]]:
-    """Yield the tokens of a cleaned answer, without an end mark.
+    """Yield the tokens of a cleaned answer as a list, without an end mark.
 
-    If letters of a formula may be units, two lists of tokens are yielded; in the second, these
-    letters are units. Raises Malformed for unknown commands and unclosed text, and TooLarge above
-    the limit of tokens.
+    If letters of a formula may be units, a second list is yielded in which these letters are units.
+    Raises Malformed for a brace that is never closed, Undecided for an unknown command, and
+    TooLarge if there are too many tokens.
     """
     for loose in (False, True):
         lexer = _Lexer(limits, loose)
@@ -106,14 +106,16 @@ def tokens(text: str, limits: Limits) -> Iterator[list[Token]]:
 
 
 class _Lexer:
-    """A lexer that passes over the text once; text macros are read recursively, to a limited depth."""
+    """A lexer that reads the text once. Text macros are read recursively, up to a fixed depth."""
 
     def __init__(self, limits: Limits, loose: bool = False) -> None:
         self.limits = limits
-        # whether to read letters in a formula as a unit if they could be the symbol of one
+        # whether letters of a formula that may be the symbol of a unit are read as a unit
         self.loose = loose
         self.saw_loose = False
-        self.has_ended = False  # the rest of the line is a reason, not part of the answer
+        # whether the rest of the text is a reason, such as "because ...", and not part of the
+        # answer
+        self.has_ended = False
         self.tokens: list[Token] = []
         self.gap = True
 
@@ -125,11 +127,11 @@ class _Lexer:
         self.gap = False
 
     def after(self, *kinds: TokenKind) -> bool:
-        """Return whether the last token has one of these kinds."""
+        """Return True if the last token has one of these kinds."""
         return bool(self.tokens) and self.tokens[-1].kind in kinds
 
     def run(self, text: str, mode: Mode, depth: int) -> None:
-        """Append the tokens of a text to the list of tokens."""
+        """Append the tokens of a text to `tokens`."""
         if depth > 8:
             raise TooLarge("text macros nested too deeply")
         position = 0
@@ -163,8 +165,9 @@ class _Lexer:
                 self.add(kind, piece)  # type: ignore[arg-type]  # the remaining groups are token kinds
 
     def unit(self, text: str, start: int, mode: Mode) -> int | None:
-        """Add the unit that begins at this position after a value; return the end of the unit, or
-        None if there is no unit.
+        """Add the token of a unit that follows a value, and return the position after the unit.
+
+        The result is None if there is no unit at this position.
         """
         follows_value = self.after("number", "close")
         if self.tokens and self.tokens[-1].text.lower() in _LIKE_NUMBERS:
@@ -177,18 +180,19 @@ class _Lexer:
         if unit is None:
             return None
         phrase, end = unit
-        if text[end:].lstrip(" }").startswith("_"):  # not a unit, such as the H of 2 H_2O
+        # the letter is not a unit, such as the H of 2 H_2O
+        if text[end:].lstrip(" }").startswith("_"):
             return None
         first, _, rest = phrase.partition(" ")
-        # upright text is clear, but letters of a formula are ambiguous: "5 m" may be metres or a
-        # product
+        # upright text is unambiguous, but in a formula, "5 m" may mean 5 metres or the product of 5
+        # and m
         if mode == "maths" and text[start] != "\\" and first in SYMBOLS and len(first) < 4:
             if not _FREE.match(text, end) or self._is_in_root():
                 return None
             is_word = first in vocabulary.ATTACHED or (len(first) > 2 and vocabulary.is_word(first))
             if rest[:1] == "^" and len(first) == 1 and not self.after("number"):
                 return None
-            # another part of the amount follows, as in 7 h 4 min
+            # another part of the amount may follow, as in 7 h 4 min
             is_part = self.gap and FORMS["amount"].match(text, end)
             is_doubtful = len(first) == 1 or (first.islower() and not is_word)
             is_product = bool(rest) and all(
@@ -209,7 +213,7 @@ class _Lexer:
         return end
 
     def _is_in_root(self) -> bool:
-        """Return whether the innermost open brace belongs to a root; in a root, 3mg is a product."""
+        """Return True if the innermost open brace belongs to a root, in which 3mg is a product."""
         depth = 0
         for at in range(len(self.tokens) - 1, 0, -1):
             text = self.tokens[at].text
@@ -251,7 +255,9 @@ class _Lexer:
         return position
 
     def named(self, name: str, text: str, position: int) -> int:
-        """Add a token for \\begin, \\end or \\mathbb with its argument; drop the layout of columns."""
+        """Add a token for \\begin, \\end or \\mathbb with its argument. The column layout of a
+        table is ignored.
+        """
         if name == "mathbb" and position < len(text) and text[position].isalpha():
             self.add("command", f"mathbb:{text[position]}")
             return position + 1
@@ -263,15 +269,15 @@ class _Lexer:
         return position
 
     def text_macro(self, name: str, text: str, position: int, depth: int) -> int:
-        """Add the content of a text macro; return the position after it."""
+        """Add the content of a text macro, and return the position after the macro."""
         if not OPENING.match(text, position):
-            return position  # a font switch, as in \rm 5 or \bf x, is dropped
+            return position  # ignore a font switch such as \rm in \rm 5
         content, after = _group(text, position)
         inside = content.strip()
         is_letter = len(inside) == 1 and inside.isalpha() and inside.isascii()
         if name in _UPRIGHT and is_letter:
             self.add("symbol", inside)
-        # names of functions and unit vectors
+        # the excluded letters are names of functions and unit vectors
         elif name in _BOLD and is_letter and inside not in "efghijk":
             self.add("symbol", f"bold {inside}")
         else:
@@ -281,8 +287,9 @@ class _Lexer:
         return after
 
     def letters(self, run: str, mode: Mode, ahead: str = "") -> None:
-        """Add the tokens of consecutive letters: a separator, sign, function, variable, word or
-        product.
+        """Add the tokens of a sequence of letters.
+
+        The letters may be a separator, sign, function, variable, word or product.
         """
         lower = run.lower()
         if lower in _ANY_CASE:
@@ -313,8 +320,8 @@ class _Lexer:
         elif mode == "text" or (self._is_word(run) and not (len(run) == 2 and ahead[:1] == "^")):
             self.add("word", run)
         else:
-            # Several letters are a product, such as ab. A known function at their start, or "sqrt"
-            # or "pi" after one letter, is read as one symbol.
+            # Several letters are a product, such as ab. In a product, the name of a known function
+            # is read as one symbol if it comes first. So is "sqrt" or "pi" after one letter.
             for piece in _FACTORS.findall(run):
                 self.letters(piece, "maths")
 
@@ -335,7 +342,9 @@ class _Lexer:
 
 
 def _group(text: str, position: int) -> tuple[str, int]:
-    """Return the content of the braces that open at `position`, and the position after the braces."""
+    """Return the content of the braces that open at `position`, and the position after the closing
+    brace.
+    """
     opening = OPENING.match(text, position)
     if opening is None:
         raise Malformed("a macro without its argument")
@@ -346,10 +355,10 @@ def _group(text: str, position: int) -> tuple[str, int]:
 
 
 def paired_bars(tokens: list[Token]) -> list[Token]:
-    """Return the tokens with every | turned into an opening or closing bracket.
+    """Return the tokens with every | replaced by an opening or closing bracket.
 
-    A bar without a value before it opens. Of two bars between values the first closes. Any other
-    bar closes an open one.
+    A bar without a value before it is an opening bracket. Of two bars between values, the first is
+    a closing bracket. Any other bar closes an open bar.
     """
     if not any(token.text == "|" for token in tokens):
         return tokens
@@ -379,7 +388,10 @@ def paired_bars(tokens: list[Token]) -> list[Token]:
 
 
 def _parts_a_set(tokens: list[Token], index: int) -> bool:
-    """Return whether a bar is the only bar in its braces, as in {x | x > 0}."""
+    """Return True if this bar separates the member of a set from its condition, as in {x | x > 0}.
+
+    The test is whether the braces around the bar contain an odd number of bars.
+    """
     near = range(max(index - 39, 0), min(index + 200, len(tokens)))
     braces = [at for at in near if tokens[at].text in ("\\{", "\\}")]
     before = [at for at in braces if at < index]
@@ -395,7 +407,7 @@ _RELATIONS = frozenset(
 )
 _RELATION_SPELLINGS = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
 _MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})
-"""Symbols that are not an exponent, although they stand after ^."""
+"""Symbols that follow ^ but are not an exponent."""
 _CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",), "⟨": "⟩"}
 _INFIX: dict[str, Callable[[Node, Node], Node]] = {
     "over": quotient,
@@ -406,15 +418,16 @@ _BLOCK_ENDS = frozenset({"rfloor", "rceil"})
 
 _CALLABLE = frozenset("fghFGH")
 _MAYBE_CALLABLE = frozenset("pquPQRSTVNMIABCDEKLXYZW")
-# functions whose name is one letter, with the arguments that they may have; before other letters
-# the name is a factor
+# Functions with a name of one letter, each with the variables that its argument may have. If the
+# argument has other variables, the name is a factor.
 _SPECIAL = {"zeta": frozenset("s"), "Gamma": frozenset("nsxzt")}
 _INVERSES = {
     name: f"arc{name}"
     for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
 }
 _MANY_ARGUMENTS = frozenset({"max", "min", "gcd", "lcm"})
-_MAX_LITERAL = 4000  # longest number in digits; Python refuses to convert much longer numbers
+# largest number of digits of a number; Python refuses to convert much longer numbers
+_MAX_LITERAL = 4000
 _E = Node("constant", text="e")
 _I = Node("constant", text="i")
 
@@ -428,7 +441,7 @@ _RAISED = {"squared": TWO, "cubed": number(3, "3")}
 
 
 class Stream:
-    """A list of tokens with the current position and depth of nesting, which is limited."""
+    """A list of tokens, with the current position and the nesting depth, which is limited."""
 
     def __init__(self, tokens: list[Token], limits: Limits) -> None:
         self.tokens = paired_bars(tokens)
@@ -444,36 +457,39 @@ class Stream:
         return END
 
     def ahead(self, distance: int = 1) -> Token:
-        """Return the token that is `ahead` positions after the next token."""
+        """Return the token that is `distance` positions after the next token."""
         index = self.at + distance
         if index < len(self.tokens):
             return self.tokens[index]
         return END
 
     def take(self) -> Token:
-        """Return the next token and move past it."""
+        """Return the next token and advance the position."""
         token = self.here
         self.at += 1
         return token
 
     def is_op(self, *texts: str) -> bool:
-        """Return whether the next token is one of these signs."""
+        """Return True if the next token is one of these signs."""
         token = self.here
         return token.kind == "op" and token.text in texts
 
     def is_kind(self, *kinds: str) -> bool:
-        """Return whether the next token has one of these kinds."""
+        """Return True if the next token has one of these kinds."""
         return self.here.kind in kinds
 
     def took(self, *texts: str) -> str:
-        """Move past the next token and return it, if it is one of these signs; else return ""."""
+        """Return the text of the next token and advance, if the token is one of these signs; else
+        return "".
+        """
         if self.is_op(*texts):
             return self.take().text
         return ""
 
     def signed(self, read: Callable[[], Node]) -> Node:
-        """Parse plus and minus signs, then the node that `read` parses; raise TooLarge if nesting
-        is too deep.
+        """Parse plus and minus signs, and then a node with the function `read`.
+
+        Raises TooLarge if the nesting is too deep.
         """
         self.depth += 1
         self.within(self.depth, "nested too deeply", self.limits.depth)
@@ -490,13 +506,15 @@ class Stream:
         return negated(node) if signs.count("-") % 2 else node
 
     def expect(self, kind: str, text: str) -> None:
-        """Move past the next token; raise Malformed if it is not this token."""
+        """Take the next token; raise Malformed if it is a different token."""
         token = self.take()
         if token.kind != kind or token.text != text:
             raise Malformed(f"expected {text!r}, found {token.text or 'the end'!r}")
 
     def within(self, count: int, what: str, most: int | None = None) -> None:
-        """Raise TooLarge if there are more than `most` items; the default is the limit for lists."""
+        """Raise TooLarge if `count` exceeds `most`. The default of `most` is the largest number of
+        items.
+        """
         if count > (most or self.limits.items):
             raise TooLarge(what)
 
@@ -516,16 +534,19 @@ class Stream:
 
 
 class Parser(Stream):
-    """A recursive-descent parser, from lists down to atoms; each method moves past the tokens that
-    it reads.
+    """A recursive-descent parser of answers. Each method parses one rule of the grammar, and
+    advances past the tokens of this rule.
     """
 
     def __init__(self, tokens: list[Token], limits: Limits) -> None:
         super().__init__(tokens, limits)
-        self.integrals = 0  # number of open integrals, inside which "dx" is not a product
-        self.sums_over_i = 0  # number of open sums, inside which "i" is not the imaginary unit
+        # number of integrals around the current position; in an integral, "dx" is not a product
+        self.integrals = 0
+        # number of sums over i around the current position; in such a sum, "i" is not the imaginary
+        # unit
+        self.sums_over_i = 0
         self.in_set = False
-        self.currencies: set[str] = set()  # currency signs before the amount that is being parsed
+        self.currencies: set[str] = set()  # currency signs of the amount that is being parsed
 
     # ---- lists and relations
 
@@ -537,8 +558,8 @@ class Parser(Stream):
         return node
 
     def items(self) -> Node:
-        """Parse relations separated by commas or words; return a list, or the relation if there is
-        only one.
+        """Parse relations that are separated by commas or words. Return a list, or the only
+        relation.
         """
         items: list[Node] = []
         links: set[str] = set()
@@ -551,7 +572,7 @@ class Parser(Stream):
                 break
             item = self.relation()
             *value, condition = item.args or (item,)
-            # a condition of the value, in brackets
+            # the value is followed by its condition in brackets
             if item.kind == "mul" and condition.kind == "relation":
                 items.append(joined("mul", value))
                 item = condition
@@ -578,8 +599,10 @@ class Parser(Stream):
         return Node("list", tuple(items), link)
 
     def taken_together(self, before: Node, link: str, item: Node) -> Node | None:
-        """Join a value and its condition, or two amounts, to one node; return None for two separate
-        items.
+        """Return one node for a value and its condition, or for two amounts such as 5 feet and 3
+        inches.
+
+        The result is None if the two items are separate.
         """
         is_statement = item.kind in ("relation", "word")
         if item.kind == "symbol" and link in ("if", "when"):
@@ -595,7 +618,7 @@ class Parser(Stream):
         return joined_quantities(before, item)
 
     def relation(self) -> Node:
-        """Parse expressions joined by relation signs, such as 0 < x <= 1."""
+        """Parse expressions that are joined by relation signs, such as 0 < x <= 1."""
         sides = [self.side()]
         signs: list[str] = []
         while self.is_op(*_RELATIONS) and not (self.in_set and self.here.text == "mid"):
@@ -611,7 +634,7 @@ class Parser(Stream):
         return sides[0] if not signs else Node("relation", tuple(sides), " ".join(signs))
 
     def side(self) -> Node:
-        """Parse one side of a relation: sets joined by union signs, or an expression."""
+        """Parse one side of a relation: an expression, or sets that are joined by union signs."""
         parts = [self.quantity()]
         while sign := self.took("cup", "cap", "setminus", "wedge", "vee"):
             if sign in ("cup", "vee"):
@@ -627,7 +650,7 @@ class Parser(Stream):
     # ---- amounts
 
     def quantity(self) -> Node:
-        """Parse an expression, and the unit or remark that may follow it."""
+        """Parse an expression, and a unit or remark after it."""
         if not self.in_set:
             self.took(":")
         if self.here.kind == "word":
@@ -647,7 +670,7 @@ class Parser(Stream):
         return node
 
     def priced(self, node: Node) -> Node:
-        """Parse an amount after a currency sign; a rate may follow, as in $8 per hour."""
+        """Return an amount with its currency, and parse a rate after it, as in $8 per hour."""
         if len(self.currencies) > 1:
             raise Undecided("several currencies")
         unit = " ".join(self.currencies)
@@ -665,7 +688,7 @@ class Parser(Stream):
         return Node("quantity", (node,), unit)
 
     def ratio(self, first: Node) -> Node:
-        """Parse the parts of a ratio after the first part."""
+        """Parse the second and all further parts of a ratio."""
         parts = [first]
         while self.ahead().kind in STARTS and self.took(":"):
             parts.append(self.expression())
@@ -673,11 +696,12 @@ class Parser(Stream):
             raise Malformed("a ratio without its second part")
         return Node("ratio", tuple(parts))
 
-    # ---- words around a value: neutral words are skipped, units and counts belong to the value
+    # ---- words around a value: neutral words are skipped, but units and numbers belong to the
+    # value
 
     def phrase_after(self, node: Node) -> Node:
-        """Parse everything after a value: unit, modulus, base, remarks, and words that change the
-        value.
+        """Parse everything that follows a value: its unit, modulus or base, remarks, and words that
+        change the value.
         """
         unit = ""
         while True:
@@ -701,12 +725,14 @@ class Parser(Stream):
             elif not unit:
                 return node
             else:
-                # a value of 1 marks a unit that the lexer only guessed
+                # the value 1 marks a unit that the lexer only guessed
                 guess = Fraction(1) if unit[0] == "~" else None
                 return Node("quantity", (node,), unit.lstrip("~"), guess)
 
     def word_after(self, node: Node, word: str) -> Node:
-        """Return the value, changed by the word after it; raise Undecided for an unknown word."""
+        """Return the value as changed by the word after it, such as 5 million; raise Undecided for
+        an unknown word.
+        """
         lower = word.lower()
         if lower == "base" or (lower == "in" and self.here.text == "base"):
             return self.in_base(node)
@@ -728,12 +754,12 @@ class Parser(Stream):
         raise unknown([word])
 
     def modulo(self, node: Node) -> Node:
-        """Return the residue class of a value, by the modulus after it."""
+        """Parse the modulus after a value, and return the residue class of the value."""
         modulus = self.factor() if self.take().text == "pmod" else self.expression()
         return Node("congruence", (node, modulus))
 
     def in_base(self, node: Node) -> Node:
-        """Return the value as a numeral in the base that is named after it."""
+        """Parse the base after a numeral, and return the numeral in this base."""
         if self.here.text == "base":
             self.take()
         base = vocabulary.base(self.take().text)
@@ -742,8 +768,9 @@ class Parser(Stream):
         return Node("based", text=node.text, value=base)
 
     def remarked(self, node: Node) -> Node:
-        """Parse a remark in brackets: an approximation is skipped, and another form of the value
-        must be equal.
+        """Parse a remark in brackets after a value. An approximate value in the remark is ignored.
+
+        Any other value must be another form of the same value.
         """
         self.take()
         remark: list[str] = []
@@ -768,8 +795,9 @@ class Parser(Stream):
         return Node("aliases", (node, value))
 
     def compound(self, node: Node, unit: str) -> Node:
-        """Parse an amount such as 5 feet 3 inches; return the sum of its parts, in the unit of the
-        first part.
+        """Parse the second part of an amount such as 5 feet 3 inches.
+
+        The result is the sum of the parts, in the unit of the first part.
         """
         if self.here.kind != "number":
             return node
@@ -779,8 +807,8 @@ class Parser(Stream):
         return whole.args[0]
 
     def phrase_before(self) -> Node | None:
-        """Parse the words before a value: neutral words are skipped, and labels become the name of
-        the value.
+        """Parse the words before a value. Neutral words are skipped, and other known words become
+        its name.
         """
         phrase: list[str] = []
         while self.is_kind("word", "unit"):
@@ -809,13 +837,15 @@ class Parser(Stream):
         return self.label(phrase, [], self.at)
 
     def end_of_label(self) -> int | None:
-        """Return the position of the sign (= or :) between a name in words and its value."""
+        """Return the position of the sign = or : between a name in words and its value; None
+        without a sign.
+        """
         kinds = ("word", "symbol", "command", "open", "close", "number")
         depth = 0
         for at in range(self.at, min(self.at + 12, len(self.tokens))):
             token = self.tokens[at]
             depth += (token.kind == "open") - (token.kind == "close")
-            if depth < 0:  # the end of a bracket around the name, as in [ABC] = 84
+            if depth < 0:  # the bracket around the name ends here, as in [ABC] = 84
                 break
             if token.kind == "op" and token.text in ("=", ":"):
                 return at
@@ -824,10 +854,11 @@ class Parser(Stream):
         return None
 
     def label(self, words: list[str], names: list[str], end: int) -> Node | None:
-        """Return the name that words and symbols give to a value; None if they only introduce the
-        value.
+        """Return the name that words and symbols give to a value.
+
+        The result is None if the words only introduce the value.
         """
-        # names of geometric figures
+        # words in capitals are names of geometric figures
         names += [word for word in words if len(word) > 1 and word.isupper()]
         words = [word.lower() for word in words if word not in names]
         known = vocabulary.NEUTRAL | vocabulary.LABELS
@@ -855,18 +886,20 @@ class Parser(Stream):
         return joined("add", terms)
 
     def term(self) -> Node:
-        """Parse factors joined by multiplication and division signs, or written side by side."""
+        """Parse factors that are joined by multiplication and division signs, or written next to
+        each other.
+        """
         factors = [self.factor()]
         while True:
             if self.took("*"):
                 factors.append(self.signed(self.factor))
-            # the cross product of vectors, not a product of numbers
+            # a product of vectors
             elif product := self.took("cross", "inner"):
                 pair = (joined("mul", factors), self.signed(self.factor))
                 factors = [_vector_product(product, *pair)]
             elif self.is_op("/"):
                 if self.currencies and self.ahead().kind == "word" and measure(self.ahead().text):
-                    break  # a rate such as $9/hour
+                    break  # the slash belongs to a rate such as $9/hour
                 self.take()
                 factors.append(Node("pow", (self.signed(self.factor), MINUS_ONE)))
             elif self.starts_factor():
@@ -877,7 +910,7 @@ class Parser(Stream):
         return joined("mul", factors)
 
     def starts_factor(self) -> bool:
-        """Return whether the next token begins a factor."""
+        """Return True if the next token begins a factor."""
         token = self.here
         if token.kind == "op":
             return False
@@ -891,17 +924,18 @@ class Parser(Stream):
         return token.kind in STARTS
 
     def remark(self) -> bool:
-        """Return whether the bracket at this position contains words, as in (approximately 0.5)."""
+        """Return True if the bracket at this position contains words, as in (approximately 0.5)."""
         inside = self.ahead()
         return self.here.text == "(" and (
             inside.kind == "word" or inside.text in ("mod", "bmod", "or", "~")
         )
 
     def adjacent(self, before: Node) -> tuple[Node, ...]:
-        """Parse a factor right after another factor: a product, or one mixed number such as 2 1/2.
+        """Parse a factor that directly follows another factor. Return both, or one mixed number
+        such as 2 1/2.
 
-        The factor is read only once, because a second reading after a failed try would double the
-        work at every level of nesting.
+        The factor is read only once. A second reading after a failure would double the work at
+        every level of nesting.
         """
         is_whole = before.kind == "number" and before.value is not None and "." not in before.text
         if self.here.kind == "number":
@@ -919,7 +953,10 @@ class Parser(Stream):
         return before, after
 
     def slash_fraction(self) -> Node | None:
-        """Parse a/b of two integers, if it is next and less than one; else return None."""
+        """Parse a fraction a/b of two integers that is below one.
+
+        The result is None if the next tokens are not such a fraction.
+        """
         top = self.here
         bottom = self.ahead(2)
         if self.ahead().text != "/" or bottom.kind != "number":
@@ -934,7 +971,7 @@ class Parser(Stream):
         return quotient(number(int(top.text), top.text), number(int(bottom.text), bottom.text))
 
     def factor(self) -> Node:
-        """Parse an atom with its exponents, subscripts, and signs after it, such as ! or %."""
+        """Parse an atom with its exponents, subscripts, and the signs after it, such as ! and %."""
         node = self.atom()
         while self.here.kind == "op":
             text = self.here.text
@@ -957,7 +994,7 @@ class Parser(Stream):
         return node
 
     def factorial(self, node: Node) -> Node:
-        """Parse the factorial signs after an atom; two signs mean the double factorial."""
+        """Parse the factorial signs after an atom. Two signs mean the double factorial."""
         count = 0
         while self.took("!"):
             count += 1
@@ -969,8 +1006,10 @@ class Parser(Stream):
         return node
 
     def raised(self, base: Node) -> Node:
-        """Parse the part after ^: an exponent, degree sign, prime, or the ending of an ordinal such
-        as 5^th.
+        """Parse the part after ^.
+
+        This part is an exponent, a degree sign, a prime, or the ending of an ordinal number such as
+        5^th.
         """
         self.take()
         mark = self.here.text.lower()
@@ -1015,7 +1054,9 @@ class Parser(Stream):
     # ---- atoms
 
     def bracketed(self) -> Node:
-        """Parse ( … ), [ … ], { … } or \\{ … \\}: a group, tuple, interval or set."""
+        """Parse brackets ( … ), [ … ], { … } or \\{ … \\}, which contain a group, tuple, interval
+        or set.
+        """
         opening = self.take().text
         if (opening, self.here.text) == ("\\{", "\\}"):
             self.take()
@@ -1083,12 +1124,12 @@ class Parser(Stream):
         return self.called(name)
 
     def called(self, name: str) -> Node:
-        """Return the variable of this name, or the function of this name applied to the bracket
-        after it.
+        """Return the variable of this name. If brackets with arguments follow, return the function
+        of this name.
         """
         if name in _SPECIAL and self.here.text == "(":
             inside = self.bracketed()
-            # zeta may be a root of unity; then zeta(1 + zeta) is a product
+            # if zeta is a root of unity, zeta(1 + zeta) is a product
             if inside.kind == "tuple" or not variables(inside) <= _SPECIAL[name]:
                 return Node("mul", (symbol(name), inside))
             return function(name.lower(), inside)
@@ -1097,9 +1138,9 @@ class Parser(Stream):
         if name in _CALLABLE and following == ["^", "{", "-", "1", "}", "("]:
             self.at += 5
             name += "^-1"
-        # a capital letter before a bracket with one variable or number is a function too
+        # a capital letter is also a function if its brackets contain one variable or number
         is_simple = self.ahead().kind in ("symbol", "number") and self.ahead(2).text == ")"
-        # a function with its argument, as in x(t) = 5t
+        # a function may be given by its value, as in x(t) = 5t
         is_given = is_simple and self.ahead(3).text == "="
         is_braced = self.here.text == "{" and self.ahead().text == "("
         is_applied = self.here.text == "(" and (
@@ -1145,21 +1186,21 @@ class Parser(Stream):
                 raise Undecided(f"the command \\{name}")
 
     def stepped(self, name: str) -> Node:
-        """Parse a floor or a ceiling, up to its closing sign."""
+        """Parse a floor or a ceiling, including its closing sign."""
         inside = self.items()
         self.expect("command", "r" + name[1:])
         return function(name[1:], inside)
 
     def argument(self, is_whole: bool = False) -> Node:
-        """Parse a macro's argument: a group, or a single digit, letter or macro.
+        """Parse the argument of a macro: a group, or a single digit, letter or macro.
 
-        With `is_whole` all digits of a number belong to the argument.
+        If `is_whole` is true, a number with several digits is one argument.
         """
         token = self.here
         if token.kind == "number" and is_whole:
             return literal(self.take().text)
         if token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
-            # in TeX the argument is one digit: \frac12 is a half
+            # as in TeX, the argument is one digit: \frac12 is a half
             self.tokens[self.at] = token._replace(text=token.text[1:], tight=True)
             return literal(token.text[0])
         if token.kind in STARTS:
@@ -1178,9 +1219,10 @@ class Parser(Stream):
         return Node("root", (self.argument(is_whole=True), index))
 
     def figure(self, name: str) -> Node:
-        """Parse an angle or triangle by its letters.
+        """Parse an angle or triangle that is named by its letters.
 
-        An angle that is a number is the argument of a complex number, whose modulus is before it.
+        A number after the angle sign is the argument of a complex number, whose modulus precedes
+        the sign.
         """
         if name == "angle" and self.here.kind == "number":
             return _applied("cis", (self.factor(),), None)
@@ -1190,7 +1232,7 @@ class Parser(Stream):
         return symbol(f"{name} {''.join(letters)}")
 
     def function(self, name: str) -> Node:
-        """Parse a function with its power and base, and the arguments after it."""
+        """Parse a function with its power, its base and its arguments."""
         power: Node | None = None
         base: Node | None = None
         while sign := self.took("^", "_"):
@@ -1205,7 +1247,7 @@ class Parser(Stream):
         if name in _MANY_ARGUMENTS and len(arguments) == 1:
             if not variables(arguments[0]):
                 raise UnknownWords(f"{name} of 1 values")
-            # "max" may mean the largest value of an expression
+            # "max" of one expression may mean the largest value of the expression
             return Node("call", arguments, name)
         if name not in _MANY_ARGUMENTS and len(arguments) != 1:
             raise Malformed(f"{name} of {len(arguments)} values")
@@ -1213,9 +1255,10 @@ class Parser(Stream):
         return node if power is None else Node("pow", (node, power))
 
     def arguments(self, name: str) -> tuple[Node, ...]:
-        """Parse the argument of a function.
+        """Parse the arguments of a function.
 
-        The argument is a bracket, or the product of the factors up to the next function or sign.
+        The arguments are in brackets. Without brackets, the argument is the product of the factors
+        up to the next function or sign.
         """
         token = self.here
         if token.kind != "open":
@@ -1254,8 +1297,10 @@ class Parser(Stream):
         return _arranged(name, [row for row in rows if row])
 
     def bounds(self) -> dict[str, Node]:
-        """Parse the bounds of a sum, product or integral: the lower bound after "_", the upper
-        bound after "^".
+        """Parse the bounds of a sum, product or integral.
+
+        The results are keyed by the sign that precedes each bound: "_" for the lower bound, "^" for
+        the upper bound.
         """
         bounds = dict[str, Node]()
         while sign := self.took("_", "^"):
@@ -1263,7 +1308,7 @@ class Parser(Stream):
         return bounds
 
     def big_operator(self, name: str) -> Node:
-        """Parse a sum or product with its bounds, or a limit; the parser does not evaluate a limit."""
+        """Parse a sum or product with its bounds, or a limit. The limit is not evaluated."""
         is_over_i = "{i=" in "".join(token.text for token in self.tokens[self.at : self.at + 9])
         self.sums_over_i += is_over_i
         bounds = self.bounds()
@@ -1280,7 +1325,7 @@ class Parser(Stream):
         return Node("sum", (body, *lower.args, upper), name)
 
     def integral(self) -> Node:
-        """Parse an integral; the parser does not evaluate it."""
+        """Parse an integral. It is not evaluated."""
         bounds = self.bounds()
         self.integrals += 1
         body = self.expression()
@@ -1294,7 +1339,7 @@ class Parser(Stream):
         return Node("opaque", (body, variable, *ends), "int")
 
     def fraction(self) -> Node:
-        """Parse a fraction, or a derivative d/dx with the term after it."""
+        """Parse a fraction, or a derivative d/dx with the term that it is applied to."""
         top = self.argument()
         bottom = self.argument()
         derivative = _derivative(top, bottom)
@@ -1308,8 +1353,8 @@ class Parser(Stream):
 
 
 def literal(text: str) -> Node:
-    """Return a number token as a leaf; a number that is too long to compute with is kept as text
-    only.
+    """Return a node for a number. If the number is too long for arithmetic, the node has only its
+    text.
     """
     mantissa, _, exponent = text.lower().rstrip(".").partition("e")
     if len(mantissa) > _MAX_LITERAL:
@@ -1322,7 +1367,7 @@ def literal(text: str) -> Node:
 
 
 def unknown(words: Sequence[str]) -> Prose:
-    """Return the error for words that give no value, such as a denial or an unknown word."""
+    """Return the error for words that make a value unclear, such as a denial or an unknown word."""
     denials = [word for word in words if word.lower() in vocabulary.NEGATIONS]
     if denials:
         return Prose(f"the word {denials[0]!r}")
@@ -1330,15 +1375,16 @@ def unknown(words: Sequence[str]) -> Prose:
 
 
 def stated_property(word: str) -> Node:
-    """Return the node of a property that the answer states: even, odd or prime."""
+    """Return the node for a property that an answer states, such as even, odd or prime."""
     if word in ("even", "odd"):
         return Node("congruence", (number(int(word == "odd")), TWO))
     return Node("word", text=word)
 
 
 def joined_quantities(first: Node, second: Node) -> Node | None:
-    """Return the sum of two amounts of one dimension, if the first amount has the larger unit; else
-    return None.
+    """Return the sum of two amounts such as 5 feet and 3 inches.
+
+    The result is None unless both units have the same dimension and the first unit is larger.
     """
     if first.kind != "quantity" or second.kind != "quantity":
         return None
@@ -1351,7 +1397,7 @@ def joined_quantities(first: Node, second: Node) -> Node | None:
 
 
 def _derivative(top: Node, bottom: Node) -> tuple[Node, int] | None:
-    """Return the variable and the order of a derivative such as d/dx; None for other fractions."""
+    """Return the variable and the order of a derivative such as d/dx, or None."""
     operator, order = top, 1
     if top.kind == "pow":
         operator, power = top.args
@@ -1369,7 +1415,9 @@ def _derivative(top: Node, bottom: Node) -> tuple[Node, int] | None:
 
 
 def _vector_product(name: str, left: Node, right: Node) -> Node:
-    """Return a product of two vectors in sorted order: b x a becomes -(a x b), except with nabla."""
+    """Return a product of two vectors with sorted factors. b x a becomes -(a x b), unless a factor
+    has nabla.
+    """
     if "nabla" in variables(left) or repr(left) <= repr(right):
         return Node("call", (left, right), name)
     turned = Node("call", (right, left), name)
@@ -1385,7 +1433,7 @@ def _clock(node: Node, half: str) -> Node:
 
 
 def _is_proper(node: Node) -> bool:
-    """Return whether a fraction consists of two integers and is below one, as in a mixed number."""
+    """Return True if a fraction of two integers is positive and below one, as in a mixed number."""
     match node:
         case Node("mul", (Node(value=Fraction() as top), Node("pow", (bottom, power)))):
             if power is not MINUS_ONE or not isinstance(bottom.value, Fraction):
@@ -1396,7 +1444,7 @@ def _is_proper(node: Node) -> bool:
 
 
 def _arranged(name: str, rows: list[list[Node]]) -> Node:
-    """Return the node of an environment, such as a matrix or cases, from its cells."""
+    """Return the node for an environment, such as a matrix, from the nodes of its cells."""
     if not rows:
         raise Malformed(f"{name} of nothing")
     kind = name.rstrip("*")
@@ -1424,7 +1472,7 @@ def _case(row: list[Node]) -> list[Node]:
 
 
 def _accented(accent: str, node: Node) -> Node:
-    """Return a letter with an accent as a variable; a bar over two points means the segment between
+    """Return a letter with an accent as a variable. Two points with a bar are the segment between
     them.
     """
     if accent == "bar" and node.kind == "mul" and all(part.text.isupper() for part in node.args):
@@ -1436,7 +1484,7 @@ def _accented(accent: str, node: Node) -> Node:
 
 
 def _applied(name: str, arguments: tuple[Node, ...], base: Node | None) -> Node:
-    """Return a function applied to its arguments, expressed by functions that the evaluator knows."""
+    """Apply a function to its arguments. The result has only functions that the evaluator knows."""
     if name in ("log", "lg", "ln"):
         if base is None:
             return function("ln" if name == "ln" else "log", *arguments)

@@ -6,34 +6,36 @@ from fractions import Fraction
 from typing import Literal
 
 Kind = Literal[
-    # A number has a value, and the text as written; an integer that is too long to compute with has
+    # A number has a value, and the text as written. An integer that is too long for arithmetic has
     # only the text.
     "number", "huge",
-    # Nodes that have only a text. The constants are pi, e, i and inf; a clock is a time such as
-    # 3:45.
+    # Nodes that have only a text. The constants are pi, e, i and inf. A clock is a time of day such
+    # as 3:45.
     "symbol", "constant", "word", "clock",
-    "add", "mul", "pow", "root",  # arguments: base and exponent; radicand and index
-    "func", "call",  # a known or an unknown function with its name and arguments
-    "plusminus",  # one argument with both signs; the text is the first sign, "+" or "-"
-    "percent", "degree", "quantity",  # kinds with one argument; the text of a quantity is its unit
-    "based",  # a numeral: the text is its digits, the value is its base
+    # a power has a base and an exponent; a root has a radicand and an index
+    "add", "mul", "pow", "root",
+    "func", "call",  # a known function, and an unknown one; each has a name and arguments
+    "plusminus",  # one argument with the sign ± or ∓; the text is the upper sign
+    "percent", "degree", "quantity",  # one argument each; the text of a quantity is its unit
+    "based",  # a numeral with a base; its digits are the text, and its base is the value
     "sum",  # text: "sum" or "prod"; arguments: body, variable, lower and upper bound
-    "opaque",  # an integral or a limit, which is not evaluated; the text says which of them
-    # text of a tuple: its brackets, such as "(]"; text of a list: "and" or "or", if written
+    # an operation that is not evaluated; the text names it, such as "int", "lim" or "cap"
+    "opaque",
+    # the text of a tuple is its brackets, such as "(]"; the text of a list is "and", "or" or empty
     "tuple", "list", "set",
-    "union", "setminus", "builder",  # a set-builder has a member of the set and its conditions
-    "matrix",  # a matrix: its arguments are rows, and each row is a tuple
-    # a relation: the text is its operators, joined by spaces; the arguments are its sides
+    "union", "setminus", "builder",  # a builder has the form of a member and the condition for it
+    "matrix",  # the arguments of a matrix are its rows, and each row is a tuple
+    # the arguments of a relation are its sides; the text has its signs, joined by spaces
     "relation",
     "ratio", "congruence",  # a congruence has a value and its modulus
-    # one value in several forms; pairs of a value and its condition
+    # aliases are several forms of one value; cases are pairs of a value and its condition
     "aliases", "cases",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node of a tree, with its kind, its children, and its name or value if it has one."""
+    """A node of an expression tree: its kind, its child nodes, its text and its value."""
 
     kind: Kind
     args: tuple["Node", ...] = ()
@@ -41,8 +43,8 @@ class Node:
     value: Fraction | None = None
 
     def walk(self) -> list["Node"]:
-        """Return this node and all nodes below it; without recursion, so that any depth is
-        possible.
+        """Return this node and all nodes below it. The function is not recursive, so trees may have
+        any depth.
         """
         nodes: list[Node] = []
         stack: list[Node] = [self]
@@ -67,16 +69,16 @@ COMMANDS = {
     "ldots": Node("symbol", text="…"),
     "mathbb:R": REALS,
 }
-"""The nodes of commands without arguments."""
+"""The nodes of commands that have no arguments, by name."""
 
 
 def number(value: Fraction | int, text: str = "") -> Node:
-    """Return the leaf of a number."""
+    """Return a node for a number."""
     return Node("number", text=text, value=Fraction(value))
 
 
 def symbol(name: str) -> Node:
-    """Return the leaf of a variable."""
+    """Return a node for a variable."""
     return Node("symbol", text=name)
 
 
@@ -86,7 +88,7 @@ def joined(kind: Kind, parts: Sequence[Node]) -> Node:
 
 
 def negated(node: Node) -> Node:
-    """Return the negative of the node; a literal such as -3 becomes one leaf."""
+    """Return the negative of the node. For a literal such as 3, the result is one node, -3."""
     if node.kind == "number" and node.value is not None:
         text = node.text[1:] if node.text.startswith("-") else "-" + node.text
         return Node("number", text=text, value=-node.value)
@@ -106,7 +108,7 @@ def quotient(top: Node, bottom: Node) -> Node:
 
 
 def function(name: str, *args: Node) -> Node:
-    """Return a known function applied to arguments."""
+    """Return a node for a known function with these arguments."""
     return Node("func", args, name)
 
 
@@ -116,7 +118,7 @@ def grid(rows: Iterable[Iterable[Node]]) -> Node:
 
 
 def variables(node: Node) -> frozenset[str]:
-    """Return the names of the free variables, without those bound by a sum or product."""
+    """Return the names of the free variables, which excludes the index of a sum or product."""
     names: set[str] = set()
     bound: set[str] = set()
     stack = [node]
@@ -141,7 +143,9 @@ def substituted(node: Node, values: Mapping[str, Node]) -> Node:
 
 
 def canonical(node: Node) -> Node:
-    """Return the tree with nested sums and products flattened, and their parts sorted."""
+    """Return the tree in a canonical form: nested sums and products are flattened, and their parts
+    are sorted.
+    """
     if not node.args:
         return node
     args = tuple(map(canonical, node.args))
@@ -154,7 +158,7 @@ def canonical(node: Node) -> Node:
 
 
 def has(node: Node, *kinds: str) -> bool:
-    """Return whether the tree contains a node of one of these kinds."""
+    """Return True if the tree contains a node of one of these kinds."""
     if node.kind in kinds:
         return True
     stack = [*node.args]

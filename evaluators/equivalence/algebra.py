@@ -17,12 +17,12 @@ from typing import Any
 from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import OutOfTime, Undecided
 
-SECONDS = 5.0  # time limit for one pair of expressions
-_TIMEOUTS = 2  # after this many timeouts an expression is not sent again
-_START = 60.0  # time limit in seconds for the worker's start, which imports sympy
-_KEPT = 4096  # number of replies of sympy in the cache
-_NODES = 400  # a pair with more nodes is not sent to sympy
-_FAILURES = 5  # after this many failed starts the worker is not started again
+SECONDS = 5.0  # time limit for one pair of expressions, in seconds
+_TIMEOUTS = 2  # number of timeouts after which an expression is not sent again
+_START = 60.0  # time limit for the start of the worker, which imports sympy, in seconds
+_KEPT = 4096  # largest number of cached replies of sympy
+_NODES = 400  # largest number of nodes in a pair that is sent to sympy
+_FAILURES = 5  # number of failed starts after which the worker is not started again
 
 
 _trial = threading.local()
@@ -30,8 +30,9 @@ _trial = threading.local()
 
 @contextmanager
 def without_asking() -> Generator[list[str]]:
-    """Use only the cached replies in this thread; yield a list of the questions that are not
-    cached.
+    """Use only cached replies of sympy in this thread, for the duration of the block.
+
+    The block gets a list, to which every question without a cached reply is added.
     """
     questions: list[str] = []
     _trial.questions = questions
@@ -42,16 +43,16 @@ def without_asking() -> Generator[list[str]]:
 
 
 def are_equal(one: Node, two: Node, positive: frozenset[str] = frozenset()) -> bool:
-    """Return sympy's verdict on two expressions; this may be called from any thread.
+    """Return sympy's verdict on two expressions. This may be called from any thread.
 
-    The variables in `positive` are positive; the others are real.
+    The variables in `positive` are assumed to be positive, and all other variables to be real.
 
-    Raises Undecided if sympy proves nothing, and OutOfTime at the time limit. The worker receives
-    only trees of our parser, never text.
+    Raises Undecided if sympy finds no proof, and OutOfTime at the time limit. The worker process
+    receives only trees from our parser, never text.
     """
     if len(one.walk()) + len(two.walk()) > _NODES:
         raise Undecided("too large for algebra")
-    # the trees are sorted, so that the order of the answers does not matter
+    # sort the trees, so that the order of the two answers does not matter
     trees = sorted(json.dumps(_tree(node)) for node in (one, two))
     reply = WORKER.ask(trees[0], trees[1], json.dumps(sorted(positive)))
     if reply == "time":
@@ -67,12 +68,12 @@ def _tree(node: Node) -> list[Any]:
 
 
 class Worker:
-    """A child process that runs sympy, its pipes, and a cache of its replies."""
+    """A child process that runs sympy, with a cache of its replies."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        # the process that started the worker; a forked process starts its own worker
+        # id of the process that started the worker; a forked process starts its own worker
         self.owner = 0
         self.failures = 0
         self.buffer = b""
@@ -80,8 +81,8 @@ class Worker:
         self.timeouts = Counter[str]()
 
     def ask(self, one: str, two: str, positive: str = "[]") -> Any:
-        """Return the worker's reply on two trees, from the cache if the pair was sent before."""
-        # read the cache without the lock, because another thread may hold the lock while its worker
+        """Return the worker's reply on two trees, from the cache if it is known."""
+        # read the cache without the lock, because another thread may hold it while the worker
         # computes
         with suppress(KeyError):
             return self.answers[one, two, positive]
@@ -92,7 +93,8 @@ class Worker:
         with self.lock:
             if (one, two, positive) in self.answers:
                 return self.answers[one, two, positive]
-            larger = max(one, two, key=len)  # the larger expression causes the timeouts
+            # the larger expression is regarded as the cause of a timeout
+            larger = max(one, two, key=len)
             if self.timeouts[larger] >= _TIMEOUTS:
                 return "time"
             if len(self.answers) >= _KEPT:
@@ -106,8 +108,8 @@ class Worker:
             return reply
 
     def reply(self, question: str) -> Any:
-        """Send a question to the worker and return its reply; kill the worker if it does not reply
-        in time.
+        """Send a question to the worker and return its reply. A worker that does not reply in time
+        is killed.
         """
         if not self.start():
             return None
@@ -126,7 +128,7 @@ class Worker:
         return json.loads(line)
 
     def start(self) -> bool:
-        """Start the worker if there is none; return whether it is ready."""
+        """Start the worker if it does not run. Return True if it is ready."""
         is_ours = self.owner == os.getpid()
         if self.process is not None and is_ours and self.process.poll() is None:
             return True
@@ -142,9 +144,9 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # only the parent receives Ctrl-C
+                start_new_session=True,  # the new session keeps Ctrl-C from the worker
             )
-        except OSError:  # without a worker, pairs stay undecided
+        except OSError:  # pairs stay undecided if there is no worker
             self.failures += 1
             return False
         if self.line(_START) == b"ready":
@@ -171,7 +173,7 @@ class Worker:
         return line
 
     def stop(self) -> None:
-        """End the worker and close its pipes; in a forked process close only the pipes."""
+        """End the worker and close its pipes. A forked process closes only the pipes."""
         process = self.process
         self.process = None
         if process is None:

@@ -39,26 +39,27 @@ from atts.evaluators.syntax.tree import (
 from atts.evaluators.syntax.vocabulary import is_generic, measure
 from atts.evaluators.verdict import STRICT, Limits, TooLarge, Undecided, Undefined
 
-# sets with more members are first matched by structure, because comparing all pairs is slow
+# largest number of set members that are compared in pairs, because comparing all pairs is slow
 _PAIRWISE = 64
 Labels = dict[Node, Node]
 COLLECTIONS = ("list", "set", "tuple", "matrix", "union")
 
 
-_OF_FAMILIES = ("list", "builder")  # kinds of nodes that may be a family, such as "k pi, k in Z"
-# functions of which sympy would compute every digit
+# kinds of nodes that may describe a family of values, such as "k pi, k in Z"
+_OF_FAMILIES = ("list", "builder")
+# functions whose values may be very long, because sympy would compute every digit
 _HUGE = ("factorial", "double_factorial", "binom")
-_OF_LINES = ("parallel", "perp")  # symmetric relations
-_SYMBOLIC = ("sum", "opaque", "matrix")  # kinds of nodes that cannot be evaluated numerically
+_OF_LINES = ("parallel", "perp")  # relations in which the two sides may be exchanged
+_SYMBOLIC = ("sum", "opaque", "matrix")  # kinds of nodes that have no numeric value
 
 
 def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
-    """Return whether sympy may decide a pair that evaluation left undecided."""
+    """Return True if sympy should be asked about a pair that evaluation could not decide."""
     if has(gold, "word", "huge", "quantity", "ratio") or has(answer, "word", "huge", "quantity"):
         return False
     inside = gold.walk() + answer.walk()
     if isinstance(undecided, TooLarge) and sum(node.kind == "sum" for node in inside) > 1:
-        return False  # nested sums and products only give numbers that are too large
+        return False  # the numbers in nested sums and products are too large for sympy too
     if has(gold, *_SYMBOLIC) or has(answer, *_SYMBOLIC):
         return True
     if isinstance(undecided, TooLarge):
@@ -69,16 +70,18 @@ def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
 
 
 def _turned(node: Node) -> Node | None:
-    """Return the inequality a < b as b > a; None if the node is not a single inequality."""
+    """Return the inequality a < b as b > a. The result is None if the node is not a single
+    inequality.
+    """
     if node.kind != "relation" or len(node.args) != 2 or node.text not in FLIPPED:
         return None
     return Node("relation", node.args[::-1], FLIPPED[node.text])
 
 
 class Comparer:
-    """One comparison of two answers; `rule` names the rule that decided last.
+    """A comparison of two answers. `rule` is the name of the rule that made the latest decision.
 
-    With strict brackets, (1,2,3) and [1,2,3] are different; (1,2) and [1,2] are always different.
+    With strict brackets, (1,2,3) differs from [1,2,3]. The intervals (1,2) and [1,2] always differ.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Comparer:
         self.rule = "structure"
 
     def ruled(self, rule: str, verdict: bool) -> bool:
-        """Record the rule that decided, and return the verdict."""
+        """Store the name of the rule that decided, and return the verdict."""
         self.rule = rule
         return verdict
 
@@ -106,7 +109,7 @@ class Comparer:
             return False
 
     def same(self, gold: Node, answer: Node) -> bool:
-        """Return whether two answers are the same under the policy.
+        """Return True if two answers are equal under the grading policy.
 
         Raises Undecided if no rule can decide.
         """
@@ -155,10 +158,10 @@ class Comparer:
     def by_family(
         self, one: Family | None, two: Family | None, gold: Node, answer: Node
     ) -> bool | None:
-        """Compare two families of values, such as "k pi, k in Z", by residue classes or by a change
-        of parameter.
+        """Compare two families of values, such as "k pi, k in Z".
 
-        Returns None if the usual comparison applies, which ignores statements such as "k in Z".
+        They are compared by their residue classes, or by a change of the parameter. The result is
+        None if the answers should be compared without their statements such as "k in Z".
         """
         stated = one or two
         assert stated is not None
@@ -186,7 +189,9 @@ class Comparer:
         return self.ruled("set", False)
 
     def as_stated(self, gold: Node, answer: Node, left: Node, right: Node) -> bool | None:
-        """Compare a value with the value that an equation states; return None for other pairs."""
+        """Compare a value with an equation that states a value. The result is None for any other
+        pair.
+        """
         is_stated = [node.kind in ("relation", "congruence") for node in (left, right)]
         if is_stated[0] == is_stated[1]:
             return None
@@ -203,10 +208,10 @@ class Comparer:
     def by_label(
         self, one: Labels | None, two: Labels | None, gold: Node, answer: Node
     ) -> bool | None:
-        """Compare named values by their names; compare unnamed values in the order of the other
-        answer's names.
+        """Compare several named values by their names.
 
-        Returns None if the names do not decide the comparison.
+        If one answer has no names, its values are compared in the order of the other answer's
+        names. The result is None if the names do not decide the comparison.
         """
         if one is not None and two is not None:
             if one.keys() == two.keys():
@@ -226,7 +231,7 @@ class Comparer:
         return self.each(tuple(labels.values()), other.args, "tuple")
 
     def both_named(self, left: Named, right: Named, gold: Node, answer: Node) -> bool:
-        """Compare two named values, whose names must be equal or able to mean the same thing."""
+        """Compare two named values. The names must be equal or able to mean the same thing."""
         one = left.name
         two = right.name
         value = left.value
@@ -246,8 +251,10 @@ class Comparer:
     # ---- relations
 
     def relations(self, gold: Node, answer: Node) -> bool:
-        """Compare equations up to a factor, inequalities up to a positive factor, and chains side
-        by side.
+        """Compare two relations.
+
+        Equations are compared up to a factor, and inequalities up to a positive factor. Chains of
+        relations are compared side by side.
         """
         if gold.kind != "relation" or answer.kind != "relation":
             return self.ruled("relation", False)
@@ -271,8 +278,9 @@ class Comparer:
         return self.ruled("relation", verdict)
 
     def as_regions(self, gold: Node, answer: Node) -> bool | None:
-        """Compare the answers as sets of real numbers; return None if one of them is not such a
-        set.
+        """Compare the answers as sets of real numbers.
+
+        The result is None if one of them is not a set of real numbers.
         """
         names = {views.variable_of(gold), views.variable_of(answer)} - {""}
         line = Line(self.prober)
@@ -299,7 +307,7 @@ class Comparer:
     # ---- values that are not relations
 
     def values(self, gold: Node, answer: Node) -> bool:
-        """Compare two answers that are not relations by the rule for their kinds of nodes."""
+        """Compare two answers that are not relations. The rule depends on their kinds of nodes."""
         if has(gold, "plusminus") or has(answer, "plusminus"):
             return self.unordered(views.members(gold), views.members(answer), "set")
         try:
@@ -321,7 +329,7 @@ class Comparer:
             gold = views.progression(gold) or gold
             answer = views.progression(answer) or answer
             kinds = {gold.kind, answer.kind}
-        if kinds == {"word", "congruence"}:  # such as "odd" and "n is odd"
+        if kinds == {"word", "congruence"}:  # for example, "odd" is compared with "n is odd"
             gold = stated_property(gold.text) if gold.kind == "word" else gold
             answer = stated_property(answer.text) if answer.kind == "word" else answer
             kinds = {gold.kind, answer.kind}
@@ -341,13 +349,13 @@ class Comparer:
             kinds == {"symbol", "mul"}
             and len(views.letters(gold)) == len(views.letters(answer)) > 1
         ):
-            # one answer is a name such as AB, the other answer the segment \overline{AB}
+            # one answer is a name such as AB, and the other is the segment \overline{AB}
             return self.ruled("text", views.letters(gold) == views.letters(answer))
         return self.plain(gold, answer)
 
     def special(self, gold: Node, answer: Node, kinds: set[str]) -> bool:
-        """Compare residue classes, times of day, sets given by a condition, or values given by
-        cases.
+        """Compare residue classes, times of day, sets that are given by a condition, or piecewise
+        values.
         """
         if "cases" in kinds:
             return self.by_cases(gold, answer)
@@ -367,8 +375,9 @@ class Comparer:
         return self.ruled("congruence", turns.denominator == 1)
 
     def by_cases(self, gold: Node, answer: Node) -> bool:
-        """Compare two values that are given by cases: as functions if their conditions can be
-        evaluated, else case by case.
+        """Compare two piecewise values.
+
+        They are compared as functions if their conditions can be evaluated, or else case by case.
         """
         if not has(gold, "word", *COLLECTIONS) and not has(answer, "word", *COLLECTIONS):
             return self.numbers(gold, answer)
@@ -384,7 +393,7 @@ class Comparer:
         return self.ruled("cases", verdict)
 
     def lists(self, gold: Node, answer: Node) -> bool:
-        """Compare lists and sets; the order matters only if one answer is a tuple or names its
+        """Compare lists and sets. The order matters only if one answer is a tuple or names its
         parts.
         """
         if gold.kind == "tuple" or answer.kind == "tuple":
@@ -413,7 +422,7 @@ class Comparer:
         ]
         if len(fractional_parts) == 1 and len(one) == len(two):
             return self.ruled("set", False)
-        # one answer states a single value in several forms
+        # one answer states the same value in several forms
         if (len(one) == 1 and answer.text == "or") or (len(two) == 1 and gold.text == "or"):
             return all(self.same(a, b) for a in one for b in two)
         if len(one) == len(two) and views.counts_apart(one) != views.counts_apart(two):
@@ -426,7 +435,7 @@ class Comparer:
         return self.ruled("set", not is_counted or self.as_often(one, two))
 
     def as_often(self, one: tuple[Node, ...], two: tuple[Node, ...]) -> bool:
-        """Return whether two collections with the same values repeat each value equally often."""
+        """Return True if two collections contain each value equally often."""
         if len(one) != len(two):
             return False
         if len(one) == len({*one}) == len({*two}):
@@ -441,9 +450,10 @@ class Comparer:
         return True
 
     def unordered(self, one: tuple[Node, ...], two: tuple[Node, ...], rule: str) -> bool:
-        """Return whether each member of one side is equal to a member of the other side.
+        """Return True if two collections have the same members in any order; repetitions do not
+        matter.
 
-        If there are many members, only exact numbers are compared.
+        If there are many members, only exact numbers can be compared.
         """
         common = set(one) & set(two)
         left = tuple(node for node in dict.fromkeys(one) if node not in common)
@@ -460,9 +470,9 @@ class Comparer:
         return self.ruled(rule, is_matched and all(self.is_among(node, one) for node in right))
 
     def is_among(self, node: Node, others: tuple[Node, ...]) -> bool:
-        """Return whether one of the other members is equal to this member.
+        """Return True if one of the other nodes is equal to this node.
 
-        Raises Undecided if no member is equal and a comparison is undecided.
+        Raises Undecided if no node is equal and a comparison is undecided.
         """
         undecided: Undecided | None = None
         for other in others:
@@ -493,7 +503,7 @@ class Comparer:
         return self.each(gold.args, answer.args, "tuple")
 
     def each(self, one: tuple[Node, ...], two: tuple[Node, ...], rule: str) -> bool:
-        """Return whether both sides have the same entries in the same order."""
+        """Return True if both sides have equal entries in the same order."""
         verdict = len(one) == len(two) and all(
             self.same(a, b) for a, b in zip(one, two, strict=True)
         )
@@ -502,7 +512,7 @@ class Comparer:
     # ---- single values
 
     def plain(self, gold: Node, answer: Node) -> bool:
-        """Compare two single values, which may have units, signs or bases, or be ratios."""
+        """Compare two single values. They may have units, signs or bases, or be ratios."""
         kinds = (gold.kind, answer.kind)
         signs = [views.mark(gold), views.mark(answer)]
         if all(signs) and signs[0] != signs[1]:
@@ -516,23 +526,24 @@ class Comparer:
             return self.ratios(gold, answer)
         if "based" in kinds:
             return self.ruled("base", views.same_numeral(gold, answer))
-        # the degree sign is missing on one side, or it is part of the value
+        # one side may have lost its degree sign, or the sign may be part of the value
         if "degree" in kinds and kinds[0] != kinds[1]:
             bare = [node.args[0] if node.kind == "degree" else node for node in (gold, answer)]
             return self.same(*bare) or self.ruled("degrees", self.numbers(gold, answer))
         letters = [node.text.upper() for node in (gold, answer) if node.kind == "symbol"]
-        if len(letters) == 2 and {*letters} <= {*"ABCDEFGHIJ"}:  # letters of choices
+        if len(letters) == 2 and {*letters} <= {*"ABCDEFGHIJ"}:  # these are the letters of choices
             return self.ruled("text", letters[0] == letters[1])
         infinite = [views.infinity(node) for node in (gold, answer)]
         if any(infinite) and not has(gold, *_SYMBOLIC) and not has(answer, *_SYMBOLIC):
             return self.ruled("infinity", infinite[0] == infinite[1])
-        if "percent" in kinds and kinds[0] != kinds[1]:  # 10 % is equal to 0.1, not to 10
+        if "percent" in kinds and kinds[0] != kinds[1]:  # 10 % is equal to 0.1, but not to 10
             return self.ruled("percent", self.numbers(gold, answer))
         return self.numbers(gold, answer)
 
     def quantities(self, gold: Node, answer: Node) -> bool:
-        """Compare amounts; their units must not contradict each other, but a missing or unknown
-        unit is ignored.
+        """Compare amounts with units. The units must not contradict each other.
+
+        A missing or unknown unit is ignored, unless the grading policy requires units.
         """
         left = gold.args[0] if gold.kind == "quantity" else gold
         right = answer.args[0] if answer.kind == "quantity" else answer
@@ -548,13 +559,13 @@ class Comparer:
         if self.grading.units == "required" and gold.kind != answer.kind:
             if any(unit and unit[0] and not is_generic(unit[0]) for unit in (one, two)):
                 return self.ruled("unit", False)
-        # a node's value of 1 means that the lexer only guessed the unit
+        # the value 1 marks a unit that the lexer only guessed
         if any(node.kind == "quantity" and node.value is not None for node in (gold, answer)):
             return self.ruled("unit", False)
         return self.same(left, right)
 
     def ratios(self, gold: Node, answer: Node) -> bool:
-        """Compare ratios as proportions, but compare times of day such as 3:45 by their digits."""
+        """Compare ratios as proportions. Times of day such as 3:45 must have the same digits."""
         if gold.kind == answer.kind == "ratio":
             if self.each(gold.args, answer.args, "ratio"):
                 return True
@@ -568,8 +579,10 @@ class Comparer:
         return self.ruled("ratio", is_number and self.numbers(quotient(*ratio.args), other))
 
     def numbers(self, gold: Node, answer: Node) -> bool:
-        """Compare expressions by value; if they differ, compare again with positive values for
-        sizes.
+        """Compare expressions by their values.
+
+        If they differ, they are compared again under the assumption that sizes, such as lengths,
+        are positive.
         """
         undecided: Undecided | None = None
         try:
@@ -588,7 +601,7 @@ class Comparer:
         return self.ruled(rule, False)
 
     def settled(self, gold: Node, answer: Node, positive: frozenset[str]) -> bool:
-        """Compare expressions by value; ask sympy if their values do not decide."""
+        """Compare expressions by their values, and ask sympy if the values do not decide."""
         self.prober.positive = positive
         try:
             return self.evaluated(gold, answer)
@@ -604,8 +617,10 @@ class Comparer:
             self.prober.positive = frozenset()
 
     def evaluated(self, gold: Node, answer: Node) -> bool:
-        """Compare values; if they differ, check whether a long decimal is the rounding of the other
-        value.
+        """Compare the values of two expressions.
+
+        Values that differ may still be equal within the tolerance, or one may be a long decimal
+        that is the rounded other value.
         """
         if "huge" in (gold.kind, answer.kind):
             return self.ruled("exact", False)

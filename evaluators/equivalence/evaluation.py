@@ -28,12 +28,12 @@ from atts.evaluators.verdict import (
 
 
 class NotRational(Exception):
-    """The value is not known to be rational; it can still be approximated."""
+    """The value is not known to be rational, but it can still be approximated."""
 
 
 def digits_in_base(node: Node) -> int:
-    """Return the integer that a numeral denotes; raise Undefined for a digit that its base does not
-    have.
+    """Return the integer that a numeral denotes. Raises Undefined if its base does not have one of
+    the digits.
     """
     assert node.value is not None
     try:
@@ -43,10 +43,10 @@ def digits_in_base(node: Node) -> int:
 
 
 def rational_power(base: Fraction, exponent: Fraction, limits: Limits) -> Fraction:
-    """Return base ** exponent if it is rational; odd roots of negative numbers are real.
+    """Return base ** exponent if it is rational. An odd root of a negative number is its real root.
 
-    Raises Undefined for zero to a negative power, NotRational for irrational roots, TooLarge past
-    the bit cap.
+    Raises Undefined for a negative power of zero, NotRational for an irrational root, and TooLarge
+    if the result has too many bits.
     """
     if base == 0 and exponent < 0:
         raise Undefined("a division by zero")
@@ -69,12 +69,12 @@ def _rational_root(base: Fraction, index: int) -> Fraction:
 
 
 def _integer_root(value: int, index: int) -> int:
-    """Return the integer root of an integer; raise NotRational if the root is not an integer."""
+    """Return the integer root of an integer; raise NotRational if it has no integer root."""
     if index == 2 or value < 2:
         root = math.isqrt(value)
     else:
         root = 1 << -(-value.bit_length() // index)
-        while True:  # Newton's method, from a start above the root
+        while True:  # Newton's method; the start is not below the root
             better = ((index - 1) * root + value // root ** (index - 1)) // index
             if better >= root:
                 break
@@ -134,9 +134,10 @@ def _mod(args: list[Fraction], limits: Limits) -> Fraction:
 
 
 def remainder(node: Node, modulus: int) -> int | None:
-    """Return a whole value modulo `modulus`; None if the value is not shown to be whole.
+    """Return the remainder of an integer value after division by `modulus`.
 
-    Powers are reduced modulo `modulus` while they are computed, so they never become large.
+    The result is None if the value is not known to be an integer. Powers are reduced while they are
+    computed, so the numbers never become large.
     """
     if node.kind == "number" and node.value is not None and node.value.denominator == 1:
         return int(node.value) % modulus
@@ -157,7 +158,7 @@ def remainder(node: Node, modulus: int) -> int | None:
 
 
 def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
-    """Return the rule of a function whose value is rational at one point only, such as cos at 0."""
+    """Return the exact rule of a function that is rational at only one point, such as cos at 0."""
 
     def rule(args: list[Fraction], limits: Limits) -> Fraction:
         if args[0] == at:
@@ -193,9 +194,9 @@ EXACT: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
 # ---- approximation
 
 
-Number = Any  # an mpf or mpc of the thread's context; mpmath has no type annotations
-NOTHING = -(10**9)  # stands for the magnitude of zero
-MAX_MAGNITUDE = 1 << 24  # values above 2**MAX_MAGNITUDE are not computed
+Number = Any  # an mpf or mpc number of the thread's mpmath context; mpmath has no type annotations
+NOTHING = -(10**9)  # a placeholder for the magnitude of zero
+MAX_MAGNITUDE = 1 << 24  # larger values than 2**MAX_MAGNITUDE are not computed
 
 _local = threading.local()
 
@@ -209,43 +210,45 @@ def context(bits: int) -> Any:
     return arithmetic
 
 
-# all threads share mpmath's cache of constants, which mpmath fills without a lock; so fill it here
-# once, with more bits than any precision used
+# Fill mpmath's cache of constants once, with more bits than any computation uses. All threads share
+# this cache, and mpmath fills it without a lock.
 _CONSTANTS = [+getattr(context(6_500), name) for name in ("pi", "e", "ln2", "ln10")]
 
 
 @dataclass(frozen=True, slots=True)
 class Approx:
-    """A value whose absolute error is below 2**error."""
+    """An approximate value. Its absolute error is below 2**error."""
 
     value: Number
     error: int
 
     @property
     def magnitude(self) -> int:
-        """Return an exponent m with |value| < 2**m, which exceeds the smallest such m by at most
+        """Return an integer m with |value| < 2**m. It exceeds the smallest such integer by at most
         two.
         """
         return magnitude(self.value)
 
     @property
     def is_complex(self) -> bool:
-        """Return whether the value has an imaginary part."""
+        """Return True if the value has an imaginary part."""
         return hasattr(self.value, "_mpc_") and bool(self.value.imag)
 
     @property
     def is_negative(self) -> bool:
-        """Return whether the approximate value is a negative real number."""
+        """Return True if the approximate value is a negative real number."""
         return not self.is_complex and bool(self.value.real < 0)
 
     @property
     def may_vanish(self) -> bool:
-        """Return whether the value is zero, or cannot be distinguished from zero."""
+        """Return True if the value is zero, or cannot be distinguished from zero."""
         return self.magnitude == NOTHING or self.magnitude <= self.error + 4
 
 
 def magnitude(value: Number) -> int:
-    """Return an exponent m with |value| < 2**m, at most two above the smallest; NOTHING for zero."""
+    """Return an integer m with |value| < 2**m, at most two above the smallest one; `NOTHING` for
+    zero.
+    """
     parts = getattr(value, "_mpc_", None)
     if parts is None:
         _, mantissa, exponent, bits = value._mpf_
@@ -255,10 +258,11 @@ def magnitude(value: Number) -> int:
 
 
 class Arithmetic:
-    """Arithmetic at one precision, whose results have a bound on the accumulated rounding error.
+    """Arithmetic at one precision. Each result has a bound on its accumulated rounding error.
 
-    `spread` is the precision that the computation needs, in bits between the largest and the
-    smallest term. `has_left_reals` is true if some intermediate value was not a real number.
+    `spread` is the largest number of bits between the largest and the smallest term of an
+    operation. The computation needs at least this precision. `has_left_reals` is true if some
+    intermediate value was not a real number.
     """
 
     def __init__(self, bits: int) -> None:
@@ -268,13 +272,14 @@ class Arithmetic:
         self.has_left_reals = False
 
     def widen(self, bits: int) -> None:
-        """Record the bits between the largest and the smallest magnitude in one operation."""
+        """Record the number of bits between the largest and the smallest term of one operation."""
         if bits > 32:
             self.spread = max(self.spread, bits)
 
     def rounded(self, value: Number, error: int) -> Approx:
-        """Return the value with an error bound: `error`, which comes from the inputs, plus the
-        rounding error.
+        """Return the value with the bound of its error.
+
+        The bound is `error`, which comes from the inputs, plus the rounding error of the result.
         """
         return Approx(value, max(error, magnitude(value) - self.bits) + 1)
 
@@ -290,16 +295,14 @@ class Arithmetic:
         return self.rounded(left.value * right.value, error + 1)
 
     def inverse(self, item: Approx) -> Approx:
-        """Return the reciprocal of a value; raise Undefined if the value may be zero at this
-        precision.
-        """
+        """Return the reciprocal of a value; raise Undefined if the value may be zero."""
         if item.may_vanish:
             raise Undefined("a division by zero")
         value = 1 / item.value
         return self.rounded(value, item.error + 2 * magnitude(value) + 2)
 
     def rational_power(self, base: Approx, power: Fraction) -> Approx:
-        """Return base ** (p/q), which is the real root if q is odd."""
+        """Return base ** (p/q). If q is odd, the result is the real root."""
         if base.may_vanish and power < 0:
             raise Undefined("a division by zero")
         if base.may_vanish and power == 0:
@@ -333,7 +336,7 @@ class Arithmetic:
         )
 
     def by_direction(self, name: str, item: Approx) -> Approx:
-        """Return the logarithm of a value, or the imaginary part of the logarithm."""
+        """Return the logarithm or the argument of a value; `name` says which of them."""
         if item.may_vanish:
             raise Undefined(f"the {name} of zero")
         return self.rounded(getattr(self.mp, name)(item.value), item.error - item.magnitude + 3)
@@ -348,7 +351,10 @@ class Arithmetic:
 def _smooth(
     name: str, slope: Callable[[Any, Number], Number]
 ) -> Callable[[Arithmetic, Approx], Approx]:
-    """Return a rule for a function of mpmath; its derivative gives the growth of the error."""
+    """Return a rule that computes a function of mpmath.
+
+    `slope` is the derivative of the function, from which the rule estimates how the error grows.
+    """
 
     def rule(arithmetic: Arithmetic, item: Approx) -> Approx:
         if item.magnitude > 100:
@@ -410,11 +416,11 @@ NOWHERE: Environment = {}
 
 
 class Budget:
-    """The work that one comparison may do: evaluation steps, weighted by the number of digits.
+    """The limit on the work of one comparison: evaluation steps, weighted by the number of digits.
 
-    The counted work is the same on every machine, so no verdict depends on the clock. The thread's
-    clock is a last defence in case a cap is missing. The clock is read rarely, and only after some
-    work, because a reading costs as much as a comparison.
+    The counted work is the same on every machine, so no verdict depends on the speed of the
+    machine. The thread's CPU time is also limited, in case another limit is missing. The clock is
+    read rarely, because reading it takes as long as a comparison.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -424,8 +430,8 @@ class Budget:
         self.spent_since_look = 0
 
     def spend(self, bits: int) -> None:
-        """Count one evaluation step on numbers of `bits` bits; raise TooLarge if the budget is used
-        up.
+        """Count one evaluation step on numbers with this many bits; raise TooLarge if the budget is
+        used up.
         """
         cost = 1 + bits // 256
         self.left -= cost
@@ -447,10 +453,10 @@ class Budget:
 
 
 def exact(node: Node, limits: Limits, env: Environment = NOWHERE) -> Fraction:
-    """Return the value of the tree, where `env` gives the values of its variables.
+    """Return the exact value of a tree. `env` has the values of its variables.
 
     Raises NotRational if a value is not rational, Undefined for a division by zero, and TooLarge if
-    a cap is exceeded.
+    a limit is exceeded.
     """
     value = Evaluator(0, limits, env).value(node)
     assert isinstance(value, Fraction)
@@ -458,11 +464,10 @@ def exact(node: Node, limits: Limits, env: Environment = NOWHERE) -> Fraction:
 
 
 class Evaluator(Arithmetic):
-    """An evaluator of trees for one set of variable values: exact while numbers are rational, else
-    at one precision.
+    """An evaluator of trees for one set of variable values.
 
-    At a precision of 0 bits an irrational value raises NotRational. A tree that is not a number
-    raises Undecided.
+    It computes exactly while numbers are rational, and otherwise at one precision. At a precision
+    of 0 bits, an irrational value raises NotRational. A tree that is not a number raises Undecided.
     """
 
     def __init__(
@@ -493,20 +498,23 @@ class Evaluator(Arithmetic):
             raise Undefined(f"no value: {error}") from error
 
     def size_of(self, result: Value) -> int:
-        """Return the number of bits of the values that an evaluation step works on."""
+        """Return the number of bits that measure the work of an evaluation step."""
         if isinstance(result, Fraction):
             return result.numerator.bit_length() + result.denominator.bit_length()
-        return 4 * self.bits  # a function of mpmath costs as much as several multiplications
+        # computing a function of mpmath takes as long as several multiplications
+        return 4 * self.bits
 
     def lacking(self, why: str) -> Exception:
-        """Return the error for a tree that is not a number: Undecided at a finite precision, else
-        NotRational.
+        """Return the error for a tree that is not a number.
+
+        The error is NotRational if only exact values are allowed, and Undecided otherwise.
         """
         return Undecided(why) if self.bits else NotRational(why)
 
     def checked(self, result: Value) -> Value:
-        """Return the value, approximated if it has too many digits; raise an error if it is not
-        finite.
+        """Return the value, or an approximation if it has too many digits.
+
+        Raises Undefined if the value is not finite, and TooLarge if it is too large.
         """
         if isinstance(result, Fraction):
             return result if self.fits(result) else self.approximate(result)
@@ -518,7 +526,7 @@ class Evaluator(Arithmetic):
         return result
 
     def fits(self, value: Fraction) -> bool:
-        """Return whether a fraction is small enough for exact arithmetic."""
+        """Return True if a fraction is small enough for exact arithmetic."""
         return max(value.numerator.bit_length(), value.denominator.bit_length()) <= self.limits.bits
 
     def approximate(self, value: Value) -> Approx:
@@ -532,14 +540,14 @@ class Evaluator(Arithmetic):
         return self.rational(value)
 
     def symbol(self, node: Node) -> Value:
-        """Return the value of a variable, from `env`."""
+        """Return the value of a variable."""
         bound = self.env.get(node.text)
         if bound is None:
             raise self.lacking(f"no value for {node.text}")
         return bound
 
     def constant(self, node: Node) -> Value:
-        """Return pi, e or i, which are never rational."""
+        """Return the approximate value of pi, e or i, because none of them is rational."""
         if not self.bits:
             raise NotRational(node.text)
         if node.text == "i":
@@ -577,7 +585,10 @@ class Evaluator(Arithmetic):
     def split(
         self, node: Node, operation: Callable[[Fraction, Fraction], Fraction], start: Fraction
     ) -> tuple[Fraction, list[Approx]]:
-        """Combine the exact arguments; return their result and the arguments that are not exact."""
+        """Combine the exact arguments of a node by an operation.
+
+        The result is the combined value and a list of the arguments that are not exact.
+        """
         whole = start
         others = list[Approx]()
         for arg in node.args:
@@ -591,7 +602,7 @@ class Evaluator(Arithmetic):
         return whole, others
 
     def pow(self, node: Node) -> Value:
-        """Return a power; raise Undefined for a negative number to a power that contains a
+        """Return a power. Raises Undefined for a negative number with an exponent that contains a
         variable.
         """
         base, exponent = node.args
@@ -603,7 +614,7 @@ class Evaluator(Arithmetic):
         return self.power(left, power)
 
     def power(self, base: Value, power: Value) -> Value:
-        """Return a base to any power, exactly if the result is rational."""
+        """Return a power of two values. It is exact if the result is rational."""
         if isinstance(base, Fraction) and isinstance(power, Fraction):
             try:
                 return rational_power(base, power, self.limits)
@@ -632,7 +643,7 @@ class Evaluator(Arithmetic):
         return self.power(base, 1 / index)
 
     def scaled(self, node: Node) -> Value:
-        """Return a value after its percent or degree sign is applied."""
+        """Return a value with a percent or degree sign as a number."""
         return self.value(Node("mul", (*node.args, *_SCALES[node.kind])))
 
     def sum(self, node: Node) -> Value:
@@ -667,8 +678,9 @@ class Evaluator(Arithmetic):
         raise Outside("no case applies")
 
     def holds(self, condition: Node) -> bool:
-        """Return whether a condition is true for these values; raise Undecided if it does not compare
-        numbers.
+        """Return True if a condition is true for these values of the variables.
+
+        Raises Undecided if the condition does not compare numbers.
         """
         if condition.kind == "list" and condition.text != "mixed":
             parts = (self.holds(part) for part in condition.args)
@@ -684,8 +696,8 @@ class Evaluator(Arithmetic):
         )
 
     def compare(self, left: Node, sign: str, right: Node) -> bool:
-        """Return whether a relation between two sides is true; a congruence is tested modulo its
-        modulus.
+        """Return True if a relation between two sides is true. In a congruence, they may differ by
+        a multiple of the modulus.
         """
         if right.kind == "congruence" and sign in ("=", "!="):
             turns = self.difference(left, right.args[0]) / self.difference(right.args[1], number(0))
@@ -695,7 +707,7 @@ class Evaluator(Arithmetic):
         return _ORDERS[sign](self.difference(left, right), 0)
 
     def difference(self, left: Node, right: Node) -> Fraction:
-        """Return the difference of two values as a fraction, or only its sign if it is irrational."""
+        """Return the difference of two values. If it is irrational, only its sign is returned."""
         gap = self.value(minus(left, right))
         if isinstance(gap, Fraction):
             return gap
@@ -704,8 +716,9 @@ class Evaluator(Arithmetic):
         return Fraction(1 if gap.value.real > 0 else -1)
 
     def call(self, node: Node) -> Value:
-        """Return an arbitrary number, which is always the same for an unknown function and its
-        arguments.
+        """Return an arbitrary number for an unknown function.
+
+        The same function and arguments always have the same number.
         """
         parts = [self.approximate(self.value(arg)) for arg in node.args]
         key = node.text + "".join("/" + self.mp.nstr(part.value, 40) for part in parts)
@@ -713,7 +726,7 @@ class Evaluator(Arithmetic):
         return self.rational(Fraction(digest, 1 << 62))
 
     def func(self, node: Node) -> Value:
-        """Return a known function's value, exactly for rational arguments if possible."""
+        """Return the value of a known function. It is exact for rational arguments if possible."""
         if node.text == "mod":
             modulus = self.value(node.args[1])
             if _is_whole(modulus) and modulus != 0:
@@ -742,14 +755,16 @@ class Evaluator(Arithmetic):
             raise Undecided(f"the function {node.text}")
         size = near[0].magnitude
         if size != NOTHING:
-            # tanh and similar functions can be as close to 1 as 2**-(3 << 2 size), so many bits are
-            # needed
+            # many bits are needed, because tanh and similar functions can be as close to 1 as
+            # 2**-(3 << 2 size)
             is_flat = node.text in ("tanh", "coth", "erf") and size > 0
             self.widen(3 << min(2 * size, 20) if is_flat else 2 * abs(size))
         return rule(self, near[0])
 
     def stepped(self, name: str, item: Approx) -> Approx:
-        """Return the floor or ceiling; a value within its error bound of an integer counts as that
+        """Return the floor or ceiling of a value.
+
+        A value that differs from an integer by less than its error bound is regarded as this
         integer.
         """
         if item.is_complex:
@@ -767,7 +782,8 @@ def _is_whole(value: Value) -> TypeGuard[Fraction]:
     return isinstance(value, Fraction) and value.denominator == 1
 
 
-# the size of exact values was already limited when they were computed
+# kinds of nodes whose exact values need no check of their size; sums and products check it
+# themselves
 _SMALL = frozenset({"number", "symbol", "add", "mul"})
 _SCALES = {"percent": (number(Fraction(1, 100)),), "degree": (number(Fraction(1, 180)), PI)}
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {

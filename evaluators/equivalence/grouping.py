@@ -41,22 +41,27 @@ from atts.evaluators.syntax.tree import (
 from atts.evaluators.syntax.vocabulary import measure, squashed
 from atts.evaluators.verdict import LIMITS, Limits, OutOfTime, Undecided, Undefined
 
-# if more answers than this share a loose key, each is compared with the first few of them only
+# largest number of answers with one loose key that are all compared with each other; in a larger
+# group, each answer is compared only with the first few
 _CROWD = 48
-_FEW = 16  # up to this many different answers are all compared pairwise, even without a common key
+# up to this number of different answers, all pairs are compared, even without a common key
+_FEW = 16
 
 
 def group(
     answers: Sequence[str | None], kind: AnswerKind = "math", *, limits: Limits = LIMITS
 ) -> list[int]:
-    """Return the number of each answer's class, by first appearance; -1 means that it abstains.
+    """Group equal answers into classes, and return the index of each answer's class.
 
-    None and empty answers abstain.
+    Classes are numbered by first appearance. The index -1 stands for a missing or empty answer,
+    which abstains.
 
-    Two answers in one class are equal under `equivalent`; equal answers share a class unless this
-    would join different answers (10 and 0.1 stay apart even if 10 % is among the answers). The
-    classes do not depend on the order of the answers. Time grows nearly linearly: answers get keys
-    from their values, and only answers that share a key are compared.
+    Two answers in one class are always equal under `equivalent`. Equal answers share a class,
+    unless this would join different answers. For example, 10 and 0.1 stay in two classes, even if
+    10 % is among the answers. The classes do not depend on the order of the answers.
+
+    Time grows nearly linearly with the number of answers. Each answer gets keys from its value, and
+    only answers that share a key are compared.
 
     >>> group(["1/2", "0.5", "2", None, r"\\frac{2}{4}"])
     [0, 0, 1, -1, 0]
@@ -76,15 +81,18 @@ def group(
 
 
 def takes_long(answers: Sequence[str | None], kind: AnswerKind = "math") -> bool:
-    """Return whether `group` would wait for sympy's worker; if it would, call `group` in a thread."""
+    """Return True if `group` would wait for sympy's worker. Then `group` should be called in a
+    thread.
+    """
     with without_asking() as questions:
         group(answers, kind)
     return bool(questions)
 
 
 class _Classes:
-    """One grouping of answers: first by strong keys, then by comparisons, whose order depends only
-    on the texts.
+    """One grouping of answers, first by strong keys, and then by comparisons.
+
+    The order of the comparisons depends only on the texts.
     """
 
     def __init__(self, kind: AnswerKind, limits: Limits) -> None:
@@ -92,10 +100,10 @@ class _Classes:
         self.limits = limits
         self.keys = Keys(limits)
         self.verdicts: dict[tuple[int, int], str] = {}
-        self.texts: list[str] = []  # the first text with each strong key
+        self.texts: list[str] = []  # for each strong key, the first text that has it
 
     def of(self, texts: Sequence[str]) -> dict[str, int]:
-        """Return the number of the class of each text; `texts` are sorted and distinct."""
+        """Return the index of each text's class. `texts` must be sorted and distinct."""
         strong: dict[str, int] = {}
         index_of: dict[str, int] = {}
         loose: dict[str, list[int]] = defaultdict(list)
@@ -113,7 +121,7 @@ class _Classes:
         return {text: merged[index] for text, index in index_of.items()}
 
     def merge(self, loose: dict[str, list[int]]) -> list[int]:
-        """Join the classes of representatives that share a loose key and are equal."""
+        """Join classes whose first texts share a loose key, if all their texts are equal."""
         parent = list(range(len(self.texts)))
         inside: dict[int, list[int]] = {index: [index] for index in parent}
         pairs = _pairs(loose)
@@ -131,7 +139,7 @@ class _Classes:
         return parent
 
     def verdict(self, left: int, right: int) -> str:
-        """Return the verdict on two representatives, which is computed once."""
+        """Return the verdict on the first texts of two classes. Verdicts are cached."""
         pair = (min(left, right), max(left, right))
         if pair not in self.verdicts:
             one = self.texts[pair[0]]
@@ -141,8 +149,10 @@ class _Classes:
 
 
 def _pairs(loose: dict[str, list[int]]) -> set[tuple[int, int]]:
-    """Return the pairs to compare: answers with the same key, and decimals with the values that
-    they may round.
+    """Return the pairs of answers to compare, as indices.
+
+    The answers of a pair have the same key, or one is a decimal that may be the rounded other
+    answer.
     """
     pairs: set[tuple[int, int]] = set()
     for token, indices in loose.items():
@@ -160,14 +170,16 @@ _NOT_VALUES = (*_COLLECTIONS, "word", "relation", "plusminus", "opaque", "huge",
 
 
 class Keys:
-    """A factory of keys: answers that may be equal share a key."""
+    """A factory of keys for answers. Answers that may be equal have a common key."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.values: dict[int, tuple[Node, Value]] = {}
 
     def value(self, node: Node) -> Value:
-        """Return the value of a tree at an integer point; the values of the last trees are cached."""
+        """Return the value of a tree if its variables have certain integer values. Recent values
+        are cached.
+        """
         if id(node) not in self.values:
             if len(self.values) > 60:
                 self.values.clear()
@@ -175,11 +187,13 @@ class Keys:
         return self.values[id(node)][1]
 
     def strong(self, reading: Reading) -> str:
-        """Return a strong key: answers with the same strong key are equal under the policy."""
+        """Return the strong key of an answer. Answers with the same strong key are equal under the
+        policy.
+        """
         if not reading.trees:
             return "text:" + spaceless(reading.text)
         node = reading.trees[0]
-        if reading.lettered:  # both the choice's letter and its value must be equal
+        if reading.lettered:  # the letter of the choice and its text must both be equal
             return f"choice:{reading.choice}:{node!r}"
         if not has(node, *_NOT_VALUES, "percent", "degree") and not is_decimal(node):
             with suppress(NotRational, Undecided, Undefined):
@@ -187,10 +201,11 @@ class Keys:
         return repr(node)
 
     def loose(self, reading: Reading) -> frozenset[str]:
-        """Return loose keys: two equal answers share at least one key, or both are texts.
+        """Return the loose keys of an answer. Two equal answers share at least one loose key, or
+        both are texts.
 
-        A decimal gets keys that end in "<". It may be the rounding of an answer whose key is the
-        same but ends in ">".
+        A key of a decimal ends in "<". The key of a value that this decimal may round is the same,
+        but ends in ">".
         """
         phrases = {reading.squashed, unframed(reading.squashed)} - {""}
         keys = {"text:" + phrase for phrase in phrases}
@@ -201,7 +216,10 @@ class Keys:
         return frozenset(keys)
 
     def tokens(self, node: Node) -> set[str]:
-        """Return the loose keys of one tree that can be computed, without the keys for roundings."""
+        """Return the loose keys of one tree, except for the keys of rounded values.
+
+        Keys that cannot be computed are missing.
+        """
         keys = set[str]()
         with suppress(Undecided, Undefined, OutOfTime):
             keys.update(self._tokens(bound_alike(node)))
@@ -227,8 +245,9 @@ class Keys:
             yield from self.value_tokens(node)
 
     def value_tokens(self, node: Node) -> Iterator[str]:
-        """Yield keys of a value at an integer point, and of the value without its sign, unit or
-        base.
+        """Yield keys of a value whose variables have certain integer values.
+
+        More keys ignore the value's sign, unit or base.
         """
         if node.kind in ("percent", "degree", "quantity"):
             yield from self._tokens(node.args[0])
@@ -247,7 +266,8 @@ class Keys:
         yield "value:" + written(self.value(value))
         constants = arbitrary(variables(value))
         others = variables(value) - constants
-        # the key ignores the names of arbitrary constants and the value of added constants
+        # this key ignores the names of arbitrary constants, and the values of constants that are
+        # added
         if constants and others:
             prober = Prober(self.limits)
             known = {name: number(1) for name in constants}
@@ -260,8 +280,10 @@ class Keys:
             yield "constants:" + written(prober.value(minus(*ends)))
 
     def near(self, node: Node) -> set[str]:
-        """Return keys of five digits: of a decimal and its two neighbours, or of a value that a
-        decimal may round.
+        """Return keys of a value that have only five digits, because it may be a rounded value.
+
+        A decimal gets the keys of itself and of its two neighbours with five digits. A value that a
+        decimal may round gets one key.
         """
         value = named(node).value
         if value.kind in _COLLECTIONS and value.args:
@@ -275,8 +297,8 @@ class Keys:
         return {f"near:{_digits(size + step * unit, 5)}<" for step in (-1, 0, 1)}
 
     def rounded(self, node: Node) -> Any | None:
-        """Return a decimal, or a value that a decimal may round, with full precision; return None
-        for other nodes.
+        """Return the full value of a decimal, or of a node that a decimal may round; None for other
+        nodes.
         """
         with suppress(Undecided, Undefined, OutOfTime):
             value = None if variables(node) else self.value(node)
@@ -286,8 +308,9 @@ class Keys:
         return None
 
     def nearly_all(self, nodes: list[Node]) -> set[str]:
-        """Return a key of three digits per entry, if some entry may be a rounding or may be
-        rounded.
+        """Return a key of a collection with three digits for each entry.
+
+        The result is empty if no entry is a decimal or may be rounded to one.
         """
         sizes = [(node, self.rounded(node)) for node in nodes[:_MANY]]
         if all(size is None for _, size in sizes):
@@ -299,8 +322,10 @@ class Keys:
         return {f"near:{';'.join(shown)}{'<' if has_decimals else '>'}"}
 
     def relation_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the keys of the values that a relation names or describes, and for equations that
-        differ by a factor.
+        """Yield the keys of a relation.
+
+        Some keys belong to values that the relation names or describes. Another key is the same for
+        equations that differ by a factor.
         """
         value = named(node).value
         if value.kind != "relation":
@@ -309,7 +334,9 @@ class Keys:
         if stated is not None:
             yield from self.tokens(stated)
         yield from self.region_tokens(node)
-        if len(node.args) == 2:  # left minus right, at one point divided by another
+        # the left side minus the right side at one point, divided by the same difference at another
+        # point
+        if len(node.args) == 2:
             sides = minus(*node.args)
             prober = Prober(self.limits)
             first, second = (prober.value(sides, _at(variables(sides), index)) for index in (0, 1))
@@ -318,15 +345,13 @@ class Keys:
             yield self.collected(node.args)
 
     def region_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the key of the set of real numbers that an answer describes, made from the set's
-        ends.
-        """
+        """Yield the key of a set of real numbers, which consists of the ends of its intervals."""
         region = Line(Prober(self.limits)).region(node)
         if region:
             yield self.collected(end.value for end in region)
 
     def collection_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the keys of a collection: one of all members together, and the keys of single
+        """Yield the keys of a collection. One key belongs to all members together, others to single
         members.
         """
         inside = members(node) if node.kind in ("list", "set") else _entries(node)
@@ -340,15 +365,15 @@ class Keys:
             yield from self.region_tokens(node)
 
     def collected(self, nodes: Iterable[Node]) -> str:
-        """Return one key for a set of members in any order, from the first key of each member."""
+        """Return one key for members in any order. It consists of the first key of each member."""
         return "all:" + ";".join(sorted(set(map(self.least, nodes))))
 
     def least(self, node: Node) -> str:
-        """Return the alphabetically first key of a member; "?" if no key can be computed."""
+        """Return the alphabetically first key of a node; "?" if no key can be computed."""
         return min(self.tokens(named(node).value), default="?")
 
 
-_MANY = 40  # only this many entries of a collection are checked for roundings
+_MANY = 40  # number of entries of a collection that are checked for rounded values
 
 
 def _digits(value: Any, count: int) -> str:
@@ -362,7 +387,8 @@ def _entries(node: Node) -> list[Node]:
 
 
 def _at(names: frozenset[str], index: int) -> Point:
-    """Return an integer for each variable, which depends only on the name; most functions have a
-    value at these integers.
+    """Return an integer for each variable. It depends only on the variable's name and on `index`.
+
+    Most functions have a value at these integers.
     """
     return generic(dict.fromkeys(names, "natural"), index)

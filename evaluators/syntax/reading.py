@@ -31,11 +31,11 @@ _PAIRS = {"(": ")", "{": "}"}
 
 
 def cleaned(text: str, limits: Limits) -> str:
-    """Return the answer in one spelling: ASCII if possible, without commands for size and spacing,
-    and without dollar signs.
+    """Return the answer in one spelling, without dollar signs and without commands for size and
+    spacing.
 
-    Separators of thousands stay. Raises TooLarge if the cleaned answer is longer than the limits
-    allow.
+    Unicode characters are replaced by ASCII if possible. Separators of thousands stay. Raises
+    TooLarge if the cleaned answer is longer than the limits allow.
     """
     if len(text) > limits.raw_characters:
         raise TooLarge(f"{len(text)} characters")
@@ -59,9 +59,9 @@ def spaceless(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Return the text without its redundant outer brackets.
+    """Return the text without superfluous brackets around it.
 
-    A pair of brackets is dropped only if it encloses the whole text.
+    A pair of brackets is removed only if it encloses the whole text.
     """
     text = text.strip()
     depth = 0
@@ -73,17 +73,16 @@ def unwrapped(text: str) -> str:
         return text
     inside = text[depth : len(text) - depth]
     levels = list(accumulate(((char in "({") - (char in ")}") for char in inside), initial=0))
-    # Brackets stay if the inside closes them, as in (1)(2). One pair stays if it may have a
+    # Keep brackets that the inside closes, as in (1)(2). Keep one pair, because it may have a
     # meaning.
     drop = depth + min(levels) - 1 if levels[-1] == 0 else 0
     return text[drop : len(text) - drop] if drop > 0 else text
 
 
 def unboxed(text: str) -> str:
-    """Return the contents of the boxes in an answer, joined by commas; return a text without boxes
-    unchanged.
+    """Return the contents of the boxes in an answer, joined by commas.
 
-    Raises Malformed if a box is cut off.
+    A text without boxes is returned unchanged. Raises Malformed if a box is cut off.
     """
     if "box" not in text:
         return text
@@ -102,15 +101,15 @@ def _flat(signs: str) -> str:
 
 
 def _plain(text: str) -> Iterator[str]:
-    """Yield the characters of a text, with ASCII for Unicode where possible, and without invisible
-    characters.
+    """Yield the characters of a text without the invisible ones. Unicode becomes ASCII where
+    possible.
     """
     for char in text:
         if " " <= char < "\x7f":
             yield char
             continue
         category = unicodedata.category(char)
-        # characters of zero width, combining marks, and marks of direction
+        # skip characters without width, combining marks, and marks of the text direction
         if category in ("Cf", "Mn"):
             continue
         if category[0] in "ZC":
@@ -127,7 +126,11 @@ def _plain(text: str) -> Iterator[str]:
 
 
 class Step(NamedTuple):
-    """A replacement, which is tried only on texts that contain one of its marks (or none of them)."""
+    """A replacement of a pattern in a text.
+
+    The pattern is searched only if the text contains one of the marks. If `is_without` is true, it
+    is searched only if the text contains none of them.
+    """
 
     marks: list[str]
     is_without: bool
@@ -136,19 +139,21 @@ class Step(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The steps of one stage in their order, and an index of steps by mark."""
+    """The steps of one stage of rewriting in their order, with an index of the steps by their
+    marks.
+    """
 
     steps: list[Step]
     marks: tuple[str, ...]
     steps_of: dict[str, list[int]]
-    always: list[int]  # steps that run on every text
+    always: list[int]  # indices of the steps that are tried on every text
 
 
 def _rewritten(text: str, stage: Stage) -> str:
     """Return the text after the steps of a stage.
 
-    One search finds the marks of all steps; for a short answer this is most of the work. After a
-    step has changed the text, each later step searches for its own marks.
+    The marks of all steps are searched first, because most steps do not apply to a short answer.
+    After a step has changed the text, each later step searches for its own marks.
     """
     tried = set(stage.always)
     for mark in [mark for mark in stage.marks if mark in text]:
@@ -166,7 +171,7 @@ def _rewritten(text: str, stage: Stage) -> str:
 def _rewritten_from(text: str, steps: list[Step]) -> str:
     for marks, is_without, pattern, put in steps:
         is_tried = is_without or not marks
-        for mark in marks:  # a plain loop, because generators would be much slower
+        for mark in marks:  # a generator expression would be much slower than this loop
             if mark in text:
                 is_tried = not is_without
                 break
@@ -176,8 +181,9 @@ def _rewritten_from(text: str, steps: list[Step]) -> str:
 
 
 def _parts(match: re.Match[str]) -> str:
-    """Return "(a) 3 (b) 5" as a=3, b=5; return the text unchanged if such letters do not label
-    parts.
+    """Write labelled parts, such as "(a) 3 (b) 5", as a=3, b=5.
+
+    The text stays unchanged if the letters do not label parts.
     """
     _, *pieces = FORMS["part"].split(match[0])
     marks = " ".join(pieces[::2])
@@ -191,14 +197,16 @@ def _parts(match: re.Match[str]) -> str:
 
 
 def _unit_vectors(match: re.Match[str]) -> str:
-    """Mark each bold or hatted i, j and k as a unit vector, if the text has at least two of them."""
+    """Mark the bold or hatted letters i, j and k as unit vectors, if the text has at least two of
+    them.
+    """
     if len({*_BASIS.findall(match[0])}) > 1:
         return _BASIS.sub(r"\\vec{\1}", match[0])
     return match[0]
 
 
 def _vector(match: re.Match[str]) -> str:
-    """Return a sum of unit vectors as a tuple of coefficients; a vector without k has two
+    """Write a sum of unit vectors as a tuple of coefficients. A vector without k has two
     coefficients.
     """
     sizes = {name: f"{size}(1)" for size, name in FORMS["component"].findall(match[0])}
@@ -207,14 +215,15 @@ def _vector(match: re.Match[str]) -> str:
 
 
 def _classes(match: re.Match[str]) -> str:
-    """Return "x = 1, 3 modulo 5" as one congruence per value."""
+    """Write "x = 1, 3 modulo 5" as one congruence for each value."""
     residues = re.findall(r"-?\d+", match[2])
     return ", ".join(rf"{match[1]} \equiv {residue} {match[3]}" for residue in residues)
 
 
 def _chemistry(match: re.Match[str]) -> str:
-    """Return a chemical formula in \\ce{...}, such as H2SO4, in plain LaTeX: digits after a letter
-    are subscripts.
+    """Write a chemical formula in \\ce{...}, such as H2SO4, in plain LaTeX.
+
+    Digits after a letter become subscripts.
     """
     formula = re.sub(r"<?->|<=>", r"\\to ", match[1])
     formula = re.sub(r"(?<=[A-Za-z)\]])(\d(?!\d))", r"_\1", formula)
@@ -226,35 +235,38 @@ _UPRIGHT_MACRO = re.compile(r"\\(?:mathrm|text|rm)\s*\{((?:[^{}]|\{[^{}]*\}){0,6
 
 
 def _molecule(match: re.Match[str]) -> str:
-    """Return a chemical formula without commands for upright type."""
+    """Remove the commands for upright type from a chemical formula."""
     formula = _UPRIGHT_MACRO.sub(r"\1", match[0]).replace(" ", "")
     return match[0] if "\\" in formula else re.sub(r"\^([+-])", r"^{\1}", formula)
 
 
 def _plain_formula(match: re.Match[str]) -> str:
-    """Return a chemical formula of at least two elements with subscripts: CO2 becomes CO_2."""
+    """Write the digits of a chemical formula as subscripts: CO2 becomes CO_2.
+
+    A formula of only one element stays unchanged.
+    """
     if len(re.findall("[A-Z]", match[1])) < 2:
         return match[0]
     return re.sub(r"(\d+)", r"_{\1}", match[1])
 
 
 def _parity(match: re.Match[str]) -> str:
-    """Return "all odd integers" or "n is odd" as a residue class of n."""
+    """Write "all odd integers" or "n is odd" as a residue class of n."""
     return rf"{match[1] or 'n'} \equiv {1 if match[2] else 0} \pmod{{2}}"
 
 
 def _power(match: re.Match[str]) -> str:
-    """Return "all powers of 2" as 2^k."""
+    """Write "all powers of 2" as 2^k."""
     return f"{ {'two': '2', 'three': '3'}.get(match[1].lower(), match[1]) }^k"
 
 
 def _formula(match: re.Match[str]) -> str:
-    """Return a chemical formula without upright type, if it has subscripts or a charge."""
+    """Remove upright type from a chemical formula, if it has subscripts or a charge."""
     return match[1] if re.search("[_^]", match[1]) else match[0]
 
 
 def _repeating(match: re.Match[str]) -> str:
-    """Return 0.1\\overline{6} as a fraction."""
+    """Write a repeating decimal such as 0.1\\overline{6} as a fraction."""
     whole = match[1]
     fixed = match[2]
     cycle = match[3] or match[4]
@@ -264,14 +276,15 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _going_on(match: re.Match[str]) -> str:
-    """Return 0.1666... as a fraction; the cycle must be written twice, or three times if it is one
-    digit.
+    """Write a decimal such as 0.1666... as a fraction.
+
+    The repeated part must be written twice, or three times if it is one digit.
     """
     return _repeating(match) if len(match[3] + match[4]) > 2 else match[0]
 
 
 def _inward(match: re.Match[str]) -> str:
-    """Return an interval such as ]2,5] as (2,5]."""
+    """Write an interval such as ]2,5] as (2,5]."""
     opening = "(" if match[2] == "]" else "["
     closing = ")" if match[4] == "[" else "]"
     return opening + match[3] + closing
@@ -301,7 +314,7 @@ _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
 
 
 def _stage(name: str) -> Stage:
-    """Return the steps of a rewriting stage, in the order of `rewrites.toml`."""
+    """Return the steps of a stage of rewriting, in the order of `rewrites.toml`."""
     steps = list[Step]()
     steps_of = dict[str, list[int]]()
     always = list[int]()
@@ -329,25 +342,26 @@ _LAST = _stage("last")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """An answer after cleaning and parsing; if there are no trees, `problem` says why the answer
-    could not be read.
+    """An answer after cleaning and parsing. If it could not be parsed, `trees` is empty and
+    `problem` says why.
     """
 
     text: str
     trees: tuple[Node, ...]
     problem: Undecided | None = None
-    choice: str = ""  # the letter, if the answer is a choice, with or without its text
-    is_letter: bool = False  # whether the answer is only the letter
-    lettered: bool = False  # whether the letter has a text, which is also read
+    # letter of a multiple choice, if the answer has one; it may be followed by the choice's text
+    choice: str = ""
+    is_letter: bool = False  # whether the answer consists only of the letter
+    lettered: bool = False  # whether a text follows the letter; the text is parsed too
 
     @property
     def squashed(self) -> str:
-        """Return the answer as a phrase: its letters and digits in lower case."""
+        """Return the letters and digits of the answer in lower case, for comparison as a phrase."""
         return vocabulary.squashed(_MACRO.sub(" ", self.text))
 
 
 def read(text: str, limits: Limits) -> Reading:
-    """Parse the answer to trees; the readings of long texts are not cached."""
+    """Parse an answer. The results for short texts are cached."""
     return _read(text, limits) if len(text) <= 400 else _read.__wrapped__(text, limits)
 
 
@@ -373,12 +387,14 @@ def _read(text: str, limits: Limits) -> Reading:
 
 
 def _value_of_choice(bare: str) -> str:
-    """Return the text after the letter of a choice, such as "46" in "(C) 46"; empty for other
-    answers.
+    """Return the text after the letter of a choice, such as "46" in "(C) 46".
+
+    The result is "" for other answers.
     """
     match = FORMS["lettered"].fullmatch(bare)
     text = (match[2] or match[4]).strip() if match else ""
-    excess = text.count("}") - text.count("{")  # number of open braces that contain the letter too
+    # number of braces that open before the text and close in it
+    excess = text.count("}") - text.count("{")
     while excess > 0 and text.endswith("}"):
         text = text[:-1]
         excess -= 1
@@ -386,7 +402,9 @@ def _value_of_choice(bare: str) -> str:
 
 
 def _trees_of_either(plain: str, value: str, limits: Limits) -> tuple[Node, ...]:
-    """Return the trees of an answer and, if it is a choice, of the text without its letter."""
+    """Return the trees of an answer. For a choice, the trees of the text without its letter come
+    first.
+    """
     if not value:
         return tuple(_trees(plain, limits))
     trees = list[Node]()
@@ -402,18 +420,19 @@ def _trees_of_either(plain: str, value: str, limits: Limits) -> tuple[Node, ...]
 
 
 def _trees(plain: str, limits: Limits) -> list[Node]:
-    """Return the trees of a cleaned text: first with separators of thousands removed, then as
-    written.
+    """Return the trees of a cleaned text.
+
+    The text is parsed first without separators of thousands, and then as it is written.
     """
     meaning = _in_words(plain, limits) if len(plain) < 240 else None
     if meaning is not None:
         return [meaning]
-    # (1,234) has two entries
+    # in (1,234), the comma separates two entries
     joined = FORMS["pair"].sub(lambda match: match[0].replace(",", ", "), plain)
     joined = FORMS["thousands"].sub(lambda match: match[0].replace(",", ""), joined)
     spellings = [joined] if joined == plain or FORMS["zeros"].search(plain) else [joined, plain]
     below = FORMS["below_slash"].sub(r"/(\1)", joined)
-    # t/RC means t/(RC) in physics, but (t/R)C in programs, so it is read in both ways
+    # parse t/RC both as t/(RC), as physicists write it, and as (t/R)C, as in programs
     if below != joined:
         spellings.append(below)
     counted = FORMS["counted"].sub(_as_binomial, joined)
@@ -433,7 +452,7 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
 
 
 def _as_binomial(match: re.Match[str]) -> str:
-    """Return C(6,2) and _6C_2 as a binomial coefficient, and P(6,2) as a quotient of factorials."""
+    """Write C(6,2) and _6C_2 as a binomial coefficient, and P(6,2) as a quotient of factorials."""
     parts = [part for part in match.groups() if part]
     kind = next(part for part in parts if part in "ACP")
     n, k = (part for part in parts if part != kind)
@@ -441,8 +460,9 @@ def _as_binomial(match: re.Match[str]) -> str:
 
 
 def _in_words(plain: str, limits: Limits) -> Node | None:
-    """Return the tree of an answer in words: a number, a set, a date, or a quotient with its
-    remainder.
+    """Return the tree of an answer in words; None for other answers.
+
+    The answer may be a number, a set, a date, or a quotient with its remainder.
     """
     if FORMS["date"].fullmatch(plain):
         raise UnknownWords("a date whose day and month cannot be told apart")
@@ -480,7 +500,7 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
 
 
 def _fixed(words: str) -> str:
-    """Return the normal form in which a phrase is compared."""
+    """Return the form of a phrase that all phrases of the same meaning share."""
     for fixed, form in vocabulary.MEANINGS.items():
         if form.fullmatch(words):
             return fixed

@@ -18,18 +18,18 @@ class Tables:
     """The tables of one data file."""
 
     def __init__(self, name: str | Path) -> None:
-        """Read the data file `path`, which is relative to the folder of this module or absolute."""
+        """Read the data file `name`. A relative path starts at the folder of this module."""
         path = Path(__file__).parent / name
         self._entries = tomllib.loads(path.read_text(encoding="utf-8"))
 
     def words(self, name: str) -> frozenset[str]:
-        """Return a list of words of the file as a set."""
+        """Return the words of one list of the file."""
         return frozenset(self._entries[name].split())
 
     def patterns(self, part: str = "") -> dict[str, re.Pattern[str]]:
         """Compile the regular expressions of the file, or of one of its sections.
 
-        Each line is an alternative; «name» is replaced by the expression with that name.
+        The lines of an expression are alternatives. «name» stands for the expression of this name.
         """
         entries = self._entries[part] if part else self._entries
         forms = {name: form for name, form in entries.items() if isinstance(form, str)}
@@ -41,7 +41,7 @@ class Tables:
         return {name: re.compile(written(name)) for name in forms}
 
     def table(self, name: str, kind: type[_Kind]) -> _Kind:
-        """Return an entry of the file as a value of this type."""
+        """Return an entry of the file, converted to this type."""
         return msgspec.convert(self._entries[name], kind)
 
 
@@ -52,8 +52,8 @@ FORMS = _WORDS.patterns("forms")
 
 
 def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
-    """Return a dictionary from each spelling to its meaning; the file has the spellings of each
-    meaning.
+    """Return the meaning of each spelling; `meanings` has the spellings of each meaning, separated
+    by spaces.
     """
     return {
         spelling: meaning
@@ -71,12 +71,12 @@ _SMALL = {word: value for value, word in enumerate(table("small", str).split())}
 _VALUES = _SMALL | {word: 20 + 10 * index for index, word in enumerate(table("tens", str).split())}
 _NAMED = spelled(table("shares", dict[str, str])).items()
 SHARES = {form: int(count) for share, count in _NAMED for form in (share, f"{share}s")}
-"""The denominators of fractions by name, such as 3 for "third"."""
+"""The denominator of each named fraction, such as 3 for "third"."""
 NEUTRAL = words("neutral")
 LABELS = words("labels")
 APPROXIMATE = words("rough") | words("alike")
 ATTACHED = words("attached")
-"""Letters that are a unit instead of a variable, if they follow a number and end the answer."""
+"""Letters that are a unit and not a variable, if they follow a number at the end of the answer."""
 SETS = table("sets", dict[str, str])
 MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[str, str]).items()}
 
@@ -84,7 +84,7 @@ MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[st
 def number_in_words(text: str) -> Fraction | None:
     """Return the number that a phrase spells, such as "twenty-seven", "minus four" or "two thirds"."""
     whole, _, rest = text.rpartition(" and ")
-    # "and" in mixed numbers such as "one and a half"
+    # "and" joins the parts of a mixed number such as "one and a half"
     if whole and (rest.startswith(("a ", "an ")) or " " in rest.strip()):
         one = number_in_words(whole)
         two = number_in_words(rest)
@@ -118,7 +118,7 @@ def number_in_words(text: str) -> Fraction | None:
 
 
 def base(name: str) -> Fraction | None:
-    """Return the base of a numeral, given as digits or as a name."""
+    """Return the base of a numeral; the name is a number or a word such as "two"."""
     value = int(name) if name.isdigit() and len(name) < 3 else _BASES.get(name.lower())
     return None if value is None else Fraction(value)
 
@@ -131,7 +131,7 @@ _MONTHS = {
 
 
 def date_in_words(phrase: str) -> str:
-    """Return a date in a fixed form, with the year if it is given; "" if the text is not a date."""
+    """Return a date in a uniform format, with its year if given; "" if it is not a date."""
     match = FORMS["date"].fullmatch(phrase.strip().lower())
     if match is None:
         return ""
@@ -146,7 +146,7 @@ _WORDS_OF_THREE = words("words_of_three")
 
 
 def is_word(letters: str) -> bool:
-    """Return whether letters in a formula are more likely a word than a product of variables."""
+    """Return True if letters in a formula are more likely a word than a product of variables."""
     lower = letters.lower()
     if len(letters) <= 2:
         return False
@@ -158,7 +158,7 @@ def is_word(letters: str) -> bool:
 
 
 def squashed(text: str) -> str:
-    """Return a phrase in lower case, without punctuation and without an article at its beginning."""
+    """Return a phrase in lower case, without punctuation and without an article at its start."""
     pieces = FORMS["piece"].findall(FORMS["hyphen"].sub(" ", text.lower()))
     if len(pieces) > 1 and pieces[0] in ("a", "an", "the") and pieces[1].isalnum():
         pieces = pieces[1:]
@@ -192,7 +192,9 @@ def _combined(parts: list[tuple[Measure, int]]) -> Measure:
 
 
 def _defined(text: str, known: dict[str, Measure]) -> Measure:
-    """Return the dimension and scale of a definition such as "1/1000 kg m^-1"."""
+    """Return the dimension and the scale of a unit that is defined by other units, as in "1/1000 kg
+    m^-1".
+    """
     words = text.split()
     scale = Fraction(words.pop(0)) if text[0].isdigit() else Fraction(1)
     parts = [each.partition("^") for each in words]
@@ -202,7 +204,9 @@ def _defined(text: str, known: dict[str, Measure]) -> Measure:
 
 
 def _catalogue() -> tuple[dict[str, Measure], dict[str, Measure]]:
-    """Return two tables of units: by symbol as written, and by name in lower case in the singular."""
+    """Return two tables of units: one by their symbols, and one by their names in lower case and
+    singular.
+    """
     symbols: dict[str, Measure] = {
         name: (((name, 1),), Fraction(1)) for name in _DATA.words("bases")
     }
@@ -234,8 +238,10 @@ _IRREGULAR = _DATA.table("irregular", dict[str, str])
 
 @lru_cache(maxsize=2048)
 def entry(word: str) -> Measure | None:
-    """Return the dimension and scale of one word; an unknown plural noun is a unit by itself, and a
-    counter such as "items" has no dimension.
+    """Return the dimension and the scale of a unit that is one word.
+
+    An unknown plural noun is a unit of its own dimension. A counter such as "items" has no
+    dimension.
     """
     if word in SYMBOLS:
         return SYMBOLS[word]
@@ -254,12 +260,12 @@ def entry(word: str) -> Measure | None:
 
 @lru_cache(maxsize=2048)
 def measure(unit: str) -> Measure | None:
-    """Return the dimension and scale of a unit phrase such as "square feet"; None if it is unknown."""
+    """Return the dimension and the scale of a unit such as "square feet"; None if it is unknown."""
     parts: list[tuple[Measure, int]] = []
     sign = 1
     power = 1
     tokens: list[str] = re.findall(r"[A-Za-z]+(?:-[a-z]+)?|\^-?\d+|/", unit)
-    # abbreviations such as mph
+    # replace abbreviations such as mph
     spelled_out = " ".join(_SPELLED_OUT.get(token, token) for token in tokens)
     for word in spelled_out.split():
         if word in ("per", "/"):
@@ -284,7 +290,7 @@ def measure(unit: str) -> Measure | None:
 
 
 def is_generic(dimension: Dimension) -> bool:
-    """Return whether a unit is the square or cube of an unnamed length, as in "5 square units"."""
+    """Return True if a unit is the square or cube of an unnamed length, as in "5 square units"."""
     return dimension in ((("unit", 2),), (("unit", 3),))
 
 
@@ -299,7 +305,7 @@ def unit_at(text: str, start: int) -> tuple[str, int] | None:
     position = start
     depth = 0
     phrase = list[str]()
-    has_unit = False  # whether the current factor has the name of a unit
+    has_unit = False  # whether the current factor of the phrase has the name of a unit
     longest: tuple[str, int] | None = None
     while True:
         step = _UNITS["step"].match(text, position)

@@ -44,35 +44,36 @@ from atts.evaluators.verdict import (
     Verdict,
 )
 
-_MOST = 3  # with more arbitrary constants, no renaming is tried
-# letters of constants of integration, of numbered constants, and of any arbitrary constant
+_MOST = 3  # largest number of arbitrary constants for which renamed constants are tried
+# letters for constants of integration, for numbered constants, and for arbitrary constants in
+# general
 _INTEGRATION = re.compile(r"[CcKk](?:_\d)?|const")
 _NUMBERED = re.compile(r"[CcKk]_\d")
 _ARBITRARY = re.compile(r"[A-Da-dKk](?:_\d)?|alpha|beta|const")
 _PARAMETERS = frozenset("tskmnruvlj") | {"lambda", "mu"}
-# Physical constants with their values. Each has a letter whose presence in the other answer shows
-# that the other answer uses the constant.
+# Physical constants, each with its value and a letter. If this letter is in the other answer, that
+# answer contains the constant's value.
 _DEFINED = {
     "hbar": (quotient(symbol("h"), Node("mul", (TWO, PI))), "h"),
     "k": (quotient(number(1), Node("mul", (number(4), PI, symbol("epsilon_0")))), "epsilon_0"),
     "k_e": (quotient(number(1), Node("mul", (number(4), PI, symbol("epsilon_0")))), "epsilon_0"),
 }
-# in solutions these names mean functions, although no argument is written
+# names that mean functions in the solution of an equation, even if no argument is written
 _FUNCTIONS = ("y", "u", "w")
 
 
 def arbitrary(names: frozenset[str]) -> frozenset[str]:
-    """Return those of the letters that usually stand for arbitrary constants."""
+    """Return those names that usually stand for arbitrary constants."""
     return frozenset(name for name in names if _ARBITRARY.fullmatch(name))
 
 
 def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield pairs of trees; if one pair is equal, the answers are equal up to their arbitrary
-    constants.
+    """Yield pairs of trees, each a different choice of the answers' arbitrary constants.
 
-    Most answers give no pair, because a letter is an arbitrary constant only in three places: in
-    the solution of an equation (y = Cx, f(x) = cx), as a separate term (x^2 + C), or as one of
-    several numbered coefficients.
+    If the trees of one pair are equal, the answers are equal up to their arbitrary constants. Most
+    answers give no pair, because a letter is an arbitrary constant only in three places. These are
+    the solution of an equation (y = Cx), a separate term (x^2 + C), and one of several numbered
+    coefficients.
     """
     one = views.named(gold)
     two = views.named(answer)
@@ -89,7 +90,7 @@ def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
     if left != right or len(left) > 1:
         yield from _renamed(gold, answer, left, right, is_solution)
     yield from _shifted(one.value, two.value)
-    # a log in an antiderivative is natural
+    # a log in an antiderivative is a natural logarithm
     if _terms(one.value) and _terms(two.value):
         natural = _natural(one.value), _natural(two.value)
         if natural != (one.value, two.value):
@@ -102,7 +103,10 @@ def _names_a_function(name: Node | None) -> bool:
 
 
 def _written_out(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield the pair with a physical constant replaced by its value in the other answer's letters."""
+    """Replace a physical constant by its value, if only one of the answers names the constant.
+
+    Yields the pair with the replacement.
+    """
     left = variables(gold)
     right = variables(answer)
     for name, (meaning, needed) in _DEFINED.items():
@@ -112,9 +116,7 @@ def _written_out(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _with_one_parameter(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield pairs such as (t, t+1) and (s, s+1) with one letter, because a parameter may have any
-    letter.
-    """
+    """Yield a pair such as (t, t+1) and (s, s+1) with the same letter for the parameter."""
     if gold.kind != "tuple" or answer.kind != "tuple":
         return
     one = variables(gold)
@@ -127,7 +129,7 @@ def _with_one_parameter(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]
 def _renamed(
     gold: Node, answer: Node, left: frozenset[str], right: frozenset[str], is_solution: bool
 ) -> Iterator[tuple[Node, Node]]:
-    """Yield the pairs in which the answer's constants get the letters of the reference's constants."""
+    """Yield pairs in which the answer's constants are renamed to those of the reference."""
     exchanged = _ARBITRARY if is_solution else _NUMBERED
     shared = {name for name in left & right if exchanged.fullmatch(name)}
     ours = sorted((left - right) | shared)
@@ -144,7 +146,7 @@ def _renamed(
 
 
 def _are_arbitrary(names: list[str], others: list[str], body: Node, is_solution: bool) -> bool:
-    """Return whether these letters of an answer are constants that may have any name."""
+    """Return True if these letters of an answer are constants that may have any name."""
     if not all(_ARBITRARY.fullmatch(name) for name in names):
         return False
     if is_solution and all(_INTEGRATION.fullmatch(name) for name in names):
@@ -155,7 +157,8 @@ def _are_arbitrary(names: list[str], others: list[str], body: Node, is_solution:
         return True
     if not variables(body) - set(names):
         return False
-    # A and B in A cos t + B sin t count only if the other answer has constants such as c_1, c_2
+    # A and B in A cos t + B sin t are arbitrary only if the other answer has constants such as c_1,
+    # c_2
     if len(names) > 1:
         return any(all(map(_NUMBERED.fullmatch, each)) for each in (names, others))
     is_of_integration = all(_INTEGRATION.fullmatch(name) for name in (*names, *others))
@@ -163,8 +166,9 @@ def _are_arbitrary(names: list[str], others: list[str], body: Node, is_solution:
 
 
 def _shifted(one: Node, two: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield the difference of two antiderivatives and its value at one point; the difference may be
-    any constant.
+    """Yield the difference of two antiderivatives, paired with its value at one point.
+
+    The two are equal if the antiderivatives differ only by a constant.
     """
     for left in _terms(one):
         for right in _terms(two):
@@ -172,7 +176,8 @@ def _shifted(one: Node, two: Node) -> Iterator[tuple[Node, Node]]:
                 continue
             whole = minus(_without(one, left), _without(two, right))
             names = sorted(variables(whole))
-            # the constant must be added to a function: 2 + C is not an antiderivative
+            # C is a constant of integration only if it is added to a function: 2 + C is not an
+            # antiderivative
             if not names or not variables(_without(one, left)) or not _is_of_functions(names):
                 continue
             point = {name: number(Fraction(1, 2 + at)) for at, name in enumerate(names)}
@@ -180,7 +185,7 @@ def _shifted(one: Node, two: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _natural(node: Node) -> Node:
-    """Return the tree with every log read as the natural logarithm."""
+    """Replace every log in the tree by the natural logarithm."""
     args = tuple(map(_natural, node.args))
     name = "ln" if node.kind == "func" and node.text == "log" else node.text
     return replace(node, args=args, text=name) if args else node
@@ -195,7 +200,7 @@ def _terms(body: Node) -> list[str]:
 
 
 def _is_of_functions(names: list[str]) -> bool:
-    """Return whether one of the letters is a usual variable and none is a letter of constants."""
+    """Return True if one of the names is a usual variable and none stands for a constant."""
     return any(name in "xyztsuvr" or name in ("theta", "phi") for name in names) and not any(
         map(_ARBITRARY.fullmatch, names)
     )
@@ -206,7 +211,7 @@ def _without(body: Node, name: str) -> Node:
 
 
 def _is_term(node: Node, name: str) -> bool:
-    """Return whether a letter is a term of the sum, perhaps with a numeric factor."""
+    """Return True if a letter is a term of the sum, perhaps with a numeric factor."""
     if node.kind == "symbol":
         return node.text == name
     if node.kind not in ("add", "mul"):
@@ -218,7 +223,7 @@ def _is_term(node: Node, name: str) -> bool:
 
 
 def _is_linear(node: Node, names: frozenset[str]) -> bool:
-    """Return whether the letters are coefficients in a sum, never multiplied by one another."""
+    """Return True if the letters are coefficients in a sum, and no product has two of them."""
     if node.kind == "symbol" or not variables(node) & names:
         return True
     if node.kind not in ("add", "mul"):
@@ -229,7 +234,7 @@ def _is_linear(node: Node, names: frozenset[str]) -> bool:
     return all(_is_linear(arg, names) for arg in inside)
 
 
-_PHRASE = 4  # longest name or date, in words
+_PHRASE = 4  # largest number of words in a name or date
 _BOLD = re.compile(r"\\(?:mathbf|bold|bm|pmb|bf)")
 _FORMULA = re.compile(r"\\mathrm\s*\{\s*(?:[A-Z][a-z]?)+\s*\}")
 _MATRIX_FACTOR = re.compile(
@@ -250,11 +255,14 @@ def equivalent(
     limits: Limits = LIMITS,
     grading: Grading = STRICT,
 ) -> Verdict:
-    """Return the verdict on `answer`: is it equal to the reference `gold`, or to one of several?
+    """Return the verdict on `answer`, which is compared with the reference `gold`.
 
-    The verdict is symmetric; the comparison is thread-safe, and bounded in time and memory.
-    `grading` says how far numbers may differ and whether units may be missing. No text is evaluated
-    as code. A pair that cannot be decided is "unscored". Raises OptionError for an unknown kind.
+    If `gold` is a list of references, the answer must be equal to one of them. The verdict is
+    symmetric. `grading` says how far numbers may differ and whether units may be missing. A pair
+    that cannot be decided is "unscored".
+
+    The comparison is thread-safe, and its time and memory are limited. No text is executed as code.
+    Raises OptionError for an unknown kind.
 
     >>> equivalent(r"\\frac{1}{2}", "0.5").status
     'equal'
@@ -287,14 +295,12 @@ def equivalent(
 
 
 def _shown(text: str) -> str:
-    """Return the beginning of a parsed answer, for messages."""
+    """Return the beginning of an answer, for messages."""
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _best(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the best verdict over several references; equal is best, then unscored, then
-    different.
-    """
+    """Return the best of several verdicts. "equal" is best, then "unscored", then "different"."""
     if not verdicts:
         return Verdict("unscored", "no reference")
     order = ("equal", "unscored", "different")
@@ -308,11 +314,11 @@ def matches_reference(
     *,
     grading: Grading = STRICT,
 ) -> Verdict:
-    """Return the verdict on an answer, which may be more or less explicit than the reference.
+    """Return the verdict on an answer, which may differ from the reference in two more ways.
 
-    If units may be missing, the answer may leave out the percent sign of the reference: 28 is
-    accepted for 28 %, but 28 % is not accepted for 28. An answer may name the modulus of a
-    remainder: 6 (mod 11) is accepted for 6, but 6 is not accepted for the class 6 (mod 11).
+    If units may be missing, the answer may omit the percent sign of the reference: 28 is accepted
+    for 28 %, but 28 % is not accepted for 28. An answer may add the modulus of a remainder: 6 (mod
+    11) is accepted for 6, but 6 is not accepted for 6 (mod 11).
     """
     if not isinstance(reference, str):
         return _best([matches_reference(each, answer, kind, grading=grading) for each in reference])
@@ -332,7 +338,9 @@ def matches_reference(
 
 
 def _is_remainder(reference: str, answer: str) -> bool:
-    """Return whether an answer is the reference number with a modulus larger than the number."""
+    """Return True if an answer is the reference number with a modulus that is larger than the
+    number.
+    """
     one = read(reference, LIMITS).trees
     two = read(answer, LIMITS).trees
     if not one or not two or two[0].kind != "congruence" or one[0].value is None:
@@ -353,7 +361,10 @@ def _unscored(error: Undecided | Undefined) -> Verdict:
 
 
 def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
-    """Return the verdict if the texts alone decide it, because they are spelt alike or are choices."""
+    """Return the verdict if the texts alone decide it; None if they do not.
+
+    The texts decide if they are spelt alike, or if the answers are letters of choices.
+    """
     if not one.text:
         return Verdict("unscored", "no reference")
     if not two.text:
@@ -362,7 +373,7 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
         return Verdict("equal", "same text")
     formulas = [_FORMULA.fullmatch(reading.text) for reading in (one, two)]
     if all(formulas) and one.text.lower() == two.text.lower():
-        # upper and lower case matter: CS is a compound, Cs an element
+        # upper and lower case matter: CS is a compound, Cs is an element
         return Verdict("different", "text")
     products = [_matrix_product(reading.text) for reading in (one, two)]
     if products[0] is not None and products[1] is not None:
@@ -380,10 +391,10 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
 
 
 def _matrix_product(text: str) -> list[tuple[str, int]] | None:
-    """Return the factors of a product of matrices in order; None for any other text.
+    """Return the factors of a product of matrices in order. The result is None for any other text.
 
-    The inverse of a product has the inverses in the reverse order; adjacent factors that are
-    inverse to each other cancel.
+    The inverse of a product has the inverse factors in the reverse order. Neighbouring factors that
+    are inverse to each other cancel.
     """
     if not _MATRICES.fullmatch(text):
         return None
@@ -404,7 +415,7 @@ def _matrix_product(text: str) -> list[tuple[str, int]] | None:
 
 
 def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> Verdict:
-    """Return "equal" if any pair of readings is equal, else the verdict on the first pair."""
+    """Return "equal" if any pair of trees is equal, else the verdict on the first pair."""
     first: Verdict | None = None
     has_bold = _BOLD.search(one.text) or _BOLD.search(two.text)
     for gold, answer in product(one.trees, two.trees):
@@ -421,7 +432,7 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
             verdict = _unscored(error)
         except OutOfTime:
             verdict = Verdict("unscored", "time", "the comparison took too long")
-        except RecursionError:  # the caller has used most of the stack
+        except RecursionError:  # the caller has already used most of the stack
             verdict = _unscored(TooLarge("nested too deeply for the remaining stack"))
         if verdict.is_equal:
             return verdict
@@ -432,7 +443,7 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
 
 
 def _are_restated(gold: Node, answer: Node, limits: Limits, policy: Grading) -> bool:
-    """Return whether two answers are equal up to the choice of arbitrary constants."""
+    """Return True if two answers are equal up to the choice of arbitrary constants."""
     for one, two in restated(gold, answer):
         with suppress(Undecided, Undefined, OutOfTime, RecursionError):
             if Comparer(limits, policy).same(one, two):
@@ -441,10 +452,10 @@ def _are_restated(gold: Node, answer: Node, limits: Limits, policy: Grading) -> 
 
 
 def _unread(one: Reading, two: Reading) -> Verdict:
-    """Return the verdict on a pair in which one side is not an expression.
+    """Return the verdict on a pair of which at least one answer could not be parsed.
 
-    The sides are equal if they are the same phrase, and different if no reading of the answer can
-    equal the reference.
+    The answers are equal if they are the same phrase. They are different if the text cannot be an
+    answer, or if its words deny a value.
     """
     problem = one.problem or two.problem
     assert problem is not None
@@ -455,7 +466,7 @@ def _unread(one: Reading, two: Reading) -> Verdict:
         return Verdict("different", "malformed", str(problem))
     if type(problem) is Prose and readable.trees:
         return Verdict("different", "prose", str(problem))
-    # names and dates only, because sentences have many equal wordings
+    # this applies only to short phrases such as names, because sentences have many equal wordings
     are_short = all(len(reading.squashed.split()) <= _PHRASE for reading in (one, two))
     if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and are_short:
         return Verdict("different", "text")

@@ -36,23 +36,24 @@ _WHOLE = words("of_integers")
 _STEPS = words("stepping")
 _TURNS = words("turning")
 _SWITCHES = words("switching") | _STEPS | _WHOLE | _NATURAL
-_INDICES = frozenset("nmkjNMK")  # letters that are usually integers, such as n in floor(n/2)
-# number of points for expressions without branches: analytic expressions that agree at one generic
-# point agree everywhere
+_INDICES = frozenset("nmkjNMK")  # letters that usually stand for integers, such as n in floor(n/2)
+# Number of points at which expressions without branches are compared. Analytic expressions that
+# agree at one generic point agree everywhere.
 _SMOOTH = 6
 _SCATTERED = 24
 _CONSTANTS = 14
-_SWEEP = 120  # for a modulus up to this, all residues are tried
+_SWEEP = 120  # largest modulus for which all residues are tried
 
 
 # ---- points
 
 
 def domains(*nodes: Node) -> dict[str, Domain]:
-    """Return the domain of each variable, found from the functions that are applied to the
+    """Return the domain of each variable, which is found from the functions that contain the
     variable.
 
-    A domain is real, integer, positive integer or small integer.
+    "real": all real numbers. "step": all integers. "whole": positive integers. "natural": small
+    positive integers.
     """
     ranks = {name: 0 for node in nodes for name in variables(node)}
     for node in nodes:
@@ -67,7 +68,9 @@ def domains(*nodes: Node) -> dict[str, Domain]:
 
 
 def _demand(node: Node) -> tuple[int, Node]:
-    """Return the rank of the domain that a node requires for the variables in one of its arguments."""
+    """Return an index of `_RANKS`, and the argument whose variables must be in this domain or a
+    smaller one.
+    """
     if node.kind == "func":
         is_turn = node.text in _TURNS and any(each.text == "pi" for each in node.walk())
         rank = int(node.text in _STEPS or is_turn)
@@ -82,8 +85,8 @@ def _demand(node: Node) -> tuple[int, Node]:
 
 @lru_cache(maxsize=8192)
 def _coordinate(name: str, index: int, domain: Domain) -> Fraction:
-    """Return a variable's coordinate at a generic point, which depends on its name and the point's
-    index.
+    """Return the value of a variable at a generic point. It depends only on the name, the index and
+    the domain.
     """
     draw = random.Random(f"{name}@{index}")
     if domain == "natural":
@@ -102,18 +105,19 @@ def _coordinate(name: str, index: int, domain: Domain) -> Fraction:
 
 
 def generic(ranges: dict[str, Domain], index: int) -> Point:
-    """Return the point with this index; the first two points are positive, the first six have
-    moderate size.
+    """Return the generic point with this index, as a value for each variable.
+
+    All values of the first two points are positive. Those of the first six points have a moderate
+    size.
     """
     return {name: _coordinate(name, index, domain) for name, domain in ranges.items()}
 
 
 def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
-    """Yield generic points; if one of the trees has branches, also scattered points and nearby
-    points.
+    """Yield points at which two expressions are compared.
 
-    Nearby points are close to the constants of the expressions and to the points at which a branch
-    changes.
+    The first points are generic. If an expression has branches, more points follow. They are close
+    to the constants in the expressions, and to the points at which a branch changes.
     """
     ranges = domains(left, right)
     switches = tuple(dict.fromkeys(each for node in (left, right) for each in _switches(node)))
@@ -125,7 +129,7 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
         yield generic(ranges, index)
     constants = tuple(_constants((left, right), limits))
     conditions = [each for node in (left, right) for each in node.walk() if each.kind == "relation"]
-    # an integer may be 0 if a condition mentions 0
+    # the smallest integer to try is 0 if a condition mentions 0, else 1
     least = 1 - any(arg.value == 0 for each in conditions for arg in each.args)
     for base in (generic(ranges, 0), generic(ranges, 3))[: len(ranges)]:
         for name, domain in ranges.items():
@@ -138,7 +142,7 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
                 values = _whole_around(marks, domain, least)
             for value in values:
                 yield base | {name: value}
-    # at these points all variables are close to a constant
+    # at these points, the values of all variables are close to one constant
     if len(ranges) > 1 and set(ranges.values()) == {"real"}:
         for mark in constants:
             for factor in (Fraction(3), Fraction(-3), Fraction(1, 7)):
@@ -147,8 +151,9 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
 
 
 def _switches(node: Node) -> Iterator[Node]:
-    """Yield the nodes whose sign selects a branch: arguments of functions such as abs, radicands,
-    and conditions.
+    """Yield the nodes whose sign selects a branch.
+
+    These are arguments of functions such as abs, radicands of roots, and conditions.
     """
     for each in node.walk():
         if not variables(each):
@@ -183,7 +188,7 @@ def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
         if value > 3:
             yield Fraction(math.isqrt(int(value)))
     yield from {one / two for one in kept[:6] for two in kept[:6] if one != two}
-    if has_logarithm:  # at these points a logarithm equals a constant
+    if has_logarithm:  # at these points, a logarithm has the value of a constant
         for base in (math.e, 10):
             for value in kept:
                 if 1 < value < 300:
@@ -191,8 +196,9 @@ def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
 
 
 def rational(node: Node, limits: Limits, point: Point | None = None) -> Fraction | None:
-    """Return a tree's value as a fraction of moderate size; square roots are rounded to nine
-    digits.
+    """Return the value of a tree as a fraction. A square root is rounded to nine digits.
+
+    The result is None if the value is not rational or has too many digits.
     """
     try:
         if node.kind == "root" and node.args[1].value == 2:
@@ -205,7 +211,7 @@ def rational(node: Node, limits: Limits, point: Point | None = None) -> Fraction
 
 
 def _marks(switch: Node, name: str, base: Point, limits: Limits) -> Iterator[Fraction]:
-    """Yield the points at which a linear function of the variable crosses 0, 1 and -1."""
+    """Yield the values of the variable at which a linear expression is 0, 1 or -1."""
     if name not in variables(switch):
         return
     first, second, third = (rational(switch, limits, base | {name: Fraction(x)}) for x in range(3))
@@ -217,8 +223,9 @@ def _marks(switch: Node, name: str, base: Point, limits: Limits) -> Iterator[Fra
 
 
 def around(marks: Iterable[Fraction]) -> list[Fraction]:
-    """Return reals on both sides of each mark and of its negative, between marks, and beyond the
-    last mark.
+    """Return real numbers on both sides of each mark, between the marks, and beyond the last mark.
+
+    The negatives of the marks are also used.
     """
     crowd = sorted({Fraction(0), *(sign * mark for mark in marks for sign in (1, -1))})
     close = Fraction(1, 10**6)
@@ -228,13 +235,11 @@ def around(marks: Iterable[Fraction]) -> list[Fraction]:
 
 
 def _whole_around(marks: Iterable[Fraction], domain: Domain, least: int) -> list[Fraction]:
-    """Return integers at each mark, near it and at twice the mark, and all residues modulo small
-    marks.
-    """
+    """Return integers close to a mark or to its double, and all residues of small marks."""
     known = sorted({abs(math.floor(mark)) for mark in marks})
     values = {mark + step for mark in known for step in (-1, 0, 1, mark)}
     values |= set(range(1, max((mark for mark in known if mark <= _SWEEP), default=0) + 1))
-    # at these integers, terms such as 2n+1 are multiples of an odd modulus
+    # for these integers n, terms such as 2n+1 are close to multiples of an odd modulus
     for slope in range(2, 8):
         for modulus in known[:8]:
             if modulus > _SWEEP and math.gcd(slope, modulus) == 1:
@@ -249,15 +254,18 @@ def _whole_around(marks: Iterable[Fraction], domain: Domain, least: int) -> list
 
 _BITS = 200
 _MOST_BITS = 6_000
-_ENOUGH = 3  # both sides must have equal real values at this many points
-# two values differ if their difference exceeds the error bound by this many bits
+_ENOUGH = 3  # number of points at which both sides must have equal real values
+# number of bits by which a difference must exceed the error bound, so that two values count as
+# different
 _SLACK = 12
-# with one of these names, complex numbers are expected
+# if an expression has one of these names, its values may be complex
 _COMPLEX = frozenset({"i", "re", "im", "arg"})
 
 
 class _AtPoint(NamedTuple):
-    """The comparison of two values at a point: which values are real, and whether they are equal."""
+    """The comparison of two values at one point: whether each value is real, and whether they are
+    equal.
+    """
 
     is_first_real: bool
     is_second_real: bool
@@ -265,29 +273,30 @@ class _AtPoint(NamedTuple):
 
 
 class Prober:
-    """An evaluator with a budget of work, which tries exact arithmetic first."""
+    """An evaluator with a limit on its work. It computes exactly if possible."""
 
     def __init__(self, limits: Limits, budget: Budget | None = None) -> None:
         self.limits = limits
         self.budget = budget or Budget(limits)
-        # variables that stand for sizes; these are positive at every point
+        # variables that stand for sizes, such as lengths; only positive values of these variables
+        # are tried
         self.positive = frozenset[str]()
-        # whether the expressions are real functions: they have variables and do not mention complex
-        # numbers
+        # whether both expressions are real functions of real variables
         self.is_of_reals = False
-        self.apart = 0  # number of points at which only one side has a value
+        self.apart = 0  # number of points at which only one side has a real value
 
     def value(self, node: Node, env: Environment = NOWHERE, bits: int = _BITS) -> Value:
         """Return the exact value, or an approximation if the value is not rational.
 
-        Raises Undefined if the expression has no value, and Undecided beyond a cap or if it is not
-        a number.
+        Raises Undefined if the expression has no value. Raises Undecided if it is not a number or
+        exceeds a limit.
         """
         return self.measured(node, env, bits)[0]
 
     def measured(self, node: Node, env: Environment, bits: int) -> tuple[Value, int, bool]:
-        """Return the value, the bits of precision that it needs, and whether an intermediate value
-        is not real.
+        """Return the value, the number of bits that its computation needs, and a flag.
+
+        The flag is true if an intermediate value is not real.
         """
         evaluator = Evaluator(bits, self.limits, env, self.budget)
         value = evaluator.value(node)
@@ -295,11 +304,11 @@ class Prober:
         return value, spread, evaluator.has_left_reals
 
     def are_apart(self, env: Environment, *are_outside: bool) -> bool:
-        """Return whether two functions of reals are known to be defined at different points.
+        """Return True if two real functions are known to be defined at different points.
 
-        A function of reals has no value at points where a part of it is not real. Single points do
-        not count, nor do points at which several variables are negative: the letters of a formula
-        are assumed to have one sign.
+        A real function has no value at a point where a part of it is not real. Single
+        points are ignored. Points at which several variables are negative are also ignored, because
+        all letters of a formula are assumed to have one sign.
         """
         is_one_outside = are_outside[0] != are_outside[1]
         if self.is_of_reals and is_one_outside and sum(x < 0 for x in env.values()) < 2:
@@ -307,7 +316,7 @@ class Prober:
         return self.apart >= _ENOUGH
 
     def equal(self, left: Node, right: Node) -> bool:
-        """Return whether two expressions have equal values, and are real at the same points.
+        """Return True if two expressions have equal values and are real at the same points.
 
         Raises Undecided if too few points can be evaluated, or if the precision is too low.
         """
@@ -338,7 +347,7 @@ class Prober:
         raise Undecided("too few points at which both expressions have a value")
 
     def comparisons(self, left: Node, right: Node) -> Iterator[_AtPoint]:
-        """Yield a comparison of the values at each point at which both sides can be evaluated."""
+        """Yield a comparison of the values for each point at which both sides can be evaluated."""
         for point in points(left, right, self.limits):
             env = point
             if self.positive:
@@ -366,7 +375,7 @@ class Prober:
             return None
 
     def is_defined(self, node: Node, env: Environment) -> bool:
-        """Return whether an expression has a value at a point."""
+        """Return True if an expression has a value at a point."""
         try:
             self.value(node, env)
         except Undefined:
@@ -374,9 +383,10 @@ class Prober:
         return True
 
     def compare_at(self, left: Node, right: Node, env: Environment, sure: bool = False) -> _AtPoint:
-        """Compare two values at a point; increase the precision if rounding hides the difference.
+        """Compare two values at a point. The precision is increased if rounding hides the
+        difference.
 
-        With `sure`, two approximate values count as equal only if they also agree at a higher
+        If `sure` is true, two approximate values are equal only if they also agree at a higher
         precision.
         """
         bits = _BITS
@@ -384,7 +394,8 @@ class Prober:
             first, one, is_first_out = self.measured(left, env, bits)
             second, two, is_second_out = self.measured(right, env, bits)
             needed = max(one, two) + _BITS
-            if needed > bits:  # with more bits, a small term added to a large term shows
+            # a small term that is added to a large term becomes visible with more bits
+            if needed > bits:
                 bits = needed
                 continue
             are_exact = isinstance(first, Fraction) and isinstance(second, Fraction)
@@ -398,9 +409,9 @@ class Prober:
         raise TooLarge("rounding hides the difference")
 
     def agree(self, first: Value, second: Value, bits: int = _BITS) -> bool:
-        """Return whether two values are equal within their error bounds.
+        """Return True if two values are equal within their error bounds.
 
-        Raises Undecided if the errors are too large to decide.
+        Raises Undecided if the error bounds are too large.
         """
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
@@ -421,10 +432,10 @@ class Prober:
         return Evaluator(bits, self.limits).approximate(value)
 
     def proportional(self, left: Node, right: Node) -> int:
-        """Return the sign of a constant c with right = c * left at every point; 0 if there is no
-        such c.
+        """Return the sign of the constant c for which right = c * left at every point.
 
-        Raises Undecided if too few points can be evaluated.
+        The result is 0 if there is no such constant. Raises Undecided if too few points can be
+        evaluated.
         """
         is_one_zero = False
         for env in points(left, right, self.limits):
@@ -459,7 +470,7 @@ class Prober:
 
 
 def is_real(value: Value) -> bool:
-    """Return whether the imaginary part of a value is within its error bound of zero."""
+    """Return True if the imaginary part of a value is zero within its error bound."""
     if isinstance(value, Fraction) or not hasattr(value.value, "_mpc_"):
         return True
     return magnitude(value.value.imag) <= value.error + _SLACK
@@ -472,14 +483,16 @@ def sign_of(value: Value) -> int:
 
 
 def is_zero(value: Value) -> bool:
-    """Return whether a value is within its error bound of zero."""
+    """Return True if a value is zero within its error bound."""
     if isinstance(value, Fraction):
         return value == 0
     return value.magnitude <= max(value.error + _SLACK, NOTHING)
 
 
 def written(value: Value) -> str:
-    """Return a value as text: a fraction in lowest terms if it is rational, else thirty digits."""
+    """Return a value as text: a fraction in lowest terms if it is rational, else a number with
+    thirty digits.
+    """
     if isinstance(value, Fraction):
         return f"{value.numerator:x}/{value.denominator:x}"
     if is_zero(value):
@@ -492,7 +505,9 @@ def written(value: Value) -> str:
 
 
 def _component(part: Any, whole: Approx) -> str:
-    """Return a real or imaginary part as text: "0", a small fraction, or thirty digits."""
+    """Return the real or imaginary part of a value as text: a small fraction, or a number with
+    thirty digits.
+    """
     if magnitude(part) <= max(whole.error + _SLACK, whole.magnitude - 130):
         return "0/1"
     sign, mantissa, exponent, _ = part._mpf_

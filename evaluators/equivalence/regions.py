@@ -31,29 +31,30 @@ _REAL_SETS = frozenset({"union", "setminus", "builder"})
 
 
 class End(NamedTuple):
-    """A position on the real line: just before a number, or just after it."""
+    """A position on the real line, which is directly before or directly after a number."""
 
     value: Node
     after: bool
 
 
 Region = tuple[End, ...]
-"""A set of reals as its sorted ends: intervals begin at the first, third, ... end and stop at the
-second, fourth, ... end.
+"""A set of real numbers, as the sorted ends of its intervals.
+
+The first, third, ... end begins an interval, and the second, fourth, ... end closes it.
 """
 _LOWEST = End(BELOW, True)
 _HIGHEST = End(INFINITY, False)
 
 
 def is_inequality(node: Node) -> bool:
-    """Return whether an answer restricts its variable by inequalities."""
+    """Return True if an answer restricts its variable by inequalities."""
     if node.kind == "list":
         return bool(node.args) and all(is_inequality(arg) for arg in node.args)
     return node.kind == "relation" and not set(node.text.split()) - {"<", ">", "<=", ">=", "!="}
 
 
 def speaks_of_reals(node: Node) -> bool:
-    """Return whether an answer is a set of reals, other than a single interval in brackets."""
+    """Return True if an answer is a set of real numbers, and not one interval in brackets."""
     return is_inequality(node) or any(
         each.kind in _REAL_SETS or each.text == "cap" for each in node.walk()
     )
@@ -61,12 +62,12 @@ def speaks_of_reals(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Line:
-    """A builder of sets of reals, whose ends are compared as numbers if they have no variables."""
+    """A builder of sets of real numbers. The ends of intervals are compared as numbers."""
 
     prober: Prober
 
     def region(self, node: Node) -> Region | None:
-        """Return the set of reals that a node describes; None if it cannot be computed."""
+        """Return the set of real numbers that a node describes; None if it cannot be computed."""
         try:
             return self._region(node)
         except Undefined:
@@ -84,7 +85,7 @@ class Line:
         return self.related(node) if node.kind == "relation" else None
 
     def combined(self, node: Node) -> Region | None:
-        """Return the set of reals that a union, list, difference or intersection of sets describes."""
+        """Return the real numbers that a union, list, difference or intersection describes."""
         parts = list[Region]()
         for arg in node.args:
             part = self._region(arg)
@@ -103,11 +104,11 @@ class Line:
         if node.kind == "union" or node.text == "or" or not (node.text or is_inequality(node)):
             return either
         both = self.shared(parts, len(parts))
-        # in "x < 1, x > 3" at most one of the conditions can be true
+        # in a list such as "x < 1, x > 3", both conditions cannot be true, so one of them suffices
         return either if not both and node.kind == "list" and not node.text else both
 
     def built(self, member: Node, condition: Node) -> Region | None:
-        """Return the set {x : condition}; the condition may also declare that x is real."""
+        """Return the set {x : condition}. The condition may also state that x is real."""
         if member.kind == "relation" and member.text == "in" and member.args[1] == REALS:
             member = member.args[0]
         if member.kind != "symbol" or variables(condition) != frozenset({member.text}):
@@ -115,8 +116,8 @@ class Line:
         return self._region(condition)
 
     def whole(self, node: Node) -> Node:
-        """Return the integers that meet a condition, as a list; return the node unchanged if there
-        are too many.
+        """Return the integers that satisfy a condition, as a set. If there are too many, return the
+        node.
         """
         member, condition = node.args
         is_whole = member.kind == "relation" and member.text == "in"
@@ -132,7 +133,7 @@ class Line:
         return Node("set", tuple(number(x, str(x)) for x in members))
 
     def related(self, node: Node) -> Region | None:
-        """Return the set on which a relation, or every relation of a chain, is true."""
+        """Return the set on which a relation is true. All relations of a chain must be true."""
         signs = node.text.split()
         sides = node.args
         if signs in (["in"], ["notin"]):
@@ -153,9 +154,7 @@ class Line:
         return parts[0] if len(parts) == 1 else self.shared(parts, len(parts))
 
     def solved(self, left: Node, sign: str, right: Node) -> Region | None:
-        """Return the set of values of the variable for which left < right, or another relation, is
-        true.
-        """
+        """Return the set on which a relation between two sides is true."""
         if sign in ("!=", "="):
             suffix = "" if sign == "!=" else "="
             below = self.solved(left, "<" + suffix, right)
@@ -176,7 +175,7 @@ class Line:
         return self.polynomial(minus(left, right), sign)
 
     def absolute(self, inside: Node, sign: str, bound: Node) -> Region | None:
-        """Return the set on which an absolute value is below (or above) a bound."""
+        """Return the set on which an absolute value is below or above a bound."""
         one = self.solved(inside, sign, bound)
         two = self.solved(inside, FLIPPED[sign], Node("mul", (MINUS_ONE, bound)))
         if one is None or two is None:
@@ -184,8 +183,9 @@ class Line:
         return self.shared([one, two], 1 if sign in (">", ">=") else 2)
 
     def polynomial(self, node: Node, sign: str) -> Region | None:
-        """Return the set on which a polynomial of degree one or two is below zero, or in another
-        relation to zero.
+        """Return the set on which a polynomial has a relation such as < to zero.
+
+        The degree of the polynomial is one or two. For any other expression, the result is None.
         """
         (name,) = variables(node)
         try:
@@ -199,7 +199,7 @@ class Line:
         slope = values[1] - c - curve
         for x, y in zip((3, -5, 11), values[3:], strict=True):
             if curve * x * x + slope * x + c != y:
-                return None  # only polynomials of degree at most two are solved
+                return None  # the expression is not a polynomial of degree two or less
         if not curve and not slope:
             return None
         if not curve:
@@ -217,8 +217,9 @@ class Line:
         return between if is_between else _rest(between)
 
     def linear(self, node: Node, name: str, sign: str) -> Region | None:
-        """Return the set on which a linear expression is below zero, also for irrational
-        coefficients.
+        """Return the set on which a linear expression has a relation such as < to zero.
+
+        The coefficients may be irrational.
         """
         at = [substituted(node, {name: number(x)}) for x in range(3)]
         first, second = (minus(two, one) for one, two in pairwise(at))
@@ -229,9 +230,9 @@ class Line:
         return _ray(sign if direction > 0 else FLIPPED[sign], root) if direction else None
 
     def order(self, one: Node, two: Node) -> int:
-        """Return -1, 0 or 1 if the first number is below, equal to or above the second.
+        """Return -1, 0 or 1 if the first number is less than, equal to or greater than the second.
 
-        Raises Undecided for ends with variables.
+        Raises Undecided if one of them contains a variable.
         """
         if one == two:
             return 0
@@ -251,13 +252,15 @@ class Line:
         return self.order(one.value, two.value) or one.after - two.after
 
     def shared(self, regions: Sequence[Region], least: int) -> Region:
-        """Return the points that are in at least `least` of the sets: 1 gives the union, the number
-        of sets gives the intersection.
+        """Return the points that are in at least `least` of the sets.
+
+        If `least` is 1, the result is the union. If it is the number of sets, the result is the
+        intersection.
         """
         stretches = [
             pair for region in regions for pair in zip(region[::2], region[1::2], strict=True)
         ]
-        # ends with variables cannot be sorted, so a union of such sets is stored as its parts, one
+        # ends with variables cannot be sorted, so the intervals of such a union are stored one
         # after the other
         if least == 1 and any(has(end.value, "symbol") for pair in stretches for end in pair):
             stretches.sort(key=lambda pair: (pair[0] != _LOWEST, pair[1] == _HIGHEST, repr(pair)))
@@ -303,10 +306,10 @@ _MOST_CLASSES = 2_000
 
 
 def same_classes(prober: Prober, one: Family, two: Family) -> bool | None:
-    """Return whether two families with an integer parameter have the same values; None if unknown.
+    """Return True if two families with an integer parameter have the same values; None if unknown.
 
     Each family is a union of arithmetic progressions, perhaps one for even and one for odd
-    integers. Two families are the same if they have the same remainders modulo a common period.
+    integers. Two families are equal if they have the same remainders modulo a common period.
     """
     try:
         sides = [_progressions(prober, each) for each in (one, two)]
@@ -346,8 +349,9 @@ def same_classes(prober: Prober, one: Family, two: Family) -> bool | None:
 
 
 def _progressions(prober: Prober, family: Family) -> list[tuple[Node, Node]]:
-    """Return the starts and steps of a family's arithmetic progressions; empty if the family has
-    other values.
+    """Return the first value and the step of each arithmetic progression of a family.
+
+    The list is empty if the family has values that are not in a progression.
     """
     found = list[tuple[Node, Node]]()
     for member in members(family.value):
@@ -370,7 +374,7 @@ def _progressions(prober: Prober, family: Family) -> list[tuple[Node, Node]]:
 
 
 def _share(prober: Prober, part: Node, unit: Node) -> Fraction | None:
-    """Return part / unit as a fraction; None if it is not a fraction with a small denominator."""
+    """Return part / unit as a fraction; None if it has no fraction with a small denominator."""
     value = prober.value(quotient(part, unit))
     if isinstance(value, Fraction):
         return value
@@ -381,10 +385,10 @@ def _share(prober: Prober, part: Node, unit: Node) -> Fraction | None:
 
 
 def reparametrised(prober: Prober, one: Family, two: Family) -> Node | None:
-    """Return the second family's value with its parameter expressed by the first family's.
+    """Return the value of the second family with the parameter of the first family.
 
-    The change of parameter is linear and makes their first entries with a parameter equal. The
-    result is None if the change does not map all integers to all integers.
+    The change of parameter is linear. It makes those first entries equal that contain a parameter.
+    The result is None if the change does not map all integers to all integers.
     """
     (name,) = one.names
     (other,) = two.names

@@ -39,14 +39,14 @@ FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~"
 
 
 class Named(NamedTuple):
-    """A value with its name, if it has one."""
+    """A value with its name. The name is None if the value has none."""
 
     name: Node | None
     value: Node
 
 
 def unapplied(node: Node, names: frozenset[str]) -> Node:
-    """Return the tree with g(a+b) as a product if g is a variable elsewhere in the tree."""
+    """Return the tree with g(a+b) read as a product, if g is a variable elsewhere in the tree."""
     args = tuple(unapplied(arg, names) for arg in node.args)
     if node.kind == "call" and node.text in names and [arg.kind for arg in args] == ["add"]:
         return Node("mul", (symbol(node.text), *args))
@@ -54,7 +54,7 @@ def unapplied(node: Node, names: frozenset[str]) -> Node:
 
 
 def is_name(node: Node) -> bool:
-    """Return whether one side of an equation is only a name, such as x, f(x), AB or |AB|."""
+    """Return True if one side of an equation is only a name, such as x, f(x), AB or |AB|."""
     if node.kind in ("symbol", "word"):
         return True
     if node.kind == "call":
@@ -71,19 +71,18 @@ def is_name(node: Node) -> bool:
 
 
 def _is_point(node: Node) -> bool:
-    """Return whether a node is a capital letter, which may name a point, or a product of such
-    letters.
-    """
+    """Return True if a node is a product of capital letters, each of which may name a point."""
     if node.kind == "mul":
         return all(map(_is_point, node.args))
     return node.kind == "symbol" and node.text[0].isupper()
 
 
 def named(node: Node) -> Named:
-    """Split "x = 5" into the name x and the value 5; "5 + 6 = 11" is the value 11 without a name.
-    Any other equation is returned as it is, without a name.
+    """Split an answer such as "x = 5" into the name x and the value 5.
+
+    "5 + 6 = 11" is the value 11 without a name. Any other equation is a value without a name.
     """
-    # A(1, 2)
+    # a point with its coordinates, such as A(1, 2)
     if [arg.kind for arg in node.args] == ["symbol", "tuple"] and _is_point(node.args[0]):
         return Named(*node.args)
     if node.kind != "relation":
@@ -103,7 +102,7 @@ def named(node: Node) -> Named:
     sides = list(node.args)
     if len(sides) == 2 and has(sides[0], "call") and not has(sides[1], "call", "symbol"):
         return Named(sides[0], sides[1])
-    # an approximate value is used only if there is no exact value
+    # an approximate value is used only if there is no exact one
     while signs[-1] == "~" and (len(sides) > 2 or not is_name(sides[0])):
         signs.pop()
         sides.pop()
@@ -116,13 +115,14 @@ def _of_chain(sides: list[Node]) -> Named:
     """Return the name and the value of a chain of equalities."""
     last = variables(sides[-1])
     between = [names for names in map(variables, sides[1:-1]) if names]
-    is_tied = last and any(not names & last for names in between)  # x = 2y = 3z
+    # the sides have different variables, as in x = 2y = 3z
+    is_tied = last and any(not names & last for names in between)
     if is_name(sides[0]) and not _mentions(sides[-1], sides[0]) and not is_tied:
         return Named(sides[0], sides[-1])
     if len(sides) == 2 and sides[1].kind != "word" and is_name(sides[1]):
         if not _mentions(sides[0], sides[1]):
             return Named(sides[1], sides[0])
-    # a chain without a name is an equation of its variables
+    # if no side is a name, the chain is an equation of its variables
     is_result = (
         (len(sides) > 2 and last <= variables(sides[0]))
         or not any(map(variables, sides))
@@ -138,12 +138,12 @@ def _mentions(node: Node, name: Node) -> bool:
 
 
 def may_name_one(one: Node, two: Node) -> bool:
-    """Return whether two names can denote the same value."""
+    """Return True if two names can mean the same value."""
     if one.kind != two.kind:
         call, other = (one, two) if one.kind == "call" else (two, one)
         if call.kind != "call" or other.kind != "symbol":
             return True
-        # "f(2)" does not name the same value as "x", and a function is not its argument
+        # "f(2)" is not a name for "x", and a function is not a name for its argument
         return call.args[0].kind != "number" and other not in call.args
     if one.kind == "word":
         few, many = sorted(({*name.text.split()} for name in (one, two)), key=len)
@@ -159,7 +159,7 @@ def may_name_one(one: Node, two: Node) -> bool:
 
 
 def shortened(node: Node, other: Node) -> Node:
-    """Return m+n = 100+13 = 113 as m+n = 113, if the other answer is also an equation."""
+    """Shorten m+n = 100+13 = 113 to m+n = 113, if the other answer is also an equation."""
     if node.kind != "relation" or other.kind != "relation" or {*node.text.split()} != {"="}:
         return node
     first, *results = node.args
@@ -169,7 +169,7 @@ def shortened(node: Node, other: Node) -> Node:
 
 
 def unbold(node: Node, other: Node) -> Node:
-    """Return the tree with bold letters as the other answer writes them: as vectors, or plain."""
+    """Replace bold letters by vectors if the other answer has vectors, else by plain letters."""
     names = [each.text for each in node.walk() if each.text.startswith("bold ")]
     if not names:
         return node
@@ -179,8 +179,9 @@ def unbold(node: Node, other: Node) -> Node:
 
 
 def concluded(node: Node, other: Node) -> Node:
-    """Return the last equation of a list such as m=3, n=17, m+n=20, if the other answer is not a
-    list.
+    """Return the last equation of a list such as m=3, n=17, m+n=20.
+
+    The list is returned unchanged if the other answer is a list too.
     """
     if node.kind != "list" or node.text == "or" or other.kind in ("list", "set", "tuple"):
         return node
@@ -194,11 +195,11 @@ def concluded(node: Node, other: Node) -> Node:
 
 
 def stated_value(equation: Node, other: Node) -> Node | None:
-    """Return v of an equation `expression = v`, if the other answer is a value without an equation.
+    """Return the value v of an equation `expression = v`, if the other answer is a value.
 
-    For example, m+n = 46 and |z| = 5 state a value, but the other answer has no names. Some
-    equations are themselves the answer, so they are not changed: an equation with 0, an equation of
-    a curve in x, y and z, or a residue class of an unknown.
+    For example, m+n = 46 and |z| = 5 state a value. Some equations are themselves the answer, so
+    the result is None for them: an equation with 0, the equation of a curve in x, y and z, or a
+    residue class of an unknown.
     """
     if equation.kind == "congruence":
         return equation.args[0] if _is_of_digits(equation) else None
@@ -219,15 +220,16 @@ def stated_value(equation: Node, other: Node) -> Node | None:
 
 
 def _is_of_digits(congruence: Node) -> bool:
-    """Return whether a residue class gives the last digits of a number, so that its modulus is 100,
-    1000 or a larger power of 10.
+    """Return True if a residue class gives the last digits of a number.
+
+    Then its modulus is 100, 1000 or a larger power of 10.
     """
     modulus = congruence.args[1].value
     return modulus is not None and re.fullmatch("100+", str(modulus)) is not None
 
 
 def _is_multiple(node: Node) -> bool:
-    """Return whether a side is a number times one unknown, as in 2x = 3, which can be solved."""
+    """Return True if a side is a number times one unknown, as in 2x = 3, which can be solved."""
     if node.kind != "mul" or len(node.args) != 2:
         return False
     factor, unknown = node.args
@@ -236,7 +238,7 @@ def _is_multiple(node: Node) -> bool:
 
 
 def with_quotients(node: Node) -> Node:
-    """Return an equation of ratios with two parts as an equation of quotients."""
+    """Replace the ratios of two parts in an equation by quotients."""
     sides = [
         quotient(*side.args) if side.kind == "ratio" and len(side.args) == 2 else side
         for side in node.args
@@ -245,14 +247,14 @@ def with_quotients(node: Node) -> Node:
 
 
 def residue(node: Node) -> Node:
-    """Return the value "3 mod 7" as the residue class of 3 modulo 7."""
+    """Return the residue class of 3 modulo 7 for the value "3 mod 7"."""
     if node.kind != "func" or node.text != "mod" or any(arg.value is None for arg in node.args):
         return node
     return Node("congruence", node.args)
 
 
 def with_terms(node: Node, limit: int) -> Node:
-    """Return a list such as 1, 3, ..., 9 with all its terms, if the terms are evenly spaced."""
+    """Return a list such as 1, 3, ..., 9 with all its terms, if they are evenly spaced."""
     at = [index for index, arg in enumerate(node.args) if arg.text == "…"]
     if node.kind not in ("set", "list") or len(at) != 1:
         return node
@@ -273,9 +275,7 @@ def with_terms(node: Node, limit: int) -> Node:
 
 
 def _is_curve(node: Node, names: frozenset[str]) -> bool:
-    """Return whether a side is a polynomial in x, y and z, other than a plain sum or product of
-    them.
-    """
+    """Return True if a side is a polynomial in x, y and z, and not only a sum or product."""
     if len(names) < 2 or not names <= {"x", "y", "z"}:
         return False
     for each in node.walk():
@@ -283,7 +283,7 @@ def _is_curve(node: Node, names: frozenset[str]) -> bool:
             continue
         is_power = each.kind == "pow" and (each.args[1].value or 0) >= 1
         if each.kind not in ("add", "mul", "symbol") and not is_power:
-            return False  # equations of curves seldom have logarithms or quotients
+            return False  # logarithms and quotients are rare in equations of curves
     if node.kind == "mul":
         return any(factor.kind != "symbol" for factor in node.args)
     terms = node.args if node.kind == "add" else (node,)
@@ -298,8 +298,10 @@ def _is_curve(node: Node, names: frozenset[str]) -> bool:
 
 
 def signs_expanded(node: Node) -> tuple[Node, ...]:
-    """Return the two values that an expression with +- signs abbreviates; -+ has the opposite sign
-    of +-.
+    """Return the values that an expression with signs such as +- stands for.
+
+    Without the sign -+, each +- has both signs independently. With -+, all signs change together,
+    and -+ has the opposite sign of +-.
     """
     signs = [each.text for each in node.walk() if each.kind == "plusminus"]
     if len(signs) > 4:
@@ -322,8 +324,10 @@ def _signed(node: Node, choice: list[int]) -> Node:
 
 
 def labelled(node: Node) -> dict[Node, Node] | None:
-    """Return a dictionary of several named values by name, for answers such as x=4, y=6 or
-    (x,y)=(4,6).
+    """Return the values of an answer with several names, such as x=4, y=6 or (x,y)=(4,6).
+
+    The result is a dictionary from names to values, or None if the answer does not have such a
+    form.
     """
     pairs: Sequence[tuple[Node | None, Node]] = [
         (each.args[0], each.args[1]) for each in equations(node)
@@ -341,7 +345,7 @@ def labelled(node: Node) -> dict[Node, Node] | None:
 
 
 def equations(node: Node) -> tuple[Node, ...]:
-    """Return a chain such as x=y=1 as the equations x=1 and y=1; empty for any other node."""
+    """Return the equations x=1 and y=1 for a chain such as x=y=1; empty for any other node."""
     *names, value = node.args or (node,)
     is_chain = node.kind == "relation" and {*node.text.split()} == {"="}
     if not is_chain or variables(value) or len(names) < 2:
@@ -352,8 +356,9 @@ def equations(node: Node) -> tuple[Node, ...]:
 
 
 def grouped(node: Node) -> Node:
-    """Return "x=1, y=8 or x=2, y=7" as two points with named coordinates; return other nodes
-    unchanged.
+    """Return "x=1, y=8 or x=2, y=7" as a list of two points with named coordinates.
+
+    Other nodes are returned unchanged.
     """
     if node.kind != "list":
         return node
@@ -369,7 +374,9 @@ def grouped(node: Node) -> Node:
 
 
 class Family(NamedTuple):
-    """A family of values: a value that depends on parameters, and the set of these parameters."""
+    """A family of values: a value that depends on parameters, and the set that contains the
+    parameters.
+    """
 
     value: Node
     names: tuple[str, ...]
@@ -377,7 +384,7 @@ class Family(NamedTuple):
 
 
 def family(node: Node) -> Family | None:
-    """Return "k pi, k in Z", or the set of these values, as a family; None for any other node."""
+    """Return an answer such as "k pi, k in Z" as a family; None for any other node."""
     if node.kind == "builder":
         values = [node.args[0]]
         home = node.args[1]
@@ -391,7 +398,8 @@ def family(node: Node) -> Family | None:
     if not where.startswith("mathbb:"):
         return None
     names = [home.args[0].text]
-    while len(values) > 1 and values[-1].kind == "symbol":  # (s, t+s), s, t in R
+    # several parameters are listed, as in (s, t+s), s, t in R
+    while len(values) > 1 and values[-1].kind == "symbol":
         names.append(values[-1].text)
         values = values[:-1]
     are_values = all(each.kind != "relation" or each.text == "=" for each in values)
@@ -403,9 +411,10 @@ def family(node: Node) -> Family | None:
 
 
 def free(node: Node, other: Node) -> Node:
-    """Return "k pi, k in Z" as k pi, if the other answer does not declare its integer.
+    """Return k pi for "k pi, k in Z", if the other answer does not say that its parameter is an
+    integer.
 
-    The integer gets the letter that it has in the other answer.
+    The parameter gets the letter that it has in the other answer.
     """
     whole = family(node)
     if whole is None or family(other) is not None:
@@ -429,7 +438,11 @@ def free(node: Node, other: Node) -> Node:
 
 
 def implied(node: Node, other: Family) -> Family | None:
-    """Return an answer as a family, like the other answer, if its only letter is a usual parameter."""
+    """Return an answer as a family whose parameters are in the same set as those of the other
+    answer.
+
+    The result is None unless the answer's only letter is a usual parameter.
+    """
     value = named(node).value if node.kind != "list" else node
     parts = [named(arg).value for arg in value.args] if value.kind == "list" else [value]
     names = frozenset[str]().union(*map(variables, parts))
@@ -447,7 +460,7 @@ def entries(node: Node) -> tuple[Node, ...]:
 
 
 def says_alike(gold: Node, answer: Node) -> bool:
-    """Return whether two phrases are equal except for framing words, as in "Bob" and "Bob wins"."""
+    """Return True if two phrases are equal except for framing words, as in "Bob" and "Bob wins"."""
     one = spelt(gold)
     two = spelt(answer)
     if one == two:
@@ -469,7 +482,7 @@ def unframed(phrase: str) -> str:
 
 
 def spelt(node: Node) -> str | None:
-    """Return the spelling by which a word or a product of letters is compared; None for other
+    """Return the spelling by which words and products of letters are compared; None for other
     trees.
 
     Case matters only inside a word: NaCl is not NaCL.
@@ -492,7 +505,7 @@ def letters(node: Node) -> str:
 
 
 def bound_alike(node: Node) -> Node:
-    """Return the tree with its integer parameters, as in "k pi, k in Z", renamed by their order."""
+    """Replace the names of integer parameters, as in "k pi, k in Z", by their order."""
     if node.kind not in ("list", "builder"):
         return node
     inside = node.walk()
@@ -508,7 +521,9 @@ def bound_alike(node: Node) -> Node:
 
 
 def members(node: Node) -> tuple[Node, ...]:
-    """Return the members of an unordered answer, with each +- sign written out as two members."""
+    """Return the members of an answer without order. A member with a +- sign is returned as two
+    members.
+    """
     inside = named(node).value if node.kind == "relation" else node
     if inside.kind in ("list", "set"):
         parts = list[Node]()
@@ -519,13 +534,13 @@ def members(node: Node) -> tuple[Node, ...]:
 
 
 def are_of_one_function(*lists: Node) -> bool:
-    """Return whether two lists contain only equations for one function, such as f(x)=0 and f(x)=x."""
+    """Return True if all equations of the lists define one function, as f(x)=0 and f(x)=x do."""
     names = {named(arg).name for node in lists for arg in node.args}
     return len(names) == 1 and all(name is not None and name.kind == "call" for name in names)
 
 
 def counts_apart(nodes: tuple[Node, ...]) -> bool:
-    """Return whether the members count different things or have different names."""
+    """Return True if each member has its own name, or counts a different thing."""
     kinds = list[object]()
     for node in nodes:
         unit = measure(node.text) if node.kind == "quantity" else None
@@ -534,7 +549,9 @@ def counts_apart(nodes: tuple[Node, ...]) -> bool:
 
 
 def variable_of(node: Node) -> str:
-    """Return the one variable that a set of reals restricts; empty if there is no such variable."""
+    """Return the only variable that a set of real numbers restricts; "" if there is no such
+    variable.
+    """
     names = [] if has(node, "builder") else list(variables(node))
     return names[0] if len(names) == 1 else ""
 
@@ -543,10 +560,10 @@ def variable_of(node: Node) -> str:
 
 
 def matrix(node: Node) -> Node | None:
-    """Return the matrix that a node denotes, also if it is written as rows or transposed; None for
-    any other node.
+    """Return the matrix that a node denotes; None if it denotes none.
 
-    Raises Undecided for sums, products and powers of matrices, which only sympy can compute.
+    The matrix may also be written as a tuple of rows, or transposed. Raises Undecided for sums,
+    products and powers of matrices, which only sympy can compute.
     """
     if node.kind == "matrix":
         return node
@@ -579,9 +596,7 @@ def infinity(node: Node) -> int:
 
 
 def same_numeral(gold: Node, answer: Node) -> bool:
-    """Return whether two numerals with a base are equal; a numeral without a base is compared by
-    its digits.
-    """
+    """Return True if two numerals are equal; if one has no base, the digits are compared."""
     if gold.kind == answer.kind:
         with suppress(Undefined):
             return digits_in_base(gold) == digits_in_base(answer)
@@ -591,7 +606,7 @@ def same_numeral(gold: Node, answer: Node) -> bool:
 
 
 def progression(node: Node) -> Node | None:
-    """Return 8k+3, for an integer k, as the residue class of 3 modulo 8; None for any other node."""
+    """Return the residue class of 3 modulo 8 for 8k+3, with an integer k; else None."""
     value, *homes = node.args if node.kind in ("list", "builder") else (node,)
     names = variables(value)
     are_whole = all(each.text == "in" and each.args[1].text == "mathbb:Z" for each in homes)
@@ -609,8 +624,9 @@ def progression(node: Node) -> Node | None:
 
 
 def clock(node: Node) -> str | None:
-    """Return the time of day in 24 hours that a node states, or that a ratio such as 3:45 may
-    state.
+    """Return the time of day in 24 hours that a node states; None if it states none.
+
+    A ratio such as 3:45 may also be a time of day.
     """
     hours, *rest = [arg.text for arg in node.args] if node.kind == "ratio" else node.text.split(":")
     could_be = (
@@ -632,16 +648,16 @@ def mark(node: Node) -> str:
 
 
 def is_unnamed(one: Dimension, two: Dimension) -> bool:
-    """Return whether one side is in "square units" and the other side in squares of a named length.
+    """Return True if one unit is "square units" and the other the square of a named length.
 
-    For cubes, the rule is the same.
+    The same applies to cubes.
     """
     pairs = ((one, two), (two, one))
     return any(is_generic(a) and b == (("m", a[0][1]),) for a, b in pairs)
 
 
 def is_part(one: Dimension, two: Dimension) -> bool:
-    """Return whether one side names the counted things more precisely, as in "marbles" and "red
+    """Return True if one side names the counted things more precisely, as in "marbles" and "red
     marbles".
     """
     few, many = sorted((one, two), key=len)
@@ -650,20 +666,20 @@ def is_part(one: Dimension, two: Dimension) -> bool:
 
 # ---- sizes
 
-# first the letters of positions, angles and counts; then letters that nearly always stand for a
-# size
+# Letters of positions, angles and counts, which may be negative. The next constant has letters that
+# nearly always stand for a positive size.
 _SIGNED = words("signed_letters")
 _SIZES = words("letters_of_sizes")
 _EVEN = ("abs", "sign", "max", "min", "re", "im", "arg", "floor", "ceil")
 
 
 def sizes(grading: Grading, gold: Node, answer: Node) -> frozenset[str]:
-    """Return the variables that the policy assumes to be positive; empty for most pairs.
+    """Return the variables that the grading policy assumes to be positive; empty for most pairs.
 
-    By default they are the variables of a formula with a root or logarithm in which some letter is
-    a size: a letter of physics (G, rho), a capital, or a letter with an index. Letters of
-    positions, angles and counts are excluded, and so are all variables of formulas with a sign
-    function.
+    By default, these are variables of a formula that has a root or logarithm and a letter for a
+    size. Such a letter is a letter of physics (G, rho), a capital letter, or a letter with an
+    index. Letters of positions, angles and counts are never assumed to be positive. If the formula
+    has a function such as abs or sign, the result is empty.
     """
     names = variables(gold) | variables(answer)
     if not names or grading.variables == "real":
@@ -683,7 +699,7 @@ def sizes(grading: Grading, gold: Node, answer: Node) -> frozenset[str]:
 
 
 def _depends_on_signs(node: Node) -> bool:
-    """Return whether a node, such as a root, can be simplified if its variables are positive."""
+    """Return True if a node, such as a root, can be simplified if its variables are positive."""
     if node.kind == "pow":
         power = node.args[1].value
         return bool(variables(node.args[0])) and (power is None or power.denominator != 1)
@@ -694,27 +710,25 @@ def _depends_on_signs(node: Node) -> bool:
 
 
 def decimal_digits(node: Node) -> int:
-    """Return the number of significant digits of a decimal literal, without final zeros; 0 for
-    other nodes.
-    """
+    """Return the number of digits of a decimal, without zeros at the ends; 0 for other nodes."""
     if node.kind != "number" or "." not in node.text or "e" in node.text.lower():
         return 0
     return len(node.text.replace(".", "").strip("-0"))
 
 
 def is_decimal(node: Node) -> bool:
-    """Return whether a decimal literal has enough digits to count as the rounding of another value."""
+    """Return True if a decimal has enough digits to be accepted as a rounded value."""
     return decimal_digits(node) >= 5
 
 
 def terminates(value: Fraction) -> bool:
-    """Return whether a fraction has a finite decimal expansion."""
+    """Return True if a fraction has a finite decimal expansion."""
     return pow(10, value.denominator.bit_length(), value.denominator) == 0
 
 
 def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
-    """Return whether one node is a decimal with enough digits, and the rounding of the other node's
-    value.
+    """Return True if one node is a decimal with enough digits, and equal to the rounded value of
+    the other node.
 
     The other value must not have a finite decimal expansion.
     """
@@ -730,15 +744,18 @@ def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
 
 
 def policy_for(grading: Grading, gold: Node) -> Grading:
-    """Return the policy for one reference; its relative tolerance applies only if the reference is
-    a decimal.
+    """Return the policy for one reference.
+
+    If the reference is not a decimal, the relative tolerance does not apply.
     """
     is_rounded = any(each.kind == "number" and set(each.text) & set(".eE") for each in gold.walk())
     return grading if is_rounded or not grading.relative else replace(grading, relative=0.0)
 
 
 def is_near(prober: Prober, gold: Node, answer: Node, grading: Grading) -> bool:
-    """Return whether the difference of two numbers is within the policy's tolerance (math.isclose)."""
+    """Return True if the difference of two numbers is within the policy's tolerance, as in
+    math.isclose.
+    """
     if not grading.relative and not grading.absolute:
         return False
     one = prober.known(gold)

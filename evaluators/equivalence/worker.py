@@ -1,8 +1,8 @@
 """A worker process that compares two expressions with sympy, and imports no module of atts."""
 
-# Run as a script by `algebra.py`. A question is one line of JSON with two trees; the reply is one
-# line: true, false or null (undecided). sympy objects are built from the trees, node by node: no
-# text of an answer is ever parsed or evaluated here.
+# The module `algebra.py` runs this file as a script. A question is one line of JSON with two trees.
+# The reply is also one line: true, false, null (undecided), "time" or "memory". sympy objects are
+# built node by node from the trees, so no text of an answer is parsed or executed here.
 
 import importlib
 import json
@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-# imported by name, because the types of sympy do not help here
+# imported by its name, because sympy's type annotations do not help here
 sympy: Any = importlib.import_module("sympy")
 
-_MEMORY = 3 << 30  # limit of the address space, in bytes
+_MEMORY = 3 << 30  # largest size of the address space, in bytes
 _DIGITS = 40
-# a relative difference above this is larger than any error of numerical integration
+# a relative difference above this value cannot be an error of numerical integration
 _CLEARLY = sympy.Float(10) ** -12
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -46,7 +46,8 @@ _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 _DIRECTIONS = {"lim": "+-", "lim+": "+", "lim-": "-"}
 
-Tree = tuple[str, str, str, list[Any]]  # a node as JSON: kind, text, value as a fraction, children
+# a node as JSON: kind, text, value as a fraction, child nodes
+Tree = tuple[str, str, str, list[Any]]
 
 
 class Unknown(Exception):
@@ -54,23 +55,26 @@ class Unknown(Exception):
 
 
 class TimeIsUp(BaseException):
-    """The time limit of a question is reached; this is a BaseException, so that no handler of sympy
+    """The time for a question is used up. This is a BaseException, so that no handler in sympy
     catches it.
     """
 
 
 class Builder:
-    """A builder of sympy objects from trees; equal names in both trees give the same symbol."""
+    """A builder of sympy objects from trees. A name that is in both trees gives the same symbol."""
 
     def __init__(self, *trees: Tree, positive: Sequence[str] = ()) -> None:
         self.assumptions = {name: {"positive": True} for name in positive}
-        self.indefinite = False  # an integral without bounds is known only up to a constant
+        # whether an integral has no bounds, so that its value is known only up to a constant
+        self.indefinite = False
         for tree in trees:
             self.assume(tree)
 
     def assume(self, tree: Tree) -> None:
-        """Record the properties of variables that the trees imply: a count is a positive integer,
-        and x is positive if a tree contains x > 0.
+        """Record the properties of variables that follow from the tree.
+
+        An index is an integer, the bounds of an index are positive integers, and x is positive if
+        the tree contains x > 0.
         """
         kind, text, _, args = tree
         if kind == "sum":
@@ -84,13 +88,13 @@ class Builder:
             self.assume(arg)
 
     def symbol(self, name: str) -> Any:
-        """Return the sympy symbol of a name; the symbol is real, or has the properties that
-        `assume` recorded.
+        """Return the sympy symbol for a name. It has the properties that `assume` recorded, or else
+        is real.
         """
         return sympy.Symbol(name, **self.assumptions.get(name, {"real": True}))
 
     def build(self, tree: Tree) -> Any:
-        """Return the sympy object of a tree; raise Unknown if there is none."""
+        """Return the sympy object for a tree; raise Unknown if there is none."""
         kind, text, value, args = tree
         if value and kind == "number":
             return sympy.Rational(value)
@@ -139,7 +143,7 @@ class Builder:
                 raise Unknown(kind)
 
     def region(self, tree: Tree) -> Any:
-        """Return the sympy set of a tree; only in a set does a pair mean an interval."""
+        """Return the sympy set for a tree, in which a pair in brackets is an interval."""
         kind, text, _, args = tree
         if kind == "tuple" and text in ("()", "[]", "(]", "[)") and len(args) == 2:
             low, high = (self.build(arg) for arg in args)
@@ -147,13 +151,13 @@ class Builder:
         return self.build(tree)
 
     def root(self, radicand: Any, index: Any) -> Any:
-        """Return the root; odd roots of negative numbers are real."""
+        """Return a root. An odd root of a negative number is its real root."""
         if index.is_odd and radicand.is_negative:
             return -sympy.root(-radicand, index)
         return sympy.root(radicand, index)
 
     def function(self, name: str, args: list[Any]) -> Any:
-        """Return a known function of its arguments."""
+        """Apply a known function to its arguments."""
         if name.startswith("arc"):
             return getattr(sympy, "a" + name[3:])(*args)
         if name in _FUNCTIONS:
@@ -219,7 +223,7 @@ def _names(tree: Tree) -> list[str]:
 
 
 def are_equal(one: Tree, two: Tree, positive: Sequence[str] = ()) -> bool | None:
-    """Return whether two trees are equal, or None if sympy cannot decide."""
+    """Return True or False if sympy can decide whether two trees are equal, else None."""
     builder = Builder(one, two, positive=positive)
     left = builder.build(one)
     right = builder.build(two)
@@ -247,7 +251,9 @@ def _matrices(left: Any, right: Any) -> bool | None:
 
 
 def _antiderivatives(left: Any, right: Any, one: Tree, two: Tree) -> bool | None:
-    """Compare integrals without bounds; the other side must have an arbitrary constant."""
+    """Compare an integral without bounds with an antiderivative, which must have an arbitrary
+    constant.
+    """
     written = one if one[0] != "opaque" else two
     integral = two if written is one else one
     if integral[0] != "opaque" or len(integral[3]) != 2:
@@ -262,8 +268,9 @@ def _antiderivatives(left: Any, right: Any, one: Tree, two: Tree) -> bool | None
 
 
 def _expressions(left: Any, right: Any) -> bool | None:
-    """Compare two expressions: they differ if their values clearly differ, and are equal if sympy
-    finds a proof.
+    """Compare two expressions; return None if sympy cannot decide.
+
+    They differ if their values clearly differ, and are equal if sympy finds a proof.
     """
     if left == right:
         return True
@@ -271,10 +278,11 @@ def _expressions(left: Any, right: Any) -> bool | None:
     if left in infinite or right in infinite:
         return None if sympy.nan in (left, right) or sympy.zoo in (left, right) else False
     gap = left - right
-    # values are compared before proofs are tried, because values take less time
+    # compare values first, because this takes less time than a proof
     if _has_clear_gap(left, right):
         return False
-    with suppress(Exception):  # if one method of proof fails, the next methods are still tried
+    # after an error in one method of proof, the next methods are still tried
+    with suppress(Exception):
         if sympy.simplify(gap) == 0:
             return True
     with suppress(Exception):
@@ -291,7 +299,7 @@ def _expressions(left: Any, right: Any) -> bool | None:
 
 
 def _is_zero_on_each_side(gap: Any) -> bool:
-    """Return whether a difference is zero for positive and for negative values of its variable."""
+    """Return True if a difference is zero for positive and for negative values of its variable."""
     names = [name for name in gap.free_symbols if not name.is_integer and not name.is_positive]
     if len(names) != 1:
         return False
@@ -300,7 +308,10 @@ def _is_zero_on_each_side(gap: Any) -> bool:
 
 
 def _has_clear_gap(left: Any, right: Any) -> bool:
-    """Return whether two expressions differ at two of a few points by far more than any error."""
+    """Return True if the values of two expressions differ by far more than any error.
+
+    They must differ at two points, or at one point if they have no variables.
+    """
     names = sorted(left.free_symbols | right.free_symbols, key=str)
     seen = 0
     for index in range(4):
@@ -336,7 +347,7 @@ def _time_is_up(*_: object) -> None:
 
 
 def main() -> None:
-    """Answer the questions on standard input until the input ends; each question has a time limit."""
+    """Answer the questions on standard input until it ends. Each question has a time limit."""
     _limit_memory()
     signal.signal(signal.SIGALRM, _time_is_up)
     print("ready", flush=True)  # noqa: T201  # the protocol's first line

@@ -18,7 +18,8 @@ Ending = Literal["delimiter", "length", "end"]
 text.
 """
 TurnKey = tuple[str, int, int]
-"""The key of a turn in a run: problem, sample and turn."""
+"""The key of a turn in a run: the problem's id, the index of the sample and the index of the turn.
+"""
 Action = Literal["accept", "verify", "escalate"]
 Origin = Literal["gate", "forced", "warm-up", "budget", "certificate", "recalled"]
 """The rule that made a gate's decision.
@@ -217,8 +218,8 @@ class Decision:
     """A gate's decision about one chunk, with all values that are needed to check the decision
     later.
 
-    `p` is the gate's p-value, or None if the gate uses none. Near 1, the chunk has a worse score
-    than most calibration chunks.
+    `p` is the gate's p-value, or None if the gate uses none. A value near 1 means that the chunk
+    has a worse score than most calibration chunks.
     """
 
     action: Action
@@ -247,8 +248,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Evidence that a gate may use in addition to the score: the draft's log-probabilities, and the
-    answers of other rollouts of the problem.
+    """Data that a gate may use in addition to the score, such as the draft's log-probabilities and
+    the answers of the problem's other rollouts.
     """
 
     question: str
@@ -267,7 +268,7 @@ class Features:
     draft_evidence: float = math.nan
     has_answer: bool = False
     answered: int = 0  # number of sibling rollouts that have an answer
-    # share of the siblings' answers that are equal to the most frequent answer
+    # share of the siblings' answers that are equal to their most frequent answer, 0 to 1
     agreement: float = 0.0
     agrees: bool = False  # whether this chunk's answer is the most frequent answer of the siblings
     text: str = ""
@@ -439,7 +440,7 @@ class Usage:
 
     @property
     def target_share(self) -> float:
-        """Return the target's share of all tokens that the two models wrote."""
+        """Return the share of the tokens written by both models that the target wrote, 0 to 1."""
         written = self.draft_tokens + self.target_tokens
         return self.target_tokens / written if written else 0.0
 
@@ -508,7 +509,7 @@ class Rollout:
 
 
 Combine = Literal["vote", "select", "synthesize", "auto"]
-"""The methods for making a problem's answer from the answers of its rollouts."""
+"""The methods for finding a problem's answer from the answers of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,7 +539,7 @@ class Combination:
     # answer is `voted`
     halves: tuple[tuple[float, bool], ...] = ()
     finalists: tuple[str, ...] = ()  # answers that the target compared by reading their solutions
-    # the answer that the target chose or wrote; None: the target made no decision
+    # the answer that the target chose or wrote; None if the target made no decision
     chosen: str | None = None
     # number of pairs of solutions that the target compared in both presentation orders
     pairs: int = 0
@@ -574,16 +575,14 @@ class Outcome:
 
     @property
     def is_complete(self) -> bool:
-        """Return True if neither the problem nor any of its rollouts failed."""
+        """Return True if the problem and all its rollouts ended without a failure."""
         if self.status == "failed":
             return False
         return all(rollout.finish != "failed" for rollout in self.rollouts)
 
     @property
     def agreement(self) -> float:
-        """Return the share of the votes for the most frequent answer, or 0 if there are no
-        votes.
-        """
+        """Return the vote share of the most frequent answer, 0 to 1; 0 if there are no votes."""
         total = math.fsum(self.votes.values())
         return max(self.votes.values()) / total if total else 0.0
 

@@ -70,11 +70,12 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine's identity and conventions, recorded in manifests and calibration fingerprints."""
+    """The identity and the properties of an engine, recorded in manifests and calibration data."""
 
     name: str
     model: str
-    tokenizer: str  # digest of the tokenizer's data, on which the ids of a text depend
+    # digest of the tokenizer; if two digests are equal, each id has the same meaning in both
+    tokenizer: str
     context_length: int
     end_ids: TokenIds
     vocabulary: int
@@ -155,14 +156,15 @@ def first_values(logprobs: Sequence[float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of an engine's counters since it opened."""
+    """The values of an engine's counters at one time; all counters are 0 when the engine opens."""
 
     requests: int = 0
     in_flight: int = 0
     cancelled: int = 0
     failed: int = 0
     sampled_tokens: int = 0
-    prefilled_tokens: int = 0  # tokens that were computed, not taken from a cache
+    # prompt tokens that were computed, without those that were taken from a cache
+    prefilled_tokens: int = 0
     scored_tokens: int = 0
     cached_tokens: int = 0
     steps: int = 0
@@ -247,7 +249,7 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Return the counters so far."""
+        """Return the current values of the counters."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -290,7 +292,7 @@ class Stepping(Protocol):
 
 
 class EngineAround:
-    """A wrapper that forwards every call to an inner engine; subclasses observe, record or disturb
+    """A wrapper that forwards every call to an inner engine. Subclasses observe, record or disturb
     calls.
 
     If `lifetime` is "own", opening and closing the wrapper also opens and closes the inner engine.
@@ -315,17 +317,17 @@ class EngineAround:
         return self._engine.tokenizer
 
     def stats(self) -> EngineStats:
-        """Return the inner engine's counters, which do not include calls that a wrapper never
-        forwarded.
+        """Return the inner engine's counters. Calls that a wrapper did not forward are not
+        included.
         """
         return self._engine.stats()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Pass the request to the inner engine's `sample` through `around`."""
+        """Pass a sample request to the inner engine, by a call of `around`."""
         return await self.around(request, self._engine.sample)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Pass the request to the inner engine's `score` through `around`."""
+        """Pass a score request to the inner engine, by a call of `around`."""
         return await self.around(request, self._engine.score)
 
     def speculated(self) -> Speculated | None:
@@ -339,7 +341,7 @@ class EngineAround:
     async def around(
         self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Pass one sample or score request to the inner engine; subclasses override this method."""
+        """Pass a sample or score request to the inner engine. Subclasses override this method."""
         return await call(request)
 
     async def __aenter__(self) -> Self:
@@ -358,7 +360,9 @@ class EngineAround:
 
 
 def stepping(engine: Engine) -> Stepping | None:
-    """Return the engine itself or the wrapped engine that counts steps, or None if neither does."""
+    """Return the engine that counts steps, which is this engine or one inside it; None if there is
+    none.
+    """
     # `isinstance` with a protocol takes ten times as long, and each request to a server calls this
     # function
     while not hasattr(engine, "steps_taken"):
@@ -432,8 +436,9 @@ def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> N
 
 
 class BaseEngine(ABC):
-    """A base class that checks and counts requests. Subclasses set `_spec` and `_tokenizer`, and
-    answer the requests.
+    """A base class of engines that checks and counts requests.
+
+    Subclasses set `_spec` and `_tokenizer`, and answer the requests.
     """
 
     def __init__(self, name: str) -> None:
@@ -458,7 +463,9 @@ class BaseEngine(ABC):
         return opened(self._tokenizer, self._name)
 
     def stats(self) -> EngineStats:
-        """Return the counters so far; the engine is busy while at least one request is under way."""
+        """Return the current values of the counters. The engine is busy while it works on a
+        request.
+        """
         busy_for = 0.0
         if self._counts.in_flight:
             busy_for = self._clock() - self._busy_since
@@ -531,7 +538,9 @@ class BaseEngine(ABC):
     async def _counted(
         self, request: _Request, answer: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Answer a request, and count the request as in flight, answered, failed or cancelled."""
+        """Answer a request, and update the counters of running, answered, failed and cancelled
+        requests.
+        """
         counts = self._counts
         counts.requests += 1
         if not counts.in_flight:

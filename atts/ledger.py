@@ -34,7 +34,7 @@ _MILLION = 10**6
 
 
 class LimitReached(ATTSError):
-    """The error raised for a call that would exceed a cap; `limit` is the name of the cap."""
+    """A call was refused because it would exceed a cap; `limit` is the name of the cap."""
 
     def __init__(self, limit: str, problem: str) -> None:
         super().__init__(f"{limit}: {problem}")
@@ -70,7 +70,7 @@ class Amount:
 
     @property
     def dollars(self) -> float:
-        """Return the cost in dollars."""
+        """Return the cost in dollars as a float."""
         return self.picodollars / _PICO
 
     def by_cap(self) -> dict[str, float]:
@@ -142,8 +142,8 @@ class Caps:
 
 
 def _picodollars(dollars: float | None) -> int | None:
-    """Convert a cap in dollars to whole picodollars, rounded down, so that rounding never raises
-    the cap.
+    """Convert a cap in dollars to whole picodollars. The result is rounded down, so that it never
+    exceeds the cap.
     """
     return None if dollars is None else math.floor(dollars * _PICO)
 
@@ -171,8 +171,10 @@ class Price:
             )
 
     def picodollars(self, read: int, cached: int, written: int) -> int:
-        """Return the cost of `read` uncached input tokens, `cached` input tokens and `written`
-        output tokens, in picodollars.
+        """Return the cost of a call in picodollars.
+
+        `read` is the number of uncached input tokens, `cached` that of cached input tokens, and
+        `written` that of output tokens.
         """
         cached_price = self.input if self.cached is None else self.cached
         return (
@@ -183,8 +185,9 @@ class Price:
 
 
 def _of_million(dollars: float) -> int:
-    """Convert a price in dollars per million tokens to picodollars per token, rounded up, so that
-    the cost is never underestimated.
+    """Convert a price in dollars per million tokens to picodollars per token.
+
+    The result is rounded up, so that no cost is underestimated.
     """
     return math.ceil(dollars * _PICO / _MILLION - 1e-6)
 
@@ -299,7 +302,7 @@ def most_of(role: Role, request: SampleRequest | ScoreRequest, prices: Prices) -
 def taken_by(
     role: Role, request: SampleRequest | ScoreRequest, reply: Completion | Scores, prices: Prices
 ) -> Amount:
-    """Return the tokens and the cost of an answered call."""
+    """Return the number of tokens and the cost of a call that was answered."""
     if isinstance(request, SampleRequest):
         assert isinstance(reply, Completion), "a sample request is answered by a completion"
         read = len(request.ids)
@@ -347,7 +350,7 @@ class Account:
         self.prices: Prices = dict(prices or {})
         self.spent = spent or Amount()
         self.reserved = Amount()
-        # the part of `spent` that was charged for calls without a reply
+        # part of `spent` that was charged for calls without a reply
         self.unanswered = unanswered or Amount()
         self.written = 0  # number of tokens that draft and target wrote together
         self.cached = 0  # prompt tokens that came from a cache
@@ -590,7 +593,7 @@ class LedgerFile:
         self._others.add(self._kept.pop(name, Spending()))
 
     def spent_by(self, name: str) -> Spending:
-        """Return the spending of a kept account, including earlier sessions."""
+        """Return the spending of an account that has its own sum, including earlier sessions."""
         return self._kept[name]
 
     def _spending(self, name: str) -> Spending:

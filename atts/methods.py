@@ -54,7 +54,7 @@ class GateInputs:
     """
 
     calibrator: Calibrator
-    # number of the run's first scores that the conformal gate uses instead of stored scores
+    # number of scores at the start of the run that the conformal gate uses instead of stored scores
     warmup: int = 0
 
     @classmethod
@@ -78,7 +78,7 @@ class Preset:
     gate: Callable[[GateInputs], Gate | RoundGate]
     # whether a gate judges chunks; if False, every chunk is kept without a decision
     is_judged: bool = True
-    has_rate: bool = True  # whether the gate aims at the nominal rate
+    has_rate: bool = True  # whether the share of escalated chunks follows the nominal rate
     departures: tuple[str, ...] = ()  # differences from the published implementation of the method
 
     def policy(self, base: Policy) -> Policy:
@@ -386,8 +386,8 @@ def certify_net_runs(
     """Certify the cheapest policy whose accuracy is at most `epsilon` below that of the target
     alone.
 
-    Answers that are lost and won only by random sampling cancel each other, so a policy as good as
-    the target can be certified.
+    Random sampling alone makes a policy lose some answers and win others. These losses and wins
+    cancel each other, so a policy as good as the target can be certified.
 
     :raises CalibrationInputError: for the same reasons as in `certify_runs`.
     """

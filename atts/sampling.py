@@ -61,8 +61,8 @@ class Seed:
 
 
 def generator(seed: Seed) -> np.random.Generator:
-    """Return a new generator at position 0 of the stream. The generator is NumPy's Philox, which is
-    counter-based.
+    """Return a new generator of random numbers at the start of the stream. It is NumPy's Philox
+    generator.
     """
     import numpy as np
 
@@ -267,8 +267,7 @@ def _beta_log_tails(value: float, rest: float, a: float, b: float) -> tuple[floa
     """Return the logarithms of P(Beta(a, b) <= value) and P(Beta(a, b) > value), where `rest` is 1
     - value.
     """
-    # The continued fraction converges fast below the mean, so above the mean the opposite tail is
-    # computed.
+    # the continued fraction converges fast below the mean, so compute the other tail above the mean
     if value * (a + b + 2) > a + 1:
         above, below = _beta_log_tails_below_mean(rest, value, b, a)
         return below, above

@@ -106,11 +106,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-# type checkers do not see `__getattr__`, so they still report a misspelt name
+# type checkers do not see `__getattr__`, so they still report misspelt names
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Import the module of a public name on first use, so that grading does not load numpy."""
+        """Import the module of a public name when the name is first used, so that grading does not
+        load numpy.
+        """
         if name not in _HOME:
             raise AttributeError(f"module 'atts.evaluators' has no attribute {name!r}")
         return getattr(import_module(f"atts.evaluators.{_HOME[name]}"), name)

@@ -63,7 +63,7 @@ class Limit:
     """
 
     slots: Annotated[int | None, "calls in flight"] = None
-    # limit on the sum over calls in flight of prompt tokens plus `max_tokens`
+    # limit on prompt tokens plus `max_tokens`, summed over the calls in flight
     tokens: Annotated[int | None, "KV tokens in flight"] = None
 
     def __post_init__(self) -> None:
@@ -241,9 +241,7 @@ class Admission:
         self.dispatch()
 
     def release(self, places: int) -> None:
-        """Give back the slots of ended rollouts, and start waiting rollouts while slots are
-        free.
-        """
+        """Give back the slots of ended rollouts, and start waiting rollouts in them."""
         self.in_flight -= places
         self.dispatch()
 
@@ -881,9 +879,7 @@ class Group(Generic[T]):
 
 
 class ProblemScope(Caller):
-    """One open problem. All rollouts and calls that the problem started end before its result is
-    returned.
-    """
+    """One open problem. All its rollouts and calls end before its result is returned."""
 
     __slots__ = ("cancel_scope", "declared", "index", "is_opening", "order", "run", "why")
 

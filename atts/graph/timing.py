@@ -33,7 +33,7 @@ is read for every token.
 
 @dataclass(slots=True)
 class StageTime:
-    """The seconds of one stage, summed over its nodes."""
+    """The seconds of one stage, such as "draft" or "score", summed over its calls."""
 
     nodes: int = 0
     wait: float = 0.0  # seconds of waiting for siblings
@@ -51,7 +51,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The analysis of a run's time."""
+    """The result of a time analysis of a run."""
 
     seconds: float  # seconds between the start of the first node and the end of the last node
     stages: Mapping[str, StageTime]
@@ -74,7 +74,9 @@ class Timing:
 
 
 def measure(nodes: Iterable[CallSpan], *, compute_bound: Collection[str] = COMPUTE_BOUND) -> Timing:
-    """Return the analysis of a run's nodes, which may be live or read from a journal, in any order.
+    """Analyse the time of a run from the nodes of its graph, in any order.
+
+    The nodes may come from a running graph or from a journal.
 
     >>> draft = CallSpan(0, "draft", "draft", "p", 0, 0, ready=0.0, queued=0.0, started=0.0, ended=2.0)
     >>> score = CallSpan(1, "score", "target", "p", 0, 0, ready=2.0, queued=2.0, started=3.0, ended=4.0, after=(0,))
@@ -146,9 +148,9 @@ def sibling_edges(nodes: Iterable[CallSpan]) -> set[tuple[int, int]]:
 def write_trace(nodes: Iterable[CallSpan], out: TextIO) -> None:
     """Write the nodes as one JSON object in Chrome's trace format.
 
-    In the trace, each engine is a process, and the engine's slots are the threads. One more process
-    shows the rollouts, one row per concurrency slot, and what they waited for between calls. Arrows
-    join nodes of different rollouts.
+    In the trace, each engine is a process, and the engine's slots are its threads. One more process
+    shows the rollouts. It has one row per concurrency slot, and shows what the rollouts waited for
+    between calls. Arrows connect nodes of different rollouts.
     """
     out.write('{"displayTimeUnit": "ms", "traceEvents": [')
     separator = "\n"

@@ -32,7 +32,8 @@ _TOO_LARGE = (
 _KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR")
 """The environment variables that the child process inherits."""
 _MARK = "CONTINUE-FROM-HERE "
-"""A text that is appended to an unfinished message, to find where the template writes its end.
+"""A text that is appended to an unfinished message. It shows where the template writes the end of
+the message.
 
 The text ends with a space, so that atts notices a template that trims messages.
 """

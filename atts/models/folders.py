@@ -111,7 +111,7 @@ def checkpoint_dtype(folder: Path, name: str) -> Literal["float32", "bfloat16"]:
 
 
 def refuse_code(folder: Path, name: str) -> None:
-    """Raise an error if a model folder contains code or asks to run code.
+    """Raise an error if a model folder contains code, or if its configuration names code to run.
 
     :raises ModelLoadError: the folder names or contains model code, or contains pipes or devices
         (reading them could take forever).
@@ -217,7 +217,7 @@ def require_template(folder: Path, name: str) -> None:
 
 
 def weight_files(folder: Path, name: str) -> list[Path]:
-    """Return the model's safetensors files, after a check that all of them exist.
+    """Return the model's safetensors files. All files that the index names must exist.
 
     :raises ModelLoadError: files are missing, the index is damaged, or the weights are pickled.
     """

@@ -40,7 +40,7 @@ class StoredBlock:
     place: str
     digest: Digest  # digest of the block's file, which is also the file's name
     bytes: int
-    # name of each tensor in the block's file, keyed by its name in the model's own files
+    # name that each tensor has in the block's file, keyed by its name in the model's own files
     tensors: dict[str, str]
 
 
@@ -188,8 +188,10 @@ def adapter_file(folder: Path) -> TensorFile | None:
 
 
 def check_stored(folder: Path) -> StoredModel | None:
-    """Read the manifest of the model in `folder`, and check its weights against the digests in the
-    manifest. Return None if there is no manifest.
+    """Check the weights of the model in `folder` against the digests in its manifest, and return
+    the manifest.
+
+    The result is None if there is no manifest.
 
     :raises ZooError: a file is missing, or its content has changed since it was stored.
     """

@@ -450,8 +450,9 @@ class RunResult:
         """Return the statistics of the run as a dictionary for JSON. An undefined number (NaN)
         becomes None.
 
-        The dictionary also contains the run's cost, its comparison with an earlier run, the results
-        of selection, synthesis and abstention, and the speculation counters, if they exist.
+        The dictionary also contains the run's cost and its comparison with an earlier run, if they
+        exist. The same applies to the results of selection, synthesis and abstention, and to the
+        speculation counters.
         """
         plain = self.summary.as_json()
         if self.cost is not None:

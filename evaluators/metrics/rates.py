@@ -59,7 +59,7 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
 
 
 def pass_hat_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
-    """Return pass^k of each problem, the probability that k samples are correct; NaN if n < k."""
+    """Return pass^k of each problem: the probability of k correct samples; NaN if n < k."""
     return g_pass_at_k(n, c, k, 1.0)
 
 

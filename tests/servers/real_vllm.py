@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
 import shutil
 import signal
@@ -15,21 +16,32 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import anyio
 
 from atts.api.setup import answers_for, grade, load_problems
 from atts.concurrency import collect
-from atts.core import Message, Problem, Role, SampleRequest, Sampling, ScoreRequest
+from atts.core import (
+    Message,
+    Problem,
+    Role,
+    SampleRequest,
+    Sampling,
+    ScoreRequest,
+    TokenIds,
+)
 from atts.engine import Engine
 from atts.evaluators import compare_runs
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path as embedded
+from atts.models.folders import find_tokenizer
+from atts.models.tokenizers import ModelTokenizer
 from atts.pipelines import Chunking, FixedGate, Policy
 from atts.run import RunOptions, RunSpec, evaluate
 from atts.sampling import Seed
@@ -98,9 +110,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "models",
         nargs="?",
-        choices=["embedded", "pair"],
+        choices=["embedded", "pair", "speculation"],
         default="embedded",
-        help="the embedded models one after the other, or the Qwen2.5-Coder pair on two servers",
+        help="the embedded models one after the other; the Qwen2.5-Coder pair on two servers; or "
+        "the pair's target on one server, which is timed with and without vLLM's own speculation",
     )
     parser.add_argument(
         "--effort", choices=tuple(PROBLEMS), default="default", help="how many problems"
@@ -117,6 +130,12 @@ def main(words: Sequence[str] | None = None) -> int:
         help="models of the pair, for a machine that the default ones do not fit: "
         f"{', '.join(MODELS)} or embedded (default: {' '.join(PAIR)}, 13 GB of memory)",
     )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        help="how often each server of `speculation` is started and timed, in turn (default: 2)",
+    )
     given = parser.parse_args(words)
     # this handler makes the servers end with this program; by default SIGTERM would end the program
     # alone
@@ -125,6 +144,8 @@ def main(words: Sequence[str] | None = None) -> int:
     failed = 0
     if given.models == "pair":
         checks = of_pair(python, given.served)
+    elif given.models == "speculation":
+        checks = of_speculation(python, given.served, given.rounds)
     else:
         checks = of_embedded(python, given.effort)
     try:
@@ -178,6 +199,137 @@ def of_pair(python: Path, models: Sequence[str]) -> Iterator[Found]:
             words = ["probe", server.url, "--need", "score", "--tokenizer", str(server.folder)]
             yield of_command(f"{server.role}: probe", *words)
         yield from followed(addresses, problem_file(scratch), scratch)
+
+
+SPECULATION_LOADS = (1, 4)
+GREEDY_TOKENS = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """Greedy texts of a server, and how fast it wrote them."""
+
+    texts: tuple[str, ...]
+    speeds: dict[int, float]  # tokens per second, by the number of requests in flight
+    accepted: float | None  # share of the proposed tokens; None if the server proposed none
+
+
+def of_speculation(python: Path, models: Sequence[str], rounds: int) -> Iterator[Found]:
+    """Time the target on vLLM without and with vLLM's own speculation, and print the ratios.
+
+    Each round starts one server after the other: without speculation, with n-gram proposals, and
+    with the pair's draft. Speeds are those of greedy texts. In the first round, `atts probe` tests
+    whether sampled texts are correct. `atts tune` times the server without speculation; it refuses
+    the other two for the reason that `_probed` names.
+
+    :raises CannotBeMadeError: the models cannot be downloaded.
+    """
+    draft, target = (
+        embedded(role) if model == "embedded" else folder_of(model)
+        for role, model in zip(ROLES, models, strict=True)
+    )
+    context = PAIR_CONTEXT if models[1] in MODELS else CONTEXT
+    proposing = {"num_speculative_tokens": 4}
+    ways: dict[str, dict[str, str | int]] = {
+        "none": {},
+        "ngram": {"method": "ngram", "prompt_lookup_max": 5, **proposing},
+        "draft_model": {"method": "draft_model", "model": str(draft), **proposing},
+    }
+    timed: dict[str, list[Greedy]] = {way: [] for way in ways}
+    for number in range(1, rounds + 1):
+        for way, config in ways.items():
+            more = ("--speculative-config", json.dumps(config)) if config else ()
+            batch = PAIR_IN_FLIGHT
+            cache = PAIR_CACHE_BYTES
+            server = Server("target", target, context, batch, "bfloat16", cache, more=more)
+            with serving(python, [server]) as (opened,):
+                if number == 1:
+                    yield _probed(way, opened)
+                if number == 1 and not config:
+                    loads = ",".join(map(str, SPECULATION_LOADS))
+                    yield of_command("tune", "tune", opened.address, "--load", loads)
+                found = _greedy(opened)
+            timed[way].append(found)
+            equal = sum(map(operator.eq, found.texts, timed["none"][0].texts))
+            count = len(found.texts)
+            seen = f"{equal} of {count} texts equal those of the first server without speculation"
+            # on a processor, the numbers of a row depend on how many rows are computed together,
+            # so texts differ where two tokens are almost equally likely
+            yield f"{way}: greedy texts, round {number}", seen, _word(equal >= count / 2)
+            if found.accepted is not None:
+                say(f"{way}: {found.accepted:.2f} of the proposed tokens were accepted")
+    for way in ways:
+        for load in SPECULATION_LOADS:
+            ratios = [
+                mine.speeds[load] / plain.speeds[load]
+                for mine, plain in zip(timed[way], timed["none"], strict=True)
+            ]
+            shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            say(f"{way}, {load} in flight: {shown} times the speed without speculation")
+
+
+def _probed(way: str, server: Served) -> Found:
+    """Run `atts probe`, and expect a refusal if the server speculates.
+
+    Sampled texts of vLLM 0.32 for processors are wrong with every kind of speculation.
+    """
+    words = ["probe", server.url, "--need", "sample", "--tokenizer", str(server.folder)]
+    done = ran(*words)
+    say(done.stdout.strip())
+    seen = f"exit code {done.returncode}. {done.stderr.strip()[-600:]}"
+    return f"{way}: probe", seen, _word(bool(done.returncode) == (way != "none"))
+
+
+def _greedy(server: Served) -> Greedy:
+    """Write greedy texts of four problems with each number of requests in flight.
+
+    The requests are sent without an engine of atts, which would refuse a server whose sampled texts
+    are wrong.
+    """
+    with tempfile.TemporaryDirectory(prefix="atts-servers-") as scratch:
+        problems = load_problems(str(problem_file(Path(scratch), 4)))
+    tokenizer = ModelTokenizer(find_tokenizer(str(server.folder), server.role), server.role)
+    prompts = [tokenizer.render([Message("user", each.text)]) for each in problems]
+    _written(server, prompts[0])  # not timed: the server may still compile code
+    before = _counts(server)
+    speeds = dict[int, float]()
+    texts: tuple[str, ...] = ()
+    for load in SPECULATION_LOADS:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(load) as clients:
+            replies = [*clients.map(partial(_written, server), prompts)]
+        seconds = time.perf_counter() - began
+        speeds[load] = sum(reply["usage"]["completion_tokens"] for reply in replies) / seconds
+        texts = tuple(reply["choices"][0]["text"] for reply in replies)
+    proposed, accepted = (now - then for now, then in zip(_counts(server), before, strict=True))
+    return Greedy(texts, speeds, accepted / proposed if proposed else None)
+
+
+def _written(server: Served, prompt: TokenIds) -> dict[str, Any]:
+    body = {"model": server.role, "prompt": prompt, "max_tokens": GREEDY_TOKENS, "temperature": 0}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        return dict(json.load(reply))
+
+
+def _counts(server: Served) -> tuple[float, float]:
+    """Return how many tokens the server has proposed and accepted since it started."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as reply:
+        lines = reply.read().decode().splitlines()
+
+    def total(name: str) -> float:
+        own = [line for line in lines if line.startswith(f"vllm:spec_decode_num_{name}_tokens")]
+        return sum(
+            float(line.split()[-1])
+            for line in own
+            if "_per_pos" not in line and "_created" not in line
+        )
+
+    return total("draft"), total("accepted")
 
 
 def cores_of(parts: int) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from atts.core import Role
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path
+from atts.testing import ServerQuirks
 from atts.testing.servers import DialectServer
 
 real_vllm: Any = pytest.importorskip("tests.servers.real_vllm", reason="needs a checkout")
@@ -40,6 +42,58 @@ def test_the_page_of_two_servers_can_be_followed(tmp_path: Path) -> None:
         found = list(real_vllm.followed(addresses, problems, tmp_path))
     assert [(what, seen) for what, seen, holds in found if holds != "yes"] == []
     assert [what for what, *_ in found][-1] == "kill -9 and resume"
+
+
+@contextmanager
+def speculating(quirks: ServerQuirks) -> Generator[Any]:
+    """Serve the embedded target with vLLM's dialect."""
+    with DialectServer(partial(served, "target"), "vllm", quirks=quirks, model="target") as server:
+        yield real_vllm.Served("target", server.url, path("target"))
+
+
+def test_greedy_texts_are_equal_with_and_without_speculation() -> None:
+    """Only a server that speculates has a share of accepted tokens; its greedy texts do not
+    change.
+    """
+    with speculating(ServerQuirks()) as plain:
+        before = real_vllm._greedy(plain)
+    quirks = ServerQuirks(speculation="lossless", acceptance=(0.7,))
+    with speculating(quirks) as proposing:
+        after = real_vllm._greedy(proposing)
+    assert before.texts == after.texts
+    assert len(before.texts) == 4
+    assert before.accepted is None
+    assert after.accepted == pytest.approx(0.7, abs=0.2)
+    assert [*after.speeds] == [1, 4]
+    assert min(after.speeds.values()) > 0
+
+
+@pytest.mark.slow
+def test_a_servers_own_speculation_is_timed_and_its_wrong_texts_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The probe must refuse servers whose speculation makes sampled texts wrong, as vLLM's for
+    processors does.
+    """
+
+    @contextmanager
+    def serving(_: Path, servers: Sequence[Any]) -> Generator[list[Any]]:
+        quirks = ServerQuirks(speculation="hot" if servers[0].more else "off")
+        with speculating(quirks) as opened:
+            yield [opened]
+
+    monkeypatch.setattr(real_vllm, "serving", serving)
+    found = list(real_vllm.of_speculation(Path(), ["embedded", "embedded"], 1))
+    assert [(what, seen) for what, seen, holds in found if holds != "yes"] == []
+    assert [what for what, *_ in found] == [
+        "none: probe",
+        "tune",
+        "none: greedy texts, round 1",
+        "ngram: probe",
+        "ngram: greedy texts, round 1",
+        "draft_model: probe",
+        "draft_model: greedy texts, round 1",
+    ]
 
 
 def test_a_command_that_fails_is_told_from_one_that_ends_well(tmp_path: Path) -> None:

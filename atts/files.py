@@ -1,5 +1,5 @@
 """Functions that write files atomically, turn operating-system errors into messages, and convert
-values to strict JSON.
+values to JSON.
 """
 
 from __future__ import annotations

@@ -25,39 +25,47 @@ from atts.local.seams import Forecast, Lengths, SpeculationRound
 
 
 Floats = NDArray[np.float64]
-# a step's condition: whether it also computes other tokens (such as prompts), the class of its
-# number of sequences, the class of their mean length
+# A step's condition has three parts: whether the step also computes other tokens (such as prompts),
+# the size class of its number of sequences, and the class of their mean length.
 Condition = tuple[int, ...]
 
 _UNSEEN_VARIANCE = 1.0
-# a step time that is copied from another condition gets this much more variance (of its logarithm)
+# A step time that is copied from another condition is less certain. So this is added to the variance
+# of its logarithm.
 _COPIED = 0.04
-_ENOUGH = 0.12  # a cell of the table counts as measured if its variance is below this
-_AGEING = 0.00002  # variance that each step adds to a cell that gets no new time
+_ENOUGH = 0.12  # a step time is treated as measured if the variance of its logarithm is below this
+# In each step, this is added to the variance of all step times that were not measured in the step.
+_AGEING = 0.00002
 _STEP = 0.04
-# learning rate of `_of_step`, the variance of one step's time, which begins at `_STEP`
+# learning rate of `StepCosts._of_step`, the variance of one step's log time; it begins at `_STEP`
 _LEARNING = 1 / 32
-# variance that each step adds to the machine's slowness, as a share of the variance of one step's
-# time
+# The variance of the machine's slowness grows in each step by this share of the variance of one
+# step's log time.
 _WANDERING = 0.05
-_OUTLYING = 2.5  # deviations from the expected time are limited to this many standard deviations
-# a cell has few times if its variance is above this share of the variance of one step's time
+# A step that deviates more from its expected log time than this number of standard deviations is
+# treated as if it deviated by this number.
+_OUTLYING = 2.5
+# A step time was measured only a few times if its variance is above this share of the variance of one
+# step's log time.
 _YOUNG = 0.25
-_STALE = 8  # number of new times after which a curve is fitted again
-# up to this number of rows, each number has its own cell; above, there are four cells per doubling
+_STALE = 8  # number of new measurements after which a curve is fitted again
+# Up to this number of rows, each number of rows has its own cell in the table. Above it, similar
+# numbers share a cell: there are four cells between a number and its double.
 _EXACT = 16
 
 
 def size_class(sequences: int) -> int:
-    """Return the class of a number of sequences; each class contains a power of two and the numbers
-    around it.
+    """Return the size class of a number of sequences.
+
+    Each class contains a power of two and the numbers around it.
     """
     return (3 * sequences // 2).bit_length()
 
 
 def condition(*, is_mixed: bool, context: float, sequences: int) -> Condition:
-    """Return the condition of a step, by which step times are grouped; context lengths within a
-    factor of four may share a condition.
+    """Return the condition of a step. Step times of the same condition are stored together.
+
+    Context lengths that differ by less than a factor of four may have the same condition.
     """
     return is_mixed, size_class(sequences), int(context).bit_length() // 2
 
@@ -71,14 +79,15 @@ class Curve:
     _known: dict[int, float] = field(default_factory=dict[int, float])
 
     def one(self, rows: int) -> float:
-        """Return the seconds of a step with this number of rows; results are cached."""
+        """Return the time in seconds of a step with this number of rows."""
         if rows not in self._known:
             self._known[rows] = float(self.at(np.array([float(rows)]))[0])
         return self._known[rows]
 
     def at(self, rows: Floats) -> Floats:
-        """Return the seconds of steps with these numbers of rows: interpolated between measured
-        numbers, and extrapolated beyond them.
+        """Return the times in seconds of steps with these numbers of rows.
+
+        Times between two measured numbers of rows are interpolated, and other times are extrapolated.
         """
         first = self.rows[0]
         last = self.rows[-1]
@@ -92,8 +101,10 @@ class Curve:
         return np.where(rows < first, below, above).astype(np.float64)
 
     def least(self, rows: Floats) -> Floats:
-        """Return lower bounds on the seconds of steps with these numbers of rows. A bound is the
-        time of the next smaller measured number, or 0.
+        """Return a lower bound on the time in seconds of each step with these numbers of rows.
+
+        The bound is the time for the largest measured number that is not above the step's number, or
+        0 if there is none.
         """
         places = np.searchsorted(self.rows, rows, side="right") - 1
         return np.where(places < 0, 0.0, self.seconds[places]).astype(np.float64)
@@ -102,17 +113,19 @@ class Curve:
 @dataclass(slots=True)
 class _Cell:
     rows: float
-    log: float  # logarithm of the seconds
+    log: float  # logarithm of the step time in seconds
     variance: float  # variance of that logarithm
-    seen: int  # number of steps that the table had counted at the cell's latest time
+    seen: int  # number of steps in the whole table when this cell was last measured
 
 
 class StepCosts:
     """A table of measured step times, by condition and number of rows."""
 
     def __init__(self, *, wanders: bool = True) -> None:
-        """Create an empty table of step times. With `wanders`, the table also estimates how the
-        machine's speed changes; without it, the speed is constant.
+        """Create an empty table of step times.
+
+        If `wanders` is false, the machine's speed is assumed to be constant. Otherwise the table also
+        estimates how the speed changes.
         """
         self._cells: dict[Condition, dict[int, _Cell]] = {}
         self._curves: dict[Condition, Curve] = {}
@@ -120,7 +133,7 @@ class StepCosts:
         self._added = 0
         self._wandering = _WANDERING if wanders else 0.0
         self._of_machine = 0.0
-        # variance of one step's time; `_of_machine`: variance of the slowness
+        # `_of_step` is the variance of one step's log time, and `_of_machine` that of the slowness.
         self._of_step = _STEP
         self._machine = 0.0  # logarithm of the machine's slowness
 
@@ -159,7 +172,8 @@ class StepCosts:
         variance = self._of_machine + cell.variance + self._of_step
         most = _OUTLYING * sqrt(variance)
         off = observed - self._machine - cell.log
-        # this step is much faster than expected, so the cell's few earlier steps were interrupted
+        # This step is much faster than expected from only a few earlier steps. So the earlier steps
+        # were interrupted, and their time is corrected.
         if off < -most and cell.variance > _YOUNG * self._of_step:
             cell.log += off + most
         surprise = max(-most, min(most, observed - self._machine - cell.log))
@@ -172,11 +186,11 @@ class StepCosts:
         cell.seen = self._added
 
     def is_measured(self, where: Condition, rows: int) -> bool:
-        """Return whether steps with this many rows were measured often and recently enough."""
+        """Return whether steps with this number of rows were measured often and recently enough."""
         return self._variance(where, rows) < _ENOUGH
 
     def doubt(self, where: Condition, rows: int) -> float:
-        """Return the standard deviation of the estimated log time of a step with this many rows."""
+        """Return the standard deviation of the logarithm of a step's estimated time."""
         return sqrt(self._variance(where, rows))
 
     def _variance(self, where: Condition, rows: int) -> float:
@@ -188,8 +202,10 @@ class StepCosts:
         )
 
     def curve(self, where: Condition) -> Curve | None:
-        """Return the curve of step times under this condition, or under the nearest measured
-        condition; None if no step was timed.
+        """Return the curve of step times under this condition.
+
+        If no step was timed under this condition, return the curve of the most similar condition. If
+        no step was timed at all, return None.
         """
         if where in self._curves:
             return self._curves[where]
@@ -211,8 +227,9 @@ class StepCosts:
         return min(self._cells, key=distance, default=None)
 
     def _like(self, where: Condition) -> dict[int, _Cell]:
-        """Return cells for a new condition: copies of the nearest condition's cells, with larger
-        variance.
+        """Return the cells of the most similar condition, as a first estimate for a new condition.
+
+        The copies have a larger variance.
         """
         near = self._nearest(where)
         known = self._cells[near] if near is not None else {}
@@ -226,10 +243,12 @@ def _place(rows: int) -> int:
 
 
 def _rising(cells: Sequence[_Cell]) -> Curve:
-    """Fit a curve that never falls as the number of rows rises: where measured times fall,
-    neighbouring cells are averaged, weighted by precision.
+    """Fit a curve in which a step with more rows never takes less time.
+
+    Where the measured times fall, neighbouring cells get their mean, weighted by 1 / variance.
     """
-    # for each run of averaged cells: mean of their logs, weight, number of cells
+    # For each group of neighbouring cells that get one mean: the mean of their log times, the sum of
+    # their weights, and the number of cells.
     blocks: list[tuple[float, float, int]] = []
     for cell in cells:
         mean = cell.log
@@ -247,21 +266,25 @@ def _rising(cells: Sequence[_Cell]) -> Curve:
 
 Outcome = tuple[int, int, int]  # result of one proposal: sequence, tokens proposed, tokens accepted
 
-_PRIOR = 0.7  # acceptance that is assumed for the first position before any observation
+# probability with which the first proposed token is assumed to be accepted before any observation
+_PRIOR = 0.7
 _POOL_DECAY = 0.99
-# older counts lose weight by this factor per round, because acceptance changes within a text
+# Older counts of a sequence are multiplied by this factor in each round, because the acceptance
+# changes within a text.
 _OWN_DECAY = 0.97
 _POOL_WEIGHT = 2.0
-_OWN_WEIGHT = 8.0  # weight of the prior acceptance of a position, as a number of tests
-_MOST_WAITING = 1024  # most rounds that are collected before they are counted
+# The acceptance of all sequences is the prior for one sequence, and weighs as much as this number of
+# tested tokens.
+_OWN_WEIGHT = 8.0
+_MOST_WAITING = 1024  # largest number of results that are stored before they are counted
 
 
 class Survival:
-    """Counts of rounds for each position: those that tested a token there, and those that accepted
-    the token.
+    """Estimates the probability that a proposed token is accepted, for each position in a proposal.
 
-    Tokens after a rejected token are not tested, so they do not count. The ratio of accepted to
-    proposed tokens would be a biased estimate.
+    For each position, the class counts how often a token was tested there, and how often the token
+    was accepted. Tokens after a rejected token are not tested, so they are not counted. Therefore
+    the ratio of accepted to proposed tokens would be a biased estimate.
     """
 
     def __init__(self, most: int) -> None:
@@ -269,19 +292,20 @@ class Survival:
         self._none = np.zeros((2, most))
         self._pool = self._none
         self._own: dict[int, NDArray[np.float64]] = {}
-        # rounds that are not counted yet; counting many rounds together takes hardly longer than
-        # counting one
+        # results that are not counted yet; counting many results together takes hardly longer than
+        # counting one result
         self._new: list[Outcome] = []
 
     def add(self, rounds: Sequence[Outcome]) -> None:
-        """Add the results of proposals of one step."""
+        """Add the results of the proposals of one step."""
         self._new += rounds
         if len(self._new) > _MOST_WAITING:
             self._count()
 
     def acceptance(self, keys: Sequence[int]) -> NDArray[np.float64]:
-        """Estimate, for each position, the probability that its token and all earlier tokens are
-        accepted: [sequences, positions].
+        """Estimate the probability that a token and all tokens before it in the proposal are accepted.
+
+        The result has one row for each sequence in `keys`, and one column for each position.
         """
         self._count()
         rates = list[float]()
@@ -296,19 +320,23 @@ class Survival:
         return acceptance.cumprod(axis=1)
 
     def count(self, tested: Sequence[int], accepted: Sequence[int]) -> None:
-        """Add numbers of tested and accepted tokens for each position, from another source."""
+        """Add counts of tested and accepted tokens, one count for each position.
+
+        The counts may come from a server, and belong to no sequence.
+        """
         added = np.array([tested, accepted], dtype=np.float64)
         self._pool = self._pool + np.pad(added, ((0, 0), (0, len(self._places) - len(tested))))
 
     def keep(self, keys: Sequence[int]) -> None:
-        """Forget the counts of all sequences except `keys`, if there are many; the counts pooled
-        over sequences do not change.
+        """Delete the counts of all sequences except `keys`, once many sequences have counts.
+
+        The counts of all sequences together do not change.
         """
         if len(self._own) > 64 + 2 * len(keys):
             self._own = {key: self._own[key] for key in keys if key in self._own}
 
     def fade(self, most: float) -> None:
-        """Let old observations count as at most `most` tests per position."""
+        """Reduce the weight of old observations to at most `most` tested tokens per position."""
         self._count()
         self._pool = self._pool * most / np.maximum(self._pool[0], most)
         self._own = {}
@@ -324,7 +352,7 @@ class Survival:
             np.float64
         )
         counts = dict[int, int]()
-        later = [0] * len(rounds)  # number of later rounds of the same sequence
+        later = [0] * len(rounds)  # for each result, the number of later results of its sequence
         for at in range(len(rounds) - 1, -1, -1):
             later[at] = counts.get(rounds[at][0], 0)
             counts[rounds[at][0]] = later[at] + 1
@@ -338,62 +366,68 @@ class Survival:
             self._own[key] = self._own.get(key, self._none) * _OWN_DECAY**count + new
 
 
-_MARGIN = 0.01  # lengths change only if the relative gain is above this
-# relative gain over no proposals that proposals must promise: at least `_DOUBT`, or `_DOUBT_OF_ONE`
-# per sequence if that is more
+# The chosen proposal lengths change only if goodput rises by more than this share.
+_MARGIN = 0.01
+# Tokens are proposed only if the expected gain over writing without proposals is at least this share:
+# `_DOUBT`, or `_DOUBT_OF_ONE` times the number of sequences if that is more.
 _DOUBT = 0.02
 _DOUBT_OF_ONE = 0.001
 _SURPRISE_WEIGHT = 1 / 32
-_MOST_SURPRISE = 0.5  # the log ratio of measured to expected time of one step is limited to this
-# proposals stop only if the gain of stopping exceeds this many standard deviations of the estimated
-# time
+# limit on the absolute value of log(measured / expected time) of one step
+_MOST_SURPRISE = 0.5
+# Proposals stop only if stopping is expected to save more time than this number of standard
+# deviations of the estimated time.
 _CAUTION = 0.3
-# a rest multiplies the mean surprise (log ratio of measured to expected time) by this factor
+# The mean of log(measured / expected time) is multiplied by this factor in a rest. (In a rest, nothing
+# is proposed or timed for some steps.)
 _FORGETTING = 0.8
-# weight that earlier acceptance counts of a position keep after a rest, as a number of tests
+# After a rest, all earlier observations at a position together weigh as much as this number of tested
+# tokens.
 _FADED = 1.0
-# number of steps until the next decision: after a change of lengths, and at most
+# number of steps until lengths are chosen again: right after a change of lengths, and at most
 _PERIODS = 16, 256
-_LOOKS = 8  # number of steps that are timed at the start and after a rest
-_EVERY = 8  # outside trials, one of this many steps is timed
-# lengths are chosen for steps that also compute other requests' tokens only after this many
-# consecutive such steps
+_LOOKS = 8  # number of steps that are all timed at the start and after a rest
+_EVERY = 8  # outside trials, one of this number of steps is timed
+# Some steps also compute other requests' tokens, such as prompts. Lengths are chosen for such steps
+# only after this number of consecutive ones.
 _MIXED = 32
-# For a length that was never timed, the optimistic estimate of its extra time is this share of the
+# An optimistic estimate of a length that was never timed assumes this share of the extra time in the
 # normal estimate.
 _HOPE = 0.5
-_PLAIN = 4  # timed steps of a trial without proposals
-# untimed steps at the start of a trial without proposals; meanwhile the CPU caches fill with the
-# target's weights
+_PLAIN = 4  # number of timed steps of a trial without proposals
+# A trial without proposals begins with this number of untimed steps, in which the CPU caches fill
+# with the target's weights.
 _SETTLING = 8
-_SHARE = 0.01  # share of the run's time that trials may lose
-# a trial may begin with a negative balance, down to the time of this many steps without proposals
+_SHARE = 0.01  # share of the run's time that trials may cost
+# A balance holds the seconds that trials may still cost. A trial may begin if the balance is not below
+# minus the time of this number of steps without proposals.
 _ADVANCE = 16
-# upper limit of the balance for trials, as the time of this many steps without proposals
+# The balance is at most the time of this number of steps without proposals.
 _SAVED = 12
-# the loss of one step in a trial counts as at most the time of this many steps without proposals
+# The balance is charged for one step of a trial at most the time of this number of steps without
+# proposals.
 _HICCUP = 2
-_TRIED = 2  # timed steps of a trial with proposals
-_RESTS = 64, 4096  # number of steps of the first rest, and of the longest rest
-# lengths that are tried at any time; other lengths are tried only if they are near the current mean
-# length
+_TRIED = 2  # number of timed steps of a trial with proposals
+_RESTS = 64, 4096  # number of steps of the first rest, and of the longest allowed rest
+# These lengths may be tried at any time. Other lengths are tried only if they are near the mean of the
+# chosen lengths.
 _LENGTHS = 8, 4, 2, 1, 16
-_FEW = 4  # length of the trial with a few sequences that comes first while acceptance is unknown
-# Proposals stop when they have lost the first share of the run's time. They may be tried again once
-# the lost time is below the second share.
+# While the acceptance is unknown, a trial of this length with only a few sequences comes first.
+_FEW = 4
+# Proposals stop when they have cost more than the first share of the run's time. They may be tried
+# again when that cost is below the second share.
 _MOST_LOST = 0.02, 0.012
-# even at the start of a run, proposals may lose the time of this many steps without proposals
+# At the start of a run, proposals may cost the time of this number of steps without proposals.
 _GRACE = 64
 _NEW = -1  # key that stands for any new sequence, which has no observations
 
 
 class StepShape(NamedTuple):
-    """The size of a step before tokens are proposed. `others` counts tokens that the step computes
-    for other requests.
-    """
+    """The size of a step before tokens are proposed."""
 
     keys: Sequence[int]  # keys of the sequences for which tokens may be proposed
-    others: int  # number of tokens of prompts and of texts to score
+    # number of tokens that the step computes for other requests: of prompts, and of texts to score
+    others: int
     context: float  # mean length of the sequences in `keys`, in tokens
 
     @property
@@ -414,7 +448,7 @@ class StepShape(NamedTuple):
 
 @dataclass(slots=True)
 class _Verdict:
-    """The proposal lengths that are currently chosen for one class of loads."""
+    """The proposal lengths that are currently chosen for steps of one size class."""
 
     until: int = 0  # number of the step at which lengths are chosen again
     period: int = _PERIODS[0]
@@ -426,13 +460,13 @@ class _Verdict:
 
 @dataclass(slots=True)
 class _Trial:
-    """A trial: a few steps with a length that differs from the chosen lengths."""
+    """A few steps in which another proposal length than the chosen one is timed."""
 
     length: int
     left: int  # number of timed steps that remain
-    settling: int = 0  # number of untimed steps that come first
-    keys: frozenset[int] | None = None  # sequences that get proposals; None: all
-    lost: float = 0.0  # seconds lost compared with steps without proposals
+    settling: int = 0  # number of untimed steps that come before the timed steps
+    keys: frozenset[int] | None = None  # sequences that get proposals, or None for all sequences
+    lost: float = 0.0  # seconds that the trial cost compared with steps without proposals
 
     def lengths(self, keys: Sequence[int]) -> list[int]:
         return [self.length if self.keys is None or key in self.keys else 0 for key in keys]
@@ -440,11 +474,11 @@ class _Trial:
 
 @dataclass(slots=True)
 class _Load:
-    """State of one class of loads: steps with similar numbers of decoding sequences."""
+    """The state of one size class: of all steps with similar numbers of decoding sequences."""
 
     verdict: _Verdict = field(default_factory=_Verdict)
     steps: int = 0
-    looks: int = _LOOKS  # this many next steps are all timed
+    looks: int = _LOOKS  # number of next steps that are all timed
     mixed: int = 0  # number of consecutive steps that also computed other requests' tokens
     trial: _Trial | None = None
     next_plain: int = 0  # number of the step at which the next trial without proposals may begin
@@ -453,7 +487,7 @@ class _Load:
     surprise: float = 0.0
     resting: int = 0  # number of steps until the rest ends
     rested: int = 0
-    rounds: int = 0  # number of verified rounds, over all loads, when the last rest began
+    rounds: int = 0  # number of proposals verified in the run when the last rest began
     rest: int = _RESTS[0]  # number of steps of the next rest
 
 
@@ -461,52 +495,55 @@ class GoodputControl:
     """Chooses how many tokens (0 or more) to propose for each sequence, from measured times and
     acceptance.
 
-    The tokens most likely to be accepted are proposed first. The control compares every total
-    number of tokens, because goodput may have several maxima where step times jump. It keeps a
-    decision for several steps, because with a small model a decision takes long compared with a
-    step. While proposals lose time, the control rests: it proposes nothing and measures nothing.
+    The tokens most likely to be accepted are proposed first. The control computes the goodput of
+    every total number of proposed tokens, because goodput may have several maxima where step times
+    jump. The control chooses again only after several steps, because a choice takes long compared
+    with a step of a small model. While proposals slow the run down, the control rests: it proposes
+    nothing and measures nothing.
 
-    Trials measure other lengths. They may lose a small share of the run's time; a balance counts
-    the seconds that they may still lose.
+    In a trial, the control times proposals of another length for a few steps. Trials may cost a
+    small share of the run's time. A balance holds the seconds that trials may still cost.
     """
 
     def __init__(self, most: int, costs: StepCosts | None = None) -> None:
-        """Create a control that proposes up to `most` tokens per sequence; `costs` may already
-        contain measured step times.
+        """Create a control that proposes at most `most` tokens per sequence.
+
+        `costs` may already contain measured step times.
         """
         self._most = most
         self._survival = Survival(most)
         self._costs = costs or StepCosts()
         self._proposing = StepCosts(wanders=False)
         self._loads: dict[int, _Load] = {}
-        # keyed by sequence: the expected number of accepted tokens, by proposal length
+        # for each sequence, the expected number of accepted tokens of each proposal length
         self._standing: dict[int, list[float]] = {}
         # keys of the sequences that get a proposal in this step, and in the previous step
         self._wanted = self._asked = set[int]()
-        self._total = 0  # sum of the lengths chosen for this step
-        self._coverage = 1.0  # share of the requested tokens that the proposers deliver
+        self._total = 0  # number of tokens to propose in this step, for all sequences
+        self._coverage = (
+            1.0  # number of tokens that the drafters propose, divided by the number asked
+        )
         self._asks = 0
         self._rounds = 0  # number of proposals verified so far
-        # whether acceptance is unknown or out of date, so that a small trial must come first
+        # whether the acceptance is unknown or out of date; if so, the first trial is one with only a
+        # few sequences
         self._is_stale = True
-        self._balance = 0.0  # seconds that trials may still lose
+        self._balance = 0.0  # seconds that trials may still cost
         self._elapsed = 0.0  # total seconds of all steps
         # sums over the steps since the last timed step
         self._seconds = 0.0
         self._accepted = 0
         self._has_proposed = False
         self._longest = inf  # a step that takes more seconds than this was probably interrupted
-        # extra seconds of steps with proposals, compared with writing the same tokens without
-        # proposals
+        # seconds that steps with proposals took, less the seconds that the same tokens would take
+        # without proposals
         self._lost = 0.0
-        self._is_stopped = False  # whether proposals stopped because they lost too much time
+        self._is_stopped = False  # whether proposals stopped because they cost too much time
         self._is_looking = False  # whether this step is timed
         self._unseen = 1  # number of steps since the last timed step, including the current step
 
     def rests(self, sequences: int) -> bool:
-        """Return whether the control rests in this step: it proposes nothing and measures
-        nothing.
-        """
+        """Return whether the control rests in this step, so that nothing is proposed or timed."""
         load = self._loads.get(size_class(sequences))
         if load is None or load.resting == 0:
             return False
@@ -514,15 +551,15 @@ class GoodputControl:
         return True
 
     def choose(self, step: StepShape) -> list[int]:
-        """Return for each sequence the number of tokens to propose."""
+        """Return the number of tokens to propose, for each sequence."""
         count = len(step.keys)
         load = self._loads.setdefault(size_class(count), _Load())
         verdict = load.verdict
         load.steps += 1
         load.mixed = load.mixed + 1 if step.others else 0
         if load.trial is None:
-            # Other requests' tokens are in few steps, so lengths are usually chosen for steps
-            # without them.
+            # Few steps also compute other requests' tokens, so lengths are usually chosen in the
+            # other steps.
             is_fit = load.mixed % _MIXED == 0 or not verdict.keys
             if load.rested:
                 self._wake(load, step)
@@ -544,8 +581,10 @@ class GoodputControl:
     def observed(
         self, step: StepShape, rounds: Sequence[Outcome], rows: int, seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn from a step that computed `rows` rows. Return the step's forecast, or None if the
-        step was not timed or could not be forecast.
+        """Learn from a step that computed `rows` rows, and return the forecast of the step.
+
+        `seconds` are the times of proposing and of the step itself. Return None if the step was not
+        timed, or if nothing was known for a forecast.
         """
         self._survival.add(rounds)
         self._rounds += len(rounds)
@@ -559,9 +598,9 @@ class GoodputControl:
         forecast = self._forecast(step, rounds, rows)
         if forecast is not None:
             forecast = forecast._replace(is_trial=load.trial is not None, steps=self._unseen)
-        # A step is steady if most of its sequences with proposals also had one in the previous
-        # step. In an unsteady step, the drafter first computes text that it has missed, which takes
-        # extra time.
+        # A step is steady if most of its sequences with a proposal also had a proposal in the previous
+        # step. In other steps, the drafter takes longer, because it must first read the tokens that
+        # the target wrote without it.
         is_steady = 4 * len(self._wanted & self._asked) >= 3 * len(self._wanted)
         self._costs.rest(self._unseen - 1)
         self._costs.add(step.condition, rows, seconds[1])
@@ -588,11 +627,11 @@ class GoodputControl:
         return forecast
 
     def _account(self, step: StepShape, plain: float) -> None:
-        """Add the time of all steps since the last timed step, and the time that proposals lost or
-        saved in these steps.
+        """Add up the time of the steps since the last timed step, and what proposals cost in them.
 
-        Only measured times count here, not forecasts. So proposals stop once they have lost too
-        much time, even if forecasts are wrong, for example because a drafter computes long prompts.
+        The cost is computed from measured times, not from forecasts. So proposals that cost too much
+        time are stopped even if the forecasts are wrong, for example because a drafter reads long
+        prompts.
         """
         spent = self._seconds
         accepted = self._accepted
@@ -619,8 +658,10 @@ class GoodputControl:
                 self._proposing.add(_among(len(self._wanted)), self._total, seconds)
 
     def _charge(self, load: _Load, trial: _Trial, lost: float) -> None:
-        """Add the time that one step of a trial lost. After the trial's last step, charge the
-        balance and choose lengths again.
+        """Add the seconds that one step of a trial cost, and end the trial after its last step.
+
+        The cost of a trial with proposals is then subtracted from the balance. A trial without
+        proposals is free. Lengths are chosen again in the next step.
         """
         trial.lost = trial.lost + lost
         trial.left = trial.left - 1
@@ -630,12 +671,13 @@ class GoodputControl:
             load.verdict.until = load.steps
 
     def _rest(self, load: _Load, step: StepShape) -> None:
-        """Begin a rest, which lasts until the balance allows trials again; if a rest changed
-        nothing, the next one is twice as long.
+        """Begin a rest, which lasts until the balance allows trials again.
+
+        The smallest length of the next rest is doubled, unless the acceptance is unknown.
         """
         due = -self._balance / _SHARE / self._plain(step)
         if self._is_stopped:
-            # the rest lasts until the lost time is a smaller share of the run's time
+            # the rest lasts until the time that proposals cost is a smaller share of the run's time
             missing = self._lost / _MOST_LOST[1] - self._elapsed
             due = max(due, missing / self._plain(step))
         load.resting = load.rested = int(max(load.rest, min(_RESTS[1], due)))
@@ -643,7 +685,7 @@ class GoodputControl:
         load.rounds = self._rounds
 
     def _wake(self, load: _Load, step: StepShape) -> None:
-        """End a rest: time steps again, without proposals, before the next trial."""
+        """End a rest, and time some steps without proposals before the next trial."""
         seconds = (load.rested - load.resting) * self._plain(step)
         self._elapsed += seconds * self._costs.slowness
         self._is_stopped = self._is_stopped and self._lost > _MOST_LOST[1] * self._elapsed
@@ -665,7 +707,7 @@ class GoodputControl:
         verdict.until = load.steps + _LOOKS
 
     def _plain(self, step: StepShape) -> float:
-        """Return the estimated seconds of this step without proposals."""
+        """Return the estimated time of this step in seconds if no tokens are proposed."""
         curve = self._costs.curve(step.condition)
         assert curve is not None, "a step must have been timed"
         return curve.one(step.rows)
@@ -699,11 +741,11 @@ class GoodputControl:
         elif self._is_stopped:
             self._rest(load, step)
         elif self._is_stale and self._balance >= 0:
-            # the newest sequences, for which the drafter has the least text to compute
+            # the newest sequences, because the drafter reads the shortest texts for them
             newest = sorted(step.keys)[-(len(step.keys) // 8 + 1) :]
             load.trial = _Trial(min(_FEW, self._most), 4, keys=frozenset(newest))
             self._is_stale = False
-        # this trial without proposals is needed to notice that proposals no longer save time
+        # Without such a trial, the control would not notice that proposals no longer save time.
         elif verdict.mean and load.steps >= load.next_plain:
             forgone = 1 - step.rows / (verdict.rate * self._plain(step))
             load.trial = _Trial(0, _PLAIN, _SETTLING)
@@ -721,11 +763,11 @@ class GoodputControl:
     def _best_total(
         self, load: _Load, verdict: _Verdict, step: StepShape, tokens: NDArray[np.float64]
     ) -> tuple[int, int | None]:
-        """Choose the total number of draft tokens to propose in a step.
+        """Choose the total number of tokens to propose in a step, and a length for a trial.
 
-        `tokens` has, for each total, the expected number of tokens that the step adds to all texts.
-        Also return a number of proposals per sequence to try: it was never timed, but may be faster
-        by an optimistic estimate of its time. Return None if there is no such number.
+        `tokens` has, for each total number, the expected number of tokens that the step adds to all
+        texts. The length for a trial was never timed, but may be faster by an optimistic estimate. It
+        is None if there is no such length.
         """
         curve = self._costs.curve(step.condition)
         proposing = self._proposing.curve(_among(len(step.keys)))
@@ -742,8 +784,8 @@ class GoodputControl:
             spent = proposing.at(totals[1:])
             seconds[1:] += spent
             lower[1:] += np.maximum(proposing.least(totals[1:]), _HOPE * spent)
-        # `surprise`: steps with proposals may take longer than estimated, because drafters compute
-        # missed text
+        # Steps with proposals may take longer than estimated, for example because drafters must read
+        # tokens that the target wrote alone. `surprise` is the mean of this error.
         seconds[1:] *= (1 + max(_DOUBT, _DOUBT_OF_ONE * len(step.keys))) * exp(
             max(0.0, load.surprise)
         )
@@ -769,8 +811,9 @@ class GoodputControl:
     def _promising(
         self, step: StepShape, lengths: Sequence[int], gains: NDArray[np.float64]
     ) -> int | None:
-        """Return the length that promises the largest gain, among `lengths` that were not timed
-        yet; None if no length promises a gain.
+        """Return the length with the largest expected gain, among `lengths` that were not timed yet.
+
+        Return None if no length is expected to be faster.
         """
         count = len(step.keys)
         among = _among(len(step.keys))
@@ -787,8 +830,9 @@ class GoodputControl:
         return max(open_ones, key=lambda k: float(gains[k * count]), default=None)
 
     def _forecast(self, step: StepShape, rounds: Sequence[Outcome], rows: int) -> Forecast | None:
-        """Estimate the tokens and seconds of a step with this many rows and these proposals; None
-        if similar steps were never timed.
+        """Estimate how many tokens a step writes and how long it takes.
+
+        Return None if similar steps were never timed.
         """
         curve = self._costs.curve(step.condition)
         tokens = float(step.rows)
@@ -809,15 +853,14 @@ class GoodputControl:
 
 
 def _among(sequences: int) -> Condition:
-    """Return the condition by which the times of proposing are grouped: the class of the number of
-    sequences.
-    """
+    """Return the condition under which the times of proposing for these sequences are stored."""
     return condition(is_mixed=False, context=0, sequences=sequences)
 
 
 def _hand_on(verdict: _Verdict, keys: Sequence[int]) -> None:
-    """Give the lengths of ended sequences to new sequences, so that the total stays about the
-    same.
+    """Give the proposal lengths of ended sequences to new sequences.
+
+    So the total number of proposed tokens stays about the same.
     """
     lengths = dict(zip(verdict.keys, verdict.lengths, strict=True))
     kept = {key: lengths.pop(key) for key in keys if key in lengths}
@@ -843,13 +886,11 @@ class GoodputLengths(Lengths):
         self._shape = StepShape((), 0, 0.0)  # the last step for which lengths were chosen
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return whether the control rests, because proposals lose time."""
+        """Return whether nothing is proposed in this step, because proposals slow the run down."""
         return self._control.rests(len(plan.decoding))
 
     def choose(self, plan: StepPlan) -> Sequence[int]:
-        """Choose for each sequence the number of tokens with the highest goodput, from measured
-        times and acceptance.
-        """
+        """Choose the number of tokens to propose for each sequence, so that goodput is highest."""
         keys = [sequence.request_id for sequence in plan.decoding]
         others = sum([chunk.stop - chunk.start for chunk in plan.prefills])
         context = sum([sequence.num_computed for sequence in plan.decoding]) / len(plan.decoding)
@@ -859,9 +900,7 @@ class GoodputLengths(Lengths):
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn acceptance and step times from a step; return the step's forecast, if there is
-        one.
-        """
+        """Learn acceptance and step times from a step, and return the step's forecast if any."""
         outcomes = [(each.request_id, each.guessed, each.accepted) for each in rounds]
         rows = plan.num_rows + sum([chunk.stop - chunk.start for chunk in plan.prefills])
         forecast = self._control.observed(self._shape, outcomes, rows, seconds)

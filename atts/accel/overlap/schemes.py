@@ -22,31 +22,41 @@ from atts.local.seams import (
     TokenProposal,
 )
 
-_TURN = 16  # number of steps of a trial
+_TURN = 16  # number of steps of a trial, in which another scheme than the best one is timed
 _STRETCH = 64  # number of steps after which the scheme in use is compared with the others again
-# first steps of a turn, which do not count, because the drafter must first compute missed text
+# The first steps of a turn (a series of steps with one scheme) are not timed, because the drafter
+# must first read the tokens that were written without it.
 _SETTLE = 4
-_KNOWN = 128  # most steps that a scheme's earlier rate weighs in its mean rate
-_GLANCE = 8  # steps after which a trial ends if its rate is below half the best scheme's rate
-_SHARE = 0.005  # most tokens that trials of one scheme may lose, as a share of all tokens
-# the early exit's scheme is tried only if perfect guesses would give this many times the best rate
+# The mean speed of a scheme gives its earlier steps together at most the weight of this number of
+# steps.
+_KNOWN = 128
+# A trial ends after this number of steps if the scheme is less than half as fast as the best
+# scheme.
+_GLANCE = 8
+_SHARE = 0.005  # The trials of one scheme may cost at most this share of all tokens of the run.
+# The early exit's scheme is tried only if the run would be this number of times as fast with
+# perfect guesses as with the best scheme.
 _WORTH = 1.05
-_LONGEST = 1024  # the least number of steps between two trials doubles up to this number
+# The smallest number of steps between two trials is doubled again and again, up to this number.
+_LONGEST = 1024
 
 
 @dataclass(slots=True)
 class _Turn:
-    """Totals of one turn: consecutive steps with the same scheme."""
+    """Sums over one turn: a series of steps with the same scheme."""
 
-    steps: int = 0  # all steps of the turn; the totals below leave out the first `_SETTLE` steps
+    # number of all steps of the turn; the fields below do not include the first `_SETTLE` steps
+    steps: int = 0
     sequences: int = 0
-    served: int = 0  # number of sequences that had a proposal, summed over steps
+    # number of proposals: the number of sequences with a proposal, summed over the steps
+    served: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
     @property
     def promise(self) -> float:
-        """Return the tokens per second that the scheme would give if every sequence had a proposal.
+        """Return the tokens per second if every sequence had a proposal in every step.
+
         A sequence without a proposal wrote one token per step.
         """
         extra_tokens = (self.tokens - self.sequences) / self.served if self.served else float("inf")
@@ -58,16 +68,17 @@ class _Scheme:
     """Statistics of one drafting scheme, for steps with about the same number of sequences."""
 
     rate: float = 0.0  # measured tokens per second
-    # number of steps that `rate` is a mean of, at most `_KNOWN`; 0: the scheme was never tried
+    # number of steps in the mean `rate`, at most `_KNOWN`; 0 if the scheme was never tried
     known: int = 0
-    # tokens per second if every outcome had been guessed; not used for the first scheme, which
-    # guesses no outcomes
+    # Tokens per second if the drafter had guessed every outcome. The first scheme guesses no
+    # outcomes and does not use this field.
     promise: float = 0.0
     seconds: float = 0.0  # seconds that the scheme's last turn took
-    since: float = 0.0  # number of tokens that other schemes wrote after this scheme's last turn
+    # number of tokens that were written with other schemes since this scheme's last turn
+    since: float = 0.0
 
     def learn(self, turn: _Turn) -> None:
-        """Learn from the totals of a turn of this scheme."""
+        """Update the scheme's speed from a finished turn."""
         steps = turn.steps - _SETTLE
         rate = turn.tokens / max(1e-9, turn.seconds)
         self.rate = (self.rate * self.known + rate * steps) / (self.known + steps)
@@ -77,28 +88,29 @@ class _Scheme:
         self.since = 0.0
 
     def wait(self, most: float) -> float:
-        """Return the number of tokens to write before the scheme is tried again; `most` is the best
-        scheme's rate.
+        """Return the number of tokens to write before the scheme is tried again.
+
+        `most` is the speed of the best scheme, in tokens per second.
         """
         return (most - self.rate) * self.seconds / _SHARE - self.since
 
 
 @dataclass(slots=True)
 class _Load:
-    """The statistics of all schemes for one class of loads (numbers of sequences per step), and the
-    current turn.
+    """The statistics of all schemes for steps with similar numbers of sequences, and the current
+    turn.
     """
 
     schemes: list[_Scheme]
     current: int = 0
-    best: int = -1  # the scheme in use between trials
+    best: int = -1  # the scheme that is used between trials
     turn: _Turn = field(default_factory=_Turn)
     stayed: int = 0  # number of steps since the last trial
-    stay: int = _TURN  # least number of steps between two trials
+    stay: int = _TURN  # smallest number of steps between two trials
 
     @property
     def is_try(self) -> bool:
-        """Return whether this turn is a trial: its scheme is not the best one."""
+        """Return whether this turn is a trial of a scheme that is not the best one."""
         return self.current != self.best
 
     @property
@@ -113,38 +125,41 @@ class _Load:
 
 
 class SchemeControl:
-    """Chooses the drafting scheme of the next step, with separate statistics for about 1, 2, 4,
-    8... sequences per step.
+    """Chooses the drafting scheme of the next step.
+
+    The statistics for about 1, 2, 4, 8, ... sequences per step are separate.
     """
 
     def __init__(self, schemes: int, *, has_oracle: bool = False) -> None:
-        """Create a control of this many schemes. With `has_oracle`, the last scheme is like the
-        others but guesses outcomes better.
+        """Create a control for this number of schemes.
 
-        This last scheme is then tried only if one of the other schemes would save time with perfect
-        guesses.
+        If `has_oracle` is true, the last scheme differs from the others only in better guesses. So
+        the last scheme is tried only if perfect guesses would make one of the others faster.
         """
         self._schemes = schemes
         self._has_oracle = has_oracle
         self._loads = dict[int, _Load]()
         self._place = -1
-        # `_place`: the class of loads that is measured; `_away`: number of consecutive steps in
-        # another class
+        # `_place` is the size class of the steps that are timed now. `_away` is the number of
+        # consecutive steps of another size class.
         self._away = 0
         self.current = 0
 
     def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
-        """Learn from a step. `sequences` has its number of sequences, and the number of them that
-        had a proposal.
+        """Update the statistics after a step.
+
+        `sequences` has the number of sequences in the step, and the number of sequences that had a
+        proposal.
         """
         load_class = sequences[0].bit_length()
         self._away = 0 if load_class == self._place else self._away + 1
-        # the class changes only after several steps, so a load between two classes does not switch
-        # back and forth
+        # The size class changes only after several steps, so that it does not change in every step
+        # if the number of sequences is at a border between two classes.
         has_moved = self._place < 0 or self._away >= _SETTLE
         self._place = load_class if has_moved else self._place
         load = self._loads.setdefault(self._place, _Load([_Scheme() for _ in range(self._schemes)]))
-        # the proposals of this step were chosen for another load, so it does not count
+        # This step's proposals were chosen for another number of sequences, so its time is not
+        # used.
         if has_moved:
             self._away = 0
             load.turn = _Turn()
@@ -162,14 +177,16 @@ class SchemeControl:
 
     @property
     def is_contested(self) -> bool:
-        """Return whether the first scheme is in use only for a trial, because another scheme is the
+        """Return whether the first scheme is used only in a trial, because another scheme is the
         best.
         """
         return self._place >= 0 and self.current == 0 < self._loads[self._place].best
 
     def _next(self, load: _Load) -> None:
-        """Choose the next scheme: one that was never tried, one whose next trial is due, or else
-        the best one.
+        """Choose the next scheme.
+
+        A scheme that was never tried comes first, then a scheme whose next trial is due, and then
+        the best scheme.
         """
         turn = load.turn
         was_try = load.is_try
@@ -192,7 +209,7 @@ class SchemeControl:
             load.current = load.best = best
 
     def _fit(self, load: _Load) -> range:
-        """Return the indices of the schemes that may be tried."""
+        """Return the indices of the schemes that may be tried now."""
         most = max([scheme.rate for scheme in load.schemes])
         is_vain = (
             self._has_oracle
@@ -202,8 +219,9 @@ class SchemeControl:
 
 
 GUESSING = {"pearl": Guessing(0), "ssd": Guessing(3), "mirror": Guessing(8, is_told=True)}
-"""Schemes that guess outcomes. pearl: full acceptance only; ssd: the draft's likeliest tokens at
-each position; mirror: the likeliest tokens of the target's early exit.
+"""Names of the schemes that guess outcomes. `pearl` guesses only that all proposed tokens are
+accepted. `ssd` also guesses the draft's likeliest tokens at each position, and `mirror` the
+likeliest tokens of the target's early exit.
 """
 
 
@@ -224,8 +242,10 @@ class AdaptiveDrafting(Proposer, Lengths):
         *,
         has_exit: bool,
     ) -> None:
-        """Create a proposer that chooses between `serial` and `ahead`. `ahead` proposes up to
-        `most` tokens. With `has_exit`, one of its schemes uses the target's early exit.
+        """Create a proposer that chooses between the drafters `serial` and `ahead`.
+
+        `ahead` proposes at most `most` tokens. If `has_exit` is true, one of its schemes uses the
+        target's early exit.
         """
         self._serial = serial
         self._ahead = ahead
@@ -233,21 +253,23 @@ class AdaptiveDrafting(Proposer, Lengths):
         self._fixed = FixedLength(most)
         self._guessing = [way for way in GUESSING.values() if has_exit or not way.is_told]
         self._control = SchemeControl(1 + len(self._guessing), has_oracle=has_exit)
-        # `_scheme`: index of this step's scheme; `_asked`: scheme of the last step with requests
-        # for proposals
+        # `_scheme` is the index of this step's scheme. `_asked` is the index of the scheme that was
+        # used in the last step with requests for proposals.
         self._scheme = self._asked = 0
         self._began = 0.0
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return whether the first scheme is in use and rests, because proposals of any length lose
-        time.
+        """Return whether the first scheme is used and proposes nothing in this step, because
+        proposals slow the run down.
         """
         self._scheme = self._control.current
         return self._scheme == 0 and not self._control.is_contested and self._lengths.rests(plan)
 
     def choose(self, plan: StepPlan) -> Many[int]:
-        """Choose proposal lengths. The first scheme's rule chooses them; the other schemes use the
-        most tokens, because their drafting ends with the target's step.
+        """Choose how many tokens to propose for each sequence.
+
+        The first scheme uses the rule `lengths`. All other schemes use the largest number, because
+        they stop drafting when the target's step ends.
         """
         self._began = perf_counter()
         return (self._fixed if self._scheme else self._lengths).choose(plan)
@@ -255,14 +277,16 @@ class AdaptiveDrafting(Proposer, Lengths):
     def observed(
         self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn from a step. Schemes are compared by wall-clock seconds, because this process's CPU
-        time excludes the drafter's process.
+        """Update the statistics of lengths and schemes after a step.
+
+        Schemes are compared by wall-clock time, because this process's CPU time does not include
+        the drafter's process.
         """
         tokens = len(plan.decoding) + sum([each.accepted for each in rounds])
         forecast = None if self._scheme else self._lengths.observed(plan, rounds, seconds)
         pays = bool(plan.proposals) and not (forecast and forecast.is_trial)
-        # a step without proposals in the first scheme does not count, unless the first scheme is on
-        # trial
+        # If the first scheme is the best, two kinds of its steps are not used to compare schemes:
+        # steps without proposals, and steps in which another length is tried.
         if self._scheme or pays or self._control.is_contested:
             served = sum([each.proposed > 0 for each in rounds])
             self._control.observed(
@@ -291,7 +315,7 @@ class AdaptiveDrafting(Proposer, Lengths):
         self._ahead.ended(key)
 
     def overlap(self) -> OverlapStats:
-        """Return counts of correct and wrong guesses, late drafts and unused branches."""
+        """Return the numbers of correct guesses, wrong guesses, late drafts and unused branches."""
         return self._ahead.overlap()
 
     def silence(self) -> str:

@@ -28,8 +28,10 @@ _SLOT_RUN = 64  # number of cache slots that a sequence gets at a time
 
 
 class ToldTarget(InlineTransport):
-    """A stand-in for the target in the drafter's process. The target's process sends step times and
-    exit guesses as messages; drafting work runs without delay.
+    """A stand-in for the target in the drafter's process.
+
+    The target's process reports step times and the guesses of the early exit in messages. Drafting
+    work runs without delay.
     """
 
     is_beside = True
@@ -39,7 +41,9 @@ class ToldTarget(InlineTransport):
         self.listener: ExitListener | None = None
 
     def elapsed(self, began: float) -> float:
-        """Return the seconds that the target's last step took, as the target's process reported."""
+        """Return how long the target's last step took, in seconds, as the target's process
+        reported.
+        """
         return self.seconds
 
     def listen(self, listener: ExitListener | None) -> None:
@@ -59,8 +63,9 @@ class RemoteRows(DraftedRows):
         super().__init__(table, DraftedSlots(slots), self._sequences.__getitem__)
 
     def follow(self, step: DraftStep) -> list[Ask]:
-        """Record new, ended and continued sequences of a step; return the requests for drafts that
-        fit into the free rows and slots.
+        """Record which sequences are new, ended or continued in a step.
+
+        Return the requests for drafts whose sequences fit into the free rows and slots.
         """
         for key in step.ended:
             self._drop(self._sequences.pop(key))
@@ -72,7 +77,8 @@ class RemoteRows(DraftedRows):
         for key, ids, room in step.asks:
             sequence = self._sequences[key]
             sequence.ids += ids
-            # zeros as log-probabilities: only their number is used, to count the written tokens
+            # The log-probabilities are zeros, because only their number is used, to count the
+            # written tokens.
             sequence.logprobs += [0.0] * len(ids)
             if self._has_slots(sequence, len(sequence.ids) + room + 1):
                 asks.append(ask_of(sequence, room))

@@ -31,10 +31,11 @@ Branch = TypeVar("Branch")
 
 
 class Guessing(NamedTuple):
-    """The outcomes that the drafter continues in addition to full acceptance.
+    """The outcomes that the drafter continues, in addition to the outcome that all tokens are
+    accepted.
 
-    At each position, the `fan` likeliest tokens are guessed. If `is_told` is set, the target's
-    early exit ranks the tokens; if not, the drafter does.
+    At each position, the `fan` likeliest tokens are guessed. If `is_told` is true, the target's
+    early exit says how likely tokens are; otherwise, the draft model says it.
     """
 
     fan: int
@@ -53,15 +54,17 @@ class OutcomeGuess(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlaceLaw:
-    """Probabilities at one position: that the proposed token is accepted, and that the target
-    writes certain other tokens.
+    """The probabilities at one position of a proposal.
+
+    They are the probability that the proposed token is accepted, and the probabilities that the
+    target writes certain other tokens instead.
     """
 
-    # probability that the proposed token is accepted if all tokens before it are; 1 after the last
-    # token
+    # probability that the proposed token is accepted if all tokens before it are accepted; 1 for
+    # the position after the last proposed token
     acceptance: float
     tokens: Many[int]
-    # known probabilities of `tokens`; they need not sum to 1
+    # probabilities of `tokens`; they need not sum to 1, because other tokens are possible
     probabilities: Many[float]
 
 
@@ -100,11 +103,11 @@ def ranked_outcomes(proposal: Many[int], places: Many[PlaceLaw]) -> list[Outcome
 def most_worthwhile(
     chances: Many[float], length: Callable[[int], int], acceptance: Many[float]
 ) -> tuple[int, int]:
-    """Choose how many of the likeliest outcomes to continue, and with how many tokens each.
+    """Choose how many of the likeliest outcomes to continue, and how many tokens to draft for each.
 
-    If n outcomes are continued, time allows `length(n)` tokens for each. `acceptance` has, for each
-    token, the probability that it is accepted if all earlier tokens are accepted. At least one
-    outcome is continued.
+    If n outcomes are continued, there is time for `length(n)` tokens for each. `acceptance` has,
+    for each token, the probability that it is accepted if all earlier tokens are accepted. At least
+    one outcome is continued.
     """
     best = (1, max(0, length(1)))
     covered = 0.0
@@ -122,8 +125,10 @@ def most_worthwhile(
 
 
 class OutcomeCache(dict[tuple[int, int], Branch]):
-    """The branches of one step, keyed by outcome. `select` empties the cache: it returns one branch
-    to propose, and all other branches so that the caller frees their slots.
+    """The branches of one step. Each branch is stored under the outcome that it continues.
+
+    `select` empties the cache: it returns the branch to propose, and all other branches so that the
+    caller can free their slots.
     """
 
     def put(self, accepted: int, token: int, branch: Branch) -> None:
@@ -132,8 +137,9 @@ class OutcomeCache(dict[tuple[int, int], Branch]):
         self[accepted, token] = branch
 
     def select(self, accepted: int, token: int) -> tuple[Branch | None, list[Branch]]:
-        """Return the branch of the actual outcome (None if this outcome was not guessed), and all
-        other branches.
+        """Return the branch of the actual outcome, and all other branches.
+
+        The branch is None if this outcome was not guessed.
         """
         chosen = self.pop((accepted, token), None)
         others = list(self.values())
@@ -141,15 +147,15 @@ class OutcomeCache(dict[tuple[int, int], Branch]):
         return chosen, others
 
 
-# If a guess came true, its branch is proposed at once. If no guess came true, or if the drafter is
-# late, the target takes a step without a proposal while the drafter begins again. A branch reads
-# its prefix from the slots of its sequence, and writes to its own slots at the end of the cache.
-# The branch's slots are freed when the outcome is known.
+# If a guess was correct, its branch is proposed at once. If no guess was correct, or if the drafter
+# is late, the target takes a step without a proposal, and the drafter begins again. A branch reads
+# the keys and values of its sequence, and writes its own into slots at the end of the cache. The
+# branch's slots are freed when the outcome is known.
 
 Drawn = tuple[list[int], list[PlaceLaw]]
 _CONFIDENT = 0.6
-"""Least probability for a token that a streaming head predicts; a less likely token is not added to
-the branch. The drafter's next pass or the target checks the added tokens.
+"""A token that a streaming head predicts is added to the branch only if its probability is at least
+this high. The drafter's next pass or the target checks the added tokens.
 """
 
 
@@ -162,9 +168,9 @@ class DraftBranch:
     tokens: list[int]
     slots: SlotIds
     row: int  # row of the branch in the drafter's slot table
-    most: int = 1  # most tokens that the branch may get
-    fed: int = 0  # number of the branch's tokens that the drafter has computed
-    # distributions at the positions of the branch's tokens, without the first token
+    most: int = 1  # largest number of tokens that the branch may have
+    fed: int = 0  # number of tokens of the branch whose keys and values the drafter has computed
+    # distributions at the positions of the branch's tokens, except at that of the first token
     laws: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
 
     @property
@@ -181,13 +187,13 @@ class DraftLine:
     base: int  # number of tokens that the sequence has when the step begins
     row: int
     proposal: TokenIds
-    laws: list[PlaceLaw]  # distributions at the positions of the proposed tokens
-    uniforms: NDArray[np.float64]  # random numbers in [0, 1) of the positions from `base` on
+    laws: list[PlaceLaw]  # the draft's distributions at the positions of the proposed tokens
+    uniforms: NDArray[np.float64]  # random numbers in [0, 1) for the positions from `base` on
     cache: OutcomeCache[DraftBranch] = field(default_factory=lambda: OutcomeCache[DraftBranch]())
     # the early exit's distributions at the positions of the proposed tokens and at the next
     # position
     exits: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
-    # tokens of the text and the proposal that the drafter has not computed yet
+    # tokens of the text and of the proposal that the drafter has not read yet
     fed: list[FedRow] = field(default_factory=list[FedRow])
 
     @property
@@ -202,14 +208,17 @@ class DraftJob:
 
     lines: list[DraftLine] = field(default_factory=list[DraftLine])
     moves: list[tuple[SlotIds, SlotIds]] = field(default_factory=list[tuple[SlotIds, SlotIds]])
-    """Copies of keys and values from the slots of a chosen branch to the slots of its sequence."""
-    # batches of written tokens that the drafter has not computed yet
+    """For each sequence whose branch was chosen: the branch's slots and the sequence's slots, into
+    which keys and values are copied.
+    """
+    # batches of written tokens that the drafter has not read yet
     texts: list[StepBatch] = field(default_factory=list[StepBatch])
     # slots of proposed branches, which are freed after the step
     lent: list[SlotIds] = field(default_factory=list[SlotIds])
     # for each proposal of this step: the draft's next token, and the distribution at its position
     begun: tuple[list[int], list[PlaceLaw]] = field(default_factory=lambda: ([], []))
-    is_enough: bool = False  # set when the target's step is done, so that the drafter stops early
+    # This event is set when the target's step has ended. The drafter then stops.
+    is_enough: bool = False
     error: BaseException | None = None
 
 
@@ -229,20 +238,19 @@ class BranchWriter:
         self._vocabulary = vocabulary
         self._heads = heads
         self._stats = stats
-        self.streams = False  # whether the streaming heads are used
-        # number of likeliest tokens to return at each position, in addition to the drawn token
+        self.streams = False  # whether streaming heads add tokens to the branches
+        # In addition to the drawn token, this number of likeliest tokens is returned at each
+        # position.
         self.fan = 0
-        self.acceptance = 0.7  # estimated chance that a proposed token is accepted
+        self.acceptance = 0.7  # estimated probability that a proposed token is accepted
 
     def following(self, batch: StepBatch, lines: list[DraftLine]) -> Drawn:
-        """Return for each sequence the token that the draft model draws after the proposal, and the
-        distribution there.
-        """
+        """Return the token that the draft model draws after each proposal, and its distribution."""
         places = [len(line.proposal) for line in lines]
         return self._drawn(self._model.forward(batch, self._table), lines, places)
 
     def grow(self, branches: list[DraftBranch]) -> None:
-        """Run one pass of the draft model: compute the new tokens of each branch, and draw the next
+        """Run the draft model once: compute the new tokens of each branch, and draw the next
         tokens.
         """
         rows = [(branch, at) for branch in branches for at in range(branch.fed, len(branch.tokens))]
@@ -265,8 +273,8 @@ class BranchWriter:
         self._stats.drafted += sum([len(branch.tokens) for branch in branches]) - before
 
     def _stream(self, heads: StreamHeads, branches: list[DraftBranch], hidden: Tensor) -> None:
-        """Add to each branch the tokens that the heads predict, until the probability of a token is
-        too low.
+        """Add the tokens that the heads predict to each branch, until a token's probability is too
+        low.
         """
         live = [
             (at, branch) for at, branch in enumerate(branches) if len(branch.tokens) < branch.most
@@ -303,8 +311,9 @@ class BranchWriter:
     def _sampled(
         self, hidden: Tensor, lines: list[DraftLine], places: list[int]
     ) -> tuple[list[int], Tensor, SamplingBatch]:
-        """Draw one token for each row; return the tokens, their logits and their sampling
-        settings.
+        """Draw one token for each row.
+
+        Return the tokens, their logits and their sampling settings.
         """
         logits = self._model.compute_logits(hidden)[:, : self._vocabulary].contiguous()
         asks = {line.ask.key: line.ask for line in lines}
@@ -319,8 +328,9 @@ class BranchWriter:
 
 
 def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
-    """Keep the heads' tokens up to the first one that the draft model does not draw, and add the
-    draft model's token. Return the number of computed tokens that are kept.
+    """Keep the tokens of the heads up to the first one that the draft model does not draw itself.
+
+    Then add the draft model's own token. Return the number of computed tokens that are kept.
     """
     kept = 1
     count = len(drawn)
@@ -336,8 +346,9 @@ def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
 def place_laws(
     logits: Tensor, sampling: SamplingBatch, fan: int, acceptance: float
 ) -> list[PlaceLaw]:
-    """Return the `fan` + 1 likeliest tokens of each row; one more than `fan`, because one of them
-    may be the proposed token.
+    """Return the `fan` + 1 likeliest tokens of each row.
+
+    One token more than `fan` is returned, because one of them may be the proposed token.
     """
     if not fan:
         return [PlaceLaw(acceptance, (), ())] * len(logits)
@@ -349,19 +360,23 @@ def place_laws(
 Work = Callable[[], None]
 
 PATIENCE = 5.0
-"""Most seconds to wait for the drafter's current work before the drafting scheme changes."""
+"""Before the drafting scheme changes, the current drafting work may run for at most this number of
+seconds.
+"""
 
 
-BRANCH_SLOTS = 4096  # number of cache slots for all branches together
+BRANCH_SLOTS = 4096  # number of cache slots for the branches of all sequences together
 _MOST_BRANCHES = 64
-# least number of tokens per branch, even if they do not fit into the target's step
+# A branch gets at least this number of tokens, even if there is not enough time during the target's
+# step.
 _LEAST = 2
-_FADE = 0.98  # factor by which older counts of accepted tokens lose weight per round
+_FADE = 0.98  # Older counts of accepted tokens are multiplied by this factor in each round.
 
 
 class InlineTransport:
-    """Runs drafting work at once in the caller's thread. The drafts then depend only on the texts,
-    not on timing.
+    """Runs drafting work at once, in the caller's thread.
+
+    So the drafts depend only on the texts, and not on the time that steps take.
     """
 
     is_beside = False  # whether the work runs in parallel with its caller
@@ -371,11 +386,13 @@ class InlineTransport:
         work()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most this many seconds for the drafting work; return whether it is done."""
+        """Wait at most this number of seconds for the drafting work, and return whether it has
+        ended.
+        """
         return True
 
     def elapsed(self, began: float) -> float:
-        """Return the seconds that the target's step has taken since it began at `began`."""
+        """Return the time in seconds since `began`, when the target's step began."""
         return perf_counter() - began
 
 
@@ -401,9 +418,9 @@ class OverlappedDrafter(ModelDrafter):
         exits: Exits | None = None,
         heads: StreamHeads | None = None,
     ) -> None:
-        """Create a drafter that proposes up to `most` tokens. The draft model's `cache` has slots
-        for branches after the slots of the target's tokens.
+        """Create a drafter that proposes at most `most` tokens.
 
+        The draft model's `cache` has slots for the target's tokens, followed by slots for branches.
         With `heads`, one pass adds several tokens to each branch that continues a guess of `exits`.
         """
         super().__init__(model, config, drafted, vocabulary)
@@ -420,8 +437,8 @@ class OverlappedDrafter(ModelDrafter):
         self._spare = SlotAllocator(BRANCH_SLOTS)
         self._job: DraftJob | None = None
         self._began = 0.0
-        # `_began`: the time when the current drafting work began; `_budget`: seconds of the
-        # target's step
+        # `_began` is the time when the current drafting work began. `_budget` is the expected
+        # duration of the target's step in seconds.
         self._budget = 0.0
         self._is_late = False
         self._costs = StepCosts(wanders=False)
@@ -432,7 +449,7 @@ class OverlappedDrafter(ModelDrafter):
         self._guess(guessing)
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Propose the branches whose guesses came true, and begin to draft for new guesses."""
+        """Propose the branches whose guesses were correct, and begin to draft for new guesses."""
         if self._exits is not None:
             self._exits.listen(None)
         if self._job is not None and not self._is_over(self._job):
@@ -451,8 +468,9 @@ class OverlappedDrafter(ModelDrafter):
         return proposals
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Learn how likely a proposed token is accepted. Tokens after a rejected token do not
-        count, because the target did not test them.
+        """Update the estimated probability that a proposed token is accepted.
+
+        Tokens after a rejected token are not counted, because the target did not test them.
         """
         tested = min(accepted + 1, len(proposal.tokens))
         self._tested = self._tested * _FADE + tested
@@ -460,13 +478,11 @@ class OverlappedDrafter(ModelDrafter):
         self._writer.acceptance = self._accepted / self._tested
 
     def serial(self) -> ModelDrafter:
-        """Return a drafter with the same model that works before each step of the target, not
-        during it.
-        """
+        """Return a drafter with the same model that works before each step of the target."""
         return ModelDrafter(self._model, self._config, self._rows, self._target_vocabulary)
 
     def restart_drafting(self, guessing: Guessing) -> None:
-        """Cancel the current drafting work, and set the scheme that guesses outcomes from now on.
+        """Cancel the current drafting work, and use another scheme to guess outcomes from now on.
 
         :raises RuntimeError: the current work does not end in time, or it failed.
         """
@@ -497,7 +513,7 @@ class OverlappedDrafter(ModelDrafter):
         return self._job.lines if self._job is not None else []
 
     def overlap(self) -> OverlapStats:
-        """Return counts of correct and wrong guesses, late drafts and unused branches."""
+        """Return the numbers of correct guesses, wrong guesses, late drafts and unused branches."""
         return self.stats
 
     def silence(self) -> str:
@@ -505,8 +521,9 @@ class OverlappedDrafter(ModelDrafter):
         return self.stats.silence or super().silence()
 
     def _is_over(self, job: DraftJob) -> bool:
-        """Return whether the drafting work of the step is done. Wait for a late drafter once, for
-        at most as long as the target's step took.
+        """Return whether the drafting work of the step has ended.
+
+        A late drafter gets additional time once: at most as long as the target's step took.
         """
         job.is_enough = True
         if not self._is_late:
@@ -515,8 +532,8 @@ class OverlappedDrafter(ModelDrafter):
         return not self._is_late
 
     def _collect(self, asks: Many[Ask]) -> dict[int, DraftBranch]:
-        """Return for each sequence the branch that matches the written text; free the slots of all
-        other branches.
+        """Return the branch of each sequence that matches the written text, and free all other
+        branches.
         """
         lines = self.drafted()
         job = self._job
@@ -548,16 +565,17 @@ class OverlappedDrafter(ModelDrafter):
         chosen, others = line.cache.select(accepted, rest[0] if rest else -1)
         if chosen is not None and chosen.tokens[1 : len(rest)] != rest[1:]:
             others = [*others, chosen]
-            chosen = None  # the branch came too late: later tokens of the text differ from it
-        if rest:  # if the text has no further token, no guess was tested
+            chosen = None  # The branch came too late, because the text already has other tokens.
+        if rest:  # The text has no token after the proposal, so no guess was tested.
             self.stats.hits = self.stats.hits + bool(chosen)
             self.stats.misses = self.stats.misses + (not chosen)
         self.stats.wasted += len(others)
         return chosen, others
 
     def _credit(self, line: DraftLine, known: int) -> None:
-        """Record that the drafter has computed the text up to position `known`, as far as the
-        sequence still has the same slots.
+        """Record that the drafter has read the text up to position `known`.
+
+        Tokens whose slots the sequence has lost are not recorded.
         """
         sequence = self._rows.sequence(line.ask.key)
         start = self._rows.drafted(sequence)
@@ -567,8 +585,9 @@ class OverlappedDrafter(ModelDrafter):
             self._rows.advance(sequence, start + count)
 
     def _begin(self, job: DraftJob, ask: Ask, branch: DraftBranch | None) -> TokenProposal:
-        """Add this sequence to the step's drafting work. Return the rest of its branch as the
-        proposal.
+        """Add this sequence to the drafting work of the step.
+
+        Return the tokens of its branch that the text does not contain yet, as the proposal.
         """
         sequence = self._rows.sequence(ask.key)
         base = len(ask.ids)
@@ -591,12 +610,14 @@ class OverlappedDrafter(ModelDrafter):
         return proposal
 
     def _moved(self, job: DraftJob, line: DraftLine, branch: DraftBranch) -> int:
-        """Copy the branch's keys and values to the sequence. Return the position where the copy
-        ends, or 0 if the sequence lacks the keys and values before the branch.
+        """Copy the branch's keys and values to the slots of its sequence.
+
+        Return the position at which the copy ends, or 0 if the sequence lacks the keys and values
+        before the branch.
         """
         if self._rows.drafted(self._rows.sequence(line.ask.key)) != branch.start:
             return 0
-        # the last token is computed again, because the distribution after this token is needed
+        # The last token is computed again, because the drafter needs the distribution after it.
         count = min(branch.fed, line.stop - branch.start - 1)
         stop = branch.start + count
         job.moves.append((branch.slots[:count], self._table[line.row, branch.start : stop].copy()))
@@ -614,8 +635,9 @@ class OverlappedDrafter(ModelDrafter):
             self._exits.listen(ExitListener(rows, self._heard))
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
-        """Continue the outcomes that the target's early exit reports as likely, while the target
-        computes its remaining layers.
+        """Continue the outcomes that the target's early exit reports as likely.
+
+        Meanwhile the target computes its remaining layers.
         """
         job = self._job
         self._began = perf_counter()
@@ -631,8 +653,9 @@ class OverlappedDrafter(ModelDrafter):
         self._transport.post(lambda: self._run(job, self._continue))
 
     def _run(self, job: DraftJob, work: Callable[[DraftJob], None]) -> None:
-        """Run a part of the drafting work; store an error in the job, so that `drafted` raises it
-        later.
+        """Run a part of the drafting work.
+
+        An error is stored in the job, and `drafted` raises it later.
         """
         try:
             if job.error is None:
@@ -662,9 +685,7 @@ class OverlappedDrafter(ModelDrafter):
 
     @torch.inference_mode()
     def _continue(self, job: DraftJob) -> None:
-        """Continue the branches pass by pass, until the target's step is done or all branches are
-        complete.
-        """
+        """Add tokens to all branches until the target's step ends or all branches are complete."""
         branches, length = self._branches(job.lines, *job.begun)
         for step in range(length):
             live = [branch for branch in branches if len(branch.tokens) < branch.most]
@@ -675,14 +696,13 @@ class OverlappedDrafter(ModelDrafter):
             self._costs.add(self._condition, len(live), perf_counter() - began)
 
     def _first(self, lines: list[DraftLine]) -> StepBatch:
-        """Return the tokens of these sequences that the drafter has not computed yet, as a
-        batch.
-        """
+        """Return a batch of those tokens of these sequences that the drafter has not read yet."""
         return self._fed_batch([row for line in lines for row in line.fed])
 
     def _write_windows(self, lines: list[DraftLine]) -> None:
-        """Draft one branch per sequence in one kernel call; each branch gets as many tokens as fit
-        into the target's step.
+        """Draft one branch per sequence in one call of the kernels.
+
+        Each branch gets the number of tokens that can be drafted during the target's step.
         """
         began = perf_counter()
         length = max(_LEAST, self._length(len(lines), len(lines)))
@@ -707,8 +727,9 @@ class OverlappedDrafter(ModelDrafter):
     def _branches(
         self, lines: list[DraftLine], drawn_tokens: list[int], laws: list[PlaceLaw]
     ) -> tuple[list[DraftBranch], int]:
-        """Choose the guesses to continue, and make a branch for each. Return the branches and their
-        number of tokens.
+        """Choose the guesses to continue, and make a branch for each of them.
+
+        Return the branches, and the number of tokens of each.
         """
         drawn = zip(lines, drawn_tokens, laws, strict=True)
         guesses = [
@@ -725,7 +746,9 @@ class OverlappedDrafter(ModelDrafter):
         return branches, length
 
     def _branch(self, place: int, guess: OutcomeGuess, line: DraftLine, length: int) -> DraftBranch:
-        """Make a branch for a guess: its row has the slots of the sequence's prefix, then slots of
+        """Make a branch for a guess.
+
+        The branch's row in the slot table has the slots of the sequence's text, then new slots of
         its own.
         """
         slots = self._spare.allocate(length) + np.int32(self._first_slot)
@@ -741,8 +764,9 @@ class OverlappedDrafter(ModelDrafter):
         return branch
 
     def _guesses(self, line: DraftLine, drawn_token: int, law: PlaceLaw) -> list[OutcomeGuess]:
-        """Guess that all proposed tokens are accepted and the draft's own token follows; with a
-        fan, add guesses at every position.
+        """Guess that all proposed tokens are accepted, and that the draft's own next token follows.
+
+        With a fan, also guess the likeliest outcomes at every position.
         """
         chance = prod([place.acceptance for place in (*line.laws, law)])
         every = OutcomeGuess(len(line.proposal), drawn_token, chance)
@@ -754,8 +778,8 @@ class OverlappedDrafter(ModelDrafter):
         ]
 
     def _worthwhile(self, chances: list[float], lines: int) -> tuple[int, int]:
-        """Choose how many guesses to continue, and with how many tokens, so that the drafting fits
-        into the target's step.
+        """Choose how many guesses to continue and with how many tokens, for the time of the
+        target's step.
         """
         if not self._fan:
             return lines, self._most
@@ -766,8 +790,8 @@ class OverlappedDrafter(ModelDrafter):
         return count, max(length, min(_LEAST, self._most))
 
     def _length(self, count: int, lines: int) -> int:
-        """Return the most tokens per branch for which the drafting of this many branches fits into
-        the target's step.
+        """Return the largest number of tokens per branch that can be drafted during the target's
+        step.
         """
         curve = self._costs.curve(self._condition) if self._transport.is_beside else None
         if curve is None:
@@ -779,7 +803,9 @@ class OverlappedDrafter(ModelDrafter):
 
     @property
     def _condition(self) -> Condition:
-        """Return the condition under which draft steps are timed: with or without the target's
-        exit. The context length is ignored.
+        """Return the condition under which times of draft steps are stored.
+
+        Times with and without the target's early exit are stored separately. The context length is
+        ignored.
         """
         return False, int(self._exits is not None)

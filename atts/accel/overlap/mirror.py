@@ -25,12 +25,12 @@ from atts.local.seams import HookedModel, LayerHook
 
 EXIT_FILE = "heads/exit.safetensors"
 """Path of the trained exit in the target's folder; `scripts/train heads` writes the file."""
-# likeliest tokens to report per position: eight, and one more because the proposed token may be one
-# of them
+# For each position, the nine likeliest tokens are reported. The drafter needs eight, but one of the
+# nine may be the proposed token.
 _TOLD = 9
 ExitGuesses = Mapping[int, Many[tuple[Many[int], Many[float]]]]
-"""For each sequence, keyed by its number: the likely tokens at each position, and their
-probabilities.
+"""The likely tokens at each position of a sequence, and their probabilities. The key is the number
+of the sequence.
 """
 
 
@@ -39,7 +39,7 @@ class ExitListener(NamedTuple):
     receives.
     """
 
-    # keyed by row of the slot table: the sequence's number, and its sampling options
+    # for each row of the slot table, the number and the sampling options of its sequence
     rows: Mapping[int, tuple[int, Sampling]]
     receive: Callable[[ExitGuesses | Exception], None]
 
@@ -48,16 +48,19 @@ class Exits(Protocol):
     """A target, or its stand-in, that reports the guesses of an early exit."""
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Pass the tokens that the early exit guesses in the next step, and only in that step, to
-        the listener's callback; None removes the listener.
+        """Report the tokens that the early exit guesses in the next step to the callback of
+        `listener`.
+
+        Later steps report nothing. None removes the listener.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExitAdapter:
-    """A trained correction of the hidden states after `layers` layers, so that the model's output
-    matrix can predict tokens from these states.
+    """A trained correction of the hidden states after the first `layers` layers.
+
+    With it, the model's output matrix can predict tokens from these states.
     """
 
     layers: int
@@ -67,16 +70,18 @@ class ExitAdapter:
 
     @classmethod
     def untrained(cls, config: ModelConfig, weights: Weights) -> ExitAdapter:
-        """Return an untrained exit after half of the layers: it applies the model's last norm,
-        without a correction.
+        """Return an untrained exit after half of the layers.
+
+        It applies the model's last norm and no correction.
         """
         none = weights.norm.new_zeros(config.hidden_size, 1)
         return cls(max(1, config.num_layers // 2), weights.norm, none.T, none)
 
     @classmethod
     def read(cls, folder: Path, config: ModelConfig, weights: Weights, name: str) -> ExitAdapter:
-        """Read the exit that was trained for the model in this folder; return an untrained exit if
-        the folder has none.
+        """Read the exit that was trained for the model in this folder.
+
+        If the folder has no exit, return an untrained exit.
 
         :raises ModelLoadError: the exit's file is damaged or belongs to another model.
         """
@@ -101,16 +106,18 @@ class ExitAdapter:
         return cls(layers, norm, down, up)
 
     def __call__(self, x: Tensor, eps: float) -> Tensor:
-        """Return corrected and normed hidden states, from which the output matrix predicts tokens:
-        [rows, hidden_size].
+        """Return corrected and normed hidden states: [rows, hidden_size].
+
+        The output matrix predicts tokens from them.
         """
         narrow = F.silu(F.linear(F.rms_norm(x, (x.shape[-1],), None, eps), self.down))
         return F.rms_norm(x + F.linear(narrow, self.up), (x.shape[-1],), self.norm, eps)
 
 
 class ExitModel:
-    """A target with an early exit, which reports guesses before a step ends. The target's results
-    are the same as without the exit.
+    """A target with an early exit, which guesses tokens before a step ends.
+
+    The target's results are the same as without the exit.
     """
 
     def __init__(self, model: HookedModel, adapter: ExitAdapter, eps: float) -> None:
@@ -118,7 +125,8 @@ class ExitModel:
         self._adapter = adapter
         self._eps = eps
         self._listener: ExitListener | None = None
-        # only `forward` differs from the wrapped model; the model's other methods are used directly
+        # Only `forward` differs from that of the wrapped model. All other methods are the wrapped
+        # model's.
         self.is_thread_independent = model.is_thread_independent
         self.use_threads = model.use_threads
         self.compute_logits = model.compute_logits
@@ -127,17 +135,17 @@ class ExitModel:
         self.score = model.score
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Pass the tokens that the early exit guesses in the next step to the listener's callback,
-        and then remove the listener.
+        """Report the tokens that the early exit guesses in the next step, and then remove the
+        listener.
 
-        The guesses are for the positions after each sequence's newest token and after each proposed
+        The guesses are for the position after each sequence's newest token, and after each proposed
         token.
         """
         self._listener = listener
 
     @property
     def device_name(self) -> str:
-        """Name the device, and the layer after which the exit guesses."""
+        """Return the name of the device, and of the layer after which the exit guesses."""
         return f"{self._model.device_name}, exit after {self._adapter.layers} layers"
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:

@@ -29,16 +29,17 @@ from atts.local.worker import worker_environment
 
 
 class DraftSetup(NamedTuple):
-    """The first message to the drafter's process: the target's configuration, the plan that names
-    the drafter, and the drafter's limits.
+    """The first message to the drafter's process.
+
+    It has the target's configuration, the plan that names the drafter, and limits for the drafter.
     """
 
     plan: LoopPlan
     config: WorkerConfig
     slots: int
     rows: int
-    width: int  # most tokens of a sequence
-    hears: bool  # whether guesses of the target's early exit will be sent
+    width: int  # largest number of tokens of a sequence
+    hears: bool  # whether messages with guesses of the target's early exit will follow
 
 
 class DraftStep(NamedTuple):
@@ -48,16 +49,18 @@ class DraftStep(NamedTuple):
 
     fresh: list[tuple[int, SampleRequest]]
     ended: list[int]
-    # for each sequence: its key, its new token ids, and the most tokens to propose
+    # for each sequence: its key, its new token ids, and the largest number of tokens to propose
     asks: list[tuple[int, TokenIds, int]]
-    # for each proposal that was verified: its number of tokens, and how many of them were accepted
+    # for each verified proposal: the number of its tokens, and the number of accepted tokens
     verified: list[tuple[int, int]]
-    seconds: float  # seconds that the target's last step took
+    seconds: float  # duration of the target's last step, in seconds
 
 
 class DraftedLine(NamedTuple):
-    """The drafts for one sequence. `follows` is keyed by guessed outcome: the number of accepted
-    tokens of `proposal`, and the next token.
+    """The drafts for one sequence.
+
+    The keys of `follows` are guessed outcomes: the number of accepted tokens of `proposal`, and the
+    token after them.
     """
 
     base: int
@@ -98,7 +101,7 @@ class DrafterProcess(Proposer):
             command, stdin=pipe, stdout=pipe, process_group=0, env=worker_environment()
         )
         self.pid = process.pid
-        # a thread writes the messages, because the target must not wait if the pipe is full
+        # A thread writes the messages, because the target must not wait while the pipe is full.
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
         self._answers: SimpleQueue[Drafted] = SimpleQueue()
         try:
@@ -115,7 +118,7 @@ class DrafterProcess(Proposer):
         Thread(target=_pass_on, args=(self._orders, process.stdin), daemon=True).start()
         Thread(target=_read, args=(process.stdout, self._answers), daemon=True).start()
         self._lines: dict[int, DraftedLine] = {}
-        # keyed by sequence: the number of its token ids that the drafter's process has received
+        # for each sequence, the number of its token ids that the drafter's process has received
         self._known: dict[int, int] = {}
         self._ended = list[int]()
         self._verified = list[tuple[int, int]]()
@@ -124,8 +127,9 @@ class DrafterProcess(Proposer):
         self.stats = OverlapStats()
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Propose the branches whose guesses came true, then send newly written tokens to the
-        drafter's process.
+        """Propose the branches whose guesses were correct.
+
+        Then send the newly written tokens to the drafter's process.
         """
         if self._exits is not None:
             self._exits.listen(None)
@@ -138,26 +142,26 @@ class DrafterProcess(Proposer):
         return proposals
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Record how many proposed tokens were accepted; the next message reports it."""
+        """Record how many proposed tokens were accepted, for the next message."""
         self._verified.append((len(proposal.tokens), accepted))
 
     def ended(self, key: int) -> None:
-        """Record that a sequence ended; the next message reports it."""
+        """Record that a sequence ended, for the next message."""
         if self._known.pop(key, None) is not None:
             self._ended.append(key)
             self._lines.pop(key, None)
 
     def overlap(self) -> OverlapStats:
-        """Return counts of correct and wrong guesses, late drafts and unused branches."""
+        """Return the numbers of correct guesses, wrong guesses, late drafts and unused branches."""
         return self.stats
 
     def silence(self) -> str:
-        """Return the reason why no branch was proposed."""
+        """Return the reason why the drafter's process proposed no branch."""
         return self.stats.silence or super().silence()
 
     def restart_drafting(self, guessing: Guessing) -> None:
-        """Wait for the current drafting work and drop its drafts; then set the scheme that guesses
-        outcomes from now on.
+        """Wait for the current drafting work, discard its drafts, and use another scheme from now
+        on.
 
         :raises RuntimeError: the drafter's process does not answer in time, or has ended.
         """
@@ -170,12 +174,13 @@ class DrafterProcess(Proposer):
         self._orders.put(guessing)
 
     def _is_answered(self, patience: float | None = None) -> bool:
-        """Return whether the drafter has answered the last message. Wait for a late answer once,
-        for at most as long as the target's step took.
+        """Return whether the drafter has answered the last message.
+
+        A late drafter gets additional time once: at most as long as the target's step took.
         """
         if self._hears:
-            # the target never reached its exit: send empty guesses, because the drafter's process
-            # still waits
+            # The target's step ended before its early exit. The drafter's process still waits for
+            # guesses, so an empty message is sent.
             self._heard({})
         if not self._is_late:
             self._seconds = perf_counter() - self._began
@@ -190,15 +195,13 @@ class DrafterProcess(Proposer):
             raise RuntimeError(answer.error)
         self._is_open = self._is_late = False
         self._lines = answer.lines
-        # the drafter's process does not know which answers came too late, so this process counts
-        # them
+        # Late answers are counted here, because the drafter's process does not know which answers
+        # came too late.
         self.stats = replace(answer.stats, late=self.stats.late)
         return True
 
     def _served(self, ask: Ask) -> TokenProposal:
-        """Return the tokens of the matching branch that the text does not contain yet, as a
-        proposal.
-        """
+        """Return the tokens of the matching branch that the text does not contain yet."""
         line = self._lines.get(ask.key)
         if line is None:
             return NOTHING
@@ -232,8 +235,9 @@ class DrafterProcess(Proposer):
             self._exits.listen(ExitListener(rows, self._heard))
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
-        """Send the guesses of the target's early exit while the target continues its step; send
-        empty guesses if the exit failed.
+        """Send the guesses of the target's early exit while the target continues its step.
+
+        If the exit failed, send an empty message.
         """
         self._hears = False
         self._began = perf_counter()
@@ -241,7 +245,7 @@ class DrafterProcess(Proposer):
 
 
 def _pass_on(orders: SimpleQueue[Order | None], stream: IO[bytes]) -> None:
-    # ignore a broken pipe here: the drafter's process has ended, and the missing answers show this
+    # A broken pipe means that the drafter's process has ended. Its missing answers show this later.
     with suppress(OSError), stream:
         while (order := orders.get()) is not None:
             write(stream, order)
@@ -257,7 +261,9 @@ def _read(stream: IO[bytes], answers: SimpleQueue[Drafted]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], orders: SimpleQueue[Order | None]) -> None:
-    """End the drafter's process; called when its owner is garbage-collected or Python exits."""
+    """End the drafter's process. Python calls this function when the owner is deleted or Python
+    exits.
+    """
     orders.put(None)
     process.kill()
     process.wait()

@@ -43,26 +43,30 @@ from atts.local.scheduler import WORTH_WAITING, CacheAction, Scheduler, Schedule
 from atts.local.seams import HookedModel, Model
 from atts.models.stored_blocks import content_digest, unit_digests
 
-# The layers are divided into ranges where the models of the loop differ. Each range of layers is a
-# column with its own slots, and each position of a sequence has one slot per column. If a related
-# model has computed the same tokens with the same blocks, a sequence reads that model's slots. It
-# does not compute these tokens again in shared layers. It begins at the first unit that differs,
-# and reads this unit's input from a store of states.
+# The layers are divided into ranges wherever the models of the loop differ. Each range has its own
+# cache slots and is called a column, because a slot table has one column of slots for it. If a
+# related model has computed the same tokens with the same blocks, a sequence reads that model's
+# slots and does not compute these tokens again in the shared layers. It begins at the first unit
+# (embedding, attention block, feed-forward block or head) that differs. The input of this unit
+# comes from stored states.
 
 OnSplit = Callable[[list[int]], None]
-"""Callback for a new division of the layers into columns. It receives, for each new column, the
-index of the old column that contained it.
+"""Callback that is called when the layers are divided into other columns. For each new column, it
+receives the index of the old column that contained the new one.
 """
 
 
 class Lineage(NamedTuple):
-    """Names of the computations of a model; equal names mean equal computations. `units` has the
-    embedding at 0, and a layer's attention at 1 + 2 * layer.
+    """Names of the computations of a model. Equal names mean equal computations.
+
+    `units` has the name of the embedding at index 0, and that of a layer's attention at index 1 + 2
+    * layer.
     """
 
     units: tuple[str, ...]
-    keys: tuple[str, ...]  # for each layer: name of the computation that gives its keys and values
-    # the last unit whose input has all rows of a step; later units compute only the requested rows
+    keys: tuple[str, ...]  # for each layer, the name of the computation of its keys and values
+    # The last unit whose input has all rows of a step. Later units compute only the rows that need
+    # logits.
     whole: int
 
 
@@ -70,28 +74,30 @@ class Relative(NamedTuple):
     """A related model, whose cached keys and values a sequence may read."""
 
     chain: int
-    # number of layers, from the first, in which both models have the same keys and values
+    # The first layers, of this number, have the same keys and values in both models.
     layers: int
-    unit: int  # first unit that both models compute separately
+    unit: int  # first unit that differs, so that both models must compute it
 
 
 class Kept(NamedTuple):
-    """Stored inputs of a unit, one state per slot of the column before the unit."""
+    """Stored inputs of a unit: one state for each slot of the column before the unit."""
 
     column: int
     states: NDArray[np.float32]  # [slots, width]
-    # True where a valid state is stored. Only states computed with many rows at once are stored,
-    # because few rows use another attention kernel, whose results differ in the last bits.
+    # Whether a valid state is stored for each slot. Only states that were computed with many rows
+    # at once are stored. Few rows use another attention kernel, whose results differ in the last
+    # bits.
     is_known: NDArray[np.bool_]
 
 
 def alone(parents: list[int]) -> None:
-    """Do nothing: the callback for loops without columns of slots."""
+    """Do nothing. Loops with a single column use this callback."""
 
 
 def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
-    """Return the number of layers, from the first, in which two models have the same keys and
-    values; also return the first unit that differs.
+    """Return how many first layers have the same keys and values in two models.
+
+    Also return the first unit that differs.
     """
     pairs = zip(one.units, other.units, strict=False)
     unit = next(
@@ -104,8 +110,10 @@ def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
 
 
 class SlotLedger(SlotAllocator):
-    """Allocator of the slots of each column. It counts the holders of a slot: the sequence that
-    wrote the slot, and the sequences that read it.
+    """Allocates the slots of each column.
+
+    A slot is free when it has no holder. Its holders are the sequence that wrote it, and all
+    sequences that read it.
     """
 
     def __init__(self, num_slots: int, width: int) -> None:
@@ -115,8 +123,8 @@ class SlotLedger(SlotAllocator):
         self.holders: NDArray[np.int32] = np.zeros((1, num_slots + 1), dtype=np.int32)
         self.starts: tuple[int, ...] = (0,)  # the first layer of each column
         self.kin: dict[int, list[Relative]] = {}
-        self.kept: dict[int, Kept] = {}  # keyed by the unit whose inputs are stored
-        # For each row of the slot table: `borrowed` is the position up to which the row reads slots
+        self.kept: dict[int, Kept] = {}  # stores of unit inputs; the key is the unit
+        # For each row of the slot table, `borrowed` is the position up to which the row reads slots
         # of a related model. `_units` is the first unit that the row's own model computes for these
         # positions.
         self.borrowed: Ints = np.zeros(0, dtype=np.int64)
@@ -128,30 +136,31 @@ class SlotLedger(SlotAllocator):
         return np.zeros((1, rows, width), dtype=np.int32).transpose(1, 2, 0)
 
     def lend(self, row: int, stop: int, unit: int) -> None:
-        """Record that a row reads slots of a related model up to position `stop`; its own model
-        computes these positions only from `unit` on.
+        """Record that a row reads slots of a related model up to position `stop`.
+
+        Its own model computes these positions from `unit` on.
         """
         self.borrowed[row] = stop
         self._units[row] = unit
 
     def first_units(self, batch: StepBatch) -> Ints:
-        """Return for each sequence of a step the first unit to compute: [sequences]."""
+        """Return the first unit to compute for each sequence of a step: [sequences]."""
         rows = batch.table_rows
         begins = batch.context_lens - np.diff(batch.query_starts)
         return np.where(begins < self.borrowed[rows], self._units[rows], 0)
 
     def relate(self, chains: Mapping[int, Lineage], divide: OnSplit = alone) -> None:
-        """Divide the layers into columns where these chains (models) differ. Call `divide` with the
-        index of the old column that contained each new column.
+        """Divide the layers into columns wherever these chains (models) differ.
 
-        Memory is allocated before any change, so the ledger stays unchanged if memory runs out or
+        Then call `divide` with the index of the old column that contained each new column. All
+        memory is allocated first. So the ledger does not change if there is not enough memory or
         `divide` fails.
         """
         divergences = {
             (a, b): divergence_point(chains[a], chains[b]) for a in chains for b in chains if a != b
         }
-        # keyed by number of shared layers: the earliest unit at which chains that share these
-        # layers differ
+        # For chains whose first layers are equal: the first unit that differs between them. The key
+        # is the number of equal layers.
         units = dict[int, int]()
         for layers, unit in divergences.values():
             if layers:
@@ -177,8 +186,9 @@ class SlotLedger(SlotAllocator):
         self.kin = kin
 
     def _kept(self, unit: int, column: int, parent: int) -> Kept:
-        """Return the store of a unit's inputs for a new column: the old store if it belongs to
-        column `parent`, or else an empty store.
+        """Return the stored inputs of a unit for a new column.
+
+        If the old store belongs to column `parent`, it is kept. Otherwise the store is empty.
         """
         known = self.kept.get(unit)
         size = self.num_slots + 1
@@ -193,22 +203,27 @@ class SlotLedger(SlotAllocator):
         return bisect_right(self.starts, layer) - 1
 
     def reach(self, kin: Relative, slots: SlotIds) -> int:
-        """Count the positions, from the first, for which a sequence can read the related model's
-        slots, because they have a stored state.
+        """Return how many of the first tokens of a sequence can be read from a related model's
+        slots.
+
+        These are the tokens before the first slot without a stored state.
         """
         kept = self.kept[kin.unit]
         known = kept.is_known[slots[:, kept.column]] if len(slots) else np.zeros(0, dtype=np.bool_)
         return len(known) if known.all() else int(known.argmin())
 
     def borrow(self, kin: Relative, slots: SlotIds) -> SlotIds:
-        """Add a holder to a related model's slots of the shared layers, and allocate slots for the
-        other layers.
+        """Make a sequence a holder of a related model's slots in the shared layers.
+
+        For all other layers, allocate new slots.
         """
         return self._hold(slots[:, : self._shared(kin)])
 
     def exchange(self, kin: Relative, mine: SlotIds, theirs: SlotIds) -> None:
-        """Replace the slots `mine` by the related model's slots `theirs`, in place, where both
-        contain equal keys and values.
+        """Replace the slots in `mine` by those in `theirs` wherever both contain equal keys and
+        values.
+
+        `mine` is changed in place, and `theirs` are slots of a related model.
         """
         kept = self.kept[kin.unit]
         alike = np.ones(len(mine), dtype=np.bool_)
@@ -235,11 +250,11 @@ class SlotLedger(SlotAllocator):
         return all_columns
 
     def allocate(self, count: int) -> SlotIds:
-        """Allocate slots in every column: [count, columns]."""
+        """Allocate `count` slots in every column, and return them: [count, columns]."""
         return self._hold(np.zeros((count, 0), dtype=np.int32))
 
     def free(self, runs: Many[SlotIds]) -> None:
-        """Remove one holder of each of these slots; slots without a holder become free."""
+        """Remove one holder of each of these slots. Slots without a holder become free."""
         for run in runs:
             for at, (column, slots) in enumerate(zip(self._columns, run.T, strict=True)):
                 self.holders[at, slots] -= 1
@@ -247,7 +262,7 @@ class SlotLedger(SlotAllocator):
         self._count()
 
     def num_apart(self, slots: SlotIds) -> int:
-        """Return the number of different slots in the column that has the most of them."""
+        """Return the number of different slots in the column that has most of them."""
         is_there = np.zeros((slots.shape[1], self.num_slots + 1), dtype=np.bool_)
         is_there[np.arange(slots.shape[1]), slots] = True
         return int(is_there.sum(axis=1).max())
@@ -258,17 +273,19 @@ class SlotLedger(SlotAllocator):
 
 
 class SharedSlots(NamedTuple):
-    """A loan: slots of a related model that a waiting request may read for its first tokens."""
+    """Slots of a related model that a waiting request may read for its first tokens."""
 
     ledger: SlotLedger
     kin: Relative
-    found: PrefixMatch  # match in the related model's part of the prefix tree
+    # match of the request's tokens in the related model's part of the prefix tree
+    found: PrefixMatch
     stop: int
     gain: int
 
     def put_into(self, sequence: Sequence, row: SlotIds, free: int) -> None:
-        """Put the related model's slots of the shared layers, and new slots for the other layers,
-        into the sequence's row. At most `free` positions are filled.
+        """Write the related model's slots of the shared layers into the sequence's row.
+
+        For all other layers, write new slots. At most `free` positions are filled.
         """
         start = sequence.capacity
         stop = min(self.stop, start + free)
@@ -286,17 +303,18 @@ class KVSharing:
         self.ledger = ledger
 
     def kinds(self, sequence: Sequence) -> Iterator[tuple[Relative, int]]:
-        """Yield each model related to the sequence's model, with the root key of its entries in the
-        prefix tree.
+        """Yield each model that is related to the sequence's model.
+
+        Each comes with the root key of its entries in the prefix tree.
         """
         for kin in self.ledger.kin.get(sequence.model, ()):
             yield kin, sequence.kind_of(kin.chain)
 
     def best(self, sequence: Sequence, known: int) -> SharedSlots | None:
-        """Find the loan of slots that saves a waiting request the most work. Enough rows must
-        remain to be computed.
+        """Find the related model whose slots save a waiting request the most work.
 
-        Very few rows would use another attention kernel, whose results differ in the last bits.
+        Enough rows must remain to be computed, because very few rows would use another attention
+        kernel, whose results differ in the last bits.
         """
         best = None
         ids = tuple(sequence.ids)
@@ -311,8 +329,9 @@ class KVSharing:
         return best
 
     def deduplicate(self, sequence: Sequence, row: SlotIds, start: int) -> None:
-        """Replace a sequence's slots from position `start` on by equal slots that related models
-        computed for the same tokens.
+        """Replace slots of a sequence by equal slots of related models, from position `start` on.
+
+        Equal slots contain the keys and values of the same tokens.
         """
         ids = tuple(sequence.ids[: sequence.num_computed])
         start = max(start, self._tree.match(ids, len(ids), self._tree.root(sequence.kind)).length)
@@ -323,19 +342,22 @@ class KVSharing:
 
 
 class SharingScheduler(Scheduler):
-    """A scheduler whose sequences can read cached keys and values of related models."""
+    """A scheduler whose sequences can read keys and values that related models have cached."""
 
     def __init__(self, config: SchedulerConfig, tree: PrefixTree, ledger: SlotLedger) -> None:
         super().__init__(config, tree, ledger)
         self._ledger = ledger
         self._sharing = KVSharing(tree, ledger)
-        self._loan: SharedSlots | None = None  # the loan for the request that was examined last
+        # the slots found for the request that was examined last
+        self._loan: SharedSlots | None = None
         self.tables: SlotIds = self.table.transpose(2, 0, 1)  # [columns, rows, tokens]
         self.divide([0])
 
     def divide(self, parents: list[int]) -> None:
-        """Rebuild each column of slots from the given old column. Preempt sequences that have not
-        computed all borrowed positions; they are admitted again later.
+        """Make the new columns of slots from the old columns that contained them.
+
+        Sequences that have not yet computed all borrowed positions are preempted, and admitted
+        again later.
         """
         for sequence in self.running():
             if sequence.num_computed < self._ledger.borrowed[sequence.row]:
@@ -344,7 +366,7 @@ class SharingScheduler(Scheduler):
         none = np.zeros((0, len(parents)), dtype=np.int32)
         nodes = list(self.tree.nodes())
         divided = [node.slots[:, parents] if len(node.slots) else none for node in nodes]
-        # no memory is allocated below, so the changes cannot fail half-way
+        # No memory is allocated below, so the changes cannot fail when only some of them are made.
         self.tree.no_slots = none
         for node, slots in zip(nodes, divided, strict=True):
             node.slots = slots
@@ -353,9 +375,7 @@ class SharingScheduler(Scheduler):
 
     @property
     def num_locked(self) -> int:
-        """Count the slots that running sequences read or write, in the column with the most of
-        them.
-        """
+        """Return how many slots running sequences read or write, in the column with most of them."""
         running = self.running()
         if not running:
             return super().num_locked
@@ -363,8 +383,9 @@ class SharingScheduler(Scheduler):
         return self._ledger.num_apart(np.concatenate(rows))
 
     def cache_prefix(self, sequence: Sequence) -> PrefixNode:
-        """Give computed slots to the prefix tree; first replace them by equal slots of related
-        models.
+        """Give computed slots to the prefix tree.
+
+        Before that, replace them by equal slots of related models.
         """
         assert sequence.node is not None, "a running sequence holds a lock"
         start = max(sequence.num_shared, sequence.node.depth)
@@ -373,8 +394,8 @@ class SharingScheduler(Scheduler):
 
     def _prefill_stop(self, sequence: Sequence, stop: int) -> int:
         borrowed = int(self._ledger.borrowed[sequence.row])
-        # borrowed positions are computed in a step of their own, because later tokens need all
-        # units
+        # Borrowed positions are computed in a step of their own, because later tokens need the
+        # results of all units for them.
         return min(stop, borrowed) if sequence.num_computed < borrowed else stop
 
     def _reachable(self, sequence: Sequence, match: PrefixMatch) -> int:
@@ -393,8 +414,9 @@ class SharingScheduler(Scheduler):
         return True
 
     def _can_free(self, count: int) -> bool:
-        """Return whether this many slots can be freed. Slots of the prefix tree do not count if
-        running sequences also hold them.
+        """Return whether this number of slots can be freed.
+
+        A slot in the prefix tree cannot be freed if a running sequence holds it too.
         """
         free = self._ledger.num_free
         if free >= count or free + self.tree.num_evictable < count:
@@ -411,8 +433,9 @@ class SharingScheduler(Scheduler):
 
 
 class Layers(Protocol):
-    """A model that can compute a range of its units. Unit 0 is the embedding; then follow two units
-    per layer and the last norm.
+    """A model that can compute a range of its units.
+
+    Unit 0 is the embedding. Then each layer has two units, and the last unit is the last norm.
     """
 
     def through(
@@ -423,9 +446,10 @@ class Layers(Protocol):
         units: tuple[int, int],
         /,
     ) -> None:
-        """Compute the batch in these units, and write results into `rows`: the states of the
-        batch's tokens, and the states of its `logit_rows`. The last layer computes only the
-        `logit_rows`.
+        """Compute the batch in these units, and write the results into `rows`.
+
+        The results are the states of the batch's tokens and those of its `logit_rows`. The last
+        layer computes only the `logit_rows`.
         """
         ...
 
@@ -442,18 +466,18 @@ class Chain(NamedTuple, Generic[M_co]):
     """One model of a loop with several models, as a chain of units."""
 
     model: M_co
-    # name of each unit; chains can compute a unit together if it has the same name in all of them
+    # name of each unit; several chains can compute a unit together if all of them have the same
+    # name for it
     units: tuple[str, ...]
     lineage: Lineage = Lineage((), (), 0)
     adapter: PackedAdapter | None = None
 
 
 class ManyModels(Generic[M]):
-    """The models of one loop, by number, with their output heads. A model is loaded when it is
-    first used.
+    """The models of one loop, each with a number, and their output heads.
 
-    If heads differ, each row of hidden states has an additional column with the number of its
-    model.
+    A model is loaded when it is first used. If the heads differ, each row of hidden states has one
+    more column with the number of its model.
     """
 
     def __init__(self, load: Callable[[WorkerConfig], Chain[M]], first: WorkerConfig) -> None:
@@ -468,8 +492,10 @@ class ManyModels(Generic[M]):
         self._configs.append(config)
 
     def open(self, number: int, divide: OnSplit = alone) -> None:
-        """Load a model if it is not loaded yet. If the ledger's columns change, call `divide` with
-        the old column of each new column.
+        """Load a model if it is not loaded yet.
+
+        If the columns of the ledger change, `divide` is called with the old column of each new
+        column.
 
         :raises EngineError: the model cannot be loaded; nothing has changed.
         """
@@ -481,21 +507,22 @@ class ManyModels(Generic[M]):
             self._has_one_head = len({chain.units[-1] for chain in self._chains.values()}) == 1
 
     def _alike(self, unit: int) -> Ints:
-        """Return for each model, by number, the first loaded model whose unit at this index has the
-        same name.
+        """For each model, return the first loaded model that has the same name for the unit at this
+        index.
         """
         representatives = np.zeros(1 + max(self._chains), dtype=np.int64)
-        first_with = dict[str, int]()  # keyed by a unit's name
+        first_with = dict[str, int]()  # the first model with each unit name
         for number, chain in self._chains.items():
             representatives[number] = first_with.setdefault(chain.units[unit], number)
         return representatives
 
     def _relate(self, number: int, chain: Chain[M], divide: OnSplit) -> None:
-        """Prepare to run a new model together with the others; by default nothing is needed."""
+        """Prepare to run a new model together with the others. This class needs no preparation."""
 
     def _owned(self, hidden: Floats, owners: Ints) -> Tensor:
-        """Return the hidden states as a tensor; if heads differ, add a column with the number of
-        each row's model.
+        """Return the hidden states as a tensor.
+
+        If the heads differ, add a column with the number of each row's model.
         """
         if self._has_one_head:
             return torch.from_numpy(hidden)
@@ -505,7 +532,7 @@ class ManyModels(Generic[M]):
 
     @property
     def is_thread_independent(self) -> bool:
-        """Return whether results have the same bits with any number of threads."""
+        """Return whether the results do not depend on the number of threads, to the bit."""
         return self._model.is_thread_independent
 
     def use_threads(self, threads: int) -> None:
@@ -513,7 +540,7 @@ class ManyModels(Generic[M]):
         self._model.use_threads(threads)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits of each row with the head of its model: [rows, vocabulary] float32."""
+        """Compute the logits of each row with its model's head: [rows, vocabulary] float32."""
         if self._has_one_head:
             return self._model.compute_logits(hidden)
         logits = torch.empty(len(hidden), self._configs[0].model.vocabulary)
@@ -524,8 +551,9 @@ class ManyModels(Generic[M]):
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """Compute the log-probability of one token per row; also return the logits of
-        `kept_rows`.
+        """Compute the log-probability of one token per row.
+
+        Also return the logits of `kept_rows`.
         """
         if self._has_one_head:
             return self._model.score(hidden, tokens, kept_rows)
@@ -535,7 +563,7 @@ class ManyModels(Generic[M]):
         for model, rows in self._by_head(hidden):
             mine = np.isin(asked, rows)
             scored_tokens = [tokens[row] for row in rows]
-            # without the last column, which is the number of the row's model
+            # all columns except the last one, which is the number of the row's model
             scores, logits = model.score(
                 hidden[rows, :-1].contiguous(),
                 scored_tokens,
@@ -546,7 +574,10 @@ class ManyModels(Generic[M]):
         return values.tolist(), kept
 
     def _by_head(self, hidden: Tensor) -> list[tuple[M, Ints]]:
-        """Group rows by output head; return a model with each head, and the indices of its rows."""
+        """Group rows that have the same output head.
+
+        Return a model with each head, and the indices of the head's rows.
+        """
         heads = self._heads[hidden[:, -1].numpy().astype(np.int64)]
         return [
             (self._chains[head].model, (heads == head).nonzero()[0])
@@ -560,13 +591,14 @@ class ManyModels(Generic[M]):
         return self._model.sample(logits, sampling, uniforms)
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Return the log-probability of each row's token, without temperature or filters."""
+        """Return the log-probability of each row's token at temperature 1 and without filters."""
         return self._model.logprobs(logits, tokens)
 
 
 class ZooLoader:
-    """Loads models of a zoo over one cache, each with at most as many layers as the cache has;
-    equal blocks share their weights.
+    """Loads models of a zoo that use one cache.
+
+    A model may have at most as many layers as the cache. Equal blocks share their weights.
     """
 
     def __init__(self, library: ctypes.CDLL, cache: Tensor, threads: int) -> None:
@@ -577,7 +609,7 @@ class ZooLoader:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of packed weights; shared weights count once."""
+        """Return the size of all packed weights in bytes. Shared weights are counted once."""
         return self._packing.num_bytes
 
     def __call__(self, config: WorkerConfig) -> Chain[NativeModel]:
@@ -633,8 +665,9 @@ def rope_names(shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
 
 
 def half_names(folder: Path, shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
-    """Name the attention half and the feed-forward half of each layer of a stored model; equal
-    names mean equal computation.
+    """Name the attention block and the feed-forward block of each layer of a stored model.
+
+    Equal names mean equal computation.
 
     :raises ZooError: the model's manifest cannot be read.
     """
@@ -648,8 +681,10 @@ def half_names(folder: Path, shape: ModelConfig, ropes: Mapping[str, Rope]) -> l
 def key_names(
     shape: ModelConfig, weights: Weights, ropes: Many[str], deltas: Many[LowRank | None]
 ) -> tuple[str, ...]:
-    """Name the parameters that determine each layer's keys and values: rotation, norms, and rows of
-    the first matrix. Equal names mean equal parameters.
+    """Name the parameters that determine the keys and values of each layer.
+
+    They are the rotation, the norms, and the rows of keys and values in the first matrix. Equal
+    names mean equal parameters.
     """
     # in the first matrix, the rows of queries come before the rows of keys and values
     query_rows = shape.num_heads * shape.head_dim
@@ -664,8 +699,9 @@ def key_names(
 
 
 def content_name(low: LowRank | None, *tensors: Tensor | None) -> str:
-    """Return a digest of arrays and an adapter as a name, so that equal arrays have equal names. An
-    adapter that adds nothing is ignored.
+    """Return a digest of arrays and of an adapter as a name.
+
+    Equal arrays have equal names. An adapter that changes nothing is ignored.
     """
     added = (low.down, low.up) if low and low.up.any() else ()
     parts = [
@@ -712,23 +748,22 @@ class ManyModelsLoop(StepLoop):
         return sequence
 
     def _divide(self, parents: list[int]) -> None:
-        """Do nothing, because this loop has no columns of slots."""
+        """Do nothing, because the slots of this loop have a single column."""
 
 
 # A model is a chain of units: its embedding, the attention block and the feed-forward block of each
-# layer, and its head. Two chains share a unit if they have the same block at the same place. Sums
-# over a row have the same order whatever else the step computes. So a model's results are equal to
-# the bit, whether the model runs alone or with others. An adapter is computed only for the rows of
-# its model.
+# layer, and its head. Two chains share a unit if they have the same block at the same index. The
+# numbers of a row are always added in the same order. So a model's results are equal to the bit,
+# whether it runs alone or with other models. An adapter is applied only to the rows of its model.
 
 _Rows = slice | Ints
 _Part = tuple[int, ...]
-"""One call of `NativeModel.run`: a model, a range of its units, and a range of rows."""
+"""One call of `NativeModel.run`: a model, the range of its units, and the range of rows."""
 _MOST_LAYOUTS = 256
 
 
 class UnitSpan(NamedTuple):
-    """A range of units in which the same groups of chains compute together."""
+    """A range of units in which the groups of chains that compute together do not change."""
 
     start: int
     stop: int
@@ -736,8 +771,10 @@ class UnitSpan(NamedTuple):
 
 
 class _Keeping(NamedTuple):
-    """Rows of a step at a unit with stored inputs: `passing` make stored states invalid, `begun`
-    read stored states, and `known` are stored.
+    """The rows of a step that read or write the stored inputs of a unit.
+
+    The rows `passing` make stored states invalid, the rows `begun` read stored states, and the rows
+    `known` are stored.
     """
 
     unit: int
@@ -755,17 +792,17 @@ class _Layout(NamedTuple):
     keepings: list[_Keeping]
     runs: list[tuple[_Keeping | None, Ints]]
     adapted: Adapted
-    owners: Ints  # number of the model of each logit row
+    owners: Ints  # for each row that needs logits, the number of its model
     unit_calls: int
     unit_rows: int
 
 
 class _Ready(NamedTuple):
-    """A step that is ready to run: its layout, input arrays and working arrays."""
+    """A step that is ready to run, with its layout, its inputs and its working memory."""
 
     given: tuple[StepBatch, SlotIds]
     units: Ints  # for each sequence, the first unit to compute
-    # the sorted order of the sequences, and the new places of their logit rows
+    # the order in which the sequences are computed, and the new indices of their logit rows
     order: tuple[Ints, Ints]
     batch: StepBatch
     layout: _Layout
@@ -773,10 +810,10 @@ class _Ready(NamedTuple):
     step: Any  # the step object that the native model prepared
 
     def fill(self) -> None:
-        """Copy the tokens of the next step, in which every sequence has one new token."""
+        """Copy the tokens of the next step. In it, every sequence has one new token."""
         given, table = self.given
         batch = self.batch
-        # copy in place, because the prepared step has pointers to these arrays
+        # Copy in place, because the prepared step has pointers to these arrays.
         for name in ("tokens", "positions", "context_lens"):
             getattr(batch, name)[:] = getattr(given, name)[self.order[0]]
         batch.slots[:] = table[:, batch.table_rows, batch.context_lens - 1]
@@ -785,8 +822,8 @@ class _Ready(NamedTuple):
 class ChainModel(ManyModels[NativeModel]):
     """Computes steps whose sequences belong to several models, over one cache.
 
-    Rows are ordered so that models that share blocks are neighbours; a shared block then computes
-    one slice of the rows.
+    Rows of models that share blocks are next to each other. So a shared block computes one
+    contiguous range of rows.
     """
 
     def __init__(
@@ -796,8 +833,9 @@ class ChainModel(ManyModels[NativeModel]):
         first: WorkerConfig,
         block_rows: int | None = None,
     ) -> None:
-        """Load the first model; if `block_rows` is given, one run of a block computes at most that
-        many rows.
+        """Load the first model.
+
+        If `block_rows` is given, a block computes at most that number of rows at a time.
         """
         self._loader = load
         self._ledger = ledger
@@ -805,13 +843,15 @@ class ChainModel(ManyModels[NativeModel]):
         self._order: list[int] = []
         self._layouts: dict[tuple[bytes, ...], _Layout] = {}
         self._ready: _Ready | None = None
-        # `unit_rows`: rows computed, summed over units; `unit_calls`: number of runs of units
+        # `unit_calls` is the number of times that units were run, and `unit_rows` the sum of their
+        # numbers of rows.
         self.unit_rows = self.unit_calls = 0
         super().__init__(load, first)
 
     def _relate(self, number: int, chain: Chain[NativeModel], divide: OnSplit) -> None:
-        """Divide the cache where the models differ, and order the models so that neighbours share
-        most of their units.
+        """Divide the cache where the models differ, and order the models.
+
+        Models next to each other then share most of their units.
         """
         chains = {**self._chains, number: chain}
         self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)
@@ -827,12 +867,12 @@ class ChainModel(ManyModels[NativeModel]):
 
     @property
     def device_name(self) -> str:
-        """Describe the kernels and the device."""
+        """Return a description of the kernels and the device."""
         return f"{self._model.device_name}, shared blocks"
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of packed weights; shared weights count once."""
+        """Return the size of all packed weights in bytes. Shared weights are counted once."""
         return self._loader.num_bytes
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
@@ -847,7 +887,7 @@ class ChainModel(ManyModels[NativeModel]):
             and ready.given[1] is table
             and np.array_equal(ready.units, units)
         ):
-            ready.fill()  # this step has the same arrays as the last one, with new contents
+            ready.fill()  # This step has the same arrays as the last step, with new contents.
         else:
             self._ready = ready = self._prepared(batch, units, table)
         x, hidden = ready.rows
@@ -878,8 +918,9 @@ class ChainModel(ManyModels[NativeModel]):
 
     @staticmethod
     def _ordered(batch: StepBatch, order: Ints, table: SlotIds) -> tuple[StepBatch, Ints]:
-        """Return the batch in this order, with the slots of all columns; also return the new places
-        of its logit rows.
+        """Return the batch in this order, with the slots of all columns.
+
+        Also return the new indices of its logit rows.
         """
         ordered, rows, _ = picked(batch, order)
         counts = np.diff(ordered.query_starts)
@@ -892,7 +933,7 @@ class ChainModel(ManyModels[NativeModel]):
         return ordered, logit_rows.searchsorted(asked_rows)
 
     def _layout(self, batch: StepBatch, units: Ints, table: SlotIds) -> _Layout:
-        """Return the layout of a step; steps of the same shape reuse their layout."""
+        """Return the layout of a step. Steps of the same shape have the same layout."""
         key = tuple(
             [part.tobytes() for part in (batch.models, units, batch.query_starts, batch.logit_rows)]
         )
@@ -941,8 +982,9 @@ class ChainModel(ManyModels[NativeModel]):
         return _Layout(keepings, calls, adapted, owners, int(counts.sum()), int(counts @ rows))
 
     def _keeping(self, unit: int, batch: StepBatch, units: Ints) -> _Keeping:
-        """Plan which rows read and store states before a unit: sequences that begin at the unit
-        read them, and sequences with many rows store them.
+        """Decide which rows read and which rows write the stored inputs of a unit.
+
+        Sequences that begin at the unit read them. Sequences with many rows write them.
         """
         counts = np.diff(batch.query_starts)
         passes = (self._depths[batch.models] > unit) & (units < unit)
@@ -954,8 +996,9 @@ class ChainModel(ManyModels[NativeModel]):
         )
 
     def _keep(self, keeping: _Keeping, slots: Ints, x: Floats) -> None:
-        """Read a unit's stored inputs for the sequences that begin at the unit; store the inputs of
-        other sequences with many rows.
+        """Read the stored inputs of a unit for the sequences that begin at the unit.
+
+        Store the inputs of other sequences that have many rows.
         """
         kept = self._ledger.kept[keeping.unit]
         mine = slots[kept.column]
@@ -964,8 +1007,10 @@ class ChainModel(ManyModels[NativeModel]):
         kept.is_known[mine[keeping.known]] = True
 
     def spans(self, present: Many[int]) -> list[UnitSpan]:
-        """Divide the units of a step's chains into ranges. In each range, chains with equal units
-        run together; a range ends where states are stored or a column ends.
+        """Divide the units of a step's chains into ranges.
+
+        In each range, the same groups of chains run together. A range also ends where states are
+        stored, and at the end of a column.
         """
         cuts = {*self._ledger.kept, *(1 + 2 * start for start in self._ledger.starts[1:])}
         spans = list[UnitSpan]()
@@ -983,7 +1028,7 @@ class ChainModel(ManyModels[NativeModel]):
 
 
 def bounds_of(batch: StepBatch) -> Ints:
-    """Return where each sequence begins and ends in the arrays of rows, sequences and logit
+    """Return where each sequence begins and ends in the arrays of rows, of sequences and of logit
     rows.
     """
     starts = batch.query_starts
@@ -1004,8 +1049,10 @@ def adapted_rows(batch: StepBatch, bounds: Ints, adapters: Mapping[int, PackedAd
 
 
 def _neighbours(chains: Many[int], units: Mapping[int, Many[str]]) -> list[int]:
-    """Order chains so that neighbours share many units: insert each chain where it adds the fewest
-    differences, then move each chain in the same way.
+    """Order chains so that chains next to each other share many units.
+
+    Each chain is inserted where it adds the fewest differences. Then each chain is moved in the
+    same way.
     """
     order = list[int]()
 
@@ -1030,10 +1077,10 @@ def _neighbours(chains: Many[int], units: Mapping[int, Many[str]]) -> list[int]:
 
 
 def _spans(bounds: Ints, mask: NDArray[np.bool_], most: int | None = None) -> list[_Part]:
-    """Group neighbouring sequences of a mask into runs of at most `most` rows. Return each run's
-    bounds in rows, sequences and logit rows.
+    """Group neighbouring sequences of a mask, with at most `most` rows in a group.
 
-    A single sequence with more than `most` rows is not divided.
+    Return the bounds of each group in rows, sequences and logit rows. A single sequence with more
+    than `most` rows is not divided.
     """
     edges = list[int]()
     for begin, end in (
@@ -1055,7 +1102,7 @@ def _floats(rows: int, columns: int) -> Floats:
 
 
 def _among(mask: NDArray[np.bool_]) -> _Rows:
-    """Return the indices at which a mask is True, as a slice if they are contiguous."""
+    """Return the indices at which a mask is true. If they are contiguous, return a slice."""
     wanted_rows = mask.nonzero()[0]
     first = int(wanted_rows[0]) if len(wanted_rows) else 0
     count = len(wanted_rows)
@@ -1063,8 +1110,9 @@ def _among(mask: NDArray[np.bool_]) -> _Rows:
 
 
 def shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.CDLL | None, str]:
-    """Return native kernels that can run several models of a zoo in one step, or None. Return also
-    a message if the kernels' build cache cannot be used.
+    """Return native kernels that can run several models of a zoo in one step, or None.
+
+    Also return a message if the folder for compiled kernels cannot be used.
     """
     options = config.options
     if device.type != "cpu" or options.dtype == "bfloat16" or options.kernel == "torch":

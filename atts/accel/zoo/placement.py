@@ -17,18 +17,20 @@ if TYPE_CHECKING:
 
 
 class Instance(NamedTuple):
-    """Estimates for one server that has a block, and one request; all times are in seconds."""
+    """Estimates of how soon one server with a block could finish one request. All times are in
+    seconds.
+    """
 
-    wait: float  # time until the server has finished earlier requests
+    wait: float  # time until the server has finished all earlier requests
     run: float
-    owns: bool  # whether the server has the request's keys and values of this block
+    owns: bool  # whether the server has the request's keys and values for this block
     move: float  # time to copy missing keys and values to the server
-    recompute: float  # time to compute missing keys and values again on the server
+    recompute: float  # time to compute missing keys and values again on the server instead
     hop: float  # time to send the hidden states to the server
 
     @property
     def cost(self) -> float:
-        """Return the estimated seconds until this server would finish the request."""
+        """Return the estimated time until this server would finish the request."""
         return (
             self.wait + self.run + (0.0 if self.owns else min(self.move, self.recompute)) + self.hop
         )
@@ -46,7 +48,7 @@ def dispatched(instances: Sequence[Instance]) -> int:
 
 
 class Demand(NamedTuple):
-    """A block's size in bytes, and its load: the number of servers that its work keeps busy."""
+    """A block's size in bytes, and the number of servers that its work keeps busy."""
 
     bytes: float
     load: float
@@ -55,12 +57,13 @@ class Demand(NamedTuple):
 def placed(
     blocks: Mapping[str, Demand], transitions: Mapping[tuple[str, str], int], rooms: Sequence[float]
 ) -> dict[str, list[int]]:
-    """Place each block on as many servers as its load needs, near its neighbours.
+    """Place each block on as many servers as its work needs.
 
-    The busiest block is placed first. Candidates for each further block are servers that have room
-    and a load at most 0.5 above the lowest. It is placed on the candidate with its most frequent
-    neighbours. Every block is placed on at least one server. Copies of small neighbouring blocks
-    fill the room that is left, so that fewer requests change servers.
+    The busiest block is placed first. A further block may be placed on a server that has room and a
+    load at most 0.5 above the lowest load. Of these servers, it is placed on the one with the
+    blocks that most often come before or after it. Every block is placed on at least one server. If
+    there is room left, small blocks are copied to the servers of their neighbours, so that fewer
+    requests change servers.
 
     :raises ValueError: no server has room for a block.
     """
@@ -91,8 +94,8 @@ def placed(
         for at in mine:
             loads[at] += demand.load / len(mine)
         found[name] = mine
-    # copy a smaller neighbouring block to this server if there is room, so that requests need not
-    # change servers
+    # If there is room, copy a smaller neighbouring block to this server, so that requests need not
+    # change servers.
     for one, other in near:
         for at in found[one]:
             if (
@@ -106,13 +109,15 @@ def placed(
 
 
 _REMEMBERED = 10_000
-"""Most pairs (replica, rollout or problem) for which the number of cached tokens is recorded."""
+"""The number of cached tokens is recorded for at most this number of pairs of a replica and a
+rollout or problem.
+"""
 _FIRST = 1e-2, 1e-4
-"""Assumed seconds per request and per token, as long as no request was measured."""
+"""Seconds per request and seconds per token that are assumed until a request was measured."""
 
 
 def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
-    """Combine several engines on the same model into one engine; each is a replica."""
+    """Combine several engines on the same model into one engine. Each of them is a replica."""
     # imported here, because other functions of this module need no server clients
     from atts.servers import ReplicaPool
 
@@ -124,19 +129,21 @@ def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
 
 
 class Dispatch:
-    """Chooses a replica with `dispatched`, by waiting time, running time, and the time to compute
-    tokens that are not cached.
+    """Chooses the replica of an engine that would finish a request first.
 
-    A replica's waiting time is the number of requests in its loop (of all models) times the mean
-    seconds per request. Keys and values are never copied between replicas, and the time to send a
-    request does not count.
+    The estimate has the waiting time, the running time, and the time to compute tokens that are not
+    cached. The waiting time is the number of requests in the replica's loop (of all models) times
+    the mean seconds per request. Keys and values are never copied between replicas. The time to
+    send a request is ignored.
     """
 
     def __init__(self, engines: Sequence[LocalEngine]) -> None:
         self._engines = engines
         self._cached = OrderedDict[
             tuple[str, str], int
-        ]()  # number of cached tokens, keyed by replica and rollout, or by replica and problem
+            # number of cached tokens for each pair of a replica and a rollout, and of a replica and a
+            # problem
+        ]()
 
     def choose(self, free: Sequence[ReplicaLoad], request: SampleRequest | ScoreRequest) -> int:
         """Return the index of the best available replica for a request."""
@@ -164,7 +171,7 @@ class Dispatch:
 
     @staticmethod
     def _seconds(engines: Sequence[LocalEngine]) -> tuple[float, float]:
-        """Return the mean seconds per finished request and per token, over all these engines."""
+        """Return the mean seconds per finished request and per token of all these engines."""
         stats = [engine.stats() for engine in engines]
         busy = sum(one.busy_seconds for one in stats)
         tokens = sum(one.prefilled_tokens + one.scored_tokens + one.sampled_tokens for one in stats)

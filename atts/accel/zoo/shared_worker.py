@@ -35,7 +35,9 @@ Share = Callable[[WorkerConfig, int], WorkerConfig]
 
 @dataclass(frozen=True, slots=True)
 class AddModel(Command):
-    """A command that adds a model to a loop with several models; the model gets the next number."""
+    """A command that adds a model to a loop with several models. The model gets the next free
+    number.
+    """
 
     config: WorkerConfig
 
@@ -50,8 +52,10 @@ class SharedWorker:
     """
 
     def __init__(self, zoo: Path, replica: int, stages: StageOptions, share: Share) -> None:
-        """Create a worker. `share` returns the settings of a loop for models with at most a given
-        number of layers.
+        """Create a worker.
+
+        `share` returns the settings of a loop for models that have at most a given number of
+        layers.
         """
         self._zoo = zoo
         self._replica = replica
@@ -64,8 +68,9 @@ class SharedWorker:
         self._stats = LoopStats()
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Join the shared loop, or start it if this engine is the first; if the loop cannot take
-        this model, start an own loop.
+        """Join the shared loop, or start it if this engine is the first one.
+
+        If the loop cannot compute this model, start a loop for this engine alone.
 
         :raises EngineError: the loop could not be started.
         """
@@ -91,34 +96,36 @@ class SharedWorker:
         finally:
             if self._host is None:
                 host.leave(self)
-        # the shared loop cannot take this model, so the engine starts its own loop
+        # The shared loop cannot compute this model, so the engine starts a loop of its own.
         self._own = new_worker(config.options.worker)
         return self._own.open(config, deliver)
 
     def _depth(self, config: WorkerConfig) -> int:
-        """Return the number of layers of the deepest model of the zoo that can join this loop; the
-        shared cache needs that many layers.
+        """Return the largest number of layers of any model of the zoo that can join this loop.
+
+        The shared cache needs that number of layers.
         """
         depth = config.model.num_layers
         for folder in (self._zoo / MODELS).glob("[!.]*"):
             try:
                 model = read_model_config(folder, config.name)
             except EngineError:
-                continue  # skip a damaged model, because it cannot join a loop
+                continue  # A damaged model cannot join a loop, so it is skipped.
             if self._shape(replace(config, model=model)) == self._shape(config):
                 depth = max(depth, model.num_layers)
         return depth
 
     def _shape(self, config: WorkerConfig) -> object:
-        """Return the properties that must be equal for models that run in the same loop."""
+        """Return the properties that must be equal in all models of a loop."""
         # with stages, models share ranges of layers, so they need the same number of layers
         depth = config.model.num_layers if self._stages.stages > 1 else 0
         shape = replace(config.model, num_layers=depth, ropes=(), windows=(), ties_embeddings=False)
         return shape, config.pieces, config.options, self._stages
 
     def send(self, command: Command) -> None:
-        """Send a command of this engine to the loop. A request gets a new number that is unique in
-        the loop.
+        """Send a command of this engine to the loop.
+
+        A request gets a new number that no other request in the loop has.
         """
         if self._own is not None:
             self._own.send(command)
@@ -136,18 +143,19 @@ class SharedWorker:
             case Cancel(request_id):
                 self._stats.cancelled += self._host.cancel(self, request_id)
             case _:
-                # an engine sends no other command, because closing is a method
+                # An engine sends no other command, because it closes with a method call.
                 raise AssertionError("unknown command: an engine can only sample, score and cancel")
 
     @property
     def in_loop(self) -> int | None:
-        """Return the number of unanswered requests in the shared loop, from all engines; None
-        without a shared loop.
+        """Return the number of unanswered requests of all engines in the shared loop.
+
+        Return None if this engine has a loop of its own.
         """
         return None if self._host is None else len(self._host.asked)
 
     def close(self) -> None:
-        """Leave the shared loop, or close the engine's own loop; a second call does nothing."""
+        """Leave the shared loop, or close the engine's own loop. A second call does nothing."""
         host = self._host
         own = self._own
         self._host = None
@@ -161,8 +169,9 @@ class SharedWorker:
     def receive(
         self, replies: list[tuple[Reply, int]], stats: LoopStats | None, in_flight: int
     ) -> None:
-        """Receive the replies to this engine's requests, each with the request's number of prompt
-        tokens, and the loop's statistics.
+        """Receive the replies to this engine's requests, and the statistics of the loop.
+
+        Each reply comes with the number of prompt tokens of its request.
         """
         for reply, given in replies:
             self._count(reply, given)
@@ -186,12 +195,15 @@ _OWN = (
     *("requests", "cancelled", "failed"),
     *("sampled_tokens", "scored_tokens", "prefilled_tokens", "cached_tokens"),
 )
-"""Counters of `LoopStats` that are counted for each engine, not for the whole loop."""
+"""Names of the fields of `LoopStats` that are counted for each engine separately. All other fields
+are those of the whole loop.
+"""
 
 
 class _Asked(NamedTuple):
-    """A request in the shared loop: its engine, its number in that engine, and its number of prompt
-    tokens.
+    """A request in the shared loop.
+
+    It has the engine that sent it, its number in that engine, and its number of prompt tokens.
     """
 
     member: SharedWorker
@@ -204,7 +216,8 @@ class _Host:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.members: list[SharedWorker] = []
-        self.asked: dict[int, _Asked] = {}  # keyed by the loop's request number
+        # requests of all engines; the key is the request's number in the loop
+        self.asked: dict[int, _Asked] = {}
         self._worker: LoopWorker = new_worker(config.options.worker)
         self._config = config
         self._ready: WorkerReady | None = None
@@ -213,7 +226,7 @@ class _Host:
         self._lock = threading.Lock()
 
     def start(self) -> WorkerReady:
-        """Start the loop, if it has not been started; engines that open meanwhile wait.
+        """Start the loop if it does not run yet. Engines that open meanwhile wait.
 
         :raises EngineError: the loop could not be started.
         """
@@ -223,7 +236,7 @@ class _Host:
             return self._ready
 
     def chain_of(self, config: WorkerConfig) -> int:
-        """Return a model's number in the loop; if the model is new, add it to the loop."""
+        """Return a model's number in the loop. A new model is added to the loop."""
         with self._lock:
             if config.folder not in self._chains:
                 self._chains[config.folder] = len(self._chains)
@@ -231,14 +244,14 @@ class _Host:
             return self._chains[config.folder]
 
     def submit(self, asked: _Asked, request: SampleRequest | ScoreRequest, chain: int) -> None:
-        """Send a request to the loop, with the loop's next request number."""
+        """Send a request to the loop under the loop's next request number."""
         with self._lock:
             self._last += 1
             self.asked[self._last] = asked
             self._worker.send(Submit(self._last, request, chain))
 
     def cancel(self, member: SharedWorker, request_id: int | None = None) -> int:
-        """Cancel one request of an engine, or all its requests; return how many were cancelled."""
+        """Cancel one request or all requests of an engine, and return how many were cancelled."""
         with self._lock:
             mine = [number for number, asked in self.asked.items() if asked.member is member]
             gone = [
@@ -255,7 +268,8 @@ class _Host:
         }
         with self._lock:
             for reply in report.replies:
-                # a reply without a number reports to all engines that the loop has ended
+                # A reply without a number means that the loop has ended. It is passed to all
+                # engines.
                 if not reply.request_id:
                     for heard in replies.values():
                         heard.append((reply, 0))
@@ -270,7 +284,7 @@ class _Host:
             member.receive(heard, report.stats, in_flight[member])
 
     def leave(self, member: SharedWorker) -> None:
-        """Remove an engine; close the loop if no other engine uses it."""
+        """Remove an engine, and close the loop if no other engine uses it."""
         with _HOSTS_LOCK:
             if member in self.members:
                 self.members.remove(member)
@@ -280,7 +294,7 @@ class _Host:
             self._worker.close()
 
     def _retire(self) -> None:
-        """Forget this loop, so that engines that open later start a new one."""
+        """Remove this loop from the list of loops, so that engines that open later start a new one."""
         with _HOSTS_LOCK:
             for key in [key for key, known in _HOSTS.items() if known is self]:
                 del _HOSTS[key]

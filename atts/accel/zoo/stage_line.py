@@ -39,42 +39,49 @@ from atts.local.messages import FailureReply, WorkerConfig
 
 _NONE: Ints = np.zeros(0, dtype=np.int64)
 Bring = Callable[[int, Ints], Held]
-"""Function that fetches the keys and values of some slots from the worker with this number."""
+"""Function that requests keys and values of some slots from the worker with this number, and
+returns them.
+"""
 _LATEST = 0.1
-"""Weight of the latest time in a running mean. The recorded least time of a message rises by a
-hundredth of this weight per step, so that old minima lose effect.
+"""Weight of the newest time in a running mean of times. The smallest recorded time of a message
+also rises slowly, by a hundredth of this share in each step, so that very old times lose their
+effect.
 """
 
 
 class StageShare(NamedTuple):
-    """One worker's part of a step in one range of layers."""
+    """The part of a step that one worker computes in one range of layers."""
 
     worker: int
     entries: Ints  # indices of the entries of the batch that this worker computes
-    # keys and values from other workers, each with its slots
+    # keys and values that come from other workers, each with its slots
     brought: Sequence[tuple[Ints, Held]] = ()
-    # earlier tokens whose keys and values the worker computes again, with their inputs
+    # earlier tokens whose keys and values this worker computes again, with the inputs of the layers
     again: Sequence[tuple[StepBatch, Floats]] = ()
-    # slots whose keys and values the worker has after these copies and computations
+    # slots whose keys and values the worker has after it has copied or computed the missing ones
     slots: Ints = _NONE
 
 
 class StageCosts:
-    """Measured times of the workers that have one range of layers."""
+    """Measured times of the workers that have the same range of layers."""
 
     def __init__(self, setup: StageSetup) -> None:
         model = setup.config.model
         number = 2 if setup.config.options.dtype == "bfloat16" else 4
-        # bytes of one token's keys and values
+        # size of one token's keys and values, in bytes
         self._bytes = 2 * len(setup.layers) * model.num_kv_heads * model.head_dim * number
-        self._row = [1e-4, 1e-4]  # seconds per row: with few rows per sequence, and with many
+        # seconds per row, for steps with few rows per sequence and for steps with many
+        self._row = [1e-4, 1e-4]
         self._byte = 1e-9  # seconds to copy one byte of keys and values between workers
-        # keyed by worker: least seconds that a message and its answer take on the way
+        # for each worker, the smallest time in seconds that a message and its answer need on the
+        # way
         self._hops: dict[int, float] = {}
 
     def heard(self, worker: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """Learn two times of a worker's part of a step: the seconds from the message to its answer,
-        and the seconds within the worker.
+        """Update the mean times from one answer of a worker.
+
+        The times are the seconds from the message to its answer, and the seconds in which the
+        worker computed.
         """
         whole, inside = seconds
         is_many = rows >= MANY * sequences
@@ -82,7 +89,7 @@ class StageCosts:
         self._hops[worker] = min(whole - inside, (1 + _LATEST / 100) * self._hops.get(worker, inf))
 
     def brought(self, size: int, seconds: float) -> None:
-        """Learn the time of fetching keys and values of `size` bytes.
+        """Update the mean time of copying, after keys and values of `size` bytes were copied.
 
         Keys and values are sent twice: from a worker to the loop, and from the loop to another
         worker. `seconds` is the time of the first transfer.
@@ -90,8 +97,9 @@ class StageCosts:
         self._byte += _LATEST * (2 * seconds / size - self._byte)
 
     def instance(self, worker: int, own: tuple[int, bool], lacks: int, wait: float) -> Instance:
-        """Estimate a worker's times for one sequence: to compute its new tokens, and to copy or
-        recompute `lacks` missing earlier tokens.
+        """Estimate how soon a worker could compute the new tokens of one sequence.
+
+        The worker must also copy or recompute `lacks` missing earlier tokens.
         """
         hop = self._hops.get(worker, 0.0)
         fed, is_there = own
@@ -104,39 +112,41 @@ class StageCosts:
 class _Sequences(NamedTuple):
     """The sequences of one step."""
 
-    # [sequences, 3] a sequence's row in the slot table, its offset in the angle tables, its model
+    # [sequences, 3]: the sequence's row in the slot table, its offset in the angle tables, its
+    # model
     whose: Ints
     entries: Ints  # for each entry of the batch, the index of its sequence
     fed: Ints
     slots: Ints  # [sequences, positions]
-    # [workers, sequences, positions] whether the worker lacks the keys and values of this earlier
+    # [workers, sequences, positions]: whether the worker lacks the keys and values of this earlier
     # position
     lacks: NDArray[np.bool_]
 
 
 class KvResidency:
-    """The stored inputs of a stage, one per slot, from which any worker can compute keys and values
-    again. It also records which worker has the keys and values of which slots.
+    """Records which worker has the keys and values of which slots, in one stage.
+
+    It also stores the stage's input for each slot. So any worker can compute the keys and values
+    again.
     """
 
     def __init__(self, workers: int, slots: int, width: int) -> None:
         self.rows = np.zeros((slots, width), dtype=np.float32)
-        # for each slot: how many rows of its sequence were computed in the same step, at most MANY
+        # for each slot: number of rows of its sequence that were computed in the same step, at most
+        # MANY
         self._together = np.ones(slots, dtype=np.int64)
         self.held: NDArray[np.bool_] = np.zeros((workers, slots), dtype=np.bool_)
 
     def note(self, batch: StepBatch, rows: Floats) -> None:
-        """Store the inputs of new tokens, and record that no worker has their keys and values
-        yet.
-        """
+        """Store the inputs of new tokens. No worker has their keys and values yet."""
         counts = np.diff(batch.query_starts)
         self.rows[batch.slots] = rows
         self._together[batch.slots] = np.minimum(counts, MANY).repeat(counts)
         self.held[:, batch.slots] = False
 
     def has(self, worker: int, batch: StepBatch, table: SlotIds) -> NDArray[np.bool_]:
-        """Return for each entry of a batch whether a worker has the keys and values of all earlier
-        tokens of the entry's sequence.
+        """For each entry of a batch, return whether a worker has all earlier keys and values of its
+        sequence.
         """
         step = self._lacking(batch, table)
         has_all: NDArray[np.bool_] = ~step.lacks[worker].any(axis=1)[step.entries]
@@ -150,10 +160,10 @@ class KvResidency:
         waits: dict[int, float],
         bring: Bring,
     ) -> list[StageShare]:
-        """Divide the sequences of a step among workers: a sequence goes to the worker that would
-        finish it first.
+        """Divide the sequences of a step among workers.
 
-        `waits` has the seconds until each worker is free; the new work is added to it.
+        Each sequence goes to the worker that would finish it first. `waits` has the seconds until
+        each worker is free. The time of the new work is added to it.
 
         :raises EngineUnavailable: a worker has ended, and its keys and values were needed.
         """
@@ -222,8 +232,8 @@ class KvResidency:
             if len(missing):
                 again.append(self._again(step.whose[at], step.slots[at], missing))
         brought = list[tuple[Ints, Held]]()
-        # `lacks` was computed before the calls of `bring`; answers that arrive during these calls
-        # count only in later steps
+        # `lacks` was computed before the calls of `bring`. Answers that arrive during these calls
+        # are used only in later steps.
         for other, lacks in enumerate(step.lacks):
             theirs = np.intersect1d(moved, step.slots[is_brought & ~lacks])
             if len(theirs):
@@ -232,12 +242,12 @@ class KvResidency:
         return StageShare(worker, entries, brought, again, done.nonzero()[0])
 
     def _again(self, whose: Ints, slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
-        """Return a batch that computes earlier rows of a sequence again, in the same groups as
-        before, so that results are equal to the bit.
+        """Return a batch that computes earlier rows of a sequence again.
 
+        The rows are computed in the same groups as before, so that the results are equal to the
+        bit. If only a part of a group is missing, rows are added to it whose slot is never read.
         `whose` has the sequence's row in the slot table, its offset in the angle tables, and its
-        model. If only a part of a group is missing, rows whose slot is never read are added to the
-        group.
+        model.
         """
         kinds = self._together[slots[missing]]
         is_new = np.append(True, (np.diff(missing) != 1) | (np.diff(kinds) != 0))
@@ -270,9 +280,7 @@ class KvResidency:
 
 
 class LayerRange:
-    """A range of layers: the models that contain it, the workers that have loaded it, and its
-    stored inputs.
-    """
+    """A range of layers, with the models that contain it and the workers that have loaded it."""
 
     def __init__(self, setup: StageSetup, nodes: int) -> None:
         self.setup = setup
@@ -303,7 +311,7 @@ class LayerRange:
         self.loading[number] -= 1
         if isinstance(answer, FailureReply):
             self.failure = answer.error(self.setup.config.name)
-        # the range counts as loaded after the worker has answered all requests to load it
+        # The range is loaded when the worker has answered all requests to load it.
         elif answer is None and not self.loading[number]:
             self.holders.add(number)
         self.loading += Counter()
@@ -320,15 +328,18 @@ class LayerRange:
             self.kept.held[number, slots] = False
 
     def heard(self, number: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """Learn two times of a worker's part of a step: the seconds from the message to its answer,
-        and the seconds within the worker.
+        """Update the mean times from one answer of a worker.
+
+        The times are the seconds from the message to its answer, and the seconds in which the
+        worker computed.
         """
         self.costs.heard(number, rows, sequences, seconds)
         self.seconds += seconds[1]
 
     def demand(self, seconds: float) -> Demand:
-        """Return the range's size in layers, and the number of workers that its work kept busy in
-        the last `seconds` seconds.
+        """Return the number of layers of the range, and the number of workers that it kept busy.
+
+        The number of workers is a mean over the last `seconds` seconds.
         """
         size = len(self.setup.layers)
         busy = self.seconds / seconds / max(1, len(self.holders))
@@ -336,15 +347,19 @@ class LayerRange:
 
 
 _LOOKED_AT = 256
-"""Number of steps after which the placement of ranges is checked again."""
+"""After this number of steps, it is checked again on which workers the ranges should be."""
 _FEWER = 0.8
-"""Ranges are moved only if the number of rows sent between workers falls to this share or less."""
+"""Ranges are moved to other workers only if at most this share of the rows would still be sent
+between workers.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """A step in progress. `levels` has, for each entry of the batch, the index of its next or
-    current range.
+    """A step in progress.
+
+    `levels` has, for each entry of the batch, the index of the range that the entry is in or waits
+    for.
     """
 
     batch: StepBatch
@@ -353,13 +368,14 @@ class InFlightStep:
     hidden: Floats  # rows of the results, after the last range
     chains: Ints
     levels: Ints
-    visits: int = 0  # number of parts that workers are computing now
+    visits: int = 0  # number of messages whose answers are still missing
     error: Exception | None = None
 
     @classmethod
     def of(cls, batch: StepBatch, table: SlotIds, width: int) -> InFlightStep:
-        """Create a step whose entries are all at their first range. If the batch names no models,
-        all entries belong to the first model.
+        """Create a step whose entries all wait for their first range.
+
+        If the batch names no models, all entries belong to the first model.
         """
         entries = len(batch.table_rows)
         rows = len(batch.tokens)
@@ -372,8 +388,9 @@ class InFlightStep:
 
 
 class _Stop(NamedTuple):
-    """The entries of a step that a worker computes in one range, with their rows and logit rows in
-    the step.
+    """The entries of a step that one worker computes in one range.
+
+    It also has the indices of their rows and of their logit rows in the step.
     """
 
     held: LayerRange
@@ -400,11 +417,10 @@ class StageExecutor:
         worker: StageWorker = "process",
         is_shared: bool = False,
     ) -> None:
-        """Create an executor with at most `most` workers. With `is_shared`, models of a zoo may
-        share ranges of layers.
+        """Create an executor with at most `most` workers.
 
-        If only one worker can have a range, the range's inputs are not stored, because no other
-        worker could use them.
+        If `is_shared` is true, models of a zoo may share ranges of layers. If only one worker can
+        have a range, its inputs are not stored, because no other worker could use them.
         """
         self._config = config
         self._build = build
@@ -416,7 +432,7 @@ class StageExecutor:
         self.nodes = list[WorkerHandle]()
         self._spare = Counter[int]()
         self.ranges = dict[str, LayerRange]()
-        # keyed by the model's number: its ranges in order
+        # for each model, its ranges in order; the key is the model's number
         self.paths = dict[int, list[LayerRange]]()
         self.handed = Counter[tuple[str, str]]()  # number of rows passed from one range to the next
         self._flights = list[InFlightStep]()
@@ -424,7 +440,9 @@ class StageExecutor:
         self._since = perf_counter()
 
     def start(self, label: str) -> int:
-        """Start another worker, which is replaced once if it ends; return its number.
+        """Start another worker, and return its number.
+
+        If the worker ends, it is replaced once.
 
         :raises EngineError: the worker cannot be started.
         """
@@ -444,8 +462,9 @@ class StageExecutor:
     def add(
         self, setups: Sequence[StageSetup], chain: int = 0, homes: Sequence[list[int]] = ()
     ) -> None:
-        """Add a model's ranges in order, and make workers load them: the workers `homes`, or
-        workers near the model's other ranges.
+        """Add a model's ranges in order, and make workers load them.
+
+        The workers are `homes` if given. Otherwise they are workers near the model's other ranges.
         """
         path = self.paths[chain] = list[LayerRange]()
         for setup in setups:
@@ -491,8 +510,9 @@ class StageExecutor:
                 self._let_go(held, held.holders.copy())
 
     def _fill(self, layer_range: LayerRange) -> None:
-        """Make each worker that should have a range load it, unless the worker has it or is loading
-        it.
+        """Make each worker that should have a range load it.
+
+        Workers that have the range or are loading it are left out.
         """
         for home in layer_range.homes:
             if home not in layer_range.holders and not layer_range.loading[home]:
@@ -505,8 +525,9 @@ class StageExecutor:
             self.nodes[number].ask(Leave(layer_range.setup.name), lambda answer: None)
 
     def _placed(self) -> dict[str, list[int]]:
-        """Place ranges on workers with `placement.placed`, with the smallest room per worker for
-        which enough copies of every range fit.
+        """Choose workers for all ranges with `placement.placed`.
+
+        Each worker gets the smallest room with which enough copies of every range can be placed.
         """
         seconds = max(1e-3, perf_counter() - self._since)
         alive = [node for node in self.nodes if node.error is None]
@@ -528,8 +549,9 @@ class StageExecutor:
             room *= 1.1
 
     def place(self) -> None:
-        """Move ranges if clearly fewer rows would then be sent between workers; halve the counts of
-        rows, so that old ones lose weight.
+        """Move ranges to other workers if clearly fewer rows would then be sent between workers.
+
+        All counts of rows are halved, so that old steps lose weight.
         """
         wanted = self._placed()
         crossing = self.crossing({name: held.homes for name, held in self.ranges.items()})
@@ -544,7 +566,9 @@ class StageExecutor:
             held.seconds = 0.0
 
     def crossing(self, homes: Mapping[str, Sequence[int]]) -> int:
-        """Count the rows that would have been sent between workers with this placement."""
+        """Count the rows that would have been sent between workers if the ranges had been placed
+        like this.
+        """
         return sum(
             count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]}
         )
@@ -564,8 +588,9 @@ class StageExecutor:
         self._go_on(0.0)
 
     def end(self, flight: InFlightStep) -> Floats:
-        """Wait for a step that was begun, and return its results; raise the error that stopped the
-        step, if there is one.
+        """Wait for a step that was begun, and return its results.
+
+        If an error stopped the step, raise this error.
 
         :raises EngineUnavailable: no worker is left for a range.
         """
@@ -601,8 +626,9 @@ class StageExecutor:
                 self._send(flight)
 
     def _mend(self, node: WorkerHandle, error: EngineUnavailable) -> None:
-        """Replace a worker that has ended. If it was replaced before, give its ranges to other
-        workers.
+        """Replace a worker that has ended.
+
+        If it was replaced before, its ranges are given to other workers.
         """
         number = node.number
         lost = list[LayerRange]()
@@ -628,8 +654,9 @@ class StageExecutor:
             self._fill(held)
 
     def _send(self, flight: InFlightStep) -> None:
-        """Send every entry to a worker that has the entry's next range. Entries whose range is
-        still being loaded wait.
+        """Send every entry to a worker that has the entry's next range.
+
+        Entries whose range is still being loaded wait.
 
         :raises EngineUnavailable: no worker could load a range.
         """
@@ -644,7 +671,7 @@ class StageExecutor:
                     starts[share.worker][held] = share._replace(entries=entries[share.entries])
             except (
                 EngineUnavailable
-                # a worker has ended; the work is divided again after it is replaced
+                # A worker has ended. The work is divided again when the worker has been replaced.
             ):
                 return
         for number, own in starts.items():
@@ -666,8 +693,9 @@ class StageExecutor:
     def _divided(
         self, held: LayerRange, flight: InFlightStep, entries: Ints, waits: dict[int, float]
     ) -> list[StageShare]:
-        """Divide the entries of a range among workers. `waits` has the seconds until each worker is
-        free; the new work is added to it.
+        """Divide the entries of a range among workers.
+
+        `waits` has the seconds until each worker is free. The time of the new work is added to it.
         """
         if held.kept is None:
             return [StageShare(next(iter(held.holders)), np.arange(len(entries)))]
@@ -678,7 +706,7 @@ class StageExecutor:
         return shares
 
     def _bring(self, held: LayerRange, number: int, slots: Ints) -> Held:
-        """Request the keys and values of some slots from a worker, and measure the time."""
+        """Request keys and values of some slots from a worker, and measure the time."""
         began = perf_counter()
         gift: Held = self.nodes[number].at_once(Wanted(held.setup.name, slots))
         held.costs.brought(gift.nbytes, perf_counter() - began)
@@ -691,8 +719,9 @@ class StageExecutor:
         starts: Mapping[LayerRange, StageShare],
         seconds: float,
     ) -> None:
-        """Send a worker its entries of a step; it computes each entry in all consecutive ranges
-        that it has.
+        """Send a worker its entries of a step.
+
+        The worker computes each entry in all consecutive ranges that it has.
         """
         entries = np.sort(np.concatenate([share.entries for share in starts.values()]))
         batch, rows, _ = part_of(flight.batch, entries)
@@ -709,9 +738,10 @@ class StageExecutor:
         node.ask(visit, partial(self._visited, flight, node, stops), seconds)
 
     def _way(self, flight: InFlightStep, number: int, entries: Ints) -> Iterator[_Stop]:
-        """Yield the ranges that a worker computes for these entries one after the other. An entry
-        leaves the worker before a range if the worker lacks the range, or lacks keys and values for
-        it.
+        """Yield the ranges that a worker computes for these entries one after the other.
+
+        An entry leaves the worker before a range if the worker does not have the range, or lacks
+        keys and values for it.
         """
         levels = flight.levels.copy()
         stays = np.zeros(len(flight.levels), dtype=np.bool_)
@@ -735,16 +765,17 @@ class StageExecutor:
         stops: Sequence[tuple[_Stop, Ints]],
         answer: StageReply | EngineUnavailable,
     ) -> None:
-        """Receive a worker's results for each range. If the worker has ended, its entries are sent
-        again from the same range.
+        """Receive a worker's results for each range.
+
+        If the worker has ended, its entries are sent again, starting at the same range.
         """
         flight.visits -= 1
         if isinstance(answer, EngineUnavailable):
             return
         if isinstance(answer.rows, Exception):
             flight.error = answer.rows
-            # the failed worker may have done any part of the work, so none of these slots counts as
-            # filled on it
+            # The failed worker may have done any part of the work. So none of these slots is
+            # recorded as filled on it.
             for stop, _ in stops:
                 stop.held.forget(node.number, flight.table[stop.batch.table_rows])
             return
@@ -753,7 +784,7 @@ class StageExecutor:
             held = stop.held
             if held.kept is not None:
                 held.kept.note(stop.batch, flight.rows[stop.rows])
-                # a worker that must unload the range loses these slots
+                # A worker that must unload the range loses these slots.
                 if node.number in held.holders:
                     held.kept.held[node.number, np.append(had, stop.batch.slots)] = True
             held.heard(node.number, len(stop.rows), len(stop.entries), (seconds + hop, seconds))
@@ -765,6 +796,6 @@ class StageExecutor:
 
 
 def _end(workers: Sequence[Worker]) -> None:
-    """Close the workers; called when their owner is garbage-collected or Python exits."""
+    """Close the workers. Python calls this function when their owner is deleted or Python exits."""
     for worker in workers:
         worker.close()

@@ -31,12 +31,12 @@ from atts.local.messages import GONE
 from atts.local.worker import worker_environment
 
 _END_SECONDS = 1.0
-"""Most seconds to wait for the exit code of a process whose pipe is closed."""
+"""Largest number of seconds to wait for the exit code of a process whose pipe is closed."""
 
 
 class Worker(Protocol):
-    """A worker that receives one message at a time: its answer must be taken before the next
-    message is sent.
+    """A worker that handles one message at a time. Its answer must be taken before the next message
+    is sent.
     """
 
     def send(self, message: object) -> None:
@@ -54,7 +54,7 @@ class Worker(Protocol):
         ...
 
     def close(self) -> None:
-        """End the worker; a second call does nothing."""
+        """End the worker. A second call does nothing."""
         ...
 
 
@@ -81,7 +81,9 @@ class StageProcess:
     """A worker that runs in its own process."""
 
     def __init__(self, name: str, label: str, build: BuildStage) -> None:
-        """Start the worker's process for the engine `name`. Error messages call the worker `label`.
+        """Start a worker process for the engine `name`.
+
+        Error messages call the worker `label`.
 
         :raises EngineUnavailable: the system cannot start the process.
         """
@@ -107,7 +109,7 @@ class StageProcess:
             ) from error
         finally:
             theirs.close()
-        # a process that has ended is noticed later, because its answers are missing
+        # A process that has ended is noticed later, because its answers are missing.
         with suppress(*GONE):
             self._pipe.send(build)
 
@@ -142,15 +144,16 @@ class StageProcess:
         )
 
     def close(self) -> None:
-        """End the process; a second call does nothing."""
+        """End the process. A second call does nothing."""
         self._process.kill()
         self._process.wait()
         self._pipe.close()
 
     @staticmethod
     def ready(processes: Sequence[Any], seconds: float | None) -> list[StageProcess]:
-        """Wait up to this many seconds (None: forever) until a worker has answered or ended; return
-        all workers that have.
+        """Wait until at least one worker has answered or ended, and return all workers that have.
+
+        Wait at most `seconds` seconds, or without limit if it is None.
         """
         poll = select.poll()
         numbers = [process._pipe.fileno() for process in processes]
@@ -168,7 +171,7 @@ class StageActor(StageServer):
     """
 
     def answer_bytes(self, message: bytes) -> bytes:
-        """Answer a message; message and answer are pickled."""
+        """Answer a message. Both the message and the answer are pickled."""
         return _bytes(self.answer(pickle.loads(message)))
 
 
@@ -176,8 +179,9 @@ class RayStage:
     """A worker that is a Ray actor, with as many cores and GPUs as the engine's own actor."""
 
     def __init__(self, name: str, label: str, build: BuildStage) -> None:
-        """Start the actor, on another node of the Ray cluster if there is one. Error messages call
-        the worker `label`.
+        """Start the actor, on another node of the Ray cluster if there is one.
+
+        Error messages call the worker `label`.
 
         :raises UnsupportedByEngine: this process is not a Ray actor.
         """
@@ -192,7 +196,7 @@ class RayStage:
         }
         actor: Any = self._ray.remote(StageActor).options(**limits, max_restarts=0)
         self._actor: Any = actor.remote(build)
-        self._answer: Any = None  # Ray object of the answer that `take` has not returned yet
+        self._answer: Any = None  # Ray reference to the answer that `take` has not returned yet
 
     def send(self, message: object) -> None:
         """Send a message."""
@@ -214,14 +218,16 @@ class RayStage:
             ) from error
 
     def close(self) -> None:
-        """End the actor; a second call does nothing."""
+        """End the actor. A second call does nothing."""
         if self._ray.is_initialized():
             self._ray.kill(self._actor)
 
     @staticmethod
     def ready(actors: Sequence[Any], seconds: float | None) -> list[RayStage]:
-        """Wait up to this many seconds (None: forever) until an actor with an unanswered message
-        has answered or ended; return all actors that have.
+        """Wait until at least one actor has answered or ended, and return all actors that have.
+
+        Actors without an unanswered message are left out. Wait at most `seconds` seconds, or
+        without limit if it is None.
         """
         asked = {actor._answer: actor for actor in actors if actor._answer is not None}
         answered, _ = (
@@ -254,22 +260,22 @@ Receive = Callable[[Any], object]
 
 
 class WorkerHandle:
-    """A worker with a queue of messages; the next message is sent when the last one is answered."""
+    """A worker with a queue of messages. The next message is sent when the last one is answered."""
 
     def __init__(self, number: int, label: str, worker: Worker) -> None:
         self.number = number
         self.label = label
         self.worker = worker
-        # `due`: time when the worker is expected to have answered all messages; `sent`: time when
-        # the last message was sent
+        # `due` is the time when the worker is expected to have answered all messages. `sent` is the
+        # time when the last message was sent.
         self.due = self.sent = 0.0
         self._queue = deque[tuple[object, Receive]]()
-        # callback for the pending answer; None if no answer is pending
+        # callback that receives the next answer, or None if no answer is expected
         self._heard: Receive | None = None
         self.error: EngineUnavailable | None = None
         self._table: SlotIds = np.zeros(
             (0, 0), dtype=np.int32
-        )  # copy of the slot table as the worker knows it
+        )  # the slot table as it was last sent to the worker
 
     @property
     def is_asked(self) -> bool:
@@ -278,12 +284,13 @@ class WorkerHandle:
 
     @property
     def wait(self) -> float:
-        """Return the expected seconds until the worker has answered all messages."""
+        """Return the expected time in seconds until the worker has answered all messages."""
         return max(0.0, self.due - perf_counter()) if self.is_asked else 0.0
 
     def ask(self, message: object, receive: Receive, seconds: float = 0.0) -> None:
-        """Send a message as soon as all earlier messages are answered. The worker is expected to
-        need `seconds` for it.
+        """Send a message as soon as all earlier messages are answered.
+
+        The worker is expected to need `seconds` for it.
         """
         if self.error is not None:
             receive(self.error)
@@ -293,7 +300,7 @@ class WorkerHandle:
         self.go()
 
     def go(self) -> None:
-        """Send the next message if no answer is pending."""
+        """Send the next message if the worker has answered the last one."""
         while self._queue and self._heard is None:
             message, self._heard = self._queue.popleft()
             self.sent = perf_counter()
@@ -306,8 +313,9 @@ class WorkerHandle:
                     self.receive()
 
     def receive(self) -> None:
-        """Receive the pending answer. If no answer is pending, the pipe was readable because the
-        worker has ended.
+        """Receive the answer to the last message.
+
+        If no answer is expected, the pipe was readable because the worker has ended.
         """
         try:
             answer = self.worker.take()
@@ -320,7 +328,7 @@ class WorkerHandle:
             heard(answer)
 
     def at_once(self, message: object) -> Any:
-        """Send a message before those in the queue, and return its answer.
+        """Send a message before all messages in the queue, and return its answer.
 
         :raises EngineUnavailable: the worker has ended.
         """
@@ -336,7 +344,7 @@ class WorkerHandle:
         raise self.error
 
     def news(self, batch: StepBatch, table: SlotIds) -> News:
-        """Return the entries of the slot table that changed since they were sent, for the sequences
+        """Return the entries of the slot table that the worker does not know yet, for the sequences
         of a step.
         """
         if self._table.shape != table.shape:
@@ -349,7 +357,7 @@ class WorkerHandle:
         return changes
 
     def _lose(self, error: EngineUnavailable) -> None:
-        # drop the error's traceback, because its frames would keep the callback in memory
+        # Delete the error's traceback, because its frames would keep the callback in memory.
         self.error = error.with_traceback(None)
         self.worker.close()
         waiting = [self._heard, *(receive for _, receive in self._queue)]
@@ -361,8 +369,9 @@ class WorkerHandle:
 
 
 def main() -> None:
-    """Answer messages until the engine's process closes the pipe; this is the main function of a
-    worker process.
+    """Answer messages until the engine's process closes the pipe.
+
+    This is the main function of a worker process.
     """
     end_with(int(sys.argv[1]))
     pipe = Connection(int(sys.argv[2]))

@@ -52,8 +52,10 @@ class StagedModel(ManyModels[RangedModel]):
         options: StageOptions,
         is_shared: bool = False,
     ) -> None:
-        """Create a model in stages. `cache` is the cache of the `first` stage, or has no layers.
-        Returned hidden states have its data type and device.
+        """Create a model in stages.
+
+        `cache` is the cache of the `first` stage, or a cache without layers. Returned hidden states
+        have its data type and device.
         """
         self._line = line
         self.cache = cache
@@ -66,7 +68,7 @@ class StagedModel(ManyModels[RangedModel]):
         super().__init__(load, config)
 
     def _relate(self, number: int, chain: Chain[RangedModel], divide: OnSplit) -> None:
-        """Add the ranges of a zoo's model, and wait until workers have loaded all of them."""
+        """Add the ranges of a model of the zoo, and wait until workers have loaded all of them."""
         config = self._configs[number]
         options = self._configs[0].options
         if self._is_shared:
@@ -85,7 +87,7 @@ class StagedModel(ManyModels[RangedModel]):
 
     @property
     def device_name(self) -> str:
-        """Describe the device and the number of stages or worker processes."""
+        """Return a description of the device, with the number of stages or worker processes."""
         name = self._model.device_name
         if self._is_shared:
             return f"{name}, shared blocks in {len(self._line.nodes)} processes"
@@ -94,8 +96,9 @@ class StagedModel(ManyModels[RangedModel]):
         return f"{name}, {options.stages} stages{replicas}"
 
     def begin(self, batch: StepBatch, table: SlotIds) -> InFlightStep:
-        """Begin a step without waiting for its results. An error in this process is raised when the
-        step ends.
+        """Begin a step without waiting for its results.
+
+        An error in this process is raised when the step ends.
 
         :raises EngineUnavailable: no worker is left for a range.
         """
@@ -112,7 +115,7 @@ class StagedModel(ManyModels[RangedModel]):
         return flight
 
     def _embed(self, flight: InFlightStep) -> None:
-        """Write the embedding of each token of a step into its row; each model has its own
+        """Write the embedding of each token of a step into the token's row. Each model has its own
         embedding.
         """
         batch = flight.batch
@@ -142,8 +145,10 @@ class StagedModel(ManyModels[RangedModel]):
 
 
 def _ends(config: WorkerConfig, stages: int) -> list[int]:
-    """Return the bounds of ranges of layers. Ranges are about equal, but also end where models of
-    the zoo begin or stop to share layers.
+    """Return the bounds of the ranges of layers.
+
+    The ranges have about the same size, but also end at layers where models of the zoo begin or
+    stop to share blocks.
     """
     layers = config.model.num_layers
     stages = min(stages, config.model.num_layers)
@@ -153,10 +158,10 @@ def _ends(config: WorkerConfig, stages: int) -> list[int]:
             model = read_model_config(folder, config.name)
             halves = half_names(folder, model, load_ropes(folder, model, config.name))
         except EngineError:
-            # skip a model that cannot be read: it is not in this loop, or has ranges of its own
+            # Skip a model that cannot be read. It is not in this loop, or has ranges of its own.
             continue
         names += [halves] * (model.num_layers == layers)
-    # for each half of a layer and each model: the first model with an equal half
+    # for each half of a layer and each model, the first model with an equal half
     alike = [[[*own].index(name) for name in own] for own in zip(*names, strict=True)]
     partings = {
         at for at in range(1, layers) if alike[2 * at : 2 * at + 2] != alike[2 * at - 2 : 2 * at]
@@ -165,11 +170,12 @@ def _ends(config: WorkerConfig, stages: int) -> list[int]:
 
 
 class StagedScheduler(Scheduler):
-    """A scheduler that leaves sequences unchanged while a step with them is in progress."""
+    """A scheduler that does not change sequences while a step with them is in progress."""
 
     def __init__(self, config: SchedulerConfig, tree: PrefixTree, most_steps: int) -> None:
-        """Create a scheduler for up to `most_steps` steps at the same time; each step gets an equal
-        part of the running sequences.
+        """Create a scheduler for at most `most_steps` steps at the same time.
+
+        Each step gets an equal part of the running sequences.
         """
         super().__init__(config, tree)
         self._most_steps = most_steps
@@ -217,8 +223,10 @@ class StagedLoop(ManyModelsLoop):
             self._staged.close()
 
     def step(self) -> None:
-        """Begin a step. Then end the oldest step, if no further step may be in progress or there
-        was nothing to begin.
+        """Begin a step.
+
+        If no further step may be in progress, or if there was nothing to begin, end the oldest
+        step.
         """
         began = perf_counter()
         most = self._staged.most_steps

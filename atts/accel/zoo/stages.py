@@ -42,7 +42,7 @@ class StageSetup(NamedTuple):
     layers: range
     replicas: int = 1  # number of workers that have these layers
     name: str = ""
-    chain: int = 0  # number of the model in the loop
+    chain: int = 0  # number of the model in the loop, from 0
     is_shared: bool = False  # whether models of a zoo may share these layers
 
     @property
@@ -57,18 +57,18 @@ class StageSetup(NamedTuple):
 
 
 class RangeStep(NamedTuple):
-    """A worker's part of a step in one range of layers."""
+    """The part of a step that a worker computes in one range of layers."""
 
     name: str
     entries: Ints  # indices of the entries of the call's batch
-    # keys and values from other workers, each with its slots
+    # keys and values that come from other workers, each with its slots
     brought: Sequence[tuple[Ints, Held]] = ()
-    # earlier rows whose keys and values are computed again, with their inputs
+    # earlier rows whose keys and values are computed again, with the inputs of the layers
     again: Sequence[tuple[StepBatch, Floats]] = ()
 
 
 class StageCall(NamedTuple):
-    """Message that makes a worker compute sequences of a step in one or several consecutive
+    """A message that makes a worker compute sequences of a step, in one or several consecutive
     ranges.
     """
 
@@ -80,8 +80,10 @@ class StageCall(NamedTuple):
 
 
 class StageReply(NamedTuple):
-    """The answer to a `StageCall`: the rows after each range, or the error that stopped the
-    computation, and the seconds of each range.
+    """The answer to a `StageCall`.
+
+    It has the rows after each range, or the error that stopped the computation. It also has the
+    seconds of each range.
     """
 
     rows: Sequence[Floats] | Exception
@@ -89,14 +91,14 @@ class StageReply(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Request for a worker's keys and values in some slots, because another worker lacks them."""
+    """A request for a worker's keys and values in some slots, because another worker needs them."""
 
     name: str
     slots: Ints
 
 
 class Leave(NamedTuple):
-    """Command that makes a worker unload a range of layers."""
+    """A command that makes a worker unload a range of layers."""
 
     name: str
 
@@ -108,7 +110,7 @@ class StageModel:
         self.setup = setup
         self.cache = cache
         self._model = model
-        # if models share layers, the loop's process computes their embeddings, last norms and heads
+        # If models share layers, the loop's process computes the embeddings, last norms and heads.
         alone = not setup.is_shared
         self._units = (
             int(setup.layers.start > 0 or not alone),
@@ -132,8 +134,9 @@ class StageModel:
         )
 
     def run(self, batch: StepBatch, table: SlotIds, rows: Floats) -> Floats:
-        """Compute these layers and return the rows after them: all rows, or after the model's last
-        layer only those that need logits.
+        """Compute these layers and return the rows after them.
+
+        After the model's last layer, only rows that need logits are returned.
         """
         if not self.setup.is_last:
             every = np.arange(len(batch.tokens))
@@ -147,8 +150,9 @@ class StageModel:
 
 
 class SharedLayers(StageModel):
-    """Layers that several models of a zoo share. The rows of all models are computed together; each
-    adapter is applied only to its model's rows.
+    """Layers that several models of a zoo share.
+
+    The rows of all models are computed together. Each adapter is applied only to its model's rows.
     """
 
     def __init__(self, setup: StageSetup, model: NativeModel, cache: Tensor) -> None:
@@ -181,18 +185,22 @@ BuildStage = Callable[[StageSetup], StageModel]
 
 
 class StageServer:
-    """The ranges of layers that one worker has, by name, in a process, a Ray actor or the loop's
-    own process.
+    """The ranges of layers of one worker, and the function that answers its messages.
+
+    The worker is a process, a Ray actor or the loop's own process.
     """
 
     def __init__(self, build: BuildStage) -> None:
         self._build = build
         self._held: dict[str, StageModel] = {}
-        # copy of the loop's slot table, updated by each call
+        # copy of the loop's slot table, which each call updates
         self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)
 
     def answer(self, message: Any) -> object:
-        """Answer a message. The answer to a request to load a range is None, or the error."""
+        """Answer a message.
+
+        The answer to a request to load a range is None, or the error.
+        """
         match message:
             case list():
                 return self._load(message)
@@ -205,8 +213,9 @@ class StageServer:
                 return None
 
     def _load(self, setups: Sequence[StageSetup]) -> FailureReply | None:
-        """Load a range for all these models; if it fails for one model, the range is loaded for
-        none of them.
+        """Load a range for all these models.
+
+        If one model fails, the range is loaded for none of them.
         """
         name = setups[0].name
         try:
@@ -251,8 +260,9 @@ class StageServer:
 
 
 def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup]:
-    """Divide a model's layers into stages of about equal size. The first stage also has the
-    embedding and the head.
+    """Divide a model's layers into stages of about equal size.
+
+    The first stage also has the embedding and the head.
 
     :raises UnsupportedByEngine: the number of stages exceeds the number of layers.
     """
@@ -266,7 +276,7 @@ def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup
     layer = (model.matrix_weights - words) / model.num_layers
     outer = (
         words if model.ties_embeddings else 2 * words
-    ) / layer  # size of embedding and head together, as a number of layers
+    ) / layer  # the size of embedding and head together, divided by the size of a layer
     first = round((model.num_layers + outer) / stages - outer)
     first = max(1, min(first, model.num_layers - stages + 1)) if stages > 1 else model.num_layers
     rest = model.num_layers - first

@@ -68,17 +68,19 @@ from atts.local.scheduler import Scheduler
 from atts.local.seams import FixedLength, HookedModel, Lengths, Model, Proposer
 
 _K_AHEAD = 16
-"""Most tokens drafted while the target computes a step, if the options give no number."""
+"""Largest number of tokens that are drafted during a step of the target, if the options give no
+number.
+"""
 
 
 def build_accelerated(
     plan: LoopPlan, config: WorkerConfig, send: Send, make_model: MakeModel | None = None
 ) -> tuple[StepLoop, WorkerReady]:
-    """Load and connect the models that a plan names. If given, `make_model` makes the target, and
-    atts chooses no kernel for it.
+    """Load and connect the models that a plan names.
 
-    A lent drafter is not used if it cannot be loaded. On a GPU, a lent drafter is never used,
-    because it would take memory from the target's cache.
+    If `make_model` is given, it makes the target, and atts chooses no kernel for it. A lent drafter
+    that cannot be loaded is not used. On a GPU, no lent drafter is used, because it would take
+    memory from the target's cache.
 
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
@@ -98,7 +100,7 @@ def build_accelerated(
 
 
 class _Target(NamedTuple):
-    """The target's model and cache, the weights of its draft model, and its early exit."""
+    """The target's model and cache, with the weights of its draft model and its early exit."""
 
     model: Model
     cache: Tensor
@@ -118,7 +120,7 @@ def _build(
     device = device_of(config)
     check_room(config, device)
     if plan.drafter is not None:
-        # If the drafter's device is missing, raise an error before any model is loaded.
+        # If the drafter's device is missing, this raises an error before any model is loaded.
         _drafter_device(plan, config)
     kernels: Any = None
     trouble = ""
@@ -142,7 +144,10 @@ def _build(
 def _speculating_loop(
     plan: LoopPlan, config: WorkerConfig, target: _Target, send: Send
 ) -> StepLoop:
-    """Make the step loop of a target, with a proposer of tokens if the plan names one."""
+    """Make the step loop of a target.
+
+    If the plan names a drafter or another proposer of tokens, the loop uses it.
+    """
     slots = DraftedSlots(target.slots)
     scheduler = Scheduler(scheduler_config(config, target.slots), prefix_tree(config), slots)
     table = token_table(config)
@@ -158,8 +163,8 @@ def _speculating_loop(
         lengths,
         vocabulary=config.model.vocabulary,
         table=table,
-        # If one thread does all the work, its CPU time is measured, because CPU time excludes the
-        # time that other processes take.
+        # The CPU time is measured if one thread does all the work, because CPU time does not
+        # include time in which other processes use the core.
         clock=thread_time if is_here else perf_counter,
     )
     return StepLoop(target.model, scheduler, table, send, proposals)
@@ -168,7 +173,10 @@ def _speculating_loop(
 def _shared_loop(
     plan: LoopPlan, config: WorkerConfig, kernels: Any, send: Send
 ) -> tuple[StepLoop, _Target]:
-    """Make a step loop for a model of a zoo; other models of the zoo may join the loop."""
+    """Make a step loop for a model of a zoo.
+
+    Other models of the zoo may join the loop.
+    """
     dtype = dtype_of(config)
     # All models that join the loop use this cache, so it has as many layers as the deepest model.
     depth = max(plan.depth, config.model.num_layers)
@@ -211,7 +219,10 @@ def _alone(
 
 
 def _drafter_here(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
-    """Load the draft model's weights; return None if another process computes the draft model."""
+    """Load the draft model's weights.
+
+    Return None if another process computes the draft model.
+    """
     is_elsewhere = plan.speculation.is_overlapped and plan.speculation.beside == "process"
     return None if is_elsewhere else _drafter_weights(plan, config)
 
@@ -231,8 +242,9 @@ def _with_exit(config: WorkerConfig, model: HookedModel, weights: Weights) -> Ex
 
 
 def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target, StagedModel]:
-    """Divide models into ranges of layers, which workers load in parallel. If the model is not in a
-    zoo, this process keeps the first range.
+    """Divide models into ranges of layers, which workers load at the same time.
+
+    If the model is not in a zoo, this process keeps the first range.
     """
     is_shared = kernels is not None
     device = device_of(config)
@@ -288,8 +300,9 @@ def build_stage(setup: StageSetup) -> StageModel:
 
 
 def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
-    """Load the layers of one stage. The first stage of a model outside a zoo also gets the model's
-    embeddings.
+    """Load the layers of one stage.
+
+    If the model is not in a zoo, the first stage also gets its embeddings.
     """
     config = setup.config
     part = setup.config.model.part(setup.layers)
@@ -306,9 +319,7 @@ def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
 def _proposer_and_lengths(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> tuple[Proposer, Lengths]:
-    """Make the target's proposer of tokens, and the rule that chooses how many tokens to
-    propose.
-    """
+    """Make the proposer of tokens, and the rule that chooses how many tokens to propose."""
     speculation = plan.speculation
     lengths: Lengths = (
         GoodputLengths(MOST_PROPOSED) if speculation.k is None else FixedLength(speculation.k)
@@ -331,8 +342,9 @@ def _proposer_and_lengths(
 
 
 def _may_learn(plan: LoopPlan, device: torch.device) -> bool:
-    """Return whether the engine may choose from measurements how it uses the named drafter. This
-    needs a CPU with at least two cores.
+    """Return whether the engine may choose how it uses the drafter, from measurements.
+
+    The engine then needs a CPU with at least two cores.
     """
     is_open = plan.drafter is not None and not plan.may_lack_drafter
     return is_open and plan.speculation.is_open and device.type == "cpu" and usable_cores() > 1
@@ -347,7 +359,7 @@ def _drafter_device(plan: LoopPlan, config: WorkerConfig) -> torch.device:
 
 
 def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
-    """Load the draft model's weights, before a cache takes the memory that is left."""
+    """Load the draft model's weights before a cache takes the rest of the memory."""
     drafter = plan.drafter
     if drafter is None:
         return None
@@ -363,15 +375,16 @@ def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
     )
     group = plan.speculation.fuzzy
     if group > 1 and weights.is_paired:
-        # The joined attention weights are copies that need memory, so they are made before the size
+        # The joined attention weights are copies that need memory. So they are made before the size
         # of the cache is computed.
         return with_groups(drafter.model, weights, group)
     return weights
 
 
 def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerConfig:
-    """Return the draft model's configuration: a cache of this many slots, and most other options as
-    for the target.
+    """Return the configuration of the draft model.
+
+    It has a cache of this number of slots, and most other options of the target.
     """
     assert plan.drafter is not None, "the plan must name a draft model"
     is_apart = _drafter_device(plan, config).type != device_of(config).type
@@ -383,13 +396,17 @@ def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerC
 def _drafter(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> ModelDrafter | None:
-    """Make the draft model with as many cache slots as the target has; None if no drafter is named."""
+    """Make the draft model with as many cache slots as the target has.
+
+    Return None if the plan names no drafter.
+    """
     if plan.drafter is None:
         return None
     assert target.drafter is not None, "the drafter's weights must be loaded"
     drafter_config = _drafter_config(plan, config, target.slots)
     if plan.speculation.drafter_device:
-        # No CUDA graphs: captured steps use a CUDA stream that all devices of a process share.
+        # CUDA graphs are not used, because captured steps use a CUDA stream that all devices of a
+        # process share.
         drafter_config = replace(
             drafter_config, options=replace(drafter_config.options, graphs="off")
         )
@@ -406,8 +423,9 @@ def _drafter(
 def _overlapped(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> OverlappedDrafter | DrafterProcess:
-    """Make the drafter that works while the target verifies: in another process, or inline in this
-    one.
+    """Make the drafter that works while the target verifies.
+
+    It works in another process or, if the options say so, in this one.
     """
     exits = target.exits
     if plan.speculation.beside == "process":
@@ -429,8 +447,9 @@ def overlapped_drafter(
     slots: int,
     weights: Weights | None = None,
 ) -> OverlappedDrafter:
-    """Make a drafter that works while its target computes. Its cache has `slots` slots for
-    sequences, followed by slots for branches.
+    """Make a drafter that works while its target computes.
+
+    Its cache has `slots` slots for sequences, followed by slots for branches.
 
     :raises ModelLoadError: the drafter's weights or its trained heads cannot be used.
     :raises OutOfMemory: weights or cache do not fit.
@@ -462,8 +481,10 @@ def overlapped_drafter(
 
 
 def _proposer(way: str, drafter: Proposer | None) -> Proposer:
-    """Return the proposer for this value of `speculate`. For `auto`, combine lookups in known texts
-    with the draft model, if there is one.
+    """Return the proposer for this value of `speculate`.
+
+    For `auto`, the proposer looks tokens up in known texts, and also uses the draft model if there
+    is one.
     """
     if way in ("draft", *OVERLAPPED) and drafter is not None:
         return drafter

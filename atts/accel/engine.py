@@ -66,14 +66,18 @@ class PlannedLoop(LoopBuilder):
     ) -> tuple[Loop, WorkerReady]:
         """Load the models that the plan names; see `atts.accel.build`."""
         with import_lock:
-            from atts.accel.build import build_accelerated  # this module imports torch
+            # imported here, because this module imports torch
+            from atts.accel.build import build_accelerated
 
         return build_accelerated(self.plan, config, send)
 
 
 @dataclass(frozen=True, slots=True)
 class Acceleration(Accelerator):
-    """All accelerators of a local engine; with the default values the engine has no accelerator."""
+    """All accelerators of a local engine.
+
+    With the default values, the engine has no accelerator.
+    """
 
     speculation: SpeculationOptions
     stages: StageOptions
@@ -91,7 +95,7 @@ class Acceleration(Accelerator):
         self.stages.check_beside(options, self.speculation)
 
     def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
-        """Find the draft model, and check that its token ids have the same meaning as the target's.
+        """Find the draft model, and check that each token id means the same to draft and target.
 
         :raises OptionError: the token ids of draft and target differ in meaning.
         :raises EngineError: a model that the options name cannot be used.
@@ -110,8 +114,9 @@ class Acceleration(Accelerator):
         return replace(config, builder=builder, more_kv_floats=floats, parts=plan.num_parts)
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
-        """Return a worker that joins the loop shared by models of a zoo. If this model cannot share
-        a loop, return a worker of its own.
+        """Return a worker that joins the loop of other models of the zoo.
+
+        If this model cannot share a loop, return a worker of its own.
         """
         folder = Path(model).expanduser()
         drafts = self.speculation.is_on or self.proposer is not None
@@ -129,8 +134,8 @@ class Acceleration(Accelerator):
     def _with_lent(
         self, plan: LoopPlan, config: WorkerConfig, tokenizer: ModelTokenizer
     ) -> LoopPlan:
-        """Add the lent draft model if its folder exists and its token ids have the same meaning as
-        the target's.
+        """Add the lent draft model if its folder exists and its token ids mean the same as the
+        target's.
         """
         try:
             drafter = _find_drafter(config, self.lent, tokenizer)

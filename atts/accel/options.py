@@ -27,7 +27,7 @@ _BELONGS = {
     **dict.fromkeys(OVERLAPPED, ("drafter", "k", "drafter_device", "beside")),
     "off": ("drafter", "k", "drafter_device"),
 }
-"""The options that each value of `speculate` accepts."""
+"""The names of the options that may be set with each value of `speculate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,17 @@ class SpeculationOptions:
     # folder or hub id of the draft model: a smaller model with the same tokenizer that proposes
     # tokens
     drafter: str = ""
-    # one of SPECULATE; None: auto if a drafter is named or lent, else off
+    # one of SPECULATE; None means `auto` if a drafter is named or lent, and `off` otherwise
     speculate: str | None = None
-    # where an overlapped drafter works: in its own process, or inline while the target waits
+    # where a drafter works that drafts during the target's steps: "process" for its own process, or
+    # "inline" for the target's process, in which the target waits for it
     beside: Beside = "process"
-    # number of consecutive drafter layers whose attention reads the same input; 1: exact
+    # number of consecutive drafter layers whose attention reads the same input; 1 changes nothing
     fuzzy: int = 1
-    # tokens proposed at a time; None: the number with the best goodput; 0: none
+    # number of tokens proposed at a time; None lets atts choose the fastest number, and 0 proposes
+    # none
     k: int | None = None
-    # device of the drafter: cpu, cuda or cuda:1; empty: the target's device
+    # device of the drafter, such as cpu, cuda or cuda:1; empty means the target's device
     drafter_device: str = ""
 
     def check(self) -> None:
@@ -88,27 +90,25 @@ class SpeculationOptions:
 
     @property
     def is_overlapped(self) -> bool:
-        """Return True if the drafter works while the target computes."""
+        """Return whether the drafter works while the target computes."""
         return self.speculate in OVERLAPPED
 
     @property
     def is_on(self) -> bool:
-        """Return True if the engine proposes any tokens."""
+        """Return whether the engine proposes any tokens."""
         is_on = bool(self.drafter) if self.speculate is None else self.speculate != "off"
         return is_on and self.k != 0
 
     @property
     def takes_lent(self) -> bool:
-        """Return True if the run's draft model may propose tokens although these options do not
+        """Return whether the run's draft model may propose tokens, although these options do not
         name it.
         """
         return not self.drafter and self.speculate in (None, "auto") and self.k != 0
 
     @property
     def is_open(self) -> bool:
-        """Return True if the options let the engine choose from measurements how it uses the
-        drafter.
-        """
+        """Return whether the engine may choose how it uses the drafter, from measurements."""
         return self.speculate in (None, "auto") and self.k is None and self.fuzzy == 1
 
 
@@ -122,11 +122,12 @@ class StageOptions:
     # number of workers for each stage after the first: one number for all stages, or a list such as
     # "2,1"
     stage_replicas: str = "1"
-    # number of steps that are in progress at the same time; None: as many as stages
+    # number of steps that may be in progress at the same time; None means the number of stages
     stage_steps: int | None = None
     # type of the workers; an engine whose name begins with "ray:" uses actors
     stage_worker: StageWorker = "process"
-    # most rows that a block shared by models of a zoo computes in one run; None: no limit
+    # Largest number of rows that a block shared by models of a zoo computes at a time. None means
+    # no limit.
     block_rows: int | None = None
 
     def check(self) -> None:
@@ -166,8 +167,9 @@ class StageOptions:
 
     @property
     def replicas(self) -> list[int]:
-        """Return the number of workers of each stage after the first; 0 stands for text that is not
-        a number.
+        """Return the number of workers of each stage after the first.
+
+        A part of the text that is not a number gives 0.
         """
         counts = [int(word) if word.isdecimal() else 0 for word in self.stage_replicas.split(",")]
         return counts * (self.stages - 1) if len(counts) == 1 else counts
@@ -207,15 +209,15 @@ def options_of(**settings: Any) -> EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """The parts of a decoding loop other than the target: proposer of tokens, stages, shared
-    models.
+    """The parts of a decoding loop besides the target: the proposer of tokens, the stages and the
+    shared models.
     """
 
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     stages: StageOptions = field(default_factory=StageOptions)
     drafter: WorkerConfig | None = None  # the draft model that proposes tokens to the target
-    # True for a lent drafter: if it cannot be used, the engine reports the problem and works
-    # without it
+    # whether the drafter is lent; if a lent drafter cannot be used, the engine reports this and
+    # works without it
     may_lack_drafter: bool = False
     # the user's own proposer class; the loop's process imports the class by its name
     proposer: type[Proposer] | None = None
@@ -235,8 +237,8 @@ class LoopPlan:
 
     @property
     def num_parts(self) -> int:
-        """Count the loop's processes that compute at the same time on this machine and share its
-        cores.
+        """Return how many processes of the loop compute at the same time on this machine and share
+        its cores.
         """
         if self.stages.stages > 1 and self.stages.stage_worker == "process":
             return 1 + sum(self.stages.replicas)

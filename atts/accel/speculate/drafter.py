@@ -36,11 +36,12 @@ from atts.local.seams import NOTHING, Ask, Model, Proposer, TokenProposal
 # Slots that the target frees, shares or evicts thus change in the drafter's cache too. The drafter
 # itself only records how many tokens of each sequence it has computed.
 
-# confidence of a draft model's proposal; lookup proposers use the same scale from 0 to 1
+# Confidence that is given to every proposal of a draft model. Proposers that look tokens up use the
+# same scale, from 0 to 1.
 _CONFIDENCE = 0.8
-_CHUNK = 512  # most tokens of missing text that one pass computes
-# up to this many last tokens of each missing text are computed together, in one batch for all
-# sequences
+_CHUNK = 512  # largest number of unread tokens that the draft model reads at a time
+# The last unread tokens of each text, at most this number, are computed together in one batch for
+# all sequences.
 _FEW = 3
 
 FedRow = tuple[int, int, int, bool]
@@ -56,8 +57,9 @@ def fed_rows(row: int, tokens: Many[int], start: int) -> list[FedRow]:
 
 
 class DraftedSlots(SlotAllocator):
-    """Slots that the caches of target and drafter have in common, with a record of the slots that
-    the drafter has filled.
+    """Slots that the caches of target and drafter have in common.
+
+    It also records which of the slots the drafter has filled.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -72,8 +74,9 @@ class DraftedSlots(SlotAllocator):
 
 
 class DraftedRows:
-    """The target's slot table and sequences, with the number of tokens that the drafter has
-    computed of each sequence.
+    """The target's slot table and sequences.
+
+    For each sequence, it records how many tokens the drafter has computed.
     """
 
     def __init__(
@@ -82,26 +85,26 @@ class DraftedRows:
         self.table = table
         self.slots = slots
         self.sequence = sequence  # function that returns the unfinished sequence with a given key
-        # keyed by request: the number of its last admission, and the number of tokens computed
-        # since
+        # for each request: the number of times it was admitted, and the number of tokens computed
+        # since then
         self._progress = dict[int, tuple[int, int]]()
 
     def drafted(self, sequence: Sequence) -> int:
-        """Return the number of tokens whose keys and values the drafter has cached in the
-        sequence's current slots.
+        """Return how many tokens of the sequence have keys and values of the drafter in its current
+        slots.
         """
         admission, count = self._progress.get(sequence.request_id, (-1, 0))
         # a sequence that was preempted and admitted again has new slots
         return count if admission == sequence.num_admissions else 0
 
     def advance(self, sequence: Sequence, count: int) -> None:
-        """Record that the drafter has computed this many tokens of a sequence."""
+        """Record that the drafter has computed this number of tokens of a sequence."""
         start = self.drafted(sequence)
         self._progress[sequence.request_id] = sequence.num_admissions, count
         self.slots.drafted[self.table[sequence.row, start:count]] = True
 
     def forget(self, key: int) -> None:
-        """Forget how many tokens were computed of a sequence that ended."""
+        """Delete the record of a sequence that ended."""
         self._progress.pop(key, None)
 
 
@@ -111,15 +114,15 @@ class ModelDrafter(Proposer):
     def __init__(
         self, model: Model, config: ModelConfig, rows: DraftedRows, vocabulary: int
     ) -> None:
-        """Create a drafter that never proposes tokens outside the target's `vocabulary`."""
+        """Create a drafter that proposes only tokens of the target's `vocabulary`."""
         self._model = model
         self._config = config
         self._rows = rows
         self._table = rows.table
         self._vocabulary = min(vocabulary, config.vocabulary)
-        # how often a text did not fit into the draft's context, counted in every step
+        # number of texts that were longer than the draft's context, counted in every step
         self._num_beyond = 0
-        # how often a text had tokens outside the draft's vocabulary, counted in every step
+        # number of texts with tokens that the draft does not have, counted in every step
         self._num_unknown = 0
         self._target_vocabulary = vocabulary
         self._context = min(config.context_length, config.long_after or config.context_length)
@@ -129,8 +132,9 @@ class ModelDrafter(Proposer):
         )
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Compute the text that the drafter has not computed yet, then draw the next tokens one by
-        one, for all sequences in one batch.
+        """Read the text that the drafter has not read yet, then draw the next tokens one by one.
+
+        All sequences are computed in one batch.
         """
         proposals = [NOTHING] * len(asks)
         places = [place for place, ask in enumerate(asks) if self._can_follow(ask)]
@@ -142,16 +146,17 @@ class ModelDrafter(Proposer):
         return proposals
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Keep the keys and values of accepted tokens; later tokens overwrite the keys and values
-        of rejected tokens.
+        """Keep the keys and values of accepted tokens.
+
+        Later tokens overwrite the keys and values of rejected tokens.
         """
         sequence = self._rows.sequence(key)
-        # the drafter drew the last token of the proposal but has not computed it
+        # The drafter drew the last token of the proposal but has not computed its keys and values.
         fed = min(accepted, max(0, len(proposal.tokens) - 1))
         self._rows.advance(sequence, self._rows.drafted(sequence) + fed)
 
     def ended(self, key: int) -> None:
-        """Forget how many tokens were computed of a sequence that ended."""
+        """Delete the record of a sequence that ended."""
         self._rows.forget(key)
 
     def _can_follow(self, ask: Ask) -> bool:
@@ -173,8 +178,10 @@ class ModelDrafter(Proposer):
         return super().silence()
 
     def _draft(self, asks: list[Ask]) -> list[TokenProposal]:
-        """Draft tokens for all requests. Requests with the most tokens to draft must come first, so
-        that finished ones leave the batch from its end.
+        """Draft tokens for all requests.
+
+        Requests with the most tokens to draft must come first, because a request that has all its
+        tokens leaves the batch at its end.
         """
         sequences = [self._rows.sequence(ask.key) for ask in asks]
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
@@ -193,8 +200,9 @@ class ModelDrafter(Proposer):
         first: StepBatch,
         places: tuple[Ints, Ints],
     ) -> list[list[int]]:
-        """Draw the tokens of all requests in one call of the kernels: one token per random number.
-        Requests with the most random numbers come first.
+        """Draw the tokens of all requests in one call of the kernels.
+
+        One token is drawn for each random number. Requests with the most random numbers come first.
         """
         assert self._native is not None, "only a drafter with native kernels draws its own tokens"
         rows, following = places
@@ -248,8 +256,9 @@ class ModelDrafter(Proposer):
         return filtered_rows(self._sampling_batch(asks), self._vocabulary) is not None
 
     def _sampling_batch(self, asks: list[Ask], device: torch.device | None = None) -> SamplingBatch:
-        """Return sampling settings as tensors. The tensors are reused if these requests are the
-        first ones of the previous call.
+        """Return sampling settings as tensors.
+
+        The tensors of the previous call are used again if its first requests were the same.
         """
         key = tuple([ask.key for ask in asks])
         if key != self._sampling[0][: len(key)]:
@@ -260,8 +269,9 @@ class ModelDrafter(Proposer):
         return first_rows(self._sampling[1], len(key))
 
     def _catch_up(self, sequences: list[Sequence]) -> StepBatch:
-        """Compute the texts that the drafter has not computed yet, except their last few tokens;
-        return these tokens as a batch.
+        """Read the texts that the drafter has not read yet, except their last few tokens.
+
+        Return these last tokens as a batch.
         """
         fed = list[FedRow]()
         for sequence in sequences:
@@ -303,8 +313,10 @@ Calibration = Literal["exact", "none"]
 
 
 class GroupedModel(Model, Protocol):
-    """A model that can compute the attention of several layers at once from the first layer's
-    input; the result is an approximation.
+    """A model that can compute the attention of several layers at once, from the first layer's
+    input.
+
+    The result is an approximation.
     """
 
     is_grouped: bool
@@ -329,7 +341,7 @@ class GroupedDrafter(ModelDrafter):
         self._groups = model
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Forget the keys and values that the last round computed, unless calibration is "none"."""
+        """Delete the keys and values that the last round computed, unless calibration is "none"."""
         if self.calibration == "none":
             super().verified(key, proposal, accepted)
 

@@ -9,26 +9,27 @@ from dataclasses import dataclass, field
 from atts.local.seams import NOTHING, Ask, Proposer, TokenProposal
 
 _ANCHOR = 4
-"""After text and hint have differed, the hint is followed again where this many consecutive tokens
-are equal.
+"""If the text has differed from the hint, the hint is followed again where this number of
+consecutive tokens are equal.
 """
 
 
 class HintProposer(Proposer):
-    """Proposes the tokens of `Ask.hint` while the text equals the hint; after a difference,
-    searches the hint for the text's last tokens.
+    """Proposes the tokens of `Ask.hint` while the text equals the hint.
+
+    After a difference, it searches the hint for the last tokens of the text.
     """
 
     def __init__(self) -> None:
-        # keyed by sequence: the position in the hint that the text has reached
+        # for each sequence, the position in its hint that the text has reached
         self._places: dict[int, int] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Propose the rest of each hint."""
+        """Propose the next tokens of each hint."""
         return [self._next(ask) if ask.hint else NOTHING for ask in asks]
 
     def ended(self, key: int) -> None:
-        """Forget which position in its hint an ended sequence has reached."""
+        """Delete the record of a sequence that ended."""
         self._places.pop(key, None)
 
     def _next(self, ask: Ask) -> TokenProposal:
@@ -40,8 +41,9 @@ class HintProposer(Proposer):
         return TokenProposal(tokens, 0.9 if tokens else 0.0)
 
     def _aligned(self, ask: Ask) -> int | None:
-        """Return the position in the hint where the text continues; None if the text's last tokens
-        are not found.
+        """Return the position in the hint at which the text continues.
+
+        Return None if the last tokens of the text are not in the hint.
         """
         if ask.written == 0:
             return 0
@@ -61,10 +63,11 @@ class HintProposer(Proposer):
 
 
 _GRAM = 3
-"""Least number of equal tokens for a match."""
-_LONGEST = 24  # the length of a match is counted up to this number of tokens
-_PLACES = 12  # most occurrences of an n-gram that the index keeps: the newest ones
-_GROUPS = 64  # most problems for which texts are kept
+"""Smallest number of equal tokens that make a match."""
+_LONGEST = 24  # Longer matches than this number of tokens are treated as having this number.
+# largest number of occurrences of an n-gram in the index; older occurrences are deleted
+_PLACES = 12
+_GROUPS = 64  # largest number of problems whose texts are kept
 
 
 _Text = list[int]
@@ -77,13 +80,16 @@ class _Group:
     grams: defaultdict[tuple[int, ...], deque[tuple[_Text, int]]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=_PLACES))
     )
-    # keyed by running sequence: its text
+    # texts of sequences that are still running, by sequence
     texts: dict[int, _Text] = field(default_factory=dict[int, _Text])
-    # keyed by rollout: its latest text
+    # latest text of each rollout
     latest: dict[str, _Text] = field(default_factory=dict[str, _Text])
 
     def learn(self, ask: Ask) -> None:
-        """Add a sequence's new tokens (those since the last call) to the index."""
+        """Add the new tokens of a sequence to the index.
+
+        New tokens are those that the sequence did not have at the last call.
+        """
         text = self.texts.get(ask.key)
         if text is None:
             text = self.texts[ask.key] = self._begun(ask)
@@ -93,8 +99,9 @@ class _Group:
                 self.grams[tuple(text[-_GRAM:])].append((text, end))
 
     def _begun(self, ask: Ask) -> _Text:
-        """Return the indexed text that this request continues: its rollout's latest text, as far as
-        it equals the request's tokens.
+        """Return the text in the index that this request continues.
+
+        It is the latest text of the request's rollout, as far as it equals the request's tokens.
         """
         known = self.latest.get(ask.rollout, _Text()) if ask.rollout else _Text()
         same = next(
@@ -107,8 +114,9 @@ class _Group:
         return text
 
     def places(self, ids: Sequence[int]) -> list[tuple[int, _Text, int]]:
-        """Find the last tokens of `ids` in the indexed texts. Return for each match its length and
-        the position after it, longest matches first.
+        """Find the last tokens of `ids` in the texts of the index.
+
+        Return the length of each match and the position after it, with the longest matches first.
         """
         earlier_places = self.grams.get(tuple(ids[-_GRAM:]), ())
         matches = [
@@ -120,25 +128,28 @@ class _Group:
 
 
 class SuffixProposer(Proposer):
-    """Searches the problem's texts for the last tokens of a text, and proposes the tokens that
-    followed them there. Learns how reliable matches of each length are.
+    """Proposes the tokens that followed the last tokens of a text in other texts of the same
+    problem.
+
+    It also learns how reliable matches of each length are.
     """
 
     def __init__(self, least: int = _GRAM) -> None:
         """Create a proposer that uses matches of at least `least` tokens."""
         self._least = max(least, _GRAM)
         self._groups: OrderedDict[object, _Group] = OrderedDict()
-        # by length of the match: number of accepted and of tried proposals; the initial counts give
-        # an acceptance of length / (length + 2)
+        # Numbers of accepted and of tried proposals, by the length of the match. The initial
+        # numbers give an acceptance of length / (length + 2).
         self._accepted = [1.0 * length for length in range(_LONGEST + 1)]
         self._tried = [1.0 * length + 2.0 for length in range(_LONGEST + 1)]
-        # keyed by sequence: the length of the match that gave its last proposal
+        # length of the match that gave the last proposal of each sequence
         self._matched: dict[int, int] = {}
         self._running: dict[int, _Group] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Propose the tokens that followed the longest match; if several matches are equally long,
-        propose the most frequent tokens.
+        """Propose the tokens that followed the longest match.
+
+        If several matches have this length, propose the tokens that followed most often.
         """
         groups = [self._group(ask) for ask in asks]
         for ask, group in zip(asks, groups, strict=True):
@@ -146,14 +157,15 @@ class SuffixProposer(Proposer):
         return [self._next(ask, group) for ask, group in zip(asks, groups, strict=True)]
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Learn how often the first proposed token is accepted, for matches of this length."""
+        """Record whether the first proposed token was accepted, under the length of the match."""
         length = self._matched.pop(key, 0)
         self._tried[length] += 1
         self._accepted[length] += accepted > 0
 
     def ended(self, key: int) -> None:
-        """Forget an ended sequence; its text stays in the problem's index for the other
-        rollouts.
+        """Delete the record of a sequence that ended.
+
+        Its text stays in the index for the other rollouts of the problem.
         """
         self._matched.pop(key, None)
         group = self._running.pop(key, None)
@@ -192,8 +204,9 @@ def _match(text: Sequence[int], end: int, ids: Sequence[int]) -> int:
 
 
 def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
-    """Continue token by token: choose the most frequent next token, and drop the places where
-    another token follows.
+    """Choose the most frequent next token again and again.
+
+    Matches that continue with another token are dropped.
     """
     tokens: list[int] = []
     while places and len(tokens) < most:
@@ -207,19 +220,21 @@ def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
 
 
 class BestProposer(Proposer):
-    """Calls several proposers, the cheapest first. If a proposal is confident enough, later
-    proposers are not called.
+    """Calls several proposers, the cheapest first.
+
+    If a proposal is confident enough, the remaining proposers are not called.
     """
 
     def __init__(self, proposers: Sequence[Proposer], enough: float = 0.7) -> None:
         self._proposers = tuple(proposers)
         self._enough = enough
-        # keyed by sequence: the proposer that made its last proposal
+        # the proposer that made the last proposal of each sequence
         self._chosen: dict[int, Proposer] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Return for each request the first proposal that is confident enough; if there is none,
-        return the most confident one.
+        """Return the first proposal that is confident enough, for each request.
+
+        If no proposal is, return the most confident one.
         """
         best = [NOTHING] * len(asks)
         open_places = list(range(len(asks)))
@@ -235,11 +250,11 @@ class BestProposer(Proposer):
         return best
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Report to the proposer of a proposal how many of its tokens were accepted."""
+        """Report how many tokens of a proposal were accepted to the proposer that made it."""
         self._chosen[key].verified(key, proposal, accepted)
 
     def silence(self) -> str:
-        """Return the last proposer's reason for proposing nothing."""
+        """Return the reason why the last proposer proposed nothing."""
         return self._proposers[-1].silence()
 
     def ended(self, key: int) -> None:

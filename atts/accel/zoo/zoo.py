@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# number of bytes at the start of a safetensors file that contain the length of its header
+# The first bytes of a safetensors file, of this number, contain the length of its header.
 _LENGTH = 8
 _ALIGNMENT = 8
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
@@ -62,7 +62,10 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a weight file: its data type and shape from the file's header, and its bytes."""
+    """A tensor in a weight file.
+
+    Its data type and shape are those in the file's header. It also has the tensor's bytes.
+    """
 
     kind: str
     shape: Sequence[int]
@@ -73,8 +76,9 @@ class WeightFile:
     """A memory-mapped safetensors file: its header as text, and its tensors by name."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        """Read a file's header and map the file into memory; the caller must have checked the
-        file.
+        """Read a file's header and map the file into memory.
+
+        The caller must have checked that the file is valid.
         """
         file = stack.enter_context(path.open("rb"))
         self._whole = stack.enter_context(mmap(file.fileno(), 0, access=ACCESS_READ))
@@ -108,8 +112,8 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
     for file in files:
         for name, tensor in file.tensors.items():
             place, inner = _place(name, family)
-            # if two names differ only in the prefix "model.", the second tensor goes to the block
-            # "rest"
+            # If two tensor names differ only in the prefix "model.", the second tensor is put into
+            # the block "rest".
             if inner in places.get(place, ()):
                 place = "rest"
                 inner = name
@@ -120,8 +124,9 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
 def completed(
     own: Sequence[WeightFile], base: Mapping[str, StoredTensor], num_layers: int
 ) -> Block:
-    """Return all weights of a model as one block: those in `own`, and those of its base that `own`
-    lacks.
+    """Return all weights of a model as one block.
+
+    They are the weights in `own`, and the weights of its base that `own` does not have.
     """
     weights = dict[str, tuple[str, StoredTensor]]()
     for tensors in (base, *(file.tensors for file in own)):
@@ -154,8 +159,9 @@ def _entries(header: str) -> Iterator[tuple[str, dict[str, Any], int, int]]:
 
 
 def _place(name: str, family: Family) -> tuple[str, str]:
-    """Return the place of the block that a tensor belongs to, and the tensor's name in this block.
-    This name is the same in every layer.
+    """Return the place of the block to which a tensor belongs, and the tensor's name in this block.
+
+    The name in the block is the same in every layer.
     """
     found = _LAYER.fullmatch(name)
     if found is None:
@@ -211,8 +217,8 @@ _OTHER_WEIGHTS = (
     "*.h5",
     "*.msgpack",
 )
-"""Name patterns of files with weights, in any format; all other files of a model are its side
-files.
+"""Name patterns of files with weights, in any format. All other files of a model are called its
+side files.
 """
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _INDEX = ".safetensors.index.json"
@@ -248,11 +254,11 @@ def checked(folder: Path, name: str) -> Family:
 
 
 def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
-    """Write a complete model to the new folder `whole`. Weights and other files that `folder` lacks
-    are copied from `base`, a model of a zoo.
+    """Write a complete model to the new folder `whole`.
 
-    If `folder` has no weights, the model has the base's embedding, first layers and head. The
-    folder's configuration gives the number of layers.
+    Weights and other files that `folder` does not have are copied from `base`, a model of the zoo.
+    If `folder` has no weights, the model gets the base's embedding, first layers and head. The
+    number of layers is the one in the folder's configuration.
 
     :raises OptionError: the base is a model with an adapter.
     :raises ModelLoadError: the folder's weights are damaged.
@@ -310,7 +316,7 @@ def unadapted(model: StoredModel, option: str) -> StoredModel:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """List the files of a model's folder, except weights and the manifest."""
+    """List the files of a model's folder, without its weights and the manifest."""
     with storage(folder):
         plain = [
             path
@@ -330,7 +336,10 @@ def bytes_of(files: Iterable[Path]) -> int:
 
 
 def copy_files(files: Iterable[Path], folder: Path) -> None:
-    """Copy files to a folder; all copies are on the disk when the function returns."""
+    """Copy files to a folder.
+
+    When the function returns, all copies are on the disk.
+    """
     for path in files:
         with open_ordinary(path) as file:
             write_atomic(folder / path.name, iter(lambda: file.read(1 << 20), b""))
@@ -338,25 +347,27 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SharedPart:
-    """The blocks that exactly these models have in common. `below` has the blocks that only some of
-    these models share.
+    """The blocks that exactly these models share.
+
+    `below` has the blocks that only some of these models share.
     """
 
     models: tuple[str, ...]
     places: tuple[str, ...]  # places of the blocks in the first of these models
-    bytes: int  # bytes of the blocks; each block is stored once
+    bytes: int  # total size of the blocks in bytes; each block is stored once
     below: tuple[SharedPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLine:
-    """One model of a zoo. `parts` has, for the place of each block, the number of models that have
-    this block.
+    """One model of a zoo.
+
+    For each place of a block, `parts` has the number of models with the same block.
     """
 
     name: str
     base: str
-    bytes: int  # size in bytes of the model's files when it was added
+    bytes: int  # size of the model's files in bytes when the model was added
     parts: Mapping[str, int]
     is_whole: bool
 
@@ -369,19 +380,24 @@ class ZooContents:
     models: tuple[ModelLine, ...]
     tree: tuple[SharedPart, ...]
     blocks: int  # number of different blocks
-    stored: int  # size of the zoo's files
-    apart: int  # total size of the models as they were added; for an adapter, including its base
+    stored: int  # size of the zoo's files in bytes
+    # total size in bytes of the models as they were added; the size of an adapter includes its base
+    apart: int
 
     @property
     def saved(self) -> float:
-        """Return the share of bytes that the zoo saves compared with separate folders. It is
-        negative if manifests take more bytes than shared blocks save.
+        """Return the share of bytes that the zoo saves compared with separate folders.
+
+        The share is negative if the manifests are larger than the bytes saved by shared blocks.
         """
         return 1 - self.stored / self.apart if self.apart else 0.0
 
 
 def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContents:
-    """Describe the contents of a zoo; `stored` is the size of its files in bytes."""
+    """Describe the contents of a zoo.
+
+    `stored` is the size of the zoo's files in bytes.
+    """
     owners = dict[str, tuple[str, ...]]()
     parts = dict[tuple[str, ...], list[StoredBlock]]()
     for model in models:
@@ -405,8 +421,9 @@ def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContent
 
 
 def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
-    """Arrange parts in a tree. The parent of a part is the part with the fewest models that include
-    all models of the child.
+    """Arrange parts in a tree.
+
+    The parent of a part is the smallest part whose models include all models of the child.
     """
     ordered = sorted(groups, key=lambda part: (-len(part.models), part.models))
     below = dict[tuple[str, ...], list[SharedPart]]()
@@ -449,7 +466,9 @@ def written_places(places: Sequence[str]) -> str:
 _LOCK = "lock"
 _ADAPTER_FILE = "adapter_model.safetensors"
 _COMPLETED = ".completed"
-"""Temporary folder in the zoo for a model that is being added and is completed from a base."""
+"""Name of a temporary folder in the zoo. A model that is being completed from its base is written
+there.
+"""
 
 
 class Zoo:
@@ -465,7 +484,7 @@ class Zoo:
         self.directory = directory
 
     def names(self) -> list[str]:
-        """List the names of the zoo's models, sorted.
+        """Return the names of the zoo's models in alphabetical order.
 
         :raises ZooError: the directory is not a zoo, or is a zoo of a newer version.
         """
@@ -497,15 +516,16 @@ class Zoo:
         return read_stored(self.folder(name))
 
     def show(self) -> ZooContents:
-        """Describe the models, the blocks that they share, and all sizes; models with a damaged
-        manifest are left out.
+        """Describe the models, the blocks that they share, and all sizes.
+
+        Models with a damaged manifest are left out.
 
         :raises ZooError: the directory is not a zoo, or is a zoo of a newer version.
         """
         return contents(str(self.directory), self._known(), self._size())
 
     def damage(self) -> list[str]:
-        """Compare every block with its digest; return one error message for each damaged model.
+        """Compare every block with its digest, and return an error message for each damaged model.
 
         :raises ZooError: the directory is not a zoo, or is a zoo of a newer version.
         """
@@ -519,14 +539,15 @@ class Zoo:
         return found
 
     def add(self, name: str, folder: Path, base: str = "") -> StoredModel:
-        """Add a model to the zoo under a name; blocks that the zoo already has are not written
+        """Add a model to the zoo under a name. Blocks that the zoo already has are not stored
         again.
 
         The folder may contain a PEFT adapter. The new model is then `base` with the adapter as one
-        more block. If no base is named, the base is the zoo's model that was added from the folder
-        that the adapter names. With `base`, a folder with a configuration may lack tokenizer files
-        or weights, for example of layers that were not tuned. Missing files and weights are copied
-        from `base`.
+        more block. If no base is given, the base is the zoo's model that was added from the folder
+        that the adapter names.
+
+        If `base` is given, a folder with a configuration may lack tokenizer files or weights, for
+        example of layers that were not tuned. They are copied from `base`.
 
         :raises OptionError: the name is not allowed, or another model has this name.
         :raises ModelLoadError: the folder contains no model that a local engine can run.
@@ -541,7 +562,7 @@ class Zoo:
             )
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
             return self._add_adapter(name, folder, base)
-        # check the folder before `_adding` makes a new directory a zoo
+        # Check the folder before `_adding` makes a new directory a zoo.
         family = None if base else checked(folder, name)
         with self._adding(name), ExitStack() as stack:
             whole = self.directory / _COMPLETED if base else folder
@@ -569,8 +590,9 @@ class Zoo:
             return self._put(replace(model, is_whole=True), [*side, *files])
 
     def _add_adapter(self, name: str, folder: Path, base: str) -> StoredModel:
-        """Add an adapter as a model: it has the blocks of its base, and one more block for the
-        adapter.
+        """Add an adapter as a model.
+
+        The model has the blocks of its base, and one more block for the adapter.
         """
         with self._adding(name), ExitStack() as stack:
             base_model = self._base_of(folder, base, name)
@@ -618,8 +640,9 @@ class Zoo:
         raise OptionError("--base", f"{problem}; name the base: {names}")
 
     def remove(self, name: str) -> int:
-        """Remove a model, and delete blocks that no other model uses; return the number of freed
-        bytes.
+        """Remove a model, and delete all blocks that no other model uses.
+
+        Return the number of freed bytes.
 
         :raises ZooError: the zoo has no model with this name.
         :raises StorageError: the disk cannot be written.
@@ -634,8 +657,9 @@ class Zoo:
             return before - self._size()
 
     def export(self, name: str, out: Path) -> None:
-        """Write the files of a model to a new folder, exactly as they were added; compare every
-        weight file with its digest.
+        """Write the files of a model to a new folder, exactly as they were added.
+
+        Every weight file is compared with its digest.
 
         :raises ZooError: the zoo has no model with this name, or one of the model's blocks is
             damaged.
@@ -680,11 +704,10 @@ class Zoo:
                 )
 
     def likenesses(self, name: str, most: int = 1, apart: float = 1.0) -> list[BlockSimilarity]:
-        """Find, for each block of a model, other blocks of the same shape with the nearest
-        parameters.
+        """Find blocks with similar parameters for each block of a model.
 
-        At most `most` blocks per place are returned. The distance of a returned block is at most
-        `apart` times the norm of the model's own block.
+        At most `most` other blocks of the same shape are returned for each place, the nearest
+        first. Their distance is at most `apart` times the norm of the model's own block.
 
         :raises OptionError: the model is an adapter.
         :raises ZooError: the zoo has no model with this name, or the model's manifest is damaged.
@@ -698,8 +721,10 @@ class Zoo:
     def keep(
         self, name: str, model: StoredModel, digests: Mapping[str, str], loss: Loss
     ) -> StoredModel:
-        """Add a variant of a model to the zoo. It uses other blocks at some places; `loss` is the
-        measured loss of this change.
+        """Add a variant of a model to the zoo.
+
+        The variant has other blocks at some places. `loss` is how far the variant's predictions
+        diverge from the model's, as measured.
 
         :raises OptionError: the name is not allowed, or another model has this name.
         :raises StorageError: the disk cannot be written; nothing has changed.
@@ -715,8 +740,7 @@ class Zoo:
             return self._put(made, side_files(self.folder(model.name)))
 
     def within(self, name: str, bound: float) -> StoredModel:
-        """Return one variant of a model: of those that diverge by at most `bound` nats per token,
-        the one that diverges most.
+        """Return the variant of a model that diverges most, but by at most `bound` nats per token.
 
         :raises OptionError: no variant has such a small divergence.
         :raises ZooError: the zoo has no model with this name, or the model's manifest is damaged.
@@ -749,14 +773,17 @@ class Zoo:
 
     @contextmanager
     def _adding(self, name: str) -> Generator[None, None, None]:
-        """Hold the zoo's lock while a model is added; check that its name is new."""
+        """Hold the zoo's lock while a model is added, and check that no model has its name yet."""
         with self._changing(create=True):
             check_name(name, self.names())
             yield
 
     @contextmanager
     def _changing(self, *, create: bool = False) -> Generator[None, None, None]:
-        """Hold the zoo's lock; first delete files that interrupted changes have left."""
+        """Hold the zoo's lock while the zoo is changed.
+
+        First delete the files that interrupted changes have left.
+        """
         if create and not (self.directory / MARK).exists():
             self._create()
         check_schema(self.directory)
@@ -782,15 +809,17 @@ class Zoo:
             write_atomic(self.directory / MARK, msgspec.json.encode({"schema": SCHEMA}))
 
     def _read(self, name: str) -> StoredModel | None:
-        """Return a model's manifest; None if the manifest is damaged."""
+        """Return a model's manifest, or None if the manifest is damaged."""
         try:
             return read_stored(self._models / name)
         except ZooError:
             return None
 
     def _separate(self, model: StoredModel) -> None:
-        """Divide a model that is stored as files into blocks. Blocks are written first and the
-        model's files are deleted last, so an interruption loses nothing.
+        """Divide a model that is stored as files into blocks.
+
+        The blocks are written first, and the model's files are deleted last. So an interruption
+        loses nothing.
         """
         if not model.is_whole:
             return
@@ -805,8 +834,9 @@ class Zoo:
         self._collect()
 
     def _write_blocks(self, blocks: Iterable[Block]) -> None:
-        """Write these blocks to the zoo; skip a block that the zoo already has, unless it is
-        damaged.
+        """Write these blocks to the zoo.
+
+        A block that the zoo already has is written again only if it is damaged.
         """
         for block in blocks:
             path = block_path(self.directory, block.stored.digest)
@@ -819,8 +849,9 @@ class Zoo:
     def _put(
         self, model: StoredModel, files: Sequence[Path], adapter: Sequence[Path] = ()
     ) -> StoredModel:
-        """Write a model's folder under a temporary name, then rename the folder. An adapter's files
-        are in a subfolder.
+        """Write a model's folder under a temporary name, then rename it.
+
+        The files of an adapter are in a subfolder.
         """
         with _made(self._models / model.name) as temporary:
             copy_files(files, temporary)
@@ -839,9 +870,9 @@ class Zoo:
         return model
 
     def _collect(self) -> None:
-        """Delete files that no model uses: those of interrupted changes and of removed models.
+        """Delete files that no model uses, which removed models or interrupted changes have left.
 
-        If any model's manifest cannot be read, all blocks are kept, because this model may use
+        If the manifest of any model cannot be read, all blocks are kept, because this model may use
         them.
         """
         models = [(name, self._read(name)) for name in self.names()]
@@ -867,8 +898,9 @@ class Zoo:
 
 @contextmanager
 def _made(folder: Path) -> Generator[Path, None, None]:
-    """Yield a new folder with a temporary name. Rename the folder at the end, or delete it after an
-    error.
+    """Yield a new folder with a temporary name.
+
+    At the end the folder is renamed. After an error it is deleted.
     """
     temporary = folder.with_name(f".{folder.name}.{token_hex(6)}")
     with storage(folder):
@@ -886,22 +918,23 @@ _KINDS = ("embedding", "attention", "mlp", "head")
 
 @dataclass(frozen=True, slots=True)
 class BlockSimilarity:
-    """The similarity of a model's block at `place` to another block of the same shape."""
+    """How similar a model's block at `place` is to another block of the same shape."""
 
     place: str
     digest: str  # digest of the other block
-    other: str  # origin of the other block: MODEL/PLACE
-    distance: float  # distance of both blocks' parameters, divided by the norm of the model's block
+    other: str  # model and place of the other block: MODEL/PLACE
+    # distance between the parameters of both blocks, divided by the norm of the model's block
+    distance: float
     cosine: float
 
 
 def likenesses(
     zoo: Path, model: StoredModel, models: Sequence[StoredModel], limits: tuple[int, float]
 ) -> list[BlockSimilarity]:
-    """Find, for each block of a model, the blocks of the same shape with the nearest parameters.
+    """Find blocks with similar parameters for each block of a model.
 
-    All blocks of the model are in memory at once, as float32; other blocks are read one at a time.
-    `limits` has the most results per place, and the largest relative distance.
+    All blocks of the model are in memory at once, as float32. Other blocks are read one at a time.
+    `limits` has the largest number of results per place, and the largest relative distance.
     """
     own_blocks = {
         block.digest: _read(zoo, block.digest)
@@ -941,8 +974,9 @@ def _kind(place: str) -> str:
 
 
 def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
-    """Read a block; return the names, types and shapes of its tensors as text, and all parameters
-    as one array.
+    """Read a block.
+
+    Return the names, types and shapes of its tensors as text, and all parameters as one array.
     """
     with import_lock:
         import torch
@@ -953,8 +987,10 @@ def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
 
 
 def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Return the distance of two arrays, divided by the norm of the first one, and the cosine of
-    their angle.
+    """Return how near two arrays are.
+
+    The result is their distance, divided by the norm of the first array, and the cosine of the
+    angle between them.
     """
     length = float(mine.norm())
     other = float(theirs.norm())
@@ -963,8 +999,9 @@ def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
 
 
 def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
-    """Return a model's manifest with other blocks at some places, and with new marks, because the
-    weights have changed.
+    """Return a model's manifest with other blocks at some places.
+
+    Its identity is new too, because the weights have changed.
     """
     blocks = tuple(
         replace(block, digest=digests.get(block.place, block.digest)) for block in model.blocks
@@ -977,8 +1014,9 @@ def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
 def substituted(
     zoo: Path, model: StoredModel, digests: Mapping[str, str]
 ) -> Generator[Path, None, None]:
-    """Yield a temporary folder of a model that uses other blocks of its zoo at some places; the
-    model must be stored as blocks.
+    """Yield a temporary folder of a model with other blocks of its zoo at some places.
+
+    The model must be stored as blocks.
     """
     with TemporaryDirectory() as scratch:
         home = Path(scratch) / MODELS / model.name
@@ -996,18 +1034,21 @@ if TYPE_CHECKING:
 
 
 class Divergence(NamedTuple):
-    """Divergence between the next-token distributions of two models, over positions of some
+    """How much two models differ in their predictions of the next token, over positions of some
     texts.
     """
 
     tokens: int  # number of positions
-    nats: float  # mean Kullback-Leibler divergence
-    flips: float  # share of positions at which the two models have different likeliest tokens
+    nats: float  # mean Kullback-Leibler divergence in nats
+    flips: float  # share of positions at which the models have different likeliest tokens, 0 to 1
 
 
 def divergence(one: Path, other: Path, texts: Sequence[tuple[TokenIds, int]]) -> Divergence:
     """Measure the divergence from the model in folder `one` to the model in folder `other`, in
-    float32. Each text comes with a number of given tokens; only the tokens after them count.
+    float32.
+
+    Each text comes with the number of its given tokens. Only the positions of later tokens are
+    used.
 
     :raises ModelLoadError: the weights of one of the models cannot be used.
     """
@@ -1037,9 +1078,7 @@ def _model(folder: Path, longest: int) -> TorchModel:
 
 
 def _laws(model: TorchModel, ids: TokenIds) -> Tensor:
-    """Return the log-probabilities of every possible next token at each position: [tokens,
-    vocabulary].
-    """
+    """Return the log-probability of every token at each position: [positions, vocabulary]."""
     import numpy as np
 
     from atts.local.batch import single_rows

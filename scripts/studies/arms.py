@@ -663,21 +663,20 @@ def study_ablations(options: Options) -> list[Table]:
             "choice | option | accuracy | minus the default's, points | target tokens | "
             "arithmetic | time | realised rate | rate error by question",
             [_ablation_row(*each, default) for each in [("default", "atts", default), *found]],
-            f"{count} problems x {SAMPLES} samples, rate {RATE:g}. The columns *arithmetic* and "
-            "*time* divide the option's value by the default's. Intervals are 95 % intervals, "
-            "paired by problem.",
+            f"The run has {count} problems with {SAMPLES} samples each, at nominal rate {RATE:g}. "
+            "The columns *arithmetic* and *time* are relative to the default, which has 1. "
+            "Brackets contain 95 % intervals; differences in accuracy are paired by problem.",
         ),
         Table.of(
             "Which defaults would change",
             "choice | options that win | verdict",
             verdicts,
-            "An option wins if it is more accurate than the default (interval above 0) without "
-            f"more arithmetic. An option also wins if it loses less than {-100 * _LOSS:g} point "
-            f"of accuracy (low end of the interval) and saves {100 * _WORTH:.0f} % of "
-            "arithmetic or time. If no option wins, the default stays.",
+            "An option can win in two ways. Either it is more accurate than the default (interval "
+            "of the difference above 0) and needs no more arithmetic. Or it saves "
+            f"{100 * _WORTH:.0f} % of arithmetic or time, and the lower end of the interval is "
+            f"above {100 * _LOSS:g} point. If no option wins, the default stays.",
             f"A default changes only after a run of at least {_ENOUGH} problems; this run has "
-            f"{count}. Each setting has several options, so a single narrow win is weaker "
-            "evidence than its interval suggests.",
+            f"{count}. The study compares many options, so one narrow win may be chance.",
             headline=f"defaults that another option beats: {', '.join(changed) or 'none'} "
             f"(of {len(chosen)})",
         ),

@@ -387,13 +387,14 @@ class Record:
         machine = self.machine
         is_other = self.study in _ON_THE_PAIR and machine.get("pair") != pair_mark()
         return (
-            f"The study ran with effort `{self.effort}` on {machine['processor']}, with "
-            f"{machine['cores']} cores and load {machine['load']:.1f} at the start. "
-            f"One core copies {machine['copy_gib_per_second']:.1f} GiB/s, multiplies matrices at "
-            f"{machine['matrix_gflops']:.0f} GFLOP/s, and takes "
-            f"{machine['operation_microseconds']:.1f} us per torch operation."
+            f"The study ran at effort `{self.effort}` (of `quick`, `default` and `full`). Machine: "
+            f"{machine['processor']}, {machine['cores']} cores; the load average was "
+            f"{machine['load']:.1f} at the start. Measured speed of one core: copying memory "
+            f"{machine['copy_gib_per_second']:.1f} GiB/s, matrix products "
+            f"{machine['matrix_gflops']:.0f} GFLOP/s, "
+            f"{machine['operation_microseconds']:.1f} us for a small torch operation."
             + (
-                f" The study took {self.spent['processor']:.0f} processor seconds."
+                f" The study used {self.spent['processor']:.0f} seconds of processor time."
                 if self.spent
                 else ""
             )

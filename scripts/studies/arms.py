@@ -977,10 +977,10 @@ def field_table(prices: Prices, found: Sequence[tuple[str, Sum]]) -> Table:
         "method | accuracy | 95 % | low | high | target tokens decoded | target tokens read | "
         "draft tokens | TFLOPs | GPU seconds | Pareto-optimal",
         rows,
-        "Costs are per problem. Accuracies are measured with the embedded pair, but costs are "
-        f"computed for models of {prices.name}: the draft on {prices.draft_gpus} GPU, the "
-        f"target on {prices.target_gpus}, and steps of {PRICED_BATCH} sequences with "
-        f"{PRICED_CONTEXT:,} tokens each.",
+        "Costs are per problem. The accuracies were measured with the embedded pair. The costs "
+        f"are computed for models of {prices.name}, as if the draft ran on {prices.draft_gpus} "
+        f"GPU and the target on {prices.target_gpus} GPUs. Each step of a model is assumed to "
+        f"process {PRICED_BATCH} sequences of {PRICED_CONTEXT:,} tokens.",
         chart=Chart("GPU seconds", "accuracy", "method", "log", low="low", high="high"),
     )
 

@@ -301,12 +301,11 @@ def _flatness(options: Options) -> Table:
         "1.25) | "
         "hand / its smallest",
         rows,
-        f"With {IN_FLIGHT} calls in flight, the smallest run ends before its queues are full. "
-        "The smallest run makes the same calls per rollout, but its calls are probably "
-        "cheaper, because they touch less memory. Garbage collection explains a part of the "
-        "growth in time per rollout: without the collector, the time grows less.",
-        f"With {IN_FLIGHT // 4} calls in flight, the smallest run fills its slots four times, "
-        "so the remaining growth in time per rollout comes from the number of rollouts.",
+        f"With {IN_FLIGHT} rollouts in flight, the smallest run ends before its queues are full. "
+        "Its calls are probably cheaper, because they touch less memory. Garbage collection "
+        "explains a part of the growth: without the collector, the time per rollout grows less.",
+        f"With {IN_FLIGHT // 4} rollouts in flight, even the smallest run fills its queues. So "
+        "growth in these rows comes from the number of rollouts alone.",
     )
 
 
@@ -491,8 +490,8 @@ def study_crash(options: Options) -> list[Table]:
     notes = (
         f"The {len(rows)} runs had {kills} SIGKILLs, about half of them in the middle of a write, and "
         f"{full} full disks.",
-        "The column *calls repeated* counts calls that were in flight when the process was "
-        f"killed; at most {crashing.SLOTS} calls are in flight at a time.",
+        f"The process makes at most {crashing.SLOTS} calls at a time, so a kill interrupts at most "
+        f"{crashing.SLOTS} calls.",
     )
     same = sum(row[6] == row[7] == "identical" for row in rows)
     headline = f"{same} of {len(rows)} runs end with identical decisions and outcomes. {notes[0]}"

@@ -111,11 +111,11 @@ def study_remote(options: Options) -> list[Table]:
         "Throughput of servers",
         "in flight | client | requests/s | relative to aiohttp | client CPU ms/request",
         rows,
-        f"A server in another process answers completions of {TOKENS} tokens after "
+        f"A test server in another process returns {TOKENS} tokens after "
         f"{DELAY_SECONDS * 1000:g} ms. Server and client share the machine's cores, so the "
-        "server's speed also limits the requests per second. Ratios compare interleaved "
-        "rounds, and processor time is that of the client alone. The first round is not "
-        "counted. Python collects garbage every 20,000 new objects, as in the command `atts`.",
+        "server's speed also limits the requests per second. Each ratio compares neighbouring "
+        "rounds of atts and aiohttp. The first round is discarded. Python collects garbage every "
+        "20,000 new objects, as in the command `atts`.",
         headline=f"{ours[2]} requests/s at {ours[0]} in flight, {ours[3]} times a bare aiohttp loop",
     )
     return [table]
@@ -553,13 +553,13 @@ def _table(
         "| correct",
         rows,
         f"Number of problems: {problems}. Both paced servers run {faster:g} times as fast as "
-        "the GPUs whose published step times they imitate (8B: one H100, 70B: four). Each "
-        f"token of the embedded pair stands for {GRAIN} tokens of the large models. Texts are "
-        "computed before the timed run, except texts that depend on the real order of events. "
+        "the GPUs that they imitate (8B: one H100, 70B: four). Each token of the embedded pair "
+        f"stands for {GRAIN} tokens of a larger model. Most texts are computed before the timed "
+        "run; only texts that depend on the real order of events are computed during the run. "
         "Method `exact` is missing, because vLLM cannot draw tokens while it scores.",
-        f"{within} of {len(rows)} measured times are within 10 % of virtual time. Clients, "
-        f"servers and pipelines share the cores of this machine, and need {1e3 * each:.1f} ms "
-        f"of processor time per call together. {spent.disturbance()}",
+        f"{within} of {len(rows)} measured times are within 10 % of virtual time. Clients "
+        "and servers share the cores of this machine. Together they need "
+        f"{1e3 * each:.1f} ms of processor time per call. {spent.disturbance()}",
     )
 
 
@@ -746,9 +746,9 @@ def study_serve(options: Options) -> list[Table]:
         "Processor time of the endpoint",
         "request | server CPU ms/request | requests/s | engine calls/request",
         rows,
-        f"Each of {repeats} rounds sends {count} requests of every kind over {CONNECTIONS} "
-        "connections. *Server CPU* is the processor time of the server's process, including "
-        "its scripted engines. Client and servers share the machine's cores.",
+        f"In each of {repeats} rounds, a client sends {count} requests of every kind over "
+        f"{CONNECTIONS} connections. *Server CPU* is the processor time of the server's process, "
+        "including its scripted models. Client and servers share the machine's cores.",
         headline=f"{rows[1][1]} ms CPU for one rollout; a bare echo takes {rows[0][1]} ms",
     )
     return [table]
@@ -787,13 +787,13 @@ def study_soak(options: Options) -> list[Table]:
             "Soak of the endpoint: what the process holds",
             "seconds | requests | in flight | reserved | file descriptors | threads | resident MB",
             looks,
-            f"The client sends about {_SOAK_RATE} requests a second, of random kinds (seed "
-            f"{options.seed}): "
+            f"The client sends about {_SOAK_RATE} requests a second. Their kinds are random (seed "
+            f"{options.seed}); the numbers of requests are: "
             f"{', '.join(f'{name} {number:,}' for name, number in sorted(done.items()))}. "
-            "Clients of kind *left* disconnect early, and requests of kind *refused* are "
-            "invalid. The server process was measured after all clients had disconnected. The "
-            "server keeps its latest 1,000 runs in memory, so its memory grows until it has 1,000 "
-            "runs. In the soak test, the server keeps background responses for a minute.",
+            "In kind *left*, the client disconnects early; requests of kind *refused* are "
+            "invalid. The server is measured while no client is connected. It keeps its latest "
+            "1,000 runs in memory, so its memory grows until it has 1,000 runs. In this test, it "
+            "keeps the results of background requests for one minute.",
             headline=f"{middle[6]} MB and {middle[4]} file descriptors at half time, {last[6]} MB "
             f"and {last[4]} after {last[1]:,} requests in {last[0]:,} s",
         )

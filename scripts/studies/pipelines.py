@@ -239,12 +239,12 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
         "Method exact compared with target-only: the same seed, separate engines",
         "quantity | value",
         rows,
-        "A draw takes the token whose probability interval contains a uniform random number. "
-        "Scoring computes a whole chunk at once, but decoding computes one token at a time, so "
-        "their log-probabilities differ by about 1e-5. A random number within 1e-5 of the "
-        "border of an interval may therefore fall on either side. For each rollout that "
-        "differs, the study computes the distribution at the first different token with "
-        "`transformers`; inf means that the intervals of the two tokens have no common border.",
+        "To draw a token, the probabilities of all tokens divide the interval from 0 to 1, and a "
+        "random number selects the token. Method `exact` computes many tokens at once, but "
+        "target-only computes one token at a time, so their log-probabilities differ by about "
+        "1e-5. A random number very near a border may therefore select different tokens. For each "
+        "rollout that differs, the study computes with `transformers` how near the border was; "
+        "inf means that the two tokens have no common border.",
         headline=f"method exact wrote {total['rollouts'] - len(flips):,} of {total['rollouts']:,} "
         f"rollouts token for "
         f"token as the target alone; the others first differ at a draw on a border ({near} of "
@@ -315,12 +315,12 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
         "+ s + g | measured | deviation | draft tokens | scored | target tokens | drawn "
         "while scoring",
         [_time_row(name, one, base, (found["target-only"], rates)) for name, one in found.items()],
-        "All methods were measured in interleaved blocks of one run. *Speed-up* compares each "
-        "method with the faster row of target-only without speculation. *Processor time* is "
-        "relative to target-only on one thread. When an engine runs alone, a target token "
-        f"takes {written * 1e6:.0f} us, a scored token {scored * 1e6:.0f} us "
-        f"({scored / written:.2f} of a target token), and a draft token {drafted * 1e6:.0f} us "
-        f"({drafted / written:.2f}).",
+        "All methods were measured in turn. *Speed-up* is the time of target-only divided by the "
+        "method's time; it uses the faster of the two rows of target-only without speculation. "
+        "*Processor time* is relative to target-only on one thread. If a model runs alone, the "
+        f"target writes a token in {written * 1e6:.0f} us and scores a token in "
+        f"{scored * 1e6:.0f} us ({scored / written:.2f} times as long). The draft writes a token "
+        f"in {drafted * 1e6:.0f} us ({drafted / written:.2f} times as long).",
         headline=f"**{found['atts'].speed_up(base)}** times as fast, {words.split(',')[0]}",
     )
 
@@ -449,8 +449,8 @@ def claimed(ledger: Ledger) -> list[Table]:
     for samples in sorted({samples for _, samples, _, _ in ledger.pieces}):
         title = "The claim" if not tables else f"The claim at {samples} samples"
         words = (
-            f"The row *atts* is the default policy at rate {CLAIMED['atts']:g}. No method "
-            "stopped a rollout early."
+            f"The row *atts* has the default settings, but rate {CLAIMED['atts']:g}. No method "
+            "cancelled samples."
         )
         compared = methods(title, ledger, list(CLAIMED), samples, words)
         tables.append(replace(compared, headline=_headline(ledger, samples)))
@@ -517,16 +517,16 @@ async def every_method(options: Options) -> list[Table]:
 
 
 _SAMPLES_NOTES = (
-    "The live runs stop a problem's vote as soon as the vote cannot change. Numbers are per "
-    "problem, with 95 % intervals over problems.",
-    "In a tie, the answer that came first wins, so a vote of 2 samples is no better than 1 "
-    "sample. With more samples (odd numbers), the vote improves on problems whose most "
-    "probable answer is correct, and gets worse on other problems.",
+    "atts cancels the remaining samples of a problem as soon as its vote cannot change. Numbers "
+    "are per problem, with 95 % intervals over problems.",
+    "If answers have equally many votes, the answer that came first wins. So a vote of 2 samples "
+    "is no better than 1 sample. More samples help on problems whose most probable answer is "
+    "correct, and harm on other problems.",
 )
 _LIMIT_NOTE = (
-    f"Each problem has {SEQUENTIAL} samples. A rollout that is cut by a limit has no vote, so a "
-    "higher limit can lower accuracy only by chance. Chunks of draft and target are equally "
-    "long, so draft-only and target-only need equally many turns."
+    f"Each problem has {SEQUENTIAL} samples. A rollout that reaches the limit before its answer "
+    "does not vote, so a higher limit can lower accuracy only by chance. Draft-only and "
+    "target-only need equally many turns, because their chunks are equally long."
 )
 
 
@@ -754,9 +754,9 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
         f"Rate control of {arm} in the live pipeline, nominal {nominal:g}, {samples} samples",
         "group | decisions | realised rate | minus nominal rate",
         rows,
-        f"Over {len(asked)} questions, the root mean square of realised minus nominal rate is "
-        f"{found.rate_error(nominal):.3f}; independent coins at the nominal rate would "
-        f"give {coins:.3f}.",
+        f"For the {len(asked)} single questions, the root mean square of realised minus nominal "
+        f"rate is {found.rate_error(nominal):.3f}. If a random coin escalated each chunk, it "
+        f"would be {coins:.3f}.",
     )
 
 

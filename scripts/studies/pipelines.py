@@ -1140,12 +1140,10 @@ def _map(groups: Sequence[Group], drafts: str, load: str) -> Table:
         "Gain: time of the best alternative divided by the time of atts",
         "setting | target | rollouts | atts is faster by | best alternative | median and range",
         rows,
-        "A number above 1 means that atts is faster. The alternatives have the "
-        "accuracy of the target: target-only with and without speculation, and "
-        "`exact`. All methods ran interleaved on the same problems with the same vote "
-        f"and early stop; {drafts}. "
-        "*Padded* targets write the text of the embedded target with the running time "
-        "of a larger model. " + load,
+        "A number above 1 means that atts is faster. The alternatives are as accurate as the "
+        "target: target-only with and without speculation, and `exact`. All methods solved the "
+        f"same problems in turn, with the same rule for stopping early. In detail: {drafts}. "
+        + load,
         chart=Chart(
             "rollouts", "target", "setting", value="atts is faster by", note="best alternative"
         ),
@@ -1213,9 +1211,9 @@ def _bounds(groups: Sequence[Group]) -> Table:
         "Time over the bound d + s + g",
         "setting | target | rollouts | method | time over the bound, median and range",
         rows,
-        "The bound adds the times for the tokens that the draft writes (d), that the target "
-        "scores (s), and that the target writes (g). Each time is computed with the speed of "
-        "that model running alone. A ratio below 1 means that draft and target work at the "
+        "The bound is the sum of three times: for the tokens that the draft writes (d), for "
+        "those that the target scores (s), and for those that the target writes (g). The speeds "
+        "are those of each model alone. A ratio below 1 means that draft and target work at the "
         "same time.",
     )
 

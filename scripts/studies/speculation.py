@@ -161,9 +161,9 @@ def study(options: Options) -> list[Table]:
             "Choices of the controller, compared with the best fixed length",
             choices,
             chosen,
-            "The study chooses the best fixed length on half of the rounds and measures it on "
-            "the other half, and then swaps the halves. The controller learns in ten earlier "
-            "rounds. In the first round (n=1), the controller has not learned anything yet.",
+            "The study finds the best fixed k on half of the rounds and measures it on the other "
+            "half, and then swaps the halves. Before the measured rounds, the controller learns "
+            "in ten rounds. In the first round (n=1), it has not learned anything yet.",
         ),
         Table.of(
             "Acceptance by position, if all earlier tokens are accepted", header, places.values()
@@ -307,12 +307,12 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
         "proposals",
         rows,
         f"The embedded target writes {SAMPLES} texts for each arithmetic problem, at "
-        f"temperature {LAW.temperature} on one thread. The study checks that every arm (row) "
-        "wrote the same tokens as plain decoding. `suffix` proposes continuations from texts "
-        "of the same problem. `plain, once more` is a second engine without proposals, whose "
-        "difference from `plain` shows the measurement noise. *Weaker* and *weak* are copies "
-        "of the embedded draft with Gaussian noise on the weights, of "
-        f"{' and '.join(map(str, NOISE.values()))} times each matrix's standard deviation.",
+        f"temperature {LAW.temperature} on one thread. The study checks that every row wrote the "
+        "same tokens as plain decoding. `suffix` proposes continuations from other texts of the "
+        "same problem. `plain, once more` repeats plain decoding with a second engine and shows "
+        "the measurement noise. *Weaker* and *weak* are copies of the embedded draft with "
+        "Gaussian noise on the weights: the noise has "
+        f"{' and '.join(map(str, NOISE.values()))} times the standard deviation of each matrix.",
         spent.disturbance(),
         headline=f"tokens a second compared with plain decoding, embedded pair: {figures} sequences",
     )
@@ -836,10 +836,10 @@ def published(options: Options) -> Table:
         "with it | published over best serial | verdict"
     )
     note = (
-        "*Acceptance needed* is the acceptance rate at which the closed formula gives the "
-        "published figure, if all tokens have the same rate. The acceptance rates of these "
-        "settings were not published, so agreement shows only that the published figure is "
-        "consistent with the costs."
+        "*Acceptance needed* is the acceptance rate at which the formula gives the published "
+        "speed-up, if all tokens have the same rate. The real acceptance rates were not "
+        "published. So this table shows only that a published speed-up is possible, not that it "
+        "is correct."
     )
     return Table.of(
         "Published speed-ups over plain decoding, and the acceptance that they need",
@@ -1268,7 +1268,7 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
         title,
         header,
         rows,
-        f"Each row of the table decodes {count} texts in {rounds} interleaved rounds.",
+        f"Each scheme decodes {count} texts in each of {rounds} rounds, and the schemes take turns.",
         spent.disturbance(),
     )
 
@@ -1325,8 +1325,8 @@ def groups(options: Options) -> Table:
         "calibrated | speed-up of drafting after 60 tokens | after 150 | after 250"
     )
     note = (
-        "Each proposal has 4 tokens, at temperature 0.7. The speed-up of drafting is the time "
-        f"to draft {_TOKENS} tokens in exact steps, divided by the time to draft them with "
+        "The draft proposes 4 tokens per step, at temperature 0.7. The speed-up of drafting is "
+        f"the time to draft {_TOKENS} tokens exactly, divided by the time to draft them with "
         "grouped attentions."
     )
     return Table.of("Drafting in groups of attentions", header, rows, note, spent.disturbance())

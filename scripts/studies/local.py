@@ -349,10 +349,10 @@ def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
         rows,
         f"Each prompt has {PROMPT} tokens, none of them in a cache. atts and transformers use "
         "one thread, float32 and temperature 0.7. The time of decoding is the time for all "
-        "tokens minus the time for one token. A step has two lower limits: the time of "
-        "torch.mm on the same shapes, and the time to read weights and cache at "
-        f"{traffic / 1e9:.1f} GB/s, the speed of a large copy. A step can be faster than the "
-        "second limit if the data is in the processor's caches.",
+        "tokens minus the time for one token. A step has two limits: the time of torch.mm for "
+        "the same matrix products, and the time to read weights and cache from memory at "
+        f"{traffic / 1e9:.1f} GB/s. A step can be faster than the second limit if the data is in "
+        "the processor's caches.",
         spent.disturbance(),
         headline=f"the embedded target writes {rates['target', 16]:,.0f} tokens/s on one core at "
         f"batch 16, {shown[4]} "
@@ -657,10 +657,10 @@ def _rounded(exact: Sequence[float], rounded: Sequence[float], faster: Spread) -
         "Scores of rows rounded to bfloat16",
         " | ".join([header, *(f"changed decisions at rate {rate}" for rate in RATES)]),
         [(len(one), str(faster), float(apart.mean()), float(apart.max()), *others)],
-        "All tokens after the prompt are scored, in batches of 100 problems. The speed-up "
-        "compares processor times, which include the tasks of the caller. A decision changes "
-        "if only one of the chunk's two scores (float32 and bfloat16) is above the threshold "
-        "that gives the rate in float32.",
+        "The engine scores all tokens after the prompt, in batches of 100 problems. The "
+        "speed-up compares processor times, which include the tasks of the caller. A decision "
+        "changes if a chunk is above the threshold with one kind of number, but not with the "
+        "other.",
     )
 
 

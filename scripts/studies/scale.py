@@ -573,14 +573,14 @@ def _fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
         "token | us per request | other engine busy, processor time | other engine busy, wall "
         "time | fit's relative error",
         rows,
-        "The coefficients a to d are fitted by least squares, without negative values, to "
+        "The numbers a to d are fitted by least squares, without negative values, to "
         f"{len(pieces_of('draft'))} kinds of work of the draft and {len(pieces_of('target'))} "
-        "of the target. The work is decoding at several batches and lengths, rollouts that "
+        "of the target. These are decoding at several batch sizes and lengths, rollouts that "
         "come and go, and scoring by the target. Times are median processor times of the "
         "engine's thread.",
         f"Passing a request to an engine takes {1e6 * _handing(seen):.0f} us of the event loop. "
-        "The columns *other engine busy* have the factor by which the same work takes longer "
-        "while the other engine is always busy.",
+        "The columns *other engine busy* show how many times as long the same work takes while "
+        "the other engine is busy.",
     )
 
 
@@ -664,12 +664,11 @@ def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
         rows,
         summary,
         f"Embedded pair: {pair_mark()}. {next(iter(seen.runs)).problems} new problems per run. "
-        "Seconds are means over runs. An error is the predicted total divided by the measured "
-        "total, minus 1; the columns *of the draft*, *of the target* and *of the event loop* "
-        "have the errors of single threads. *Waited for a processor* is the longest time that "
+        "Seconds are means over runs. The columns *of the draft*, *of the target* and *of the "
+        "event loop* have the errors for single threads. *Waited for a processor* is the longest time that "
         "one thread was ready to run but had no processor, as a share of wall time.",
-        "The costs of the engines were fitted to other work than these runs. Only the event "
-        "loop's time was measured with the same pipelines, on engines that answer at once. The "
+        "The formula was fitted to other work than these runs. Only the event loop's time was "
+        "measured with the same methods, on engines that answer at once. The "
         "gate of atts is frozen, so the simulated run requests the same chunks as the live run.",
         headline=summary,
     )

@@ -349,12 +349,11 @@ def coverage(problems: int, options: Options) -> Table:
         f"Coverage of nominal 95 % intervals with {problems} problems of {SAMPLES} samples",
         " | ".join(["quantity", "true value", *FORMULAS]),
         rows,
-        f"Each row has {many:,} simulated benchmarks, but rows of differences and ratios have "
-        f"{runs:,}, and rows of maj@5 have {many // 4:,}. In the rows of maj@5, a "
-        "simulated incorrect answer takes one of three values. Difficulties follow Beta distributions. The study "
-        "computes the intervals of inspect_ai and lm_eval with the formulas of these "
-        "harnesses. inspect_ai has no formula for differences and ratios; lm_eval treats two "
-        "runs as independent.",
+        f"Each row has {many:,} simulated benchmarks; rows of differences and ratios have "
+        f"{runs:,}, and rows of maj@5 have {many // 4:,}. The difficulty of the problems follows "
+        "a Beta distribution. In the rows of maj@5, an incorrect answer has one of three values. "
+        "inspect_ai has no formula for differences and ratios; lm_eval treats two runs as "
+        "independent.",
     )
 
 
@@ -403,11 +402,12 @@ def paired_averages(options: Options) -> Table:
         "power of plain t | coverage of the bootstrap | power of the bootstrap",
         rows,
         f"Each row has {runs:,} simulated pairs of runs. *Power* is the share of pairs whose "
-        "interval excludes 0 (p below 0.05); at gain 0, it is the share of false positives. A "
-        "problem's accuracy follows Beta(1, 1) (*even*) or Beta(9, 1) (*easy*). In *one in ten "
-        "undecided*, the accuracy is 0.5 for one problem of ten and 0.98 for the others. With "
-        f"the gain, an accuracy is at most 1. The bootstrap uses percentiles of {_RESAMPLES} "
-        "resamples of problems.",
+        "interval excludes 0 (p below 0.05); at gain 0, it is the share of false positives. "
+        "The column *accuracies* names the distribution of the accuracy of single problems: "
+        "Beta(1, 1) (*even*) or Beta(9, 1) (*easy*). In *one in ten undecided*, one problem of "
+        "ten has accuracy 0.5, and the other problems have 0.98. The gain is added to these "
+        f"accuracies, up to 1. The bootstrap uses percentiles of {_RESAMPLES} resamples of "
+        "problems.",
     )
 
 
@@ -446,8 +446,8 @@ def rankings(options: Options) -> Table:
         rows,
         f"Each row has {runs:,} simulated runs, with 8 rollouts per question and 2 to 6 chunks "
         "per rollout. Each score is a sum of three random parts: one for the question, one for "
-        "the rollout, and one for the chunk. *Skill* is the number of standard deviations that "
-        "is added to the scores of all chunks of wrong rollouts.",
+        "the rollout, and one for the chunk. The *skill* is added to the scores of all "
+        "chunks of wrong rollouts, in standard deviations.",
     )
 
 
@@ -596,9 +596,8 @@ def certificates(options: Options) -> Table:
         f"Share of runs that are certified at {EPSILON}, by simulation",
         "policy | problems | answers lost (`certify`) | net loss (`certify_net`)",
         rows,
-        f"Each row has {runs:,} simulated runs. Delta, the allowed probability of a wrong "
-        "certificate, is 0.1, so a policy that is worse by 0.025 may be certified in one run "
-        "of ten.",
+        f"Each row has {runs:,} simulated runs. A certificate may be wrong with probability 0.1. "
+        "So a policy that is worse by 0.025 may be certified in one run of ten.",
     )
 
 
@@ -633,8 +632,8 @@ def lengths(options: Options) -> Table:
         rows,
         f"Each row has {runs} simulated runs in which every rollout has one chunk. A chunk's "
         "duration is proportional to its length. Log length and log perplexity have "
-        "correlation 0.54, as measured on a real pair, and the limit of 500 tokens cuts some "
-        "chunks.",
+        "correlation 0.54, as measured on a real pair, and some chunks end at the limit "
+        "of 500 tokens.",
     )
 
 
@@ -713,11 +712,10 @@ def small_runs(folder: Path, options: Options) -> Table:
         "error, size unknown | worst escalated, size unknown | error, coin | worst escalated, "
         "coin",
         rows,
-        f"Each row has {runs} runs. Problems are drawn from a recorded run with replacement, 64 "
-        "rollouts are in flight, and durations are proportional to lengths. *Size known* means "
-        "that the gate knows the number of rollouts in advance. *Worst escalated* is the share "
-        "of the worst chunks that the gate escalated; the number of worst chunks is the rate "
-        "times the number of all chunks.",
+        f"Each row has {runs} runs. The problems are a random sample of a recorded run. 64 "
+        "rollouts are in flight, and the time of a chunk is proportional to its length. *Worst "
+        "escalated* is the share of the worst chunks that the gate escalated. At rate 0.2, for "
+        "example, the worst chunks are the 20 % of all chunks with the worst scores.",
     )
 
 
@@ -917,9 +915,9 @@ def study_replay(options: Options) -> list[Table]:
             "accuracy | live accuracy | bounds that contain it",
             rows,
             "The recorded runs have 20 problems with 8 samples at rate 0.2, on the embedded "
-            "pair. Each changed setting also ran live on the same problems with another seed. "
-            "The bounds are means over the replayed runs, and the live accuracy is the mean "
-            "over the live runs.",
+            "pair. For each changed setting, the study also made live runs on the same problems, "
+            "with another random seed. The bounds are means over the replayed runs. The live "
+            "accuracy is the mean over the live runs.",
         )
     ]
 
@@ -1004,12 +1002,12 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
         "numbers of escalated chunks",
         rows,
         "The embedded pair solves arithmetic problems, in random order or sorted by level, "
-        "with 64 rollouts in flight. Each run is made twice, with a gate that knows the run's "
-        "size and with one that does not. *Worst escalated* is the share of the worst chunks "
-        "that the gate escalated; the number of worst chunks is the rate times the number of "
-        "all chunks. The last column compares runs with equal numbers of escalated chunks. For "
-        "this comparison, the accuracy with unknown size is interpolated linearly between the two "
-        "runs of the same seed with the nearest realised rates.",
+        "with 64 rollouts in flight. Each run is made twice, with a gate that knows the number of "
+        "rollouts in advance (*size known*) and with one that does not. *Worst escalated* is the "
+        "share of the worst chunks that the gate escalated. At rate 0.2, for example, the worst "
+        "chunks are the 20 % of all chunks with the worst scores. For the last column, the "
+        "accuracy with unknown size is interpolated linearly between the two runs of the same "
+        "seed with the nearest realised rates.",
     )
 
 

@@ -392,9 +392,9 @@ def verdict(tally: Tally) -> Table:
             if wrong
             else "; every finished run was read again from its journal without a call to an engine."
         ),
-        f"The first {_WARM_UP} runs are warm-up, in which every kind of run sees every set of problems and "
-        f"caches fill. Memory and the number of objects count as flat if they rise by at most {100 * _NOISE:.0f} % "
-        "over all later runs.",
+        f"The first {_WARM_UP} runs are a warm-up, in which the caches of the process fill. Memory and "
+        f"the number of objects are called flat if they rise by at most {100 * _NOISE:.0f} % over all "
+        "later runs.",
     )
     measures_by_trend = dict[str, list[str]]()
     for row in rows:

@@ -667,9 +667,9 @@ def methods(
         f"points | draft tokens | scored | target tokens | share of {base}'s | GFLOPs | seconds "
         "| speed-up | escalated",
         [_method(name, one, alone) for name, one in found.items() if one.pieces],
-        f"*Speed-up* is the time of {base} divided by the method's time, for each block of one "
-        f"interleaved run (median and range). The speed-up is missing if the method and {base} "
-        "ran at different times.",
+        f"*Speed-up* is the time of {base} divided by the method's time. Both ran blocks of "
+        "problems in turn; the numbers are the median and range over these blocks. The speed-up "
+        "is missing if both did not run in turn.",
         *words,
     )
 

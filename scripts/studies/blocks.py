@@ -620,7 +620,10 @@ def study(options: Options) -> list[Table]:
                 f"{disk.stored / 1e6:.1f} MB of disk in one zoo, but {disk.apart / 1e6:.1f} MB "
                 "in separate folders."
             )
-    title = f"{PROMPT} tokens in, {LENGTH} out, {count} requests, clock: processor time of one core"
+    title = (
+        f"{count} requests with {PROMPT} prompt tokens and {LENGTH} written tokens, in processor "
+        "time of one core"
+    )
     header = (
         "layers shared | prompts | load of four engines | arm | p50 s | p95 s | "
         "tokens/s | block rows | cached tokens"
@@ -707,8 +710,8 @@ def memory(options: Options) -> list[Table]:
                 (words, len(names), together, alone, f"{100 * (together / alone - 1):+.0f} %")
             )
     title = (
-        f"Memory of a family's processes, MB, maximum of {rounds} rounds; {_REQUESTS} requests of "
-        f"{_TOKENS} tokens to each model"
+        f"Memory of a family's processes in MB (maximum of {rounds} rounds), after {_REQUESTS} "
+        f"requests of {_TOKENS} tokens to each model"
     )
     return [
         Table.of(

@@ -309,8 +309,8 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
     # seconds per token that the draft writes, that the target scores, and that the target writes
     drafted, scored, written = rates.values()
     return Table.of(
-        f"Time, {how}, {count * TIMED_ROUNDS} problems x {TIMED_SAMPLES} samples, the same vote and early stop "
-        f"everywhere",
+        f"Time, {how}, {count * TIMED_ROUNDS} problems x {TIMED_SAMPLES} samples, with the "
+        "same vote and early stop for all methods",
         "method | accuracy | seconds | speed-up | processor time | d | s | g | bound d "
         "+ s + g | measured | deviation | draft tokens | scored | target tokens | drawn "
         "while scoring",
@@ -751,7 +751,7 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
     asked = [len(one.decisions) for one in found.solved if one.decisions]
     coins = math.sqrt(fmean(nominal * (1 - nominal) / n for n in asked)) if asked else math.nan
     return Table.of(
-        f"Rate control of {arm} in the live pipeline, nominal {nominal:g}, {samples} samples",
+        f"Rate control of {arm} in a live run with {samples} samples per problem",
         "group | decisions | realised rate | minus nominal rate",
         rows,
         f"For the {len(asked)} single questions, the root mean square of realised minus nominal "
@@ -1097,8 +1097,7 @@ def tables(found: Sequence[Measured], agreement: Mapping[str, float]) -> list[Ta
     found = [one for one in found if one.clock == clock]
     groups = list(_groups(found, list(agreement)))
     drafts = "; ".join(
-        f"in the setting *draft {name}*, the draft agrees with its target on {share:.2f} of the "
-        "tokens"
+        f"with *draft {name}*, draft and target agree on {share:.2f} of the tokens"
         for name, share in agreement.items()
     )
     loads = [one.load for one in found]
@@ -1142,7 +1141,7 @@ def _map(groups: Sequence[Group], drafts: str, load: str) -> Table:
         rows,
         "A number above 1 means that atts is faster. The alternatives are as accurate as the "
         "target: target-only with and without speculation, and `exact`. All methods solved the "
-        f"same problems in turn, with the same rule for stopping early. In detail: {drafts}. "
+        f"same problems in turn, with the same rule for stopping early. Agreement: {drafts}. "
         + load,
         chart=Chart(
             "rollouts", "target", "setting", value="atts is faster by", note="best alternative"

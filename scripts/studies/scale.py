@@ -573,9 +573,9 @@ def _fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
         "token | us per request | other engine busy, processor time | other engine busy, wall "
         "time | fit's relative error",
         rows,
-        "The numbers a to d are fitted by least squares, without negative values, to "
+        "The numbers a to d are fitted by least squares to "
         f"{len(pieces_of('draft'))} kinds of work of the draft and {len(pieces_of('target'))} "
-        "of the target. These are decoding at several batch sizes and lengths, rollouts that "
+        "of the target. None of them may be negative. The kinds of work are decoding at several batch sizes and lengths, rollouts that "
         "come and go, and scoring by the target. Times are median processor times of the "
         "engine's thread.",
         f"Passing a request to an engine takes {1e6 * _handing(seen):.0f} us of the event loop. "
@@ -1112,8 +1112,7 @@ class _Grids:
         well = max(replicas for replicas, _, share in atts if share >= 0.5)
         return Table.of(
             f"Replicas of both engines: 8B/70B, {questions} questions x 16 samples, rate 0.2, 256 "
-            f"rollouts each in "
-            "flight",
+            "rollouts in flight on each replica",
             _SCALING,
             rows,
             headline=f"fixed evaluation: efficiency above one half up to {well} replicas; "
@@ -1131,7 +1130,7 @@ class _Grids:
             rows += self._scaling(method, {replicas: 16 * replicas for replicas in places})
         last = [row for row in rows if row[0] == "atts"][-1]
         return Table.of(
-            "Work that grows with the replicas: 8B/70B, 16 questions x 16 samples for each, rate "
+            "Work that grows with the replicas: 8B/70B, 16 questions x 16 samples for each replica, rate "
             "0.2",
             _SCALING,
             rows,

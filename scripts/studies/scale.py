@@ -575,9 +575,9 @@ def _fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
         rows,
         "The numbers a to d are fitted by least squares to "
         f"{len(pieces_of('draft'))} kinds of work of the draft and {len(pieces_of('target'))} "
-        "of the target. None of them may be negative. The kinds of work are decoding at several batch sizes and lengths, rollouts that "
-        "come and go, and scoring by the target. Times are median processor times of the "
-        "engine's thread.",
+        "of the target. None of them may be negative. The kinds of work are decoding at several "
+        "batch sizes and lengths, rollouts that come and go, and scoring by the target. Times are "
+        "median processor times of the engine's thread.",
         f"Passing a request to an engine takes {1e6 * _handing(seen):.0f} us of the event loop. "
         "The columns *other engine busy* show how many times as long the same work takes while "
         "the other engine is busy.",

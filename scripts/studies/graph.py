@@ -382,15 +382,14 @@ def verdict(tally: Tally) -> Table:
     notes = (
         f"The process made {sum(tally.episodes.values())} runs of {tally.problems} problems in "
         f"{tally.levels[-1].seconds / 60:.0f} "
-        f"minutes; {tally.failed_rollouts} rollouts failed as planned by the fault schedule, "
-        "and the journal records "
-        "these failures.",
-        f"{tally.compared} outcomes in the journal were compared with the live outcomes: "
-        f"{len(wrong)} differences"
+        f"minutes. {tally.failed_rollouts} rollouts failed because the study made their calls fail, "
+        "and the journal records these failures.",
+        f"The study compared {tally.compared} outcomes in the journal with the live outcomes and "
+        f"found {len(wrong)} differences"
         + (
             f" (first: {wrong[0]})"
             if wrong
-            else "; every finished run was read again from its journal without a call to an engine."
+            else ". Every finished run could be read from its journal without a call to an engine."
         ),
         f"The first {_WARM_UP} runs are a warm-up, in which the caches of the process fill. Memory and "
         f"the number of objects are called flat if they rise by at most {100 * _NOISE:.0f} % over all "

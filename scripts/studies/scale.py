@@ -647,14 +647,13 @@ def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
         rows.append((*measured, *map(_percent, parts), *walls))
     runs = [one for every in seen.runs.values() for one in every]
     waited = sum(one.taken.waited for one in runs) / sum(one.taken.wall for one in runs)
-    words = f"wall time {_words(errors['wall'])}" if waited < 0.05 else (
-        "wall time cannot be judged on this machine, because ready threads waited for a "
-        f"processor for {100 * waited:.0f} % of wall time ({_words(errors['wall'])})"
+    words = f"Wall time is {_words(errors['wall'])}" if waited < 0.05 else (
+        "Wall time cannot be judged on this machine, because threads waited for a processor for "
+        f"{100 * waited:.0f} % of the time; it is {_words(errors['wall'])}"
     )  # fmt: skip
     summary = (
-        f"{len(runs)} live runs of {len(seen.runs)} kinds: simulated processor time "
-        f"{_words(errors['processor'])} (goal: 10 %); "
-        f"{words}."
+        f"In {len(runs)} live runs of {len(seen.runs)} kinds, the simulated processor time is "
+        f"{_words(errors['processor'])} (goal: 10 %). {words}."
     )
     return Table.of(
         "Predicted and measured times on this machine",

@@ -326,7 +326,7 @@ def _memory(options: Options) -> Table:
         "Peak memory with the journal on (MiB, Python's own allocations)",
         "problems | peak MiB | journal MiB on disk",
         rows,
-        f"{IN_FLIGHT} rollouts are in flight; each result is passed to the caller and then dropped. "
+        f"{IN_FLIGHT} rollouts are in flight. atts passes each result to the caller and does not keep it. "
         f"The study ran on Python {sys.version.split()[0]}.",
     )
 

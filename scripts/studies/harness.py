@@ -476,8 +476,8 @@ class Spent:
         passed = max(time.perf_counter() - self._wall, 1e-9)
         others = max(0.0, (_busy_seconds() - self._all) - (_own_seconds() - self._own)) / passed
         return (
-            f"During the measurement, other processes used {others:.1f} of this machine's "
-            f"{os.cpu_count()} processors."
+            f"During the measurement, other processes kept {others:.1f} of this machine's "
+            f"{os.cpu_count()} processors busy on average."
         )
 
 

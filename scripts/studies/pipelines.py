@@ -239,8 +239,8 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
         "Method exact compared with target-only: the same seed, separate engines",
         "quantity | value",
         rows,
-        "To draw a token, the probabilities of all tokens divide the interval from 0 to 1, and a "
-        "random number selects the token. Method `exact` computes many tokens at once, but "
+        "The probabilities of all tokens divide the interval from 0 to 1, and a random number "
+        "selects a token. Method `exact` computes many tokens at once, but "
         "target-only computes one token at a time, so their log-probabilities differ by about "
         "1e-5. A random number very near a border may therefore select different tokens. For each "
         "rollout that differs, the study computes with `transformers` how near the border was; "

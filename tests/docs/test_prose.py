@@ -111,7 +111,7 @@ VERBS = set(
     split spoil stand start state step stop store submit suggest sum summarise swap sync
     tabulate take tell test time toss train truncate try turn
     undo use
-    validate verify
+    update validate verify
     wait wake walk watch work write
     yield
     """.split()

@@ -507,7 +507,7 @@ class ManyModels(Generic[M]):
             self._has_one_head = len({chain.units[-1] for chain in self._chains.values()}) == 1
 
     def _alike(self, unit: int) -> Ints:
-        """For each model, return the first loaded model that has the same name for the unit at this
+        """Return, for each model, the first loaded model that has the same name for the unit at this
         index.
         """
         representatives = np.zeros(1 + max(self._chains), dtype=np.int64)

@@ -145,7 +145,7 @@ class KvResidency:
         self.held[:, batch.slots] = False
 
     def has(self, worker: int, batch: StepBatch, table: SlotIds) -> NDArray[np.bool_]:
-        """For each entry of a batch, return whether a worker has all earlier keys and values of its
+        """Return, for each entry of a batch, whether a worker has all earlier keys and values of its
         sequence.
         """
         step = self._lacking(batch, table)

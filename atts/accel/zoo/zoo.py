@@ -918,7 +918,7 @@ _KINDS = ("embedding", "attention", "mlp", "head")
 
 @dataclass(frozen=True, slots=True)
 class BlockSimilarity:
-    """How similar a model's block at `place` is to another block of the same shape."""
+    """The similarity of a model's block at `place` to another block of the same shape."""
 
     place: str
     digest: str  # digest of the other block
@@ -1034,7 +1034,7 @@ if TYPE_CHECKING:
 
 
 class Divergence(NamedTuple):
-    """How much two models differ in their predictions of the next token, over positions of some
+    """The difference of two models' predictions of the next token, over positions of some
     texts.
     """
 

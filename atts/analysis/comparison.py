@@ -32,18 +32,18 @@ Ends = tuple[float, float]
 
 
 def cost_ratio(cost: float, beside: float) -> float:
-    """Return `cost` divided by `beside`; infinite if only `beside` is 0, NaN if both are 0."""
+    """Divide `cost` by `beside`; return infinity if only `beside` is 0, and NaN if both are 0."""
     return cost / beside if beside else math.inf if cost else math.nan
 
 
 def ratio_interval(first: Floats, second: Floats, level: float = 0.95) -> Ends:
     """Return an interval for the second run's mean cost divided by the first run's mean cost.
 
-    Two intervals are computed, and each end is the outer one of their ends. Fieller's interval is
-    valid if costs have long tails. The jackknife interval of the logarithm is valid if most
-    problems cost the second run nothing. A bootstrap interval is too short in both cases
-    (`scripts/bench statistics`). The upper end is infinite if the first run's true mean cost may be
-    0. For a single problem both ends are NaN.
+    Two intervals are computed. The result reaches from the smaller of their lower ends to the
+    larger of their upper ends. Fieller's interval is valid if costs have long tails. The jackknife
+    interval of the logarithm is valid if most problems cost the second run nothing. A bootstrap
+    interval is too short in both cases (`scripts/bench statistics`). The upper end is infinite if
+    the first run's true mean cost may be 0. For a single problem both ends are NaN.
     """
     if len(first) < 2 or not first.any():
         return math.nan, math.nan
@@ -72,7 +72,8 @@ def _fieller(first: Floats, second: Floats, reach: float) -> Ends:
 def _jackknife(first: Floats, second: Floats, reach: float) -> Ends:
     """Return the jackknife interval of a ratio, computed on the ratio's logarithm.
 
-    Its width comes from the changes of the ratio when any single problem is left out.
+    The ratio is computed again without each problem in turn; the variation of these ratios gives
+    the width of the interval.
     """
     n = len(first)
     without = np.maximum(second.sum() - second, 0.0), first.sum() - first
@@ -80,7 +81,7 @@ def _jackknife(first: Floats, second: Floats, reach: float) -> Ends:
         not np.all(left > 1e-12 * whole.sum())
         for left, whole in zip(without, (second, first), strict=True)
     ):
-        return 0.0, math.inf  # a single problem has all of the cost
+        return 0.0, math.inf  # only one problem has a cost above 0
     logs = np.log(without[0] / without[1])
     half = reach * math.sqrt((n - 1) * float(logs.var()))
     ratio = float(second.sum() / first.sum())
@@ -94,13 +95,15 @@ COSTS = ("draft_tokens", "scored_tokens", "target_tokens", "seconds", "dollars")
 
 @dataclass(frozen=True, slots=True)
 class GradedProblem:
-    """The results of a run on one problem: its vote, its share of correct rollouts, and its costs."""
+    """The results of a run on one problem: the correctness of its vote, its share of correct
+    rollouts, and its costs.
+    """
 
     vote: float
     share: float
     samples: int
     costs: Mapping[str, float]  # the known costs of the problem, keyed by the names in COSTS
-    unscored: float = 0.0  # increase of `vote` if an unscored answer counted as correct
+    unscored: float = 0.0  # the amount that `vote` would rise by if an unscored answer were correct
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +200,9 @@ def _list(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
-    """Read one line, which is about a problem or about a rollout; for rollouts, their mean
-    correctness also counts as the vote.
+    """Read one line, which describes a problem or a rollout.
+
+    If the lines of a problem describe rollouts, their mean correctness is also used as its vote.
     """
     votes = [value for row in rows if (value := _right(row, path)) is not None]
     if not votes:
@@ -278,7 +282,7 @@ class Compared:
     costs: tuple[CostRatio, ...]
     # number of votes of each run that count as wrong because they could not be scored
     unscored: tuple[int, int] = (0, 0)
-    # the comparison of votes if unscored votes counted as correct
+    # the comparison of votes, computed as if unscored votes were correct
     if_right: Comparison | None = None
     # comparison of votes after every problem, in a seeded random order
     sequential: Sequential | None = None
@@ -287,8 +291,9 @@ class Compared:
 def compare(
     first: GradedRun, second: GradedRun, *, seed: int = 0, points: float | None = None
 ) -> Compared:
-    """Compare two runs on their common problems; with `points`, also test after every problem if
-    they differ.
+    """Compare two runs on the problems that both have.
+
+    If `points` is set, also test after every problem if the runs differ.
 
     :raises DatasetError: the runs have no problem in common.
     """

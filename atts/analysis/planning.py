@@ -1,6 +1,6 @@
 """Advice on settings, computed from recorded runs without a model.
 
-The last part of the module judges a pilot: it decides if a gate helps a pair of models, and
+The last part of the module analyses a pilot, which tests if a gate helps a pair of models, and
 recommends a method.
 """
 
@@ -49,8 +49,9 @@ from atts.pipelines import ConformalGate, Policy
 
 @dataclass(frozen=True, slots=True)
 class TurnCost:
-    """The cost of one turn; `seconds` includes the time that calls of the turn wait in the queues
-    of engines.
+    """The cost of one turn of a rollout.
+
+    `seconds` includes the time that the turn's calls wait in the queues of the engines.
     """
 
     draft_tokens: int
@@ -61,7 +62,10 @@ class TurnCost:
 
 @dataclass(frozen=True, slots=True)
 class CompleteRollout:
-    """A rollout that ran to its end; `label` is the class of its answer, or None without an answer."""
+    """A rollout that ran to its end.
+
+    `label` is the class of equal answers that its answer belongs to, or None if it has no answer.
+    """
 
     sample: int
     turns: tuple[TurnCost, ...]
@@ -84,7 +88,7 @@ _NOTHING = Usage()
 
 @dataclass(slots=True)
 class PlanData:
-    """The data of a finished or unfinished run that advice needs."""
+    """The data of a run from which advice is computed; the run may be unfinished."""
 
     run: RecordedRun
     cases: list[GradedCase] = field(default_factory=list[GradedCase])
@@ -112,8 +116,8 @@ class PlanData:
         price.
 
         Turns are recorded without their prompt tokens. So the draft's prompt tokens are assumed to
-        be proportional to the tokens that it writes, and the target's to the tokens that it writes
-        and scores.
+        be proportional to the tokens that the draft writes. The target's prompt tokens are assumed
+        to be proportional to the tokens that the target writes and scores.
         """
         usage = self.usage
         prices = recorded_prices(self.run.given(PRICES))
@@ -218,8 +222,8 @@ def _costs(rollout: Rollout, seconds: Mapping[TurnKey, float]) -> tuple[TurnCost
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The measured speed of an engine: tokens per second over all its calls, during the time with
-    at least one call.
+    """The measured speed of an engine in tokens per second, during the time in which the engine
+    works on at least one call.
     """
 
     engine: str
@@ -232,7 +236,9 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class ChunkChoice:
-    """The effect of another chunk limit: the factors by which a rollout's turns and seconds change."""
+    """The estimated effect of another chunk limit: the factors by which a rollout's number of turns
+    and its seconds change.
+    """
 
     limit: int
     turns: float
@@ -241,11 +247,14 @@ class ChunkChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChunkAdvice:
-    """The effect of the draft's chunk limit on time; the effect on accuracy needs another run.
+    """The effect of the draft's chunk limit on time.
 
-    `cut` is the share of chunks that the limit ended. `fixed` is the share of a rollout's seconds
-    that does not depend on the lengths of its turns, estimated by least squares over turns. `fit`
-    is the share of the variance that the least-squares model explains.
+    The effect on accuracy is not estimated; only another run can measure it.
+
+    `cut` is the share of the draft's chunks that ended because they reached the limit. `fixed` is
+    the share of a rollout's seconds that does not depend on the number of tokens. It is estimated
+    by least squares over turns. `fit` is the share of the variance that the least-squares model
+    explains.
     """
 
     limit: int
@@ -256,7 +265,7 @@ class ChunkAdvice:
 
 
 def speeds(data: PlanData) -> tuple[Speed, ...]:
-    """Return the speeds of all engines that were called."""
+    """Return the speed of each engine that was called."""
     calls: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for node in data.nodes:
         if node.engine:
@@ -277,8 +286,9 @@ def _speed(engine: str, spans: Sequence[tuple[float, float]], written: int, scor
 
 
 def chunk_advice(data: PlanData) -> ChunkAdvice | None:
-    """Estimate the effect of other limits on the length of the draft's chunks; None if the draft
-    did not write.
+    """Estimate the effect of other limits on the length of the draft's chunks.
+
+    Return None if the draft did not write text.
     """
     limit = data.run.policy.get("chunking", {}).get("draft_tokens")
     drafted = [_drafted(rollout) for outcome in data.outcomes for rollout in outcome.rollouts]
@@ -303,7 +313,7 @@ def _choice(lengths: Sequence[int], limit: int, other: int, fixed: float) -> Chu
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the number of seconds during which at least one of the time spans was open."""
+    """Return the number of seconds that at least one of the time spans covers."""
     total = 0.0
     latest = -math.inf
     for start, end in sorted(spans):
@@ -318,8 +328,9 @@ def _drafted(rollout: Rollout) -> list[Chunk]:
 
 
 def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
-    """Yield the lengths that the draft's chunks would have without a limit. A chunk that the limit
-    ended is joined to the next chunk.
+    """Yield the numbers of tokens that the draft's chunks would have without a limit.
+
+    A chunk that ended because it reached the limit is joined to the next chunk.
     """
     length = 0
     for chunk in chunks:
@@ -332,8 +343,10 @@ def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
 
 
 def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
-    """Return the seconds of a turn that do not depend on its tokens, and R² of the fitted line
-    (seconds over tokens).
+    """Return the part of a turn's seconds that does not depend on its tokens, and the R² of the
+    fit.
+
+    The fit is a linear regression of the seconds of turns on their tokens.
     """
     seconds = np.array([turn.seconds for turn in turns])
     table = np.array([(1.0, turn.draft_tokens, turn.target_tokens) for turn in turns])
@@ -345,11 +358,13 @@ def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A setting that a run shows: its mean costs per problem, and the accuracy of its vote (95 %
-    interval over problems).
+    """A setting whose results follow from a recorded run: its mean costs per problem and the
+    accuracy of its vote.
 
-    `seconds` is the time until a problem's last rollout ends, at the load of the recorded run; with
-    less load it is shorter.
+    The interval of the accuracy is a 95 % interval over problems.
+
+    `seconds` is the time from the start of a problem to the end of its last rollout. It holds for
+    the load of the recorded run, and is shorter at a lower load.
     """
 
     run: str
@@ -366,16 +381,17 @@ class Option:
 
     @property
     def tokens(self) -> float:
-        """Return the number of tokens that draft and target wrote together."""
+        """Return the total number of tokens written by draft and target."""
         return self.draft_tokens + self.target_tokens
 
 
 def options(data: PlanData) -> Iterator[Option]:
     """Return one option for each number of rollouts and each limit on turns (1, 2, 4, 8, ...).
 
-    The run's rollouts also show the results of smaller settings, because a rollout does not depend
-    on its siblings or on later turns. Problems with too few complete rollouts are omitted from an
-    option. If more than a tenth of the problems would be omitted, the option is not offered.
+    The results of fewer rollouts or turns follow from the recorded rollouts, because a rollout does
+    not depend on its siblings or on later turns. Problems with too few complete rollouts are
+    omitted from an option. If more than a tenth of the problems would be omitted, the whole option
+    is omitted.
     """
     most = max(len(case.rollouts) for case in data.cases)
     longest = max(len(rollout.turns) for case in data.cases for rollout in case.rollouts)
@@ -438,13 +454,13 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
 
 
 def _within(rollout: CompleteRollout, turns: int) -> tuple[object, bool | None]:
-    """Return the vote of a rollout that is cut after `turns` turns."""
+    """Return the vote of a rollout if it is cut after `turns` turns."""
     is_whole = len(rollout.turns) <= rollout.turn_limit(turns)
     return (rollout.label, rollout.is_right) if is_whole else (None, False)
 
 
 def _longest(seconds: Sequence[float], k: int) -> float:
-    """Return the expected largest of k values that are drawn without replacement.
+    """Return the expected maximum of k values that are drawn without replacement.
 
     >>> _longest([1.0, 2.0, 3.0], 2)
     2.6666666666666665
@@ -474,23 +490,28 @@ RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class UntriedRate:
-    """Estimates for a rate without a run; the gate decides again on the recorded scores.
+    """Estimates for a rate at which no run was made; the gate decides again on the recorded scores.
 
-    The answer of a rollout is known only if all decisions on it are as recorded. `low` is the
-    vote's accuracy if all unknown answers were the same wrong answer, `high` if all unknown answers
-    were correct. The target's tokens are computed from the recorded mean per takeover.
+    The answer of a rollout is known only if all of its decisions are the same as in the record.
+    `low` is the accuracy of the vote if all unknown answers are the same wrong answer. `high` is
+    the accuracy if all unknown answers are correct. The target's tokens are estimated from the mean
+    number of tokens per recorded takeover.
     """
 
     rate: float
     realised: float
-    off_policy: float  # share of rollouts that leave the record, so their later text is unknown
+    # share of rollouts in which a decision differs from the record, so their later text is unknown
+    off_policy: float
     low: float
     high: float
     target_tokens: float  # per problem
 
 
 def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[UntriedRate, ...]:
-    """Return estimates for rates without a run; empty if the run's gate was not conformal."""
+    """Return estimates for rates at which no run was made.
+
+    The result is empty if the run's gate was not conformal.
+    """
     if data.run.setting("gate") != "ConformalGate" or data.method != "atts":
         return ()
     turns = [
@@ -507,8 +528,9 @@ def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[Untri
 
 
 def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
-    """Return estimates for one rate; `target_tokens` is the number for a problem whose chunks all
-    escalate.
+    """Return estimates for one rate.
+
+    `target_tokens` is the number of target tokens of a problem if all of its chunks escalate.
     """
     mode: Mode = data.run.setting("rate_scope") or "question-turn"
     samples = max((len(outcome.rollouts) for outcome in data.outcomes), default=1)
@@ -522,8 +544,10 @@ def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
 
 
 def _bounds(replayed: ReplayedProblem, case: GradedCase) -> tuple[float, float]:
-    """Return bounds of the vote's accuracy. For the lower bound all unknown answers are the same
-    wrong answer, for the upper bound they are correct.
+    """Return a lower and an upper bound of the vote's accuracy.
+
+    The lower bound assumes that all unknown answers are the same wrong answer. The upper bound
+    assumes that all unknown answers are correct.
     """
     strayed = {
         rollout.sample for rollout in replayed.rollouts if rollout.off_policy_from is not None
@@ -549,7 +573,9 @@ def _share(right: int, wrong: int) -> float:
 
 
 def _apart(answers: Sequence[str]) -> list[int]:
-    """Put each answer into its own group, because the vote of the replay is not used."""
+    """Put each answer into its own group. This is sufficient because the vote of the replay is not
+    used.
+    """
     return list(range(len(answers)))
 
 
@@ -579,11 +605,11 @@ class Cap:
 
     @property
     def cost(self) -> str:
-        """Return the cost by which options are ordered: the cost that the first cap limits."""
+        """Return the cost by which options are ordered, which is the cost limited by the first cap."""
         return self.given[0][0] if self.given else "target_tokens"
 
     def allows(self, option: Option) -> bool:
-        """Return True if the option stays below every cap."""
+        """Return True if no cost of the option exceeds its cap."""
         return all(getattr(option, name) <= value for name, value in self.given)
 
 
@@ -652,14 +678,16 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
 
 
 def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
-    """Yield for each run with a gate its gain over a coin of the same rate, or the run that is
-    needed to measure the gain.
+    """Yield a note for each run with a gate.
+
+    The note states the gain over a coin of the same rate, or names the run that is needed to
+    measure the gain.
     """
     coins = {data.rate: data for data in runs if data.method == "coin"}
     for data in runs:
         if data.method in ("coin", "draft-only", "target-only", "exact"):
             continue
-        if not 0 < data.rate < 1:  # the run's gate did not take decisions
+        if not 0 < data.rate < 1:  # the run's gate made no decision
             continue
         coin = coins.get(data.rate)
         if coin is None:
@@ -680,8 +708,8 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
 
 
 def _power_notes(runs: Sequence[PlanData]) -> Iterator[str]:
-    """Yield the parts of the first run's variance, and the smallest difference that such a run
-    detects.
+    """Yield notes on the parts of the first run's variance, and on the smallest difference that
+    such a run detects.
     """
     first = runs[0]
     split = variance_split(list(_verdicts(first).values()))
@@ -749,8 +777,8 @@ def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | Non
 
 
 LEVEL = 0.05
-"""The significance level: a gain counts if its p-value, corrected by Holm's method for all scores,
-is lower.
+"""The significance level: a gain is significant if its p-value, corrected by Holm's method for all
+scores, is lower.
 """
 CHEAP = 0.1
 """The cost of a token that the target scores or the draft writes, measured in tokens that the
@@ -758,7 +786,8 @@ target decodes.
 
 Tokens that the target draws while it scores have the same cost.
 """
-_SMALL = 0.03  # difference of accuracies; a smaller headroom does not justify the cost of a target
+# difference of accuracies, 0 to 1; a smaller headroom does not justify the cost of a target
+_SMALL = 0.03
 Take = Literal["gate", "exact", "target-only", "draft-only"]
 
 
@@ -793,7 +822,7 @@ class PilotArm:
 
 @dataclass(frozen=True, slots=True)
 class PilotRow:
-    """The numbers of one arm of a pilot; `p_value` is corrected for the number of tested gains."""
+    """The results of one arm of a pilot; `p_value` is corrected for the number of tested gains."""
 
     arm: PilotArm
     accuracy: Estimate  # accuracy of single rollouts
@@ -805,15 +834,13 @@ class PilotRow:
 
     @property
     def helps(self) -> bool:
-        """Return whether the gate is shown to be better than a coin of the same policy and rate."""
+        """Return whether the gate is significantly better than a coin of the same policy and rate."""
         return self.gain is not None and self.gain.value > 0 and self.p_value < LEVEL
 
 
 @dataclass(frozen=True, slots=True)
 class PilotReport:
-    """The measurements of a pilot, and its recommendation: what to take, with which command-line
-    options, and why.
-    """
+    """The measurements of a pilot, and its recommendation with command-line options and a reason."""
 
     rows: tuple[PilotRow, ...]
     unavailable: tuple[PilotArm, ...]
@@ -877,7 +904,7 @@ def judge_pilot(arms: Sequence[PilotArm]) -> PilotReport:
 
 
 def _paired(first: PilotArm, second: PilotArm) -> tuple[list[float], list[float]]:
-    """Return the shares of correct rollouts of two arms, on their common problems."""
+    """Return the shares of correct rollouts of two arms, on the problems that both arms have."""
     ours = first.shares
     theirs = second.shares
     common = [name for name in ours if name in theirs]
@@ -895,7 +922,9 @@ def _cost_per_point(draft: PilotArm, arm: PilotArm) -> float:
 
 
 def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, PilotRow, str]:
-    """Return the kind of recommendation, the recommended row, and the reason in a sentence."""
+    """Return the kind of recommendation, the row of the recommended arm, and the reason in a
+    sentence.
+    """
     by_name = {row.arm.name: row for row in rows}
     draft = by_name["draft-only"]
     target = by_name["target-only"]

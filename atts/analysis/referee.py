@@ -1,5 +1,4 @@
-"""The comparison of stopping rules on the rollouts of a run, by cost and by the accuracy of
-answers.
+"""The comparison of stopping rules on the rollouts of a run, by their cost and their accuracy.
 
 A rule decides how many rollouts to use, and which answer to give. The first part of the module has
 the rules of atts, of other tools and of papers. Rollouts arrive one at a time in random orders,
@@ -60,7 +59,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The result of a rule: the number of rollouts that it used, and the class of its answer."""
+    """The result of a rule: the number of rollouts that the rule used, and the class of its answer."""
 
     used: int
     label: int
@@ -92,7 +91,7 @@ def majority(labels: Sequence[int]) -> int:
 
 
 def fixed(size: int) -> StoppingRule:
-    """Return the rule that always takes `size` rollouts."""
+    """Return the rule that always uses `size` rollouts."""
 
     def play(arrivals: Arrivals) -> Taken:
         used = min(size, len(arrivals))
@@ -105,7 +104,7 @@ def fixed(size: int) -> StoppingRule:
 
 
 def take_all(arrivals: Arrivals) -> Taken:
-    """Use every rollout, and return the answer of the vote."""
+    """Use every rollout, and return the answer with the most votes."""
     return Taken(len(arrivals), majority(arrivals.labels))
 
 
@@ -116,7 +115,7 @@ order, and the number of remaining rollouts.
 
 
 def _one_by_one(stops: Stops) -> Play:
-    """Return a rule that checks after every rollout if the votes allow it to stop."""
+    """Return a rule that decides after every rollout, from the votes so far, whether to stop."""
 
     def play(arrivals: Arrivals) -> Taken:
         counts = Counter[int]()
@@ -153,8 +152,10 @@ def _is_beta_sure(votes: Sequence[int], left: int) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _beta(first: int, second: int) -> float:
-    """Return P(p > 1/2) for the share p of the leading answer among votes for the first two
-    answers, with a uniform prior.
+    """Return the probability that the leading answer would get more than half of the votes for the
+    first two answers.
+
+    The prior of this share of votes is uniform.
 
     >>> round(_beta(4, 0), 5)
     0.96875
@@ -185,7 +186,7 @@ def _windows(arrivals: Arrivals) -> Taken:
 
 def _certaindex(votes: Sequence[int], left: int) -> bool:
     """Return whether the entropy of the answers is small compared with the largest possible entropy
-    of as many answers.
+    of the same number of answers.
     """
     total = sum(votes)
     if total < _CERTAINDEX_FROM:
@@ -223,7 +224,7 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
         _one_by_one(_certaindex), "Dynasor",
     ),
 )  # fmt: skip
-"""The rules that use only the answers of rollouts, but no scores."""
+"""The rules that use only the answers of rollouts, and no scores."""
 
 
 def best_of_n(score: str) -> StoppingRule:
@@ -284,9 +285,8 @@ def deepconf_offline(score: str, kept: float) -> StoppingRule:
 def deepconf_online(score: str) -> StoppingRule:
     """Return the rule that drops rollouts that are less confident than most of the first rollouts.
 
-    The rule stops when one answer has nearly all of the weight. The cost of a dropped rollout
-    counts in full, but the original method would have stopped the rollout earlier, so the cost is
-    an upper bound.
+    The rule stops when one answer has nearly all of the weight. The cost of the rule is an upper
+    bound: dropped rollouts are counted in full, but the original method stops them early.
     """
 
     def play(arrivals: Arrivals) -> Taken:
@@ -338,19 +338,19 @@ a rollout's tokens.
 """
 ORACLE = "pass@n"
 ALL = "all"
-# largest number of rollouts per problem in an order, unless the options set another number
+# default of the largest number of rollouts per problem in an order of arrival
 _MOST_ROLLOUTS = 64
 _POINT = 0.01
 _ORDERS = 200
 _FEWEST_ORDERS = 20
-_PLAYED = 100 * _ORDERS  # largest number of orders, summed over all problems
+_PLAYED = 100 * _ORDERS  # largest number of orders of arrival, summed over all problems
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedRollout:
-    """A recorded rollout with the facts that stopping rules use."""
+    """A recorded rollout with the data that stopping rules use."""
 
-    label: int  # number of the class of equal answers to which this answer belongs
+    label: int  # index of the class of equal answers to which this answer belongs
     is_right: float  # 1 if the answer is correct, 0 if it is wrong or unscored
     # the cost in each of UNITS; NaN if a cost is not known
     costs: tuple[float, float, float, float]
@@ -365,7 +365,7 @@ class PlayedProblem:
     rollouts: tuple[PlayedRollout, ...]
 
     def right(self) -> dict[int, float]:
-        """Return for each class of equal answers whether most of its rollouts are graded as
+        """Return for each class of equal answers True if most of its rollouts were graded as
         correct.
         """
         verdicts: dict[int, list[float]] = defaultdict(list)
@@ -377,13 +377,14 @@ class PlayedProblem:
 
 @dataclass(frozen=True, slots=True)
 class RuleRow:
-    """The result of one stopping rule over all problems and orders; costs are means per problem, or
-    NaN if unknown.
+    """The result of one stopping rule over all problems and all orders of arrival.
+
+    Costs are means per problem, or NaN if they are unknown.
 
     `against_all` is the accuracy minus the accuracy of the vote of all rollouts. `against_fixed` is
-    the accuracy minus the accuracy of a fixed number of rollouts with the same mean cost. With
-    `problems_for_a_point` problems, a difference of 1 point from the vote of all rollouts is
-    detected with 80 % power.
+    the accuracy minus the accuracy of a fixed number of rollouts with the same mean cost.
+    `problems_for_a_point` is the number of problems needed to detect a loss of 1 percentage point
+    with 80 % power. The loss is measured against the vote of all rollouts.
     """
 
     rule: str
@@ -418,27 +419,28 @@ class Referee:
     rows: tuple[RuleRow, ...]
     problems: int
     rollouts: int  # number of recorded rollouts that ran to their end
-    most: int  # largest number of rollouts of a problem in an order
+    most: int  # largest number of rollouts of a problem in an order of arrival
     orders: int
     seed: int
-    unit: Unit  # the unit in which budgets are equal
-    censored: int  # number of rollouts left out because they were stopped before their answer
+    unit: Unit  # the unit of cost in which rules are compared at equal budgets
+    # number of rollouts that were left out because they were stopped before they could answer
+    censored: int
     ungraded: int  # number of problems left out because they are not graded
     scores: tuple[str, ...] = ()  # scores that were recorded for every rollout
 
 
 @dataclass(frozen=True, slots=True)
 class RefereeOptions:
-    """The options of a comparison of rules: the rules, the rollouts per problem, and the number of
-    orders.
+    """The options of a comparison of rules: the rules, the number of rollouts per problem, and the
+    number of orders of arrival.
 
     :raises OptionError: for a number that is not positive, or an unknown unit.
     """
 
     rules: Sequence[str] = ()  # names of rules; empty: all rules
     samples: int | None = None
-    # None means 200, or fewer if there are more than 100 problems, because many problems also
-    # average out the effect of single orders
+    # None means 200 orders of arrival, or fewer if there are more than 100 problems. With many
+    # problems, the effect of single orders averages out.
     orders: int | None = None
     seed: int = 0
     unit: Unit = "samples"
@@ -457,7 +459,7 @@ class RefereeOptions:
 def referee_run(run: RecordedRun, options: RefereeOptions | None = None) -> Referee:
     """Apply every rule to a run's rollouts.
 
-    :raises OptionError: an unknown rule, or budgets in a unit that was not recorded.
+    :raises OptionError: an unknown rule, or a unit of cost that was not recorded.
     :raises JournalError: no problem is finished and graded, or the journal cannot be read.
     """
     options = options or RefereeOptions()
@@ -506,7 +508,7 @@ def read_rollouts(run: RecordedRun) -> tuple[list[PlayedProblem], int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The data of a rollout that are stored while its run is read."""
+    """The data of one rollout, stored while the journal of its run is read."""
 
     sample: int
     costs: tuple[float, float, float, float]
@@ -608,7 +610,7 @@ def _common_scores(problems: Iterable[PlayedProblem]) -> list[str]:
 def rules_for(
     scores: Sequence[str], problems: Sequence[PlayedProblem], most: int
 ) -> list[StoppingRule]:
-    """Return every rule that can be played with these scores, starting with the vote of all
+    """Return every rule that can be applied with these scores, starting with the vote of all
     rollouts.
     """
     sizes = [2**power for power in range(12) if 2**power < most]
@@ -654,14 +656,14 @@ class _Mean:
     difference: (
         float  # mean difference in correctness between the rule and the vote of all rollouts
     )
-    square: float  # mean of the squared difference in correctness, over single orders
+    square: float  # mean over the orders of arrival of the squared difference in correctness
 
 
 @dataclass(frozen=True, slots=True)
 class _ProblemTable:
     rows: list[_Mean]
     fixed_right: Floats  # correctness of the vote of the first 1, 2, ... rollouts
-    fixed_costs: Floats  # costs of the votes of the first 1, 2, ... rollouts, by unit
+    fixed_costs: Floats  # costs of the votes of the first 1, 2, ... rollouts, keyed by unit
 
 
 def _played_by(
@@ -776,12 +778,12 @@ def _mean_number(values: Floats, most: float) -> Estimate:
 
 
 def _problems_for_a_point(means: Sequence[_Mean]) -> int:
-    """Return the number of problems that would show that a rule is 1 point worse than the vote of
+    """Return the number of problems needed to detect that a rule is 1 point worse than the vote of
     all rollouts.
 
-    A real run has one order per problem, so the spread between single orders is used. If the rule
-    differs on too few problems for a difference of 1 point, the smallest spread that allows this
-    difference is used.
+    The variance between single orders of arrival is used, because a real run has only one order per
+    problem. The variance is at least the variance of a rule that gives a worse answer on 1 % of the
+    problems.
     """
     difference = float(np.mean([one.difference for one in means]))
     square = float(np.mean([one.square for one in means]))
@@ -790,10 +792,11 @@ def _problems_for_a_point(means: Sequence[_Mean]) -> int:
 
 
 def _at_equal_budget(costs: Floats, fixed_right: Floats, fixed_costs: Floats) -> Floats:
-    """Return each problem's accuracy with fixed numbers of rollouts that have the same mean cost.
+    """Return each problem's accuracy if every problem gets the same number of rollouts at the given
+    mean cost.
 
-    If the cost lies between the costs of two numbers of rollouts, the accuracy is a weighted mean of
-    the accuracies with these two numbers.
+    If the cost lies between the costs of two numbers of rollouts, the accuracy is a weighted mean
+    of the accuracies with these two numbers.
     """
     budget = float(costs.mean())
     means = fixed_costs.mean(axis=0)

@@ -1,1 +1,1 @@
-"""Reports on recorded runs, with their numbers, tables, charts and pages."""
+"""The construction of reports on recorded runs, with numbers, tables, charts and pages."""

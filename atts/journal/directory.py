@@ -1,7 +1,7 @@
-"""Open run directories for writing under a lock, or read them, even if damaged or unfinished.
+"""Functions that open a run directory for writing under a lock, or read a directory that may be
+damaged or unfinished.
 
-Runs that belong to one set also share engine replies in a file, so that each call is made only
-once.
+The runs of a sweep also share engine replies in a file, so that an equal call is made only once.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None
 def is_held(path: Path) -> bool:
     """Return True if a running process of this machine has locked the lock file.
 
-    This function locks the file for a moment, but only if the process named in it no longer runs.
-    So a writer that starts at the same time does not fail.
+    The function tries to lock the file for a moment, but only if the process named in the file is
+    running. If that process has ended, the file is not locked, so a new writer can start meanwhile.
     """
     with suppress(OSError, ValueError):
         handle = os.open(path, os.O_RDWR | _NO_LINKS)
@@ -110,7 +110,7 @@ def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, N
             )
         yield handle
     finally:
-        # A forked child may leave the block too; it has closed its copy of the handle already.
+        # A forked child may also leave the block, after it has closed its copy of the handle.
         if handle in _lock_handles:
             _lock_handles.remove(handle)
             os.close(handle)
@@ -138,7 +138,7 @@ _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def _holder(handle: int, path: Path) -> str:
-    """Describe the process that has the lock, by the process id if the lock file contains an id."""
+    """Describe the process that has the lock, with its process id if the lock file contains an id."""
     if sys.platform == "win32":
         return "on this machine"
     text = os.pread(handle, 32, 0).decode(errors="replace").strip()
@@ -172,11 +172,11 @@ async def open_journal(
     options: JournalOptions | None = None,
     on_entry: Callable[[Entry], None] | None = None,
 ) -> AsyncGenerator[Journal, None]:
-    """Open and lock a run directory; new events are written after its last session.
+    """Open and lock a run directory; new events are appended to the journal.
 
     A missing directory is created, and gets the manifest. If the directory has a run, the run's
-    manifest must match. Every recorded entry is passed to `on_entry` in order. A torn last line is
-    cut off, and nothing else in the journal changes.
+    manifest must match. Every recorded entry is passed to `on_entry` in order. An incomplete last
+    line is removed, and nothing else in the journal changes.
 
     :raises JournalLocked: another process writes the run.
     :raises FingerprintError: the directory contains a run with other settings.
@@ -227,7 +227,7 @@ def _make(directory: Path) -> None:
 def _take_up(
     directory: Path, manifest: Manifest, on_entry: Callable[[Entry], None] | None
 ) -> LineReader:
-    """Check the manifest, read all entries, and cut off a torn last line."""
+    """Check the manifest, read all entries, and remove an incomplete last line."""
     past = LineReader(directory / JOURNAL)
     stored = load_manifest(directory / MANIFEST)
     if stored is None:
@@ -254,14 +254,18 @@ def _take_up(
 class RecordedRun:
     """A run in a directory; each method reads the journal again, so its result is current.
 
-        run = open_run(directory) run.manifest, run.setting("method") # what was run
-        run.state().finished # {id: FinishedProblem}: status, answer, verdict, votes, usage
-        run.outcomes() # the same problems with all their turns, one after the other run.decisions()
-        # every decision of the gate, in order run.nodes() # every call that did work, all sessions
-        on one clock run.entries(kinds) # every event, or every event of some kinds
+        run = open_run(directory)
+        run.manifest  # the models, the settings and the dataset
+        run.setting("method")  # the value of one setting
+        run.state().finished  # problem id -> FinishedProblem: status, answer, verdict, usage
+        run.outcomes()  # the finished problems with all their turns
+        run.decisions()  # every decision of the gate, in order
+        run.nodes()  # every call that did work, with times on one clock
+        run.entries(kinds)  # every event, or every event of some kinds
 
-    A reader that wants several of these in one pass applies the entries to a `RunState` itself.
-    `RunState.apply` returns the Outcome of the problem that an entry completes.
+    A reader that needs several of these results can apply the entries to a `RunState`, and so reads
+    the journal only once. `RunState.apply` returns the Outcome of the problem that an entry
+    completes.
 
     :raises JournalCorrupt: a method reads the journal, and a line before the last is damaged.
     :raises JournalVersion: a method reads the journal, and another version of atts wrote it.
@@ -279,7 +283,9 @@ class RecordedRun:
         return None if setting is None else setting.value
 
     def given(self, name: str) -> Any:
-        """Return the value of a setting as the user gave it; None if the setting does not exist."""
+        """Return the value of a setting in the form in which the user gave it; None if the setting
+        does not exist.
+        """
         setting = self.manifest.settings.get(name)
         return None if setting is None else setting.value
 
@@ -290,15 +296,18 @@ class RecordedRun:
 
     @property
     def part_starts(self) -> tuple[int, ...]:
-        """Return the first session of each part of a merged run, except the first part; empty if
-        the run was not merged.
+        """Return the index of the first session of each part of a merged run, except the first
+        part.
+
+        The result is empty if the run was not merged.
         """
         counts = [int(part["sessions"]) for part in self.setting(MERGED) or ()]
         return tuple(1 + sum(counts[:number]) for number in range(1, len(counts)))
 
     def entries(self, kinds: Collection[type[Event]] | None = None) -> Iterator[Entry]:
-        """Yield all events in order; with `kinds`, only events of these kinds and the openings of
-        sessions.
+        """Yield all events in order.
+
+        If `kinds` is given, only events of these kinds and the openings of sessions are yielded.
         """
         return read_entries(self.directory / JOURNAL, kinds=kinds)
 
@@ -312,19 +321,19 @@ class RecordedRun:
         return state
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Yield the outcome of every finished problem once, and incomplete outcomes last."""
+        """Yield the outcome of every finished problem once; incomplete outcomes come last."""
         return read_outcomes(self.entries(FACTS))
 
     def decisions(self) -> Iterator[Decided]:
-        """Yield every decision in order, without previews that only requested a score."""
+        """Yield every decision of the gate in order, without previews that only requested a score."""
         for entry in self.entries((Decided,)):
             event = entry.event
             if isinstance(event, Decided) and event.decision.action != "verify":
                 yield event
 
     def nodes(self) -> Iterator[CallSpan]:
-        """Yield every engine call that did work in the task graph, with its times on the run's
-        clock.
+        """Yield every engine call that did work, as a node of the task graph, with times in seconds
+        on the run's clock.
         """
         clock = RunClock()
         for entry in self.entries((CallSpan,)):
@@ -377,7 +386,7 @@ def open_run(
 
 @dataclass(frozen=True, slots=True)
 class JournalCheck:
-    """The contents of a journal up to its end, or up to its first damaged line."""
+    """A summary of a journal up to its first damaged line, or up to its end if no line is damaged."""
 
     directory: str
     lines: int  # number of undamaged lines
@@ -386,7 +395,8 @@ class JournalCheck:
     sessions: int
     complete: int  # number of complete problems
     open: int  # number of problems that were started but are not complete
-    damage: str = ""  # description of the first damaged line; a torn last line is not damage
+    # description of the first damaged line; an incomplete last line does not count as damage
+    damage: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as plain data for JSON."""
@@ -394,7 +404,7 @@ class JournalCheck:
 
 
 def check_journal(directory: Path) -> JournalCheck:
-    """Read a run, finished or not, and return the contents before the first damaged line.
+    """Read a finished or unfinished run, and summarise its journal up to the first damaged line.
 
     :raises JournalError: there is no run, or its manifest is damaged.
     :raises StorageError: the journal cannot be read.
@@ -466,8 +476,8 @@ _CHECKSUM = 4
 
 
 class SharedReply(NamedTuple):
-    """The position of a reply in the file, the run that requested the reply, and the seconds that
-    the engine took.
+    """The position of a reply in the file, with the run that requested the reply and the engine's
+    seconds.
     """
 
     at: int
@@ -477,11 +487,11 @@ class SharedReply(NamedTuple):
 
 
 class SharedReplies:
-    """Engine replies that several runs share: the index is in memory, and the replies are on disk.
-    Only one process may add replies.
+    """Engine replies that several runs share; memory holds only an index of the replies, which are
+    on disk. Only one process may add replies.
 
     The file of replies only saves engine calls; a run's journal is complete without the file. So a
-    damaged record is ignored, and so are all records after it.
+    damaged record and all records after it are ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -574,13 +584,13 @@ def reply_key(engine: Mapping[str, Any], key: str, logprobs: str = "raw") -> byt
     """Return the key of a request to an engine; `engine` is the engine's description in the
     manifest.
 
-    A request that needs no log-probabilities has a different key, because its completion may lack
-    them.
+    The key of a request also depends on whether it needs log-probabilities, because the reply to a
+    request that needs none may lack them.
     """
     who = json.dumps(engine, sort_keys=True, default=sorted)
     return blake2b(f"{who} {key} {logprobs}".encode(), digest_size=20).digest()
 
 
 def run_number(name: str) -> int:
-    """Return the number of a run that the file of shared replies stores with each reply."""
+    """Return the number that identifies a run in the file of shared replies."""
     return zlib.crc32(name.encode())

@@ -1,4 +1,4 @@
-"""The events of a journal, as one tagged struct for each kind."""
+"""The events of a journal; each kind of event has a class."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ FailureKind = Literal["EngineUnavailable", "EngineTimeout", "BadReply", "OutOfMe
 VerdictStatus = Literal["correct", "wrong", "unscored"]
 
 PackedFloats = tuple[Literal["f4", "f8"], bytes]
-"""Floats as bytes, which JSON contains in base64. All floats have 32 bits, little-endian, if that
-represents each of them exactly; or else all have 64 bits. With most engines, a log-probability then
-takes 5 characters instead of 20.
+"""Floats that are packed into bytes; JSON stores the bytes in base64. All floats have 32 bits if 32
+bits represent each of them exactly. If not, all have 64 bits. The byte order is little-endian. With
+most engines, a packed log-probability takes 5 characters of JSON instead of 20.
 """
 
 
@@ -52,11 +52,12 @@ class _Event(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """The base of all events; their JSON has a `kind`, and omits fields that equal their defaults.
+    """The base class of all events.
 
-    Some fields are used only in the lines of the file, where they abbreviate other fields. They are
-    empty in the events that a writer receives and that a reader returns; `atts.journal.lines`
-    converts in both directions.
+    The JSON of an event has a field `kind`, and omits fields that are equal to their defaults.
+
+    Some fields are used only in the file, where they abbreviate other fields. In memory these
+    fields are empty. `atts.journal.lines` converts between both forms.
     """
 
 
@@ -71,16 +72,20 @@ class SessionOpened(_Event, frozen=True, tag="session-opened"):
 
 
 class SessionClosed(_Event, frozen=True, tag="session-closed"):
-    """A process closed its session; a session without this event was killed, or still runs."""
+    """A process closed its session.
+
+    If a session lacks this event, its process was killed or is still running.
+    """
 
     status: Literal["finished", "interrupted", "failed"]
     why: str = ""
-    # counts of the tokens that the session proposed to the target, and of the accepted ones
+    # number of tokens that were proposed to the target in the session, and number of accepted
+    # tokens
     speculated: Speculated | None = None
 
 
 class ProblemStarted(_Event, frozen=True, tag="problem-started"):
-    """Work on a problem began; recorded once, no matter how often the run is resumed."""
+    """Work on a problem began; the event is recorded only once, even if the run is resumed."""
 
     problem: Problem
 
@@ -91,18 +96,18 @@ class RolloutStarted(_Event, frozen=True, tag="rollout-started"):
     problem: str
     sample: int
     prompt: Prompt
-    # used only in the file's lines: whether the prompt is omitted, because the problem's previous
-    # rollout has the same prompt
+    # used only in the file: True if the prompt is omitted because the problem's previous rollout
+    # has the same prompt
     is_repeated: bool = False
 
 
 class WrittenChunk(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A chunk as the line of a turn stores it: as a reference to a recorded call, or in full.
+    """The stored form of a chunk: a reference to a recorded call, or the whole chunk.
 
-    `call` is the index of the referenced call among the rollout's calls since its last turn. With
-    `drops_end`, the chunk lacks the call's last id, which is an end token. `ids` are ids of the
-    model that wrote the chunk. `other_ids` are those of the other model; None if both models have
-    the same ids.
+    `call` is the index of the referenced call among the rollout's calls since its last turn. If
+    `drops_end` is True, the chunk lacks the call's last token id, which is an end token. `ids` are
+    the token ids of the model that wrote the chunk. `other_ids` are the token ids of the other
+    model (draft or target), or None if both models have the same ids.
     """
 
     author: Role
@@ -118,15 +123,15 @@ class WrittenChunk(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 class TurnFinished(_Event, frozen=True, tag="turn-finished"):
     """One turn of a rollout is complete.
 
-    If the rollout already has a turn with this index, this turn replaces it, and the turns after it
-    are dropped.
+    If the rollout already has a turn with this index, the new turn replaces the old turn, and all
+    later turns are dropped.
     """
 
     problem: str
     sample: int
     turn: Turn
-    # used only in the file's lines: the turn's chunks, and whether the turn's decision is the
-    # rollout's latest decision
+    # used only in the file: the turn's chunks, and True if the turn's decision is the rollout's
+    # latest decision
     chunks: tuple[WrittenChunk, ...] = ()
     discarded: tuple[WrittenChunk, ...] = ()
     is_decided: bool = False
@@ -142,7 +147,7 @@ class RolloutFinished(_Event, frozen=True, tag="rollout-finished"):
     answer: str | None = None
     usage: Usage = Usage()
     error: str = ""
-    # whether the answer comes from a finished text that does not mark its answer
+    # True if the answer comes from a finished text that does not mark its answer
     is_fallback_answer: bool = False
 
 
@@ -161,7 +166,7 @@ class OutcomeReached(_Event, frozen=True, tag="outcome"):
 
 
 class Graded(_Event, frozen=True, tag="graded"):
-    """An answer was graded: one rollout's answer, or the problem's answer if `sample` is None."""
+    """The answer of a rollout was graded, or the answer of the problem if `sample` is None."""
 
     problem: str
     status: VerdictStatus
@@ -173,9 +178,9 @@ class Graded(_Event, frozen=True, tag="graded"):
 class Sampled(_Event, frozen=True, tag="sampled"):
     """A sampling call of an engine finished.
 
-    `key` is a hash of the request, so a repeated request finds this event. `rollout` is the
-    request's rollout hint; calls with the same hint continue the same text. `seconds` is the
-    duration of the call.
+    `key` is a hash of the request; a repeated request has the same key and finds this event.
+    `rollout` is the request's rollout hint; calls with the same hint continue the same text.
+    `seconds` is the duration of the call.
     """
 
     problem: str
@@ -187,16 +192,14 @@ class Sampled(_Event, frozen=True, tag="sampled"):
     turn: int = 0
     attempt: int = 0
     seconds: float = 0.0
-    # used only in the file's lines: the completion's log-probabilities, and the call's span, which
-    # readers get as a second event
+    # used only in the file: the completion's log-probabilities, and the call's span, which is a
+    # separate event for readers
     logprobs: PackedFloats | None = None
     span: CallSpan | None = None
 
 
 class Scored(_Event, frozen=True, tag="scored"):
-    """A scoring call of an engine finished; fields with names as in `Sampled` have the same
-    meaning.
-    """
+    """A scoring call of an engine finished; the fields that `Sampled` also has mean the same here."""
 
     problem: str
     key: str
@@ -204,8 +207,8 @@ class Scored(_Event, frozen=True, tag="scored"):
     role: Role = "target"
     rollout: str = ""
     seconds: float = 0.0
-    # used only in the file's lines: log-probabilities of the suffix and of the beginning, and the
-    # call's span, which readers get as a second event
+    # used only in the file: log-probabilities of the suffix and of the beginning, and the call's
+    # span, which is a separate event for readers
     logprobs: PackedFloats | None = None
     beginning_logprobs: PackedFloats | None = None
     span: CallSpan | None = None
@@ -214,7 +217,7 @@ class Scored(_Event, frozen=True, tag="scored"):
 class CallFailed(_Event, frozen=True, tag="call-failed"):
     """An engine call failed; the pipeline may continue without the call's result.
 
-    `error` is the name of the error's class in `atts.errors`, and `text` is the whole message.
+    `error` is the name of a class in `atts.errors`, and `text` is the complete error message.
     """
 
     problem: str
@@ -228,7 +231,8 @@ class CallFailed(_Event, frozen=True, tag="call-failed"):
 
 
 class Decided(_Event, frozen=True, tag="decided"):
-    """The gate decided: before the target scored ("preview"), after it scored, or on a whole round.
+    """The gate made a decision: before the target scored ("preview"), after it scored, or on a
+    whole round.
 
     `features` are the numbers that the gate received in addition to the score. A preview with the
     action "verify" only requests the score. Such a preview is recorded only if the gate numbered
@@ -238,13 +242,13 @@ class Decided(_Event, frozen=True, tag="decided"):
     decision: Decision
     features: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     asked: Literal["preview", "score", "round"] = "score"
-    # used only in the file's lines: whether the chunk was escalated, which readers get as an
-    # `Observed` event
+    # used only in the file: True if the chunk was escalated; readers get a separate `Observed`
+    # event
     escalated: bool | None = None
 
 
 class Observed(_Event, frozen=True, tag="observed"):
-    """The gate was informed of the action that followed its decision, which may differ from the
+    """The gate was informed of the action taken after its decision; the action may differ from the
     decision.
     """
 
@@ -253,15 +257,16 @@ class Observed(_Event, frozen=True, tag="observed"):
 
 
 class Combining(_Event, frozen=True, tag="combining"):
-    """After a problem's vote, atts planned to keep the vote's answer or to ask the target."""
+    """After a problem's vote, atts decided to keep the answer of the vote or to ask the target."""
 
     problem: str
     plan: CombinePlan
 
 
 class Warned(_Event, frozen=True, tag="warning"):
-    """A warning for readers of the results; `code` stays the same between versions, `text` is for
-    people.
+    """A warning for readers of the results.
+
+    `code` identifies the kind of warning in all versions of atts; `text` is for people.
     """
 
     code: str
@@ -324,18 +329,19 @@ Event = (
 )
 """All events of a run. The order of the lines is the order in which the events happened.
 
-An interrupted run resumes from the recorded steps. Steps are results of engine calls (`Sampled`,
-`Scored` and `CallFailed`, found by `key`), calls of the gate (`Decided` and `Observed`), and
-`Combining`. The gate's calls are repeated in order, to rebuild the gate's state. Results and
-reports are made from facts: problems, rollouts, turns, outcomes and verdicts. All other events are
-remarks: sessions, spans of the task graph, warnings, drift, and measurements of other tools.
+An interrupted run resumes from the recorded steps. The steps are results of engine calls
+(`Sampled`, `Scored`, `CallFailed`), calls of the gate (`Decided`, `Observed`), and `Combining`. A
+result of an engine call is found by its `key`. The calls of the gate are repeated in order, to
+rebuild the gate's state. Results and reports are made from the events about problems, rollouts,
+turns, outcomes and verdicts. The other events are only remarks, for example sessions, spans of the
+task graph, warnings and drift.
 """
 
 
 KINDS: Mapping[str, type[Event]] = MappingProxyType(
     {str(kind.__struct_config__.tag): kind for kind in get_args(Event)}
 )
-"""The class of each event, by the event's `kind` in the file."""
+"""The class of each kind of event, keyed by the `kind` in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,17 +368,17 @@ FEATURES: Mapping[str, type[int | float | bool]] = {
     "agreement": float,
     "agrees": bool,
 }
-"""Numbers that a gate receives in addition to the score, with their types."""
+"""The numbers that a gate receives in addition to the score: their names and types."""
 _RARE = ("has_answer", "answered", "agreement", "agrees")
-"""Features that are 0 for most chunks. The journal omits them if they are 0."""
+"""Features that are 0 for most chunks; the journal omits a value of 0."""
 
 
 def feature_numbers(features: Features) -> dict[str, float]:
-    """Return the features of a chunk as numbers, without the text, the turn, and rare features that
-    are 0.
+    """Return the numeric features of a chunk, without the turn, and without rare features that are
+    0.
     """
     numbers = {"tokens": float(features.tokens)}
-    # both features are NaN by default, which JSON cannot write as a number
+    # both features are NaN by default, and JSON has no number for NaN
     if not math.isnan(features.draft_logprob):
         numbers["draft_logprob"] = features.draft_logprob
     if not math.isnan(features.draft_evidence):

@@ -1,4 +1,6 @@
-"""Write and read the file of a journal, whose lines have numbers, dates and checksums."""
+"""Functions and classes that write and read a journal file, in which each line has a number, a date
+and a checksum.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,10 @@ class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=F
     """A line of a journal, for example:
     {"n":17,"at":3.25,"wall":1790000003.25,"event":{"kind":"decided",...},"crc":"5f0c9a1b"}
 
-    A line is complete when it ends in a newline. Each checksum continues the checksum of the line
-    before. So a reader detects a line that was removed, inserted or exchanged, even if its number
-    was corrected. JSON has no numbers for infinities and NaN, so they are written as the texts
-    "inf", "-inf" and "nan".
+    A line is complete when it ends in a newline. Each checksum is computed from the line and the
+    checksum of the previous line. So a reader detects a line that was removed, inserted or
+    exchanged, even if the line numbers were adapted. JSON has no numbers for infinities and NaN, so
+    they are written as the texts "inf", "-inf" and "nan".
     """
 
     n: int
@@ -77,7 +79,7 @@ class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=F
 
 
 def _plain(value: Any) -> Any:
-    """Return a mapping as a dict; msgspec calls this for types that it does not know."""
+    """Convert a mapping to a dict; msgspec calls this function for types that it does not know."""
     if isinstance(value, Mapping):
         return dict(value)
     raise NotImplementedError(
@@ -103,12 +105,12 @@ _NO_CALLS = _OpenTurn()
 
 
 class OpenRecords:
-    """The prompts, calls and decisions of earlier lines to which later lines may refer.
+    """The prompts, calls and decisions of earlier lines that later lines may refer to.
 
     Only data of open problems is kept. A turn refers to the calls that wrote its chunks and to its
     decision; a rollout refers to the prompt of its problem's previous rollout. These references
-    halve the file. Writer and reader see the same events in the same order, so they resolve a
-    reference in the same way.
+    halve the file. Writer and reader store the same events in the same order, so a reference has
+    the same meaning for both.
     """
 
     def __init__(self) -> None:
@@ -116,8 +118,8 @@ class OpenRecords:
         self.turns: dict[str, dict[int, _OpenTurn]] = {}  # open turns, keyed by problem and sample
 
     def note(self, event: Event) -> None:
-        """Store the data to which later lines may refer, and drop data to which no line can refer
-        any more.
+        """Store the data of an event that later lines may refer to, and drop data that is no longer
+        needed.
         """
         match event:
             case Sampled():
@@ -172,7 +174,7 @@ def unpack_floats(packed: PackedFloats | None) -> tuple[float, ...]:
 
 
 def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRecords) -> Event:
-    """Return an event in the short form of its line, in which some fields abbreviate others."""
+    """Return the short form of an event, which is written to its line."""
     match event:
         case Sampled(completion=whole):
             span = second if isinstance(second, CallSpan) else None
@@ -225,7 +227,7 @@ def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRe
 
 
 def _completed(event: Event, records: OpenRecords) -> Event:
-    """Return the first event of a line, with the fields that the line omits filled in.
+    """Return the first event of a line, and fill in the fields that the line omits.
 
     :raises ValueError: the line refers to an earlier line that does not exist.
     """
@@ -249,8 +251,8 @@ def _completed(event: Event, records: OpenRecords) -> Event:
                     raise ValueError("the line refers to a prompt that does not exist")
                 prompt = earlier
             elif prompt.draft_ids == prompt.target_ids:
-                # With a shared tokenizer, both fields refer to one tuple, as before the event was
-                # written.
+                # If both models share a tokenizer, both fields refer to the same tuple, to save
+                # memory.
                 prompt = Prompt(prompt.draft_ids, prompt.draft_ids)
             return structs.replace(event, prompt=prompt, is_repeated=False)
         case TurnFinished(problem=problem, sample=sample, turn=turn):
@@ -279,11 +281,13 @@ def _completed(event: Event, records: OpenRecords) -> Event:
 
 
 def _written(chunk: Chunk, calls: list[Sampled]) -> WrittenChunk:
-    """Return a chunk as the line of a turn stores it: as a reference to a call whose completion
-    equals the chunk, or in full.
+    """Return the stored form of a chunk: a reference to the call that wrote the chunk, or the whole
+    chunk.
 
-    A chunk is longer than a call's completion if its beginning was drawn while scoring. A chunk is
-    shorter if a character was cut, or if only a part of the completion was kept.
+    A reference is possible only if the call's completion is equal to the chunk.
+
+    A chunk is longer than the completion if the beginning of the chunk was sampled in a scoring
+    call. A chunk is shorter if a character was cut, or if only a part of the completion was used.
     """
     is_draft = chunk.author == "draft"
     ids = chunk.draft_ids if is_draft else chunk.target_ids
@@ -334,8 +338,9 @@ def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
 
 
 class LineWriter:
-    """A writer that turns events into numbered lines with chained checksums, continuing where a
-    reader ended.
+    """A writer that converts events to numbered lines with chained checksums.
+
+    The writer continues after the last line that a reader has read.
     """
 
     def __init__(self, number: int = 0, crc: int = 0, records: OpenRecords | None = None) -> None:
@@ -346,7 +351,7 @@ class LineWriter:
     def line(
         self, event: Event, at: float, wall: float, second: CallSpan | Observed | None = None
     ) -> bytes:
-        """Return the line of an event, which may also contain a second event."""
+        """Return the line of an event; the line may also contain a second event."""
         shortened = _shortened(event, second, self._records)
         self._records.note(event)
         line = _Line(self.number, round(at, 6), round(wall, 3), shortened)
@@ -355,7 +360,8 @@ class LineWriter:
             # msgspec writes null for infinities and NaN, for which JSON has no numbers.
             is_strict = b"null" not in body or _is_finite(shortened)
         except UnicodeEncodeError:
-            # the text contains half a surrogate pair, which Python allows but UTF-8 cannot encode
+            # the text contains one half of a surrogate pair, which Python allows but UTF-8 cannot
+            # encode
             body = b""
             is_strict = False
         if not is_strict:
@@ -367,10 +373,10 @@ class LineWriter:
 
 
 def _is_finite(event: Event) -> bool:
-    """Return True if every float of the event is certainly finite, so JSON can write all of them.
+    """Return True if it is certain that every float of the event is finite.
 
-    Most events are of a few kinds. For these kinds, this check avoids a slow search for floats that
-    JSON cannot write.
+    JSON can write only finite floats. For the most frequent kinds of events, this check avoids a
+    slow search for other floats.
     """
     numbers: list[float | None]
     decision: Decision | None = None
@@ -396,7 +402,7 @@ def _is_finite(event: Event) -> bool:
 
 
 def _with_texts(line: _Line) -> bytes:
-    """Return a line as strict JSON; infinities and NaN are written as texts."""
+    """Return a line as JSON, with infinities and NaN written as texts."""
 
     def worded(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -414,7 +420,7 @@ def _with_texts(line: _Line) -> bytes:
 Opener = Callable[[Path], FileIO]
 """A function that opens a file for appending.
 
-The file's `write` may write fewer bytes than it is given, as in tests with a full disk.
+The file's `write` may write only a part of the given bytes, for example in tests with a full disk.
 """
 
 
@@ -424,7 +430,8 @@ def open_append(path: Path) -> FileIO:
 
 
 def write_all(file: FileIO, data: bytes) -> None:
-    """Append all bytes, even if each call of `file.write` takes only a few of them.
+    """Append all bytes to the file; call `file.write` repeatedly if it writes only a part of the
+    bytes.
 
     :raises OSError: writing to the disk fails; a part of `data` may have been written.
     """
@@ -437,8 +444,8 @@ def write_all(file: FileIO, data: bytes) -> None:
 
 
 Durability = Literal["always", "interval", "close"]
-"""The time at which lines are synced to the disk. Lines that are not synced are lost if the machine
-loses power.
+"""The moment at which lines are synced to the disk. Lines that are not synced are lost if the
+machine loses power.
 
 "always": before `saved` returns; "interval": by default at most a second later; "close": when the
 journal is closed.
@@ -449,8 +456,8 @@ journal is closed.
 class JournalOptions:
     """Options of a journal's writer; the default `clock` is the clock of the running event loop.
 
-    Under virtual time, use the durability "close". Thousands of virtual seconds pass quickly, but a
-    sync after each of them would take real time.
+    With a virtual clock, use the durability "close". Thousands of virtual seconds pass quickly, but
+    a sync after each virtual second takes real time.
 
     :raises OptionError: the durability is unknown.
     """
@@ -529,7 +536,7 @@ class Journal:
                 write_all(self._file, line[taken or 0 :])
             self._size += len(line)
         except BaseException as error:
-            # After a line that was written only in part or not at all, no further line may follow.
+            # After a failed or incomplete write, no further line may be written.
             self._fail(error)
             if not isinstance(error, OSError | MemoryError):
                 raise
@@ -555,9 +562,7 @@ class Journal:
             raise self._failure
 
     async def keep_synced(self) -> None:
-        """Sync the file whenever a sync is due, until the journal is closed. Cancellation does not
-        interrupt this task.
-        """
+        """Sync the file whenever a sync is due, until the journal is closed; ignore cancellation."""
         wait = self._options.sync_seconds if self._options.durability == "interval" else math.inf
         try:
             with anyio.CancelScope(shield=True):
@@ -605,7 +610,8 @@ class Journal:
         self._sync_done = anyio.Event()
 
     def _look(self, handle: int, size: int) -> None:
-        """Check that the path still refers to the open file, and that the file was not shortened.
+        """Check that the file at the journal's path is still the open file, and that the file was
+        not shortened.
 
         :raises OSError: the file was deleted, moved, replaced or shortened.
         """
@@ -628,7 +634,7 @@ class Journal:
 _END = len(b',"crc":"00000000"}\n')
 _HEAD = re.compile(rb'\{"n":(\d+),"at":[^,]+,"wall":[^,]+,"event":\{"kind":"([a-z-]+)"')
 _KINDS = {word.encode(): kind for word, kind in KINDS.items()}
-# the kinds of events whose line may contain a second event, and the kind of the second event
+# for each kind of event whose line may contain a second event: the kind of the second event
 _SECOND: dict[type[Event], type[Event]] = {Sampled: CallSpan, Scored: CallSpan, Decided: Observed}
 # the kinds of events that refer to earlier lines, and the kinds of events that change `OpenRecords`
 _REFERRING: frozenset[type[Event]] = frozenset({TurnFinished, RolloutStarted})
@@ -647,7 +653,9 @@ _NOTED: frozenset[type[Event]] = frozenset(
 
 
 class LineReader:
-    """A reader of a journal; memory holds one line, and the data that later lines may refer to."""
+    """A reader of a journal; memory holds only one line, and the data that later lines may refer
+    to.
+    """
 
     def __init__(self, path: Path, kinds: Collection[type[Event]] | None = None) -> None:
         self.path = path
@@ -659,12 +667,12 @@ class LineReader:
         self._kinds = kinds
 
     def entries(self) -> Iterator[Entry]:
-        """Yield every event in order, except that of a torn last line, which a killed process wrote
-        in part.
+        """Yield every event in order, except an incomplete last line, which a killed process may
+        leave.
 
-        With `kinds`, only events of these kinds and the openings of sessions are yielded. Other
-        lines are checked, but decoded only if an event to yield refers to them. The caller may
-        remove kinds from the set while reading.
+        If `kinds` is given, only events of these kinds and the openings of sessions are yielded.
+        The checksums of other lines are checked, but these lines are decoded only if a yielded
+        event may refer to them. The caller may remove kinds from the set while reading.
 
         :raises JournalCorrupt: a line before the last is damaged, missing or out of order.
         :raises JournalVersion: another version of atts wrote the journal.
@@ -686,7 +694,7 @@ class LineReader:
                     yield from self._parts(entry)
 
     def _parts(self, entry: Entry) -> Iterator[Entry]:
-        """Yield the one or two events of a line, except those of kinds that were not requested."""
+        """Yield the one or two events of a line, but only events of the requested kinds."""
         event = entry.event
         events: tuple[Event, ...]
         if isinstance(event, Sampled | Scored) and event.span is not None:
@@ -701,7 +709,7 @@ class LineReader:
                 yield entry if part is event else replace(entry, event=part)
 
     def _is_passed_over(self, line: bytes) -> bool:
-        """Return True, and count the line, if no event of the line has to be decoded."""
+        """Return True if no event of the line has to be decoded; then also count the line as read."""
         kinds = self._kinds
         if kinds is None or self.number == 0:
             return False
@@ -759,7 +767,7 @@ class LineReader:
 
 
 def read_entries(path: Path, kinds: Collection[type[Event]] | None = None) -> Iterator[Entry]:
-    """Yield every event of a journal, or only events of some kinds; see `LineReader.entries`."""
+    """Yield the events of a journal; `LineReader.entries` explains the arguments."""
     return LineReader(path, kinds).entries()
 
 
@@ -773,8 +781,8 @@ def other_version(path: Path, schema: int) -> JournalVersion:
 
 
 def _opened_schema(line: bytes) -> int | None:
-    """Return the schema in a session's opening; None if the line has none. Other fields are
-    ignored, because another version of atts may have written them.
+    """Return the version of the format that the opening of a session names; None if the line names
+    none. Other fields are ignored, because another version of atts may have written them.
     """
     data: Any = msgspec.json.decode(line)
     if not isinstance(data, dict):

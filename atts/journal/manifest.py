@@ -1,4 +1,4 @@
-"""The manifest of a run, with the settings that must not change at a resume."""
+"""The manifest of a run, which records the settings that must not change when the run is resumed."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All facts that a reader needs to interpret a run's results.
+    """The facts that are needed to interpret a run's results.
 
     When a run is resumed, `configuration`, `engines`, `dataset` and `seed` must be the same.
-    Origins, versions, dates and `settings` (every setting as the user gave it) are only for people.
-    `engines` maps each role to the fields of its engine's spec. `dataset` is the digest that
-    `dataset_digest` computes.
+    Origins, versions and dates are only for people, and so are `settings`: all settings in the form
+    in which the user gave them. `engines` maps each role to the fields of its engine's spec.
+    `dataset` is the digest that `dataset_digest` computes.
     """
 
     seed: int = 0
@@ -59,7 +59,7 @@ class Manifest:
     created: float = 0.0  # seconds since the epoch
     schema: int = SCHEMA
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
-    # for each role, the log-probabilities of a fixed text, which show whether a server's model has
+    # for each role, the log-probabilities of a fixed text; they show if a server's model has
     # changed
     known_logprobs: Mapping[str, Sequence[float]] = field(
         default_factory=dict[str, Sequence[float]]
@@ -74,7 +74,7 @@ class Manifest:
         return "problems" if escalates == "problem" else "chunks"
 
     def check(self, stored: Manifest, directory: Path) -> None:
-        """Check that a run to resume was started under the same settings.
+        """Check that the run was started with the same settings as this resume.
 
         :raises FingerprintError: if a setting differs; the message names every field that differs.
         """
@@ -117,7 +117,7 @@ def versions(
     """
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name, distribution in {"atts": DISTRIBUTION, **{name: name for name in packages}}.items():
-        # A checkout that is not installed has no version.
+        # A source checkout that is not installed has no version.
         with suppress(PackageNotFoundError):
             versions[name] = _version(distribution)
     return versions
@@ -136,7 +136,7 @@ def dataset_digest(problems: Iterable[Problem]) -> str:
     hasher = blake2b(digest_size=16)
     for problem in problems:
         fields = plain_fields(problem)
-        # older runs were recorded without this field, so its default value is left out of the hash
+        # older runs were hashed without this field, so its default value is left out of the hash
         if fields["grading"] and fields["grading"]["variables"] == Grading().variables:
             del fields["grading"]["variables"]
         hasher.update(json.dumps(fields, sort_keys=True).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Rebuild the state of a run from its journal: summaries of finished problems, and all steps of
+"""The state of a run, rebuilt from its journal: summaries of finished problems and all steps of
 open problems.
 """
 
@@ -51,8 +51,8 @@ from atts.journal.events import (
 from atts.journal.manifest import Manifest
 
 SampleVerdict = VerdictStatus | Literal["spared", "lost"]
-"""The verdict on a rollout. A rollout that was stopped before it could answer is "spared", a failed
-one is "lost"; neither of them counts as wrong.
+"""The verdict on a rollout. "spared": the rollout was stopped before it could answer. "lost": the
+rollout failed. Neither of them counts as wrong.
 """
 
 
@@ -60,8 +60,8 @@ def is_censored(answer: object, finish: object) -> bool:
     """Return True if a rollout was stopped before it could answer.
 
     A rollout is stopped if the vote is settled, the run ends, or an engine is lost. The answer of a
-    stopped rollout is unknown. Counting stopped rollouts as wrong would make a better method look
-    worse, so rates of single rollouts leave them out.
+    stopped rollout is unknown. Accuracies of single rollouts leave out stopped rollouts, because
+    counting them as wrong would make a better method look worse.
 
     >>> is_censored(None, "settled"), is_censored(None, "tokens"), is_censored("7", "settled")
     (True, False, False)
@@ -79,12 +79,12 @@ class FinishedSample:
     verdict: SampleVerdict | None = None  # verdict on the rollout; None: it was not graded
     rule: str = ""
     error: str = ""  # the reason why the rollout failed
-    # the answer comes from a finished text that does not mark its answer
+    # True if the answer comes from a finished text that does not mark its answer
     is_fallback_answer: bool = False
 
     @classmethod
     def of(cls, rollout: Rollout) -> FinishedSample:
-        """Make a summary of a rollout that is not graded yet."""
+        """Summarise a rollout that is not graded yet."""
         finish = rollout.finish or "cancelled"
         verdict: SampleVerdict | None = None
         if is_censored(rollout.answer, finish):
@@ -109,7 +109,7 @@ class FinishedSample:
         return self.answer is None and self.finish in ("tokens", "turns")
 
     def graded(self, graded: Graded) -> FinishedSample:
-        """Return the rollout with its verdict; a rollout that was stopped gets no verdict."""
+        """Return the rollout with the given verdict; a rollout that was stopped gets no verdict."""
         if self.is_censored:
             return self
         return replace(self, verdict=graded.status, rule=graded.rule)
@@ -124,8 +124,8 @@ class FinishedProblem:
     problem: str
     status: OutcomeStatus
     answer: str | None
-    # verdict on the problem's answer; None if it was not graded, or if rollouts were stopped before
-    # there was an answer
+    # verdict on the problem's answer; None if it was not graded, or if there is no answer because
+    # rollouts were stopped
     verdict: VerdictStatus | None
     rule: str
     samples: tuple[FinishedSample, ...]
@@ -135,7 +135,8 @@ class FinishedProblem:
     # number of chunks that the gate decided on, including chunks of rollouts that were cut
     judged: int = 0
     escalated: int = 0  # number of the problem's chunks that were escalated
-    # warning that the problem is unlike the questions with which the gate was calibrated
+    # a warning if the problem differs strongly from the questions with which the gate was
+    # calibrated
     doubt: str = ""
     # how the target combined the answers; None if the vote alone decided the answer
     combination: Combination | None = None
@@ -208,8 +209,8 @@ class FinishedProblem:
 
     @property
     def complete_samples(self) -> tuple[FinishedSample, ...]:
-        """Return the rollouts that were not stopped early; rates of single rollouts count only
-        these.
+        """Return the rollouts that were not stopped early, which accuracies of single rollouts are
+        computed from.
         """
         return tuple(one for one in self.samples if not one.is_censored)
 
@@ -229,13 +230,13 @@ class FinishedProblem:
 
 
 LARGE_SHARE = 0.05
-"""The share of cut rollouts above which a run's numbers cannot be trusted."""
+"""The share of cut rollouts (0 to 1) above which a run's results are not reliable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The numbers of rollouts that were cut before they could answer, for the token limit and for
-    the turn limit.
+    """The number of rollouts that the token limit cut before they could answer, and the number that
+    the turn limit cut.
     """
 
     rollouts: int
@@ -257,7 +258,9 @@ class Truncation:
 
     @property
     def warning(self) -> str:
-        """Return a warning if more than 5 % of the rollouts were cut, or else an empty text."""
+        """Return a warning if more than 5 % of the rollouts were cut; otherwise return an empty
+        text.
+        """
         return str(self) if self.is_large else ""
 
     def as_json(self) -> dict[str, int]:
@@ -327,8 +330,8 @@ class OpenProblem:
 
     A resumed run does not repeat recorded steps. It finds the results of engine calls by the
     request's key, and gate calls by (sample, turn). A failed call is kept if its rollout continued
-    after the failure. If the failure was the rollout's last step, it is dropped, so that the call
-    is tried again.
+    after the failure. If the failure was the rollout's last step, the failed call is dropped, so
+    that a resumed run repeats the call.
     """
 
     problem: Problem
@@ -339,7 +342,7 @@ class OpenProblem:
     )
     turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
     graded: list[Graded] = field(default_factory=list[Graded])
-    # the plan, made after the vote, to keep the vote's answer or to ask the target
+    # the decision after the vote to keep the answer of the vote or to ask the target
     combine_plan: CombinePlan | None = None
     judged: int = 0  # number of chunks that a gate decided on
     escalated: int = 0  # number of the problem's chunks that were escalated
@@ -363,7 +366,7 @@ class OpenProblem:
         )
 
     def apply(self, event: Event) -> None:
-        """Apply an event of this problem, which changes the problem's state."""
+        """Change the state of the problem as one of its events requires."""
         match event:
             case RolloutStarted(_, sample, prompt):
                 self.rollouts[sample] = Rollout(self.problem.id, sample, prompt)
@@ -417,11 +420,12 @@ class OpenProblem:
 
 
 def judged(event: object) -> Iterator[tuple[Decision, bool]]:
-    """Yield the decision that an event completes, and whether the chunk was escalated; most events
-    complete none.
+    """Yield the decision that an event completes, and True if the chunk was escalated.
 
-    A gate of single chunks is informed of the action that followed its decision, so that action
-    counts. A gate of whole rounds is not informed, so its decision itself counts.
+    Most events do not complete a decision.
+
+    If the gate judges single chunks, the journal also records the action that followed the
+    decision, and this action is used. If the gate judges whole rounds, the decision itself is used.
     """
     if isinstance(event, Observed):
         yield event.decision, event.escalated
@@ -431,13 +435,14 @@ def judged(event: object) -> Iterator[tuple[Decision, bool]]:
 
 @dataclass(slots=True)
 class RunClock:
-    """A clock of a run's work. Each session begins on this clock when the previous session ends; a
-    session without work takes no time.
+    """A clock of a run's work. The clock has no pauses between sessions: each session begins when
+    the previous session ends. A session without work takes no time.
     """
 
     seconds: float = 0.0
     before: float = 0.0  # seconds of work in earlier sessions
-    _graph_zero: float | None = None  # time on the clock of the nodes at which the session opened
+    # time at which the session opened, on the clock that the recorded nodes use
+    _graph_zero: float | None = None
 
     def advance(self, entry: Entry) -> None:
         """Move the clock to the time of an entry; the caller passes the entries in order."""
@@ -469,8 +474,8 @@ class RunState:
     """The state of a run after all entries that `apply` has received, in order.
 
     `finished` has the summary of every problem with an outcome, in the order of finishing. The
-    rollouts of complete problems are dropped, unless `keeps` is "everything". Problems that failed,
-    or that have a failed rollout, also stay open, so that the next session completes them.
+    rollouts of complete problems are dropped, unless `keeps` is "everything". A problem that
+    failed, or that has a failed rollout, is still open, so that the next session can complete it.
     """
 
     keeps: Literal["open problems", "everything"] = "open problems"
@@ -480,9 +485,10 @@ class RunState:
     said: set[str] = field(default_factory=set[str])
     sessions: int = 0
     killed: int = 0  # number of earlier sessions that have no closing event
-    # the closing event of the last session; None if that session was killed or still runs
+    # the closing event of the last session; None if that session was killed or is still running
     ended: SessionClosed | None = None
-    # speculation counters, summed over all sessions that reported them; None if no session did
+    # numbers of proposed and accepted tokens, summed over all sessions that reported them; None if
+    # no session reported them
     speculated: Speculated | None = None
     last_node: int = -1
     clock: RunClock = field(default_factory=RunClock)
@@ -529,8 +535,8 @@ class RunState:
                 self.finished[problem] = replace(
                     self.finished[problem], seconds=event.ended - event.started
                 )
-            # All other events that matter belong to open problems. Late events of finished
-            # problems, and remarks, change nothing.
+            # All other relevant events belong to open problems. Events of finished problems that
+            # arrive late do not change the state.
             case Decided() | Observed() if inside := self.open.get(event.decision.question):
                 inside.apply(event)
             case _ if inside := self.open.get(getattr(event, "problem", "")):
@@ -546,7 +552,7 @@ class RunState:
 
     @property
     def done(self) -> int:
-        """Count the problems that are complete."""
+        """Return the number of complete problems."""
         return sum(map(self.is_over, self.finished))
 
     @property

@@ -76,12 +76,14 @@ def fresh_calibrator(run: RecordedRun, rate: float, mode: Mode) -> Calibrator:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRollout:
-    """A recorded rollout as the other policy would make it, up to the point where the record ends."""
+    """A recorded rollout, changed to what the other policy would make of it, as far as the record
+    shows.
+    """
 
     problem: str
     sample: int
-    answer: str | None  # the recorded answer; it is counted in the vote only if `is_known`
-    is_censored: bool  # True if the record ends before the rollout could answer
+    answer: str | None  # the recorded answer; it has a vote only if `is_known` is True
+    is_censored: bool  # True if the rollout needs more text than was recorded to reach an answer
     # the first turn after which the text would differ from the record; None if there is no such
     # turn
     off_policy_from: int | None
@@ -97,7 +99,7 @@ class ReplayedRollout:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedProblem:
-    """A problem under the other policy; only rollouts whose end is known vote."""
+    """A problem under the other policy; only rollouts with a known end have a vote."""
 
     problem: str
     tally: Tally
@@ -118,12 +120,15 @@ class ReplayedProblem:
 
 
 class Decisions(Sequence[Decision]):
-    """A sequence of decisions in the order in which they were taken; a decision is built from
-    columns when it is accessed.
+    """A sequence of decisions in the order in which they were taken.
+
+    The decisions are stored in arrays, and a decision object is built only when it is accessed.
     """
 
     def __init__(self, steps: Steps, rows: Sequence[int]) -> None:
-        """Create a view of a log's steps; `rows` has the index of each step's chunk in the record."""
+        """Create a view of the steps in a log; `rows` has for each step the index of its chunk in
+        the record.
+        """
         self._steps = steps
         self.rows = rows
 
@@ -163,7 +168,9 @@ class Replayed:
 
     @property
     def off_policy(self) -> float:
-        """Return the share of rollouts that left their recorded path; NaN if there are none."""
+        """Return the share of rollouts in which a decision differs from the record; NaN if there
+        are no rollouts.
+        """
         rollouts = sum(len(problem.rollouts) for problem in self.problems)
         strayed = sum(
             rollout.off_policy_from is not None
@@ -184,13 +191,14 @@ class _JudgedChunk:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedProblem:
-    """The facts about a finished problem that a replay needs in addition to the judged chunks."""
+    """The data of a finished problem that a replay needs in addition to the judged chunks."""
 
     problem: Problem
     answer: str | None
     is_censored: bool
     usage: Usage  # usage of all recorded rollouts of the problem
-    rollouts: tuple[ReplayedRollout, ...]  # the recorded rollouts that the other policy also has
+    # the recorded rollouts that are also made under the other policy
+    rollouts: tuple[ReplayedRollout, ...]
     weights: tuple[float, ...]  # weights of the votes of `rollouts`
     rows: range  # indices of the problem's judged chunks
 
@@ -198,7 +206,7 @@ class _RecordedProblem:
 class _Record:
     """The data of a recorded run that a replay needs.
 
-    Judged chunks are stored in columns, with about 170 bytes each, so that a large run fits into
+    Judged chunks are stored in arrays and take about 170 bytes each, so that a large run fits into
     memory. Texts are stored only for gates that read them.
     """
 
@@ -206,13 +214,14 @@ class _Record:
         self.policy = policy
         self.problems: dict[str, _RecordedProblem] = {}
         self.turns = StepLog()  # the recorded decisions on the judged chunks
-        # for each judged chunk, the position of its decision in time; -1 if not known
+        # for each judged chunk, the index of its decision in the order of time; -1 if not known
         self._places = array("q")
-        self._is_within = array("b")  # per judged chunk: 1 if within the policy's turns, else 0
+        # for each judged chunk, 1 if its turn is within the policy's limit on turns, otherwise 0
+        self._is_within = array("b")
         self._scores = array("d")
         self._features = array("d")
         self._texts: list[str] | None = [] if keeps_texts else None
-        # decisions on unfinished problems, each with its first position in time
+        # decisions on unfinished problems, each with its index in the order of time
         self._decided: dict[str, dict[tuple[int, int], tuple[int, Decided]]] = {}
         self._count = 0
 
@@ -230,8 +239,8 @@ class _Record:
     def finish(self, outcome: Outcome) -> None:
         """Add a problem's outcome, which replaces an earlier outcome of the same problem.
 
-        If the policy has fewer samples than were recorded, those with the lowest numbers are used.
-        Using the rollouts that ended first would favour fast rollouts.
+        If the policy has fewer samples than were recorded, the samples with the lowest indices are
+        used. Using the rollouts that ended first would favour fast rollouts.
         """
         name = outcome.problem.id
         known = self._decided.get(name, {})
@@ -255,7 +264,7 @@ class _Record:
             is_later = [one.sample in self.policy.waves[1] for one in rollouts]
             answered = [one.answer is not None for one in rollouts]
             if any(later and answers for later, answers in zip(is_later, answered, strict=True)):
-                # on this problem, the draft's rollouts do not vote
+                # on this problem, the rollouts of the draft have no vote
                 weights = [w * later for w, later in zip(weights, is_later, strict=True)]
         self.problems[name] = _RecordedProblem(
             outcome.problem,
@@ -289,8 +298,9 @@ class _Record:
             self._texts.append(chunk.text)
 
     def chunks(self) -> Iterator[_JudgedChunk]:
-        """Yield the judged chunks in the order of their decisions; chunks whose position is not
-        known follow turn by turn.
+        """Yield the judged chunks in the order of their decisions.
+
+        Chunks whose place in this order is not known come last, in the order of their turns.
         """
         rows = [row for one in self.problems.values() for row in one.rows]
         named = sorted(
@@ -340,12 +350,12 @@ def replay_policy(
 ) -> Replayed:
     """Repeat all decisions of a run on its recorded scores under another policy, and vote again.
 
-    Samples and turns beyond the policy's limits are left out. A rollout that was cut, or that left
-    the recorded path, has an unknown answer and does not vote.
+    Samples and turns beyond the policy's limits are left out. The answer of a rollout is unknown if
+    the rollout was cut, or if a decision differs from the record. Such a rollout has no vote.
 
-    `decided` has the recorded decisions with their features, in the order in which they were taken;
-    other chunks follow turn by turn. The gate must be new, because it learns from this replay.
-    Without a gate, every decision stays as recorded.
+    `decided` has the recorded decisions with their features, in the order in which they were taken.
+    Chunks without such a decision come last, in the order of their turns. The gate must be new,
+    because it learns from this replay. Without a gate, every recorded decision is kept.
     """
     record = _Record(policy, keeps_texts=True)
     for event in decided.values():
@@ -407,8 +417,8 @@ def _by_round(gate: RoundGate, chunks: Iterable[_JudgedChunk]) -> Iterator[tuple
 def _with_cut_turn(
     rollout: Rollout, decided: Mapping[tuple[int, int], tuple[int, Decided]]
 ) -> Rollout:
-    """Return the rollout. If it was cancelled during a turn because the vote was settled, add the
-    decision of this turn.
+    """Return the rollout; add the decision of the turn in which the rollout was cancelled because
+    the vote was settled.
     """
     _, event = decided.get((rollout.sample, len(rollout.turns)), (0, None))
     if event is None or event.decision.score is None:
@@ -419,14 +429,14 @@ def _with_cut_turn(
 
 
 def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
-    """Return the rollout as the policy makes it, up to the first decision that differs from the
-    record.
+    """Return the part of the rollout that the policy also makes, up to the first decision that
+    differs from the record.
     """
     turns = rollout.turns
     if policy.turns is not None:
         turns = turns[: rollout.turn_limit(policy.turns)]
     is_whole = len(turns) == len(rollout.turns)
-    # the usage of a rollout also counts tokens that do not belong to a turn
+    # the usage of a rollout includes tokens that do not belong to a turn
     spent = rollout.usage if is_whole else _usage_of(turns)
     return ReplayedRollout(
         rollout.problem,
@@ -441,7 +451,7 @@ def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
 
 
 def _usage_of(turns: Iterable[Turn]) -> Usage:
-    """Return the usage of tokens by some turns of a rollout."""
+    """Return the numbers of tokens that some turns of a rollout used."""
     total = Usage()
     for turn in turns:
         total += Usage(
@@ -453,7 +463,7 @@ def _usage_of(turns: Iterable[Turn]) -> Usage:
 
 
 def _is_cut_short(rollout: Rollout, policy: Policy) -> bool:
-    """Return True if the record ends before an answer or the policy's last turn."""
+    """Return True if the record ends before the rollout answers or reaches the policy's last turn."""
     whole = sum(not turn.was_cut_short for turn in rollout.turns)
     return is_censored(rollout.answer, rollout.finish) and whole < _turn_limit(rollout, policy)
 
@@ -479,7 +489,7 @@ def _problem(
 
 @dataclass(frozen=True, slots=True)
 class ReplayedDecision:
-    """A decision of the replay, next to the recorded decision (without its reason)."""
+    """A decision of the replay, with the recorded decision on the same chunk (without its reason)."""
 
     decision: Decision
     recorded: Decision
@@ -496,8 +506,9 @@ class ReplayedDecisions(Sequence[ReplayedDecision]):
     def __init__(
         self, decisions: Decisions, recorded: Decisions, problems: Iterable[ReplayedProblem]
     ) -> None:
-        """Join the decisions of a replay with the recorded decisions; both must be about the same
-        chunks in the same order.
+        """Join the decisions of a replay with the recorded decisions.
+
+        Both sequences must be about the same chunks in the same order.
         """
         self._decisions = decisions
         self._recorded = recorded
@@ -530,13 +541,13 @@ TokenCount = Literal["counted", "at least", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class ReplaySide:
-    """The numbers of a run as it was recorded, or as it was replayed.
+    """The results of the recorded run, or of the replayed run.
 
-    If a decision changed in a rollout, `rate` is a share of the recorded chunks without an
+    If a decision changed in any rollout, `rate` is a share of the recorded chunks without an
     interval, and the numbers of tokens are unknown. The numbers of tokens are lower bounds if the
-    replayed vote needs a rollout whose record ends too early. An accuracy that the record does not
-    determine is NaN; its `low` and `high` are bounds that contain the accuracy of a live run 95 %
-    of the time.
+    replayed vote needs a rollout whose record ends too early. If the record does not determine the
+    accuracy, the accuracy is NaN. Then `low` and `high` are bounds that contain the accuracy of a
+    live run with 95 % probability.
     """
 
     rate: Estimate
@@ -550,12 +561,12 @@ class ReplaySide:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The result of replaying a run under another policy, next to the recorded result.
+    """The result of replaying a run under another policy, together with the recorded result.
 
-    `off_policy` is the share of rollouts in which a decision changed, so their text after that
-    decision is unknown. The vote of `undecided` problems is unknown, because too many rollouts have
-    an unknown end. Accuracies omit `censored` problems, because all their rollouts were stopped
-    before they could answer.
+    `off_policy` is the share of rollouts in which a decision changed. The text of these rollouts
+    after that decision is unknown. The vote of `undecided` problems is unknown, because too many
+    rollouts have an unknown end. Accuracies omit `censored` problems, because all their rollouts
+    were stopped before they could answer.
     """
 
     recorded: ReplaySide
@@ -623,9 +634,7 @@ def _check_scored(record: _Record) -> None:
 
 
 def _reads_texts(gate: object) -> bool:
-    """Return whether a gate may read texts; False only for gates of atts that are known not to read
-    texts.
-    """
+    """Return False if the gate is known not to read texts, which only some gates of atts are."""
     if gate is None:
         return False
     if not type(gate).__module__.startswith("atts.pipelines."):
@@ -634,11 +643,11 @@ def _reads_texts(gate: object) -> bool:
 
 
 class _RecordedGate:
-    """A gate that repeats the recorded decisions, except those that a budget overrules."""
+    """A gate that repeats the recorded decisions, unless a budget does not allow them."""
 
     def __init__(self, record: _Record) -> None:
-        # decisions alternate between problems in flight, so the decisions on several problems are
-        # kept ready
+        # the run decided on several problems in turn, so the decisions on several problems are in
+        # memory
         self._of = lru_cache(1024)(record.decisions_on)
 
     def preview(self, features: Features) -> Decision:
@@ -667,13 +676,17 @@ class _Recorded:
         return {name: one.answer for name, one in problems.items() if not one.is_censored}
 
     def accuracy(self, answers: Mapping[str, str | None]) -> Estimate:
-        """Return the accuracy of these answers; an answer without a recorded verdict is graded now."""
+        """Return the accuracy of these answers; an answer without a recorded verdict is graded by
+        this call.
+        """
         problems = [one.problem for one in self.record.problems.values()]
         asked = [one for one in problems if one.answer is not None]
         return accuracy_estimate(self.right(it, answers[it.id]) for it in asked if it.id in answers)
 
     def right(self, problem: Problem, answer: str | None) -> bool | None:
-        """Return whether the answer is correct; None if the grader cannot decide."""
+        """Return True if the answer is correct, False if it is wrong, and None if the grader cannot
+        decide.
+        """
         if answer is None:
             return False
         status = self.verdicts.get((problem.id, answer)) or judge(problem, answer).status
@@ -681,7 +694,7 @@ class _Recorded:
 
 
 def _read(run: RecordedRun, record: _Record) -> _Recorded:
-    """Read the journal of a run in one pass; only open problems are in memory with their texts."""
+    """Read the journal of a run once; only the texts of open problems are in memory."""
     state = RunState()
     verdicts = dict[tuple[str, str], str]()
     for entry in run.entries((*FACTS, Decided)):
@@ -707,8 +720,8 @@ def _read(run: RecordedRun, record: _Record) -> _Recorded:
 
 
 def _policy(run: RecordedRun, change: PolicyChange) -> Policy:
-    """Return the recorded policy with the changed numbers of samples and turns, which can only be
-    lower.
+    """Return the recorded policy with other limits on samples and turns, which must not exceed the
+    recorded limits.
     """
     recorded = run.policy
     samples = recorded.get("samples", 1)
@@ -764,7 +777,7 @@ def _compare(recorded: _Recorded, again: Replayed, *, is_same_vote: bool) -> Rep
     old = _side(as_recorded, recorded.accuracy(known), [spent])
     judged = [problem for problem in again.problems if problem.problem in known]
     if is_same_vote and not again.off_policy > 0:
-        after = before  # also for votes that ended before they were certain
+        after = before  # this also applies to votes that ended before their result was certain
         undecided = 0
         new = _side(again.decisions, old.accuracy, replayed)
     else:
@@ -795,8 +808,8 @@ def _compare(recorded: _Recorded, again: Replayed, *, is_same_vote: bool) -> Rep
 
 
 def _without_estimates(side: ReplaySide) -> ReplaySide:
-    """Return the numbers of a replay whose rate is a share of the recorded chunks and whose tokens
-    are unknown.
+    """Remove the estimates that are not valid if a decision changed: the interval of the rate, and
+    the numbers of tokens.
     """
     rate = replace(side.rate, low=math.nan, high=math.nan, method="count of recorded chunks")
     return replace(
@@ -834,8 +847,10 @@ def _accuracy(recorded: _Recorded, problems: Sequence[ReplayedProblem], undecide
 def _bounds(
     recorded: _Recorded, problem: Problem, replayed: ReplayedProblem
 ) -> tuple[float, float]:
-    """Return bounds of the vote's accuracy. For the lower bound all unknown rollouts have the same
-    wrong answer, for the upper bound they are correct.
+    """Return a lower and an upper bound of the vote's accuracy.
+
+    The lower bound assumes that all unknown rollouts have the same wrong answer. The upper bound
+    assumes that all of them are correct.
     """
     right = 0.0
     wrong = 0.0

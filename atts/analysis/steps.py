@@ -1,4 +1,4 @@
-"""The steps of a run's gate, stored in columns, so that a million steps fit into memory."""
+"""The steps of a run's gate, stored in arrays, so that a million steps fit into memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GateStep:
 
 
 class Steps(Sequence[GateStep]):
-    """A sequence of some steps of a log; a step is built from columns when it is accessed."""
+    """A sequence of some steps of a log; a step object is built only when it is accessed."""
 
     def __init__(self, log: StepLog, places: Sequence[int]) -> None:
         self._log = log
@@ -49,18 +49,20 @@ class Steps(Sequence[GateStep]):
 
 
 class StepLog:
-    """The steps of a run's gate in order, in about 90 bytes per step; the texts of reasons are
-    stored only on request.
+    """The steps of a run's gate in order, with about 90 bytes of memory per step.
+
+    The texts of reasons are stored only on request.
     """
 
     def __init__(self, *, keeps_reasons: bool = False) -> None:
-        self._texts: dict[str, int] = {}  # the number of each different text
+        self._texts: dict[str, int] = {}  # the index that stands for each different text
         self._spellings: list[str] = []
-        # per step, the numbers of four texts: kind, question, action, origin
+        # for each step, the indices of four texts: kind, question, action, origin
         self._codes = array("I")
-        # per step, four numbers: turn, sample, issue, and flags that tell which values are present
+        # for each step, four integers: turn, sample, issue, and bit flags for the values that are
+        # present
         self._numbers = array("q")
-        self._values = array("d")  # per step, five numbers: rate, score, p, length, left
+        self._values = array("d")  # for each step, five floats: rate, score, p-value, length, left
         self._keeps_reasons = keeps_reasons
         self._reasons = bytearray()
         self._reason_ends = array("Q")
@@ -115,12 +117,12 @@ class StepLog:
         return GateStep(cast("StepKind", kind), decision, bool(known & 1), left)
 
     def between(self, begin: int, end: int) -> Steps:
-        """Return the steps from index `begin` up to, but without, index `end`."""
+        """Return the steps with indices from `begin` to `end - 1`."""
         return Steps(self, range(begin, end))
 
     def count_by_question(self, places: Iterable[int]) -> dict[str, tuple[int, int]]:
-        """Return for each question the number of escalated steps and the number of all steps among
-        those given.
+        """Count the given steps: for each question, the number of escalated steps and the number of
+        all steps.
         """
         escalated: dict[int, int] = {}
         asked: dict[int, int] = {}
@@ -134,7 +136,7 @@ class StepLog:
         }
 
     def of_kind(self, kind: StepKind) -> Steps:
-        """Return the steps of the given kind: decisions or observations."""
+        """Return the steps of one kind, which is either decisions or observations."""
         code = self._texts.get(kind)
         places = array("I")
         if code is not None:

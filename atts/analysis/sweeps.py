@@ -1,7 +1,7 @@
 """The runs in a folder: a list of all runs, and the numbers and curves of a sweep.
 
-The list has the status and the main numbers of each run. The page and the text lines of a sweep are
-built at the end of the module.
+The list has the status and the main results of each run. The end of the module builds the HTML page
+and the text lines of a sweep.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def standing_of(directory: Path, state: RunState | None) -> RunStanding:
 
 
 def is_running(directory: Path) -> bool:
-    """Return True if a process of this machine is writing the run in this directory."""
+    """Return True if a process on this machine is writing the run in this directory."""
     return is_held(directory / LOCK)
 
 
@@ -80,8 +80,9 @@ _DEEP = 4
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """A run in the list of runs; if the run cannot be read, `problem` has the reason and the
-    numbers are missing.
+    """A run in the list of runs.
+
+    If the run cannot be read, `problem` has the reason, and the results are missing.
     """
 
     directory: str
@@ -163,9 +164,7 @@ def _line(directory: Path) -> RunLine:
 
 
 def _models(run: RecordedRun) -> str:
-    """Return the name of the run's pair; without a pair, return the last parts of both models'
-    names.
-    """
+    """Return the name of the run's pair; without a pair, return the last part of each model's name."""
     pair = run.manifest.settings.get("pair")
     if pair is not None and pair.value:
         return str(pair.value)
@@ -193,8 +192,10 @@ PointKind = Literal["point", "reference"]
 
 @dataclass(frozen=True, slots=True)
 class RunSetPoint:
-    """A run of a sweep: `values` has its values of the settings that vary, and `folder` is its
-    folder in the sweep's directory.
+    """A run of a sweep.
+
+    `values` has the run's values of the settings that vary. `folder` is the run's folder in the
+    directory of the sweep.
     """
 
     name: str
@@ -225,7 +226,7 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def load_run_set(directory: Path) -> RunSet:
-    """Return the sweep in a directory, as its file describes it.
+    """Read the file that describes the sweep in a directory.
 
     :raises JournalError: the directory does not contain a sweep, or its file cannot be read.
     :raises JournalCorrupt: the file does not describe a sweep.
@@ -268,21 +269,23 @@ def save_run_set(directory: Path, held: RunSet) -> None:
 
 
 LENGTHS = ("samples", "max_tokens", "turns")
-"""Settings with larger values along a curve; a larger value spends more tokens of the same models.
+"""Settings that can vary along a curve; a larger value uses more tokens of the same models.
 """
 
 
 @dataclass(slots=True)
 class CallTotals:
-    """Totals over the engine calls of a run: calls, replies taken from other runs, and seconds."""
+    """Totals over the engine calls of a run: the number of calls, the number of replies taken from
+    other runs, and the seconds.
+    """
 
     calls: int = 0
     shared: int = 0
     seconds: float = 0.0
 
     def count(self, own: float, held: SharedReply | None, run: int) -> None:
-        """Count a call; a reply taken from another run counts with the seconds that it took in that
-        run.
+        """Count a call; for a reply taken from another run, add the seconds that the call took in
+        that run.
         """
         is_shared = held is not None and held.run != run
         self.calls += 1
@@ -306,7 +309,10 @@ class Contrast:
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """The numbers of a run of a sweep; costs are per problem, as if the run had not shared replies."""
+    """The results of a run of a sweep.
+
+    Costs are means per problem, computed as if the run had not shared replies.
+    """
 
     name: str
     kind: PointKind
@@ -341,7 +347,7 @@ class ScalingPoint:
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """The numbers of a sweep, with one point for each run."""
+    """The results of a sweep, with one point for each run."""
 
     directory: str
     over: Mapping[str, tuple[Value, ...]]
@@ -360,7 +366,9 @@ class SweepReport:
 
     @property
     def along(self) -> str | None:
-        """Return the setting that varies along a curve: a length if one varies, else the rate, else
+        """Return the name of the setting that varies along a curve.
+
+        This is a length if a length varies. The second choice is the rate, and the third choice is
         another numeric setting.
         """
         several = {
@@ -388,7 +396,7 @@ class SweepReport:
 
 
 def read_sweep(directory: Path) -> SweepReport:
-    """Read the numbers of a finished or unfinished sweep.
+    """Read the results of a finished or unfinished sweep.
 
     :raises JournalError: the directory contains no set of runs, or one of the runs cannot be read.
     """
@@ -464,7 +472,9 @@ def _share_of_correct(one: FinishedProblem) -> tuple[str, float] | None:
 
 
 def _compared(held: RunSet, points: Sequence[ScalingPoint]) -> list[ScalingPoint]:
-    """Return the points, each with its difference from the target alone and its gain over a coin."""
+    """Compare each point with the target alone and with a coin, and return the points with these
+    differences.
+    """
     by_method: dict[object, list[ScalingPoint]] = {}
     for point in points:
         by_method.setdefault(point.values.get("method"), []).append(point)
@@ -504,11 +514,10 @@ def _contrasts(
 
 
 def _is_beside(reference: ScalingPoint, point: ScalingPoint) -> bool:
-    """Return True if a baseline ran on the point's models and, for a coin, with its rate and
-    policy.
+    """Return True if the baseline can be compared with the point.
 
-    Single rollouts are compared with those of a coin, so the point and the coin must have the same
-    limits.
+    Both must have the same models. A coin must also have the same rate, policy and limits, because
+    single rollouts are compared.
     """
     is_coin = reference.values.get("method") == "coin"
     apart = ("method", "samples") if is_coin else ("method", *LENGTHS)
@@ -526,7 +535,7 @@ _LETTERS = "abcdefghijklmnopqrsuvwxyz"
 
 
 def sweep_lines(report: SweepReport) -> Iterator[str]:
-    """Return a sweep as text lines: the table, the chart, and notes on both."""
+    """Return a sweep as text lines with a table, a chart and notes."""
     yield from _table(report)
     yield ""
     yield from _picture(report)
@@ -534,7 +543,7 @@ def sweep_lines(report: SweepReport) -> Iterator[str]:
 
 
 def sweep_notes(report: SweepReport) -> Iterator[str]:
-    """Return notes that explain the numbers of a sweep."""
+    """Return notes that explain the results of a sweep."""
     yield (
         "Brackets are 95 % intervals over problems. A difference is the accuracy of the "
         "vote minus that of method target-only. A gain is the accuracy of single "
@@ -657,7 +666,7 @@ def _range(drawn: Sequence[ScalingPoint]) -> tuple[float, float]:
 
 
 COLOURS = 6
-"""The number of colours for curves; if there are more curves, colours are used again."""
+"""The number of colours for curves; if there are more curves, some curves have the same colour."""
 _LABEL = 12.0  # smallest distance between labels of baselines, in pixels
 
 
@@ -675,8 +684,9 @@ def render_sweep(report: SweepReport) -> str:
 
 
 def headline(report: SweepReport) -> str:
-    """Return a sentence on the most accurate run (the cheapest if several are equally accurate),
-    and on the target alone.
+    """Return a sentence about the most accurate run and the target alone.
+
+    If several runs are equally accurate, the cheapest of them is described.
     """
     drawn = [point for point in report.grid if point.is_drawn]
     if not drawn:
@@ -789,8 +799,8 @@ def _baselines(
 ) -> Iterator[str]:
     """Draw a dashed line for each baseline, with a point at the baseline's cost.
 
-    The name of the baseline is at the right end: below the line or, without room there, above the
-    line.
+    The name of the baseline is at the right end of the line. It is below the line, or above the
+    line if there is no room below.
     """
     taken = list[float]()
     for p in sorted(report.references, key=lambda p: p.accuracy.value if p.is_drawn else -1.0):
@@ -814,7 +824,7 @@ def _baselines(
 def _ceiling(
     plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]
 ) -> Iterator[str]:
-    """Draw for each curve the accuracy that no vote can exceed."""
+    """Draw an upper bound of the vote's accuracy for each curve."""
     for number, points in enumerate(report.curves.values()):
         line = [
             (cost(p), p.oracle.value)
@@ -832,7 +842,7 @@ def _ceiling(
 
 
 def _cells(contrast: Contrast | None) -> tuple[float | None, ...]:
-    """Return a comparison as cells of a table; without a comparison, the cells are empty."""
+    """Return the table cells of a comparison; if there is no comparison, the cells are empty."""
     if contrast is None:
         return (None,) * 4
     estimate = contrast.estimate

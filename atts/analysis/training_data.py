@@ -1,7 +1,7 @@
-"""The export of recorded runs as training data, such as the draft's texts with the target's
+"""The export of recorded runs as training data, for example the draft's texts with the target's
 log-probabilities.
 
-The last part of the module makes examples for a learned judge, from runs in which coins chose the
+The last part of the module makes examples for training a judge, from runs in which coins chose the
 takeovers.
 """
 
@@ -29,7 +29,9 @@ from atts.sampling import Seed, generator
 DataKind = Literal["opd", "sft", "preference", "verifiers"]
 KINDS: tuple[DataKind, ...] = get_args(DataKind)
 VERSIONS: Mapping[DataKind, int] = {"opd": 2, "sft": 1, "preference": 1, "verifiers": 1}
-"""The version of the records of each kind; a record names its version, for example "atts.opd/2"."""
+"""The version of the record format for each kind of data; every record contains it, for example
+"atts.opd/2".
+"""
 
 
 class TopTokens(NamedTuple):
@@ -42,7 +44,7 @@ class TopTokens(NamedTuple):
 
 
 class Teacher(Protocol):
-    """A model that lists the most likely tokens at every position of a rollout."""
+    """A model that returns the most likely tokens at every position of a rollout."""
 
     tokenizer: str  # the digest of the tokenizer
 
@@ -82,9 +84,9 @@ COLUMNS: Mapping[DataKind, Mapping[str, str]] = {
         "completion": "messages", "reward": "number", "metrics": "named numbers",
     },
 }  # fmt: skip
-"""For each kind of data, the columns of its records in order, with their types."""
+"""For each kind of data, the names of the fields of a record, in order, with their types."""
 
-# number of records in a row group of a Parquet file; a whole group is in memory at once
+# number of records in a row group of a Parquet file; memory holds one whole group
 _ROW_GROUP = 512
 _SUFFIXES = (".jsonl", ".parquet")
 
@@ -114,7 +116,9 @@ class ExportOptions:
 
 @dataclass(slots=True)
 class Exported:
-    """The file of an export, with the numbers of exported and omitted records."""
+    """The file that an export wrote, with the number of exported records and the numbers of omitted
+    rollouts.
+    """
 
     path: Path
     kind: DataKind
@@ -266,7 +270,8 @@ def finished_cases(run: RecordedRun, *, needs_scores: bool) -> Iterator[Finished
             case Scored():
                 scored = event
             case CallSpan() if scored is not None:
-                # the span on a score's line of the journal has the turn to which the score belongs
+                # the call span in the score's line of the journal contains the turn to which the
+                # score belongs
                 key = event.sample, event.turn
                 teacher.setdefault(event.problem, {})[key] = scored.scores.logprobs
                 scored = None
@@ -286,7 +291,7 @@ Maker = Callable[[FinishedCase, ExportOptions, Exported], Iterator[dict[str, Any
 
 
 def _kept(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator[Rollout]:
-    """Yield the rollouts to export, and count the omitted rollouts by reason."""
+    """Yield the rollouts to export, and count the omitted rollouts for each reason."""
     keep = options.keep or ("correct" if options.kind == "sft" else "all")
     for rollout in sorted(case.outcome.rollouts, key=lambda one: one.sample):
         verdict = case.verdicts[rollout.sample]
@@ -384,7 +389,8 @@ def _verifiers(
 
 
 def _opd(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
-    """Yield the tokens of each rollout, and of each chunk that the target replaced.
+    """Yield the tokens in one record per rollout, and in one record per chunk that the target
+    replaced.
 
     The mask of a token is 1 if the draft wrote the token and the log-probabilities of both models
     are known.
@@ -487,7 +493,9 @@ class _Tokens:
 
 
 def _as_many(values: tuple[float, ...], count: int) -> list[float | None]:
-    """Return one value per token; if there are more or fewer values than tokens, all are None."""
+    """Return one value per token; if the number of values is not the number of tokens, all values
+    are None.
+    """
     return list(values) if len(values) == count else [None] * count
 
 
@@ -554,7 +562,7 @@ def _write_parquet(
 
 
 def _arrow_types(pyarrow: Any) -> dict[str, Any]:
-    """Return the Arrow type for each name of a type in `COLUMNS`."""
+    """Return the Arrow type for each name of a type that `COLUMNS` uses."""
     text = pyarrow.string()
     integer = pyarrow.int64()
     number = pyarrow.float64()

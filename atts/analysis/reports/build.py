@@ -56,15 +56,17 @@ from atts.journal import COMPARED, Json
 from atts.pipelines import summarise_combinations
 
 _SLICES = 240
-_LANES = 12  # largest number of lanes drawn for an engine
+_LANES = 12  # largest number of lanes (parallel rows of calls) that are drawn for an engine
 # number of equal slices of the run's time; calls within one slice are drawn as one call
 _PIXELS = 900
 
 
 def timing(nodes: Sequence[CallSpan], calls: int | None = None) -> TimeBreakdown | None:
-    """Return the run's seconds by stage, computed from its task graph; None if no call was timed.
+    """Return the run's seconds for each stage, computed from its task graph; None if no call has
+    times.
 
-    `calls` is the number of all calls of a run; `nodes` has the first of them.
+    `calls` is the number of all calls of the run. `nodes` has only the first calls if the run is
+    large.
     """
     if not nodes:
         return None
@@ -146,11 +148,11 @@ def _gaps(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
 def _segments(
     nodes: Sequence[CallSpan], begin: float, seconds: float
 ) -> tuple[tuple[int, str, float, float], ...]:
-    """Put each call, in order of start, on the lowest free lane, and return the segments of all
+    """Place each call on the lowest free lane, in order of start, and return the segments of all
     lanes.
 
-    Neighbouring calls of the same stage within one pixel become one segment. Calls that start while
-    all drawn lanes are busy are left out.
+    Calls of the same stage that lie within one pixel are drawn as one segment. A call that starts
+    while all drawn lanes are busy is left out.
     """
     pixel = seconds / _PIXELS
     drawn: list[tuple[int, str, float, float]] = []
@@ -184,8 +186,8 @@ def _peak(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
     2
     """
     over = np.searchsorted(np.sort(ends), starts, "right")
-    # these include calls of length 0 that start at this moment but come later in the order, and so
-    # have not ended yet
+    # `over` also counts calls of length 0 that start at this moment but come later in the order;
+    # these calls have not ended yet
     instant = np.concatenate([[0], np.cumsum(starts == ends)])
     later = instant[np.searchsorted(starts, starts, "right")] - instant[:-1]
     return int((np.arange(1, len(starts) + 1) - over + later).max())
@@ -199,7 +201,7 @@ fit.
 
 @dataclass(frozen=True, slots=True)
 class BuiltReport:
-    """The numbers of a report, with the pages of its problems, which only HTML shows."""
+    """A report, with the pages of its problems, which only the HTML format shows."""
 
     report: RunReport
     pages: Pages
@@ -209,9 +211,8 @@ class BuiltReport:
 def _no_garbage_collection() -> Generator[None]:
     """Turn off the garbage collector during the block.
 
-    The data of a report have no reference cycles, and searching a million values for cycles takes a
-    tenth of the time. The data are released within the block, so that the collector does not search
-    them afterwards.
+    The data of a report have no reference cycles, and the search for cycles takes a tenth of the
+    time. The data are released within the block, so that the collector does not search them later.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -364,7 +365,7 @@ def _verdict(
     if calibration is not None:
         points.append(_rate_point(calibration))
     points.extend(("good", caveat.text) for caveat in warnings if caveat.code == COMPARED)
-    # A green tick would contradict a warning below it that says "read with care".
+    # A green tick would contradict a warning such as "read with care" below it.
     weighing = [caveat for caveat in warnings if caveat.standing != "good"]
     points.extend((caveat.standing, caveat.sentence) for caveat in weighing)
     return RunVerdict(worst_of(points), "; ".join(text for _, text in points[:3]), tuple(points))

@@ -155,7 +155,7 @@ _LABELS: Mapping[LabelSource, str] = {
 
 
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
-    """Return the first number of the report: the gain of the score over a coin."""
+    """Return the first number that the report shows: the gain of the score over a coin."""
     what = (
         "gain over a coin: share of chunks of wrong rollouts that the score escalates, "
         "minus the share that a coin of the same rate escalates"
@@ -168,8 +168,8 @@ def _gain(labelled: LabelledScores | None) -> ShownNumber:
 
 
 def _auroc(labelled: LabelledScores | None) -> ShownNumber:
-    """Return the AUROC of the score: how well it separates wrong from correct rollouts of one
-    question.
+    """Return the AUROC of the score, which measures how well it separates wrong from correct
+    rollouts of a question.
     """
     what = "within-question AUROC of the score; 0.5 is a coin"
     if labelled is None:
@@ -191,7 +191,7 @@ def _basis(labelled: LabelledScores) -> str:
 
 
 def _is_reached(drift: DriftTest | None) -> bool:
-    """Return whether the drift statistic passed its alarm level."""
+    """Return True if the drift statistic reached its alarm level."""
     return drift is not None and drift.peak >= drift.alarm
 
 
@@ -213,8 +213,8 @@ Label = bool | None
 
 @dataclass(frozen=True, slots=True)
 class CalibrationReport:
-    """The contents of a calibration report: a guarantee, and observations that may contradict the
-    guarantee.
+    """The contents of a calibration report: a guarantee, and observations that support or
+    contradict it.
 
     `control` describes the decisions of a run's gate. For a file of scores, it describes the
     decisions of a new calibrator on the scores in file order.
@@ -234,7 +234,7 @@ class CalibrationReport:
 
     @property
     def promise(self) -> StatedGuarantee:
-        """Return the guarantee with its numbers, and the conditions that void it."""
+        """Return the guarantee with its numbers, and the conditions under which it is void."""
         return self.control.promise
 
 
@@ -267,13 +267,13 @@ def calibration_of_scores(
     labels: Sequence[Label] = (),
     calibrator: Calibrator | None = None,
 ) -> CalibrationReport:
-    """Report on scores: a calibrator decides on them in their order, at the given rate.
+    """Report on scores, on which a calibrator decides in the given order at the given rate.
 
     If a `calibrator` is given, the report shows the calibrator's guarantee; the calibrator must
     have been made from these scores.
 
-    :raises CalibrationInputError: there are no scores, or the mode needs questions but the scores
-        do not name questions.
+    :raises CalibrationInputError: there are no scores, or the calibrator's mode needs questions,
+        but the scores do not name any.
     """
     if mode in ("question", "question-turn") and not scores.clustered:
         raise CalibrationInputError(
@@ -282,7 +282,8 @@ def calibration_of_scores(
             "aci, marginal or split, because these scores do not name their questions",
         )
     told = calibrator or Calibrator(rate, mode, seed=seed, stored=scores)
-    # This mode does not learn from the run, so the report shows the initial stored scores.
+    # In this mode the calibrator does not learn, so the report shows the scores that were stored at
+    # the start.
     start = scores if mode == "split" else ()
     options: dict[str, Any] = {"scale": scores.scale, "stored": start, "by_length": told.by_length}
     done = replay_scores(_rows(scores), rate, mode, seed, **options)
@@ -325,10 +326,11 @@ def _rows(scores: StoredScores) -> list[dict[str, object]]:
 
 
 def _labels_of_run(data: RunData) -> tuple[list[tuple[GateStep, bool]], LabelSource]:
-    """Return the accepted chunks, each with a label: its rollout was correct, or was not.
+    """Return the accepted chunks, each with a label that is True if the chunk's rollout was
+    correct.
 
     Escalated chunks are left out, because the target's text affected how their rollouts ended. If
-    there are no verdicts, a rollout counts as correct if it agrees with the vote of its problem.
+    there are no verdicts, the label is True if the rollout agrees with the vote of its problem.
     """
     ends = {
         (name, rollout.brief.sample): rollout.brief.verdict == "correct"
@@ -347,7 +349,7 @@ def _labels_of_run(data: RunData) -> tuple[list[tuple[GateStep, bool]], LabelSou
 
 
 def _agreeing(one: ProblemFacts) -> Iterator[tuple[int, bool]]:
-    """Yield for each finished rollout its sample number, and True if its answer agrees with the
+    """Yield for each finished rollout its sample index, and True if its answer agrees with the
     vote.
     """
     winner = one.brief.answer
@@ -371,7 +373,8 @@ _ENDINGS: dict[str, CalibrationFormat] = {
 
 
 def calibration_format(format: str | None, out: Path | None) -> CalibrationFormat:
-    """Return the named format; without a name, the format of the file's suffix, or HTML.
+    """Return the named format; without a name, return the format that the file's suffix stands for,
+    or HTML.
 
     :raises OptionError: the format is unknown.
     """
@@ -383,7 +386,7 @@ def calibration_format(format: str | None, out: Path | None) -> CalibrationForma
 def render_calibration(report: CalibrationReport, format: CalibrationFormat) -> str:
     """Return the report as text in a format.
 
-    :raises OptionError: the format is svg or png, because pictures are written to files.
+    :raises OptionError: the format is svg or png, which only files can contain.
     """
     labelled = None if report.labelled is None else labelled_chart(report.labelled)
     if format == "html":
@@ -423,13 +426,13 @@ def save_calibration(
 
 
 def calibration_figures(report: CalibrationReport) -> list[Chart]:
-    """Return all charts of the report, each of them once."""
+    """Return all charts of the report, without duplicates."""
     labelled = [] if report.labelled is None else [labelled_chart(report.labelled)]
     return [*calibration_charts(report.control), *labelled]
 
 
 def _first(report: CalibrationReport) -> Chart:
-    """Return the chart for the first screen of the report."""
+    """Return the chart that the first screen of the report shows."""
     asked = "" if report.control.nominal is None else " The dashed line is the nominal rate."
     caption = (
         "The thick line is the share of chunks escalated so far, and the thin line is "

@@ -37,11 +37,11 @@ class Axis:
     low: float
     high: float
     label: str
-    # "whole" allows only whole numbers as ticks, for example because a turn 2.5 does not exist
+    # "whole" allows only integers as ticks, for example for turns
     values: Literal["any", "whole"] = "any"
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Return round values on the axis as ticks, roughly `about` of them.
+        """Return roughly `about` round values on the axis, at which ticks are drawn.
 
         >>> Axis(0, 11, "turn", values="whole").ticks(), Axis(0, 3, "turn", values="whole").ticks()
         ([0.0, 5.0, 10.0], [0.0, 1.0, 2.0, 3.0])
@@ -57,13 +57,13 @@ class Axis:
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
     def written(self, value: float) -> str:
-        """Return the text of a tick at this value."""
+        """Return the text that a tick at this value shows."""
         return f"{round(value, 10):g}"
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A rectangle with two axes, which converts pairs of values to pixels."""
+    """A rectangle with two axes, which converts values to positions in pixels."""
 
     x: Axis
     y: Axis
@@ -83,7 +83,7 @@ class Plot:
         return self.height - _BOTTOM - _part(y, self.y) * (self.height - _TOP - _BOTTOM)
 
     def drawn(self, title: str, marks: Iterable[str]) -> str:
-        """Return the complete SVG picture, with a title for screen readers."""
+        """Return the whole SVG picture, with a title for screen readers."""
         body = "".join([*self._grid(), *marks])
         return (
             f'<svg viewBox="0 0 {self.width} {self.height}" role="img" '
@@ -179,7 +179,7 @@ def _n(value: float) -> str:
 
 
 Data = tuple[Sequence[str], Iterable[Sequence[object]]]
-"""The numbers that a chart shows, as columns and rows."""
+"""The numbers that a chart shows, as a table: the names of the columns, and the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +269,14 @@ _MOST_DOTS = 1000  # largest number of questions in a chart
 
 
 def _by_question(control: RateControl) -> Chart:
-    """Draw one dot per question in order of realised rates, with the band for decisions that do not
-    depend on the question.
+    """Draw one dot per question, ordered by realised rate.
+
+    The chart also shows the band of rates that is expected if decisions do not depend on the
+    question.
     """
     everything = sorted(control.by_question, key=lambda group: (group.share, group.name))
-    # if there are many questions, only every n-th in order of rates gets a dot; the shape of the
-    # curve stays the same
+    # if there are many questions, only every n-th question gets a dot; this does not change the
+    # shape of the curve
     step = -(-len(everything) // _MOST_DOTS) or 1
     ordered = everything[::step]
     plot = Plot(
@@ -462,7 +464,7 @@ def _drift(found: DriftTest) -> Chart:
 
 
 def timeline_chart(found: TimeBreakdown) -> Chart:
-    """Return the data of the timeline of all engines; the template of the page draws it."""
+    """Return the data of the timeline of all engines, which the template of the page draws."""
     columns = (
         "engine",
         "most at once",
@@ -486,7 +488,7 @@ def timeline_chart(found: TimeBreakdown) -> Chart:
 
 
 def css_class(name: str) -> str:
-    """Return a name as the name of a class in the style sheet.
+    """Convert a name to a valid class name for the style sheet.
 
     >>> css_class('draft "2"')
     'draft--2-'
@@ -502,7 +504,7 @@ _LEGEND = (
 )
 _LETTER = 6.6
 _LINE = 13.0
-_CLOSE = 30.0  # distance in pixels within which points count as close
+_CLOSE = 30.0  # points within this distance in pixels count as close to each other
 _PLACES = (
     (8, 4),
     (8, -9),
@@ -519,7 +521,7 @@ _PLACES = (
 label ends to the left of the point), and pixels below the point.
 """
 
-# smaller error rates get the same position, so that the axis can end at accuracy 1
+# smaller error rates are drawn at the same position, so that the axis can end at accuracy 1
 _FLOOR = 0.02
 _ROUND = (
     1.0,
@@ -544,12 +546,12 @@ _ROUND = (
     0.92,
 )
 Box = tuple[float, float, float, float]
-"""The left, right, top and bottom of a rectangle."""
+"""The left, right, top and bottom edges of a rectangle, in pixels."""
 
 
 def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
-    """Draw accuracy against the target's tokens: for complete runs, for fewer rollouts and for
-    fewer turns.
+    """Draw accuracy against the target's tokens, for complete runs and for votes with fewer
+    rollouts or turns.
     """
     caption = (
         "Whiskers are 95 % intervals over problems. Points for fewer rollouts are "
@@ -566,8 +568,9 @@ def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
 
 
 def runs_chart(points: Sequence[FrontierPoint]) -> Chart | None:
-    """Draw the accuracies and costs of this run and of the runs with which it is compared; None if
-    no run is graded.
+    """Draw the accuracy and the cost of this run and of each run with which it is compared.
+
+    Return None if no run is graded.
     """
     runs = [point for point in points if point.kind == "run"]
     if not runs:
@@ -601,14 +604,15 @@ class PlainAxis(Axis):
 
 @dataclass(frozen=True, slots=True)
 class StretchedAxis(PlainAxis):
-    """An axis on which halving the error rate is the same distance everywhere, except near accuracy
-    1.
+    """An axis with a logarithmic scale of the error rate.
+
+    Halving the error rate is the same distance everywhere, except near accuracy 1.
     """
 
     @staticmethod
     def place(accuracy: float) -> float:
-        """Return minus the logarithm of the error rate; a very small error rate counts as a fixed
-        minimum.
+        """Return the negative logarithm of the error rate; very small error rates are replaced by a
+        fixed minimum.
 
         >>> round(StretchedAxis.place(0.96) - StretchedAxis.place(0.9), 2), round(StretchedAxis.place(1) - 0, 2)
         (0.3, 1.7)
@@ -616,7 +620,7 @@ class StretchedAxis(PlainAxis):
         return -math.log10(1 + _FLOOR - accuracy)
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Return round accuracies as ticks, as many as fit next to each other."""
+        """Return the round accuracies at which ticks are drawn, as many as there is room for."""
         chosen = list[float]()
         for accuracy in _ROUND:
             place = self.place(accuracy)
@@ -667,7 +671,7 @@ def _drawn(
 def _marks(
     plot: Plot, points: Sequence[FrontierPoint], up: Callable[[float], float]
 ) -> Iterator[str]:
-    """Yield whiskers, lines and dots, and then the labels, which are drawn over these."""
+    """Yield whiskers, lines and dots, and then the labels, which are drawn on top."""
     for p in points:
         yield plot.line([(p.cost, up(p.accuracy.low)), (p.cost, up(p.accuracy.high))], "whisker")
     for kind in ("samples", "turns"):
@@ -685,8 +689,8 @@ def _marks(
 def _labels(
     plot: Plot, points: Sequence[FrontierPoint], places: Mapping[FrontierPoint, tuple[float, float]]
 ) -> Iterator[str]:
-    """Yield labels that do not cover anything and are as near as possible to their points. A point
-    without room for a label has only a tooltip.
+    """Yield labels that are as near as possible to their points, and do not cover other parts of
+    the chart. A point without room for a label has only a tooltip.
     """
     dots = [plot.at(*places[p]) for p in points]
     taken = [(x - 6, x + 6, y - 6, y + 6) for x, y in dots]
@@ -722,8 +726,8 @@ def _places(
 
 
 def _by_weight(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
-    """Return the points in order of importance: complete runs, then the ends of each line, then the
-    points between the ends.
+    """Return the points in order of importance: complete runs, then the end points of lines, then
+    all other points.
     """
     ends = list[FrontierPoint]()
     for kind in ("samples", "turns"):

@@ -43,8 +43,8 @@ from atts.ledger import PRICES, money_of, recorded_prices
 
 
 def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
-    """Return the verdicts of problems whose rollouts all have a verdict, as arguments for the
-    metrics.
+    """Return the verdicts of the problems whose rollouts all have a verdict, in the form that the
+    metrics need.
 
     Censored rollouts are left out: their answers are unknown, and counting them as wrong would make
     a better method look worse.
@@ -82,8 +82,10 @@ def answered(data: RunData) -> tuple[NamedRate, ...]:
 
 
 def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]:
-    """Return the accuracies of the run, the vote's first, and a sentence on the problems that they
-    count.
+    """Return the accuracies of the run, and a sentence about the problems over which they are
+    computed.
+
+    The accuracy of the vote comes first.
     """
     with_verdict = [one for one in problems if one.brief.verdict is not None]
     if not with_verdict:
@@ -122,7 +124,7 @@ def _card_rates(card: Scorecard) -> list[NamedRate]:
 
 
 def spend(data: RunData) -> Spend:
-    """Return the tokens and the seconds that the run spent."""
+    """Return the numbers of tokens and seconds that the run used."""
     problems = data.problems.values()
     usage = total_usage(problems)
     seconds = data.state.seconds
@@ -143,8 +145,9 @@ def spend(data: RunData) -> Spend:
 
 
 def baseline(own: RunData, other: RunData) -> Baseline | None:
-    """Compare the run with another run on the problems that are graded in both; None if there are
-    none.
+    """Compare the run with another run on the problems that are graded in both.
+
+    Return None if there is no such problem.
     """
     common = [name for name in _graded_names(own) if name in _graded_names(other)]
     if not common:
@@ -227,10 +230,11 @@ def frontier(data: RunData, others: Sequence[RunData]) -> tuple[FrontierPoint, .
     """Return the points of the cost-accuracy chart: this run, its votes with fewer rollouts or
     fewer turns, and other runs.
 
-    The run's rollouts also show the votes of fewer rollouts or turns, because a rollout does not
-    depend on its siblings or on later turns. The cost of fewer rollouts is the mean cost of that
-    many complete rollouts; the cost of fewer turns is the cost of the tokens written in these
-    turns. The point of the run has the real cost of the run, in which votes may have ended early.
+    The votes of fewer rollouts or turns follow from the recorded rollouts, because a rollout does
+    not depend on its siblings or on later turns. The cost of fewer rollouts is the mean cost of the
+    same number of complete rollouts. The cost of fewer turns is the cost of the tokens written in
+    these turns. The point of the run shows the real cost of the run, in which votes may have ended
+    early.
     """
     known = [one for one in data.problems.values() if one.brief.verdict is not None]
     return (
@@ -278,7 +282,7 @@ def _whole_run(data: RunData, name: str) -> list[FrontierPoint]:
 
 
 def _fewer_turns(problems: Sequence[ProblemFacts]) -> list[FrontierPoint]:
-    """Return the point of the vote if rollouts are cut after `turns` turns."""
+    """Return the chart's point for a vote of rollouts that are cut after `turns` turns."""
     longest = max((rollout.turns for one in problems for rollout in one.rollouts), default=0)
     return [
         _cut(problems, 1 << power) for power in range(longest.bit_length()) if 1 << power < longest
@@ -318,11 +322,11 @@ def _vote_within(one: ProblemFacts, turns: int) -> float | None:
 
 
 _SHOWN = 5
-_LARGE = 0.05  # a flag on at least this share of the rollouts is a caveat of the report
+_LARGE = 0.05  # a flag that at least this share of the rollouts has becomes a caveat of the report
 
 
 def caveats(data: RunData, calibration: RateControl | None) -> tuple[Caveat, ...]:
-    """Return all caveats about the numbers of a report, the worst first."""
+    """Return all caveats about the results in a report, the worst caveat first."""
     unsorted = [
         *_session(data),
         *_truncation(data),
@@ -394,7 +398,7 @@ def _flags(data: RunData) -> Iterator[Caveat]:
 
 
 def _grading(data: RunData) -> Iterator[Caveat]:
-    """Yield caveats on grading: for each reason, one caveat that counts the affected problems."""
+    """Yield the caveats about grading: one caveat per reason, with the number of affected problems."""
     briefs = {name: one.brief for name, one in data.problems.items()}
     belongs: dict[str, Callable[[FinishedProblem], bool]] = {
         "unscored": lambda one: one.verdict == "unscored",
@@ -433,7 +437,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
 
 
 def _own(data: RunData) -> Iterator[Caveat]:
-    """Yield the warnings that the run recorded, one for each kind of warning."""
+    """Yield the warnings that the run recorded, at most one warning of each kind."""
     counts = Counter(warned.code for warned in data.warned)
     first = {warned.code: warned for warned in reversed(data.warned)}
     for code, count in counts.items():
@@ -471,8 +475,8 @@ def headline(
 
 
 def _gains(baselines: Sequence[Baseline]) -> Iterator[ShownNumber]:
-    """Yield the run's gain over each coin with which it is compared; the gain shows if the score
-    helps.
+    """Yield the run's gain over each coin with which it is compared; the gain measures how much the
+    score helps.
     """
     for other in baselines:
         if other.method == "coin":
@@ -502,7 +506,7 @@ def percent(share: float) -> str:
 
 
 def span(estimate: Estimate) -> str:
-    """Return the interval of a share as text."""
+    """Return the confidence interval of a share as text."""
     return f"95 % interval {percent(estimate.low)} to {percent(estimate.high)}"
 
 

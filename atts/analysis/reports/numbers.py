@@ -1,4 +1,4 @@
-"""The numbers of a report, as immutable data classes."""
+"""Immutable data classes that hold the results in a report."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from atts.evaluators import Estimate
 from atts.pipelines import CombineSummary
 
 Standing = Literal["good", "care", "bad"]
-"""The standing of an observation. good: nothing speaks against the numbers. care: read the numbers
+"""The rating of an observation. good: nothing speaks against the numbers. care: read the numbers
 with care. bad: do not rely on the numbers.
 """
 
 
 Point = tuple[Standing, str]
-"""An observation that speaks for or against the numbers of a report: its standing and its text."""
+"""An observation that supports or weakens the results in a report: its rating and its text."""
 
 
 def worst_of(points: Iterable[Point]) -> Standing:
-    """Return the worst standing of some observations."""
+    """Return the rating of the worst observation."""
     standings = {standing for standing, _ in points}
     return "bad" if "bad" in standings else "care" if "care" in standings else "good"
 
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """The overall standing of a report, and the observations from which it follows."""
+    """The overall rating of a report, and the observations that it is computed from."""
 
     standing: Standing
     line: str
@@ -125,8 +125,10 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class GroupRate:
-    """The decisions of one turn or question. The share of independent coins of the nominal rate
-    would be between `low` and `high`.
+    """The decisions of one turn or question.
+
+    If each decision were an independent coin with the nominal rate, the escalated share would be
+    between `low` and `high`.
     """
 
     name: str
@@ -148,8 +150,10 @@ class GroupRate:
 
 @dataclass(frozen=True, slots=True)
 class RatePoint:
-    """The realised rate after a number of decisions: over all decisions and over the latest
-    decisions, each with the band of a coin.
+    """The realised rate after a number of decisions, over all decisions and over the latest
+    decisions.
+
+    Each rate has a band, which contains the rate of a coin.
     """
 
     decisions: int
@@ -161,16 +165,18 @@ class RatePoint:
 
 @dataclass(frozen=True, slots=True)
 class Uniformity:
-    """The distance of p-values from the uniform distribution, with a simultaneous band for
-    `effective` independent draws.
+    """The distance of p-values from the uniform distribution.
+
+    The band holds for the whole curve of `effective` independent draws.
     """
 
     n: int
     effective: float
     distance: float
     band: float
-    counts: tuple[int, ...]  # number of p-values in each of several equal bins of [0, 1]
-    # points of a curve: p, and the share of p-values that are at most p
+    # number of p-values in each of the bins, which divide [0, 1] into equal parts
+    counts: tuple[int, ...]
+    # points of a curve: a number p from 0 to 1, and the share of p-values that are at most p
     curve: tuple[tuple[float, float], ...]
 
     @property
@@ -181,8 +187,10 @@ class Uniformity:
 
 @dataclass(frozen=True, slots=True)
 class DriftTest:
-    """A test for drift by a martingale, which bets that later questions score differently from
-    earlier ones; values are log10 of the martingale's capital.
+    """A test for drift by a martingale, which bets that later questions have other scores than
+    earlier questions.
+
+    Values are log10 of the martingale's capital.
     """
 
     questions: int
@@ -204,7 +212,7 @@ class DriftAlarm:
 
 @dataclass(frozen=True, slots=True)
 class StatedGuarantee:
-    """A guarantee, the conditions that void the guarantee, and how it was checked."""
+    """A guarantee, the conditions that void the guarantee, and a description of its check."""
 
     mode: str
     guarantee: str
@@ -233,7 +241,7 @@ class RateControl:
     p_values: Uniformity | None
     drift: DriftTest | None
     alarms: tuple[DriftAlarm, ...]
-    effective: str  # a text on the effective number of scores
+    effective: str  # a sentence about the effective number of scores
     effective_n: float
     promise: StatedGuarantee
     metrics: Mapping[str, float]
@@ -277,8 +285,8 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class EngineLanes:
-    """The activity of an engine over time: its calls in flight and its waiting calls per slice of
-    time, and its first lanes.
+    """The activity of an engine over time: its numbers of running and waiting calls per time slice,
+    and its first lanes.
 
     A segment of a lane is (lane, stage, start, end), with times in seconds since the run began;
     calls within one pixel share a segment.
@@ -300,7 +308,7 @@ class TimeBreakdown:
     """The time of a run by stage, computed from its task graph."""
 
     seconds: float
-    nodes: int  # number of analysed calls; of a large run, only the first
+    nodes: int  # number of analysed calls; in a large run, only the first calls are analysed
     calls: int
     stages: tuple[StageSeconds, ...]
     engines: tuple[EngineLanes, ...]
@@ -352,7 +360,8 @@ class ProblemRow:
     flags: tuple[str, ...]
     why: str
     question: str  # the first words of the problem
-    is_shown: bool = True  # whether a page shows the problem; a page may have room for only some
+    # True if the page shows the problem; a page may have room for only some problems
+    is_shown: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +394,7 @@ class GateWords:
 
 @dataclass(frozen=True, slots=True)
 class CaveatWords:
-    """The standing and the text of a caveat."""
+    """The rating and the text of a caveat."""
 
     standing: Standing
     text: str

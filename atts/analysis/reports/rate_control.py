@@ -54,14 +54,14 @@ from atts.sampling import Seed, uniforms
 
 _RELIABILITY_BINS = 5
 LabelSource = Literal["verdicts", "votes"]
-"""The source of labels on rollouts: "verdicts" on their answers, or agreement with the "votes"."""
+"""The source of the labels of rollouts: the "verdicts" on their answers, or their agreement with
+the "votes".
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RightBin:
-    """The number of chunks with p-values between `low` and `high`, and how many of their rollouts
-    are correct.
-    """
+    """The share of correct rollouts among chunks with p-values between `low` and `high`."""
 
     low: float
     high: float
@@ -70,7 +70,7 @@ class RightBin:
 
 @dataclass(frozen=True, slots=True)
 class LabelledScores:
-    """The relation between scores and correct rollouts, from chunks that the draft wrote.
+    """A measurement on the draft's chunks of how well scores predict which rollouts are correct.
 
     `gain` is the share of chunks of wrong rollouts that the score escalates, minus the share that a
     coin of the nominal rate escalates. `auroc` is the probability that a chunk of a wrong rollout
@@ -121,7 +121,7 @@ def _bin(rows: Sequence[tuple[float, bool, GateStep]]) -> RightBin:
     return RightBin(rows[0][0], rows[-1][0], share_estimate(counts.values()))
 
 
-_TRIAL = 300  # number of steps that are repeated to recognise the mode of a gate
+_TRIAL = 300  # number of steps that are repeated in each mode, to find the mode that the gate used
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
 
 
 def _has_ranks(data: RunData) -> bool:
-    """Return whether a decision has a p-value; all decisions of a calibrator have p-values."""
+    """Return True if any decision has a p-value, as the decisions of a calibrator have."""
     return any(step.decision.p is not None for step in data.steps.between(0, len(data.steps)))
 
 
@@ -222,8 +222,9 @@ def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match |
 
 
 def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
-    """Repeat all steps of a gate, and compare their results; in a merged run, each part has its own
-    calibrator.
+    """Repeat the steps of a gate, and compare their results with the record.
+
+    In a merged run, each part has its own calibrator.
     """
     ends = [*data.parts[1:], len(data.steps)]
     whole: _Match | None = None
@@ -276,12 +277,12 @@ def _replayed(
 LEVEL = 0.95
 DRIFT_LEVEL = 0.01
 _BINS = 20
-_MOMENTS = 160  # number of points of the curve over time
-_CURVE = 100  # number of points of the curve of p-values
+_MOMENTS = 160  # number of points in the chart of the rate over time
+_CURVE = 100  # number of points in the chart of p-values
 
 
 def realised_rate(data: RunData) -> RateControl | None:
-    """Return the numbers about a run's rate; None if the run's gate took no decisions."""
+    """Return the results about a run's rate; None if the run's gate took no decisions."""
     done = data.done
     if not done:
         return None
@@ -298,7 +299,7 @@ def rate_control(
     alarms: tuple[DriftAlarm, ...],
     scale: Scale | None = None,
 ) -> RateControl:
-    """Return the numbers about the rate of at least one decision."""
+    """Return the results about the rate; the run must have at least one decision."""
     columns = _columns(done, scale)
     nominal = columns.nominal
     by_question = _groups(columns.questions, columns.escalated)
@@ -335,7 +336,7 @@ def rate_control(
 
 @dataclass(slots=True)
 class _Columns:
-    """The decisions of a run, stored in columns, because a run may have a million judged chunks."""
+    """The decisions of a run, stored in arrays, because a run may have a million judged chunks."""
 
     questions: list[str] = field(default_factory=list[str])
     turns: array[int] = field(default_factory=lambda: array("I"))
@@ -406,8 +407,8 @@ def _banded(
 
 
 def _coin_rms(sizes: Sequence[int], nominal: float | None) -> float:
-    """Return the root mean square distance from the nominal rate that coins of this rate would
-    give.
+    """Return the expected root mean square distance from the nominal rate if coins with this rate
+    decided.
     """
     if nominal is None:
         return math.nan

@@ -39,7 +39,8 @@ from atts.journal import (
     open_run,
 )
 
-# possible limits on the characters of a chunk; the largest limit with which a page fits is used
+# possible limits on the number of characters of a chunk; a page uses the largest limit with which
+# it fits
 _LIMITS = (4000, 1500, 600, 240, 80, 0)
 # number of problems that is assumed to share the budget if the real number is not known
 _FEWEST = 40
@@ -50,8 +51,9 @@ delay.
 
 
 class Pages:
-    """One page per problem, packed as JSON, raw deflate and base64, so that a browser cannot read a
-    model's output as markup.
+    """One page per problem, stored as JSON that is compressed (raw deflate) and encoded in base64.
+
+    The encoding prevents a browser from interpreting a model's output as markup.
     """
 
     def __init__(self, budget: int, problems: int) -> None:
@@ -60,8 +62,7 @@ class Pages:
         """
         self._each = budget // max(min(problems, MOST), _FEWEST)
         self._packed: dict[str, str] = {}
-        # numbers of pages so far: of problems that a reader looks for first, and of all other
-        # problems
+        # number of stored pages; the key is True for problems that a reader looks for first
         self._counts = {True: 0, False: 0}
         self.shortened = 0  # number of pages with texts that were cut to fit
         # the smallest limit on a chunk's characters at which a text was cut so far
@@ -72,8 +73,8 @@ class Pages:
     ) -> None:
         """Store the page of a problem, with texts as long as the remaining budget allows.
 
-        The page is not stored if the budget is used up, or if there are enough pages of such
-        problems.
+        The page is not stored if there is no budget, or if enough pages of problems of this kind
+        are stored.
         """
         is_wanted = looked_for(brief.verdict, flags.values())
         if not self._each or self._counts[is_wanted] >= MOST:
@@ -113,12 +114,16 @@ class Pages:
 
 
 def looked_for(verdict: str | None, flags: Iterable[tuple[str, ...]]) -> bool:
-    """Return True for a problem that a reader looks for first: not correct, or with a flag."""
+    """Return True if a reader looks for this problem first, because it is not correct or has a
+    flag.
+    """
     return verdict != "correct" or any(flags)
 
 
 def pack(story: Mapping[str, Any]) -> str:
-    """Return data packed as JSON, raw deflate and base64, which a browser can unpack."""
+    """Convert data to JSON, compress it (raw deflate) and encode it in base64; a browser can undo
+    this.
+    """
     try:
         text = _plain(story)
     # the data have a number that JSON does not allow, such as NaN; checking all data for these rare
@@ -203,7 +208,7 @@ def _chunks(turn: Turn, limit: int, fate_of_text: str) -> Iterator[list[Any]]:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return a text; if it has more than `limit` characters, its middle is left out.
+    """Return a text; if the text has more than `limit` characters, leave out its middle.
 
     >>> shorten("one two three four", 12)
     'one tw … [6 characters] … e four'
@@ -231,7 +236,7 @@ _TAIL = 300
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    """The facts about one rollout, without its texts."""
+    """The data of one rollout, without its texts."""
 
     brief: FinishedSample
     decisions: int
@@ -252,14 +257,14 @@ class RolloutFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProblemFacts:
-    """The facts about one finished problem, without its texts."""
+    """The data of one finished problem, without its texts."""
 
     problem: Problem
     brief: FinishedProblem
     rollouts: tuple[RolloutFacts, ...]
 
     def graded(self, brief: FinishedProblem) -> ProblemFacts:
-        """Return the facts about the rollouts, updated by verdicts from later sessions."""
+        """Return the data of the rollouts, with the verdicts that later sessions added."""
         rollouts = tuple(
             replace(rollout, brief=sample)
             for rollout, sample in zip(self.rollouts, brief.samples, strict=True)
@@ -369,9 +374,7 @@ def _rollout(rollout: Rollout, brief: FinishedSample, problem: Problem) -> Rollo
 
 
 def _flags(rollout: Rollout, problem: Problem, decisions: Sequence[Decision]) -> Iterable[str]:
-    """Return the flags of a rollout: facts that a reader should know before trusting the rollout's
-    answer.
-    """
+    """Return the flags of a rollout, which are reasons for distrust of the rollout's answer."""
     if rollout.finish == "failed":
         yield "failed"
     if rollout.is_fallback_answer:

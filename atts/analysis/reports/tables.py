@@ -37,13 +37,13 @@ class Cell:
 
     @property
     def classes(self) -> str:
-        """Return the cell's classes in the style sheet, which align numbers and set colours."""
+        """Return the names of the cell's style classes, which align numbers and set colours."""
         return " ".join(filter(None, ("" if self.value is None else "n", self.tone)))
 
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """A table with a title, named columns and rows. A row of a table of "facts" is a name and a
+    """A table with a title, named columns and rows. In a table of "facts", each row is a name and a
     value; such a table cannot be sorted.
     """
 
@@ -60,13 +60,13 @@ class ReportTable:
         rows: Iterable[Sequence[object]],
         kind: TableKind = "rows",
     ) -> ReportTable:
-        """Make a table from values of any kind."""
+        """Make a table from rows of values, which may have any type."""
         return cls(
             title, tuple(columns), tuple(tuple(cell(value) for value in row) for row in rows), kind
         )
 
 
-_PROBLEMS = 60  # largest number of rows of a problem digest
+_PROBLEMS = 60  # largest number of rows in the digest of problems
 
 
 def cell(value: object, style: str = "") -> Cell:
@@ -144,7 +144,9 @@ def spend_table(report: RunReport) -> ReportTable:
 
 
 def combination_table(report: RunReport) -> ReportTable:
-    """Return the table of selection or synthesis for split votes; empty if only votes decided."""
+    """Return the table about selection or synthesis for split votes; empty if votes decided all
+    answers.
+    """
     combined = report.combined
     rows: list[tuple[object, object]] = []
     if combined is not None:
@@ -309,7 +311,7 @@ def turn_table(control: RateControl) -> ReportTable:
 
 
 def health_table(health: Health) -> ReportTable:
-    """Return the table on the quality of stored scores, and on the threshold they give."""
+    """Return the table about the quality of the stored scores and about their threshold."""
     rows: list[tuple[object, object]] = [
         ("scores", health.scores),
         ("questions", health.clusters.clusters if health.repeats.clustered else "not known"),
@@ -341,7 +343,7 @@ def _range(ends: tuple[float, float]) -> str:
 
 
 def threshold_table(health: Health) -> ReportTable:
-    """Tabulate for each turn its scores and the threshold that these give."""
+    """Tabulate the scores of each turn, and the threshold that is computed from these scores."""
     rows = [
         (
             cell(one.turn),
@@ -467,7 +469,9 @@ def problem_table(report: RunReport) -> ReportTable:
 
 
 def problem_digest(report: RunReport) -> ReportTable:
-    """Return a table of all problems; if there are many, only of problems that are not correct."""
+    """Return a table of all problems; if there are many problems, list only problems that are not
+    correct.
+    """
     table = problem_table(report)
     count = len(report.problems)
     if count <= _PROBLEMS:

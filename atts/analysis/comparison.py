@@ -284,7 +284,7 @@ class Compared:
     unscored: tuple[int, int] = (0, 0)
     # the comparison of votes, computed as if unscored votes were correct
     if_right: Comparison | None = None
-    # comparison of votes after every problem, in a seeded random order
+    # comparison of votes after each further problem, in a seeded random order of problems
     sequential: Sequential | None = None
 
 

@@ -517,8 +517,8 @@ _PLACES = (
     (8, 30),
     (-8, 30),
 )
-"""Possible positions of a label, the best first: pixels to the right of its point (if negative, the
-label ends to the left of the point), and pixels below the point.
+"""Possible positions of a label, the best position first: pixels to the right of its point, and
+pixels below its point. If the first number is negative, the label ends to the left of the point.
 """
 
 # smaller error rates are drawn at the same position, so that the axis can end at accuracy 1

@@ -1,6 +1,4 @@
-"""The data that a report needs from a run's journal, read in one pass together with the pages of
-the problems.
-"""
+"""The data that a report needs from a run's journal; the journal is read only once."""
 
 from __future__ import annotations
 
@@ -244,8 +242,8 @@ class RolloutFacts:
     tokens: int  # number of tokens that draft and target wrote together
     target_tokens: int  # tokens of the rollout that the target wrote
     flags: tuple[str, ...]
-    # the tokens that each turn added, by the draft and by the target; plain numbers, because a
-    # report holds all turns of a run
+    # number of tokens that each turn added, by the draft and by the target; plain numbers save
+    # memory
     drafted_by_turn: array[int]
     target_by_turn: array[int]
 
@@ -288,13 +286,13 @@ class RunData:
     warned: list[Warned] = field(default_factory=list[Warned])
     drifted: list[Drifted] = field(default_factory=list[Drifted])
     failed_calls: Counter[str] = field(default_factory=Counter[str])
-    # the index of the first step of each merged run
+    # the index of the gate's first step in each part of a merged run
     parts: list[int] = field(default_factory=lambda: [0])
     state: RunState = field(default_factory=RunState)
 
     @property
     def done(self) -> Steps:
-        """Return the actions on all judged chunks, in the order of the decisions."""
+        """Return the actions taken on all judged chunks, in the order of the decisions."""
         return self.steps.of_kind("observed") or self.steps.of_kind("decided")
 
     def take(self, entry: Entry) -> None:

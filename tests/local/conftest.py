@@ -43,7 +43,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """Make a random model of `family` whose logits are far enough apart to be compared."""
+    """Make a random model of `family` whose logits differ enough for comparisons."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     size = {
@@ -112,10 +112,10 @@ class Naive:
 
     @torch.inference_mode()
     def exact_scores(self, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> list[float]:
-        """Return the suffix scores in float64 throughout, for models without biases and norms of
-        heads.
+        """Return the log-probabilities of the suffix tokens, computed entirely in float64.
 
-        The computation is written out, because transformers computes norms and softmax in float32.
+        The model must have no biases and no norms of heads. The computation is written out, because
+        transformers computes norms and softmax in float32.
         """
         config = self.model.config
         weights: dict[str, torch.Tensor] = {
@@ -160,7 +160,7 @@ class Naive:
         return [float(logprobs[row - 1, ids[row]]) for row in range(len(prefix), len(ids))]
 
     def agrees(self, prompt: tuple[int, ...], ids: tuple[int, ...], gap: float = 1e-4) -> bool:
-        """Return whether greedy decoding may write `ids`: each id is the most likely token, or its
+        """Return whether `ids` agree with greedy decoding: each id is the most likely token, or its
         logit is less than `gap` below the largest.
         """
         rows = self.logits(prompt + ids)[len(prompt) - 1 : -1]
@@ -217,8 +217,9 @@ def drive() -> Callable[..., Driven]:
 
 @pytest.fixture(scope="session")
 def near(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a draft model: the tiny target with noise in its weights, so that the target accepts
-    about half of the draft's proposals.
+    """Make a draft model by adding noise to the weights of the tiny target.
+
+    The target accepts about half of this draft's proposals.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

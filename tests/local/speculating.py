@@ -1,4 +1,4 @@
-"""Loops that speculate, driven step by step, and proposers with known proposals."""
+"""Helpers that run speculating step loops step by step, and proposers with known proposals."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Script:
         self._steps = [list(step) for step in steps]
 
     def take(self, *, wait: bool) -> list[Command]:
-        """Return the next step's commands; when no commands are left and nothing runs, close the
-        loop.
+        """Return the commands of the next step; close the loop when no commands are left and no
+        request runs.
         """
         while self._steps and wait and not self._steps[0]:
             self._steps.pop(0)
@@ -64,13 +64,13 @@ class Driven:
 
 
 def ids_of(seed: int, count: int) -> TokenIds:
-    """Draw ids that are not special."""
+    """Draw random token ids, none of which is a special token."""
     return tuple(random.Random(seed).choices(range(3, 300), k=count))
 
 
 def requests(count: int, tokens: int = 24, laws: Sequence[Sampling] = LAWS) -> list[Submit]:
-    """Make requests with several sampling settings; some share a prompt, as the samples of a
-    problem do.
+    """Make requests with several sampling settings; some requests share a prompt, as the samples of
+    one problem do.
     """
     return [
         Submit(
@@ -88,8 +88,9 @@ def requests(count: int, tokens: int = 24, laws: Sequence[Sampling] = LAWS) -> l
 
 
 class Knowing(Proposer):
-    """A proposer of the tokens that a plain run wrote, with wrong tokens from a random position on,
-    or of wrong tokens only.
+    """A proposer of the tokens that an earlier run without speculation wrote.
+
+    Its proposals are wrong from a random position on, or from the first token on.
     """
 
     def __init__(self, texts: dict[int, TokenIds], kind: str) -> None:
@@ -117,10 +118,12 @@ class Knowing(Proposer):
 
 
 class AnyLength:
-    """A choice that draws a random length, possibly 0, for every sequence and step."""
+    """A chooser of proposal lengths that draws a random length, possibly 0, for every sequence and
+    step.
+    """
 
     def __init__(self, most: int, least: int = 0) -> None:
-        """Draw lengths from `least` to `most`; a negative length counts as 0."""
+        """Draw proposal lengths from `least` to `most` tokens; a negative length counts as 0."""
         self._most = most
         self._least = least
         self._random = random.Random(most)
@@ -130,18 +133,18 @@ class AnyLength:
         return False
 
     def choose(self, plan: StepPlan) -> list[int]:
-        """Draw a length from the least to the most for each sequence."""
+        """Draw a proposal length from `least` to `most` tokens for each sequence."""
         return [max(0, self._random.randint(self._least, self._most)) for _ in plan.decoding]
 
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> None:
-        """Ignore the observed rounds."""
+        """Ignore the results of the verified proposals."""
 
 
 @cache
 def config_of(folder: Path) -> WorkerConfig:
-    """Make the configuration that an engine knows before it loads a model."""
+    """Make the configuration that an engine has before it loads a model."""
     model = read_model_config(folder, "tiny")
     pieces = ModelTokenizer(folder, "tiny").pieces
     return WorkerConfig("tiny", folder, model, pieces, LocalOptions())
@@ -178,7 +181,9 @@ def run(
     drafter: Path | None = None,
     **changes: Any,
 ) -> Driven:
-    """Run a loop over a script, optionally with another proposer and choice of lengths."""
+    """Run a step loop over a script, optionally with another proposer and another choice of
+    proposal lengths.
+    """
     ways: dict[str, Any] = {"device": "cpu", "kernel": "native", "kv_tokens": 4096}
     ways |= {"max_batch": 32, "chunk_tokens": 512, "threads": 1}
     if drafter is not None:
@@ -204,19 +209,19 @@ def run(
 
 
 def texts(done: Driven) -> dict[int, TokenIds]:
-    """Return the texts by request."""
+    """Return the text of each request."""
     return {key: reply.ids for key, reply in done.replies.items() if isinstance(reply, SampleReply)}
 
 
 def same(plain: Driven, other: Driven) -> bool:
-    """Return whether all replies of two runs have the same ids, ends and log-probabilities, to the
-    bit.
+    """Return whether two runs gave bit-identical replies: the same ids, ends and
+    log-probabilities.
     """
     assert plain.replies, "no reply has a token"
     return plain.replies == other.replies
 
 
 def counts(done: Driven) -> SpeculationStats:
-    """Return the counters of speculation."""
+    """Return the loop's counters about speculation."""
     assert done.stats.speculation is not None, "the loop did not speculate"
     return done.stats.speculation

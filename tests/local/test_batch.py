@@ -1,4 +1,4 @@
-"""Tests that a batch that is updated in place equals one that is made from scratch."""
+"""Tests that a batch that is updated in place equals a batch that is made from scratch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _sequence(number: int) -> Sequence:
 
 @given(st.data())
 def test_an_updated_batch_equals_a_new_one(data: st.DataObject) -> None:
-    """Sequences, rows and tables may change between two batches, with prefills and proposals in
-    between.
+    """A batch that is updated in place equals a new batch, even if sequences, rows and slot tables
+    change between steps.
     """
     sequences = [_sequence(number) for number in range(_ROWS)]
     batches = StepBatches()

@@ -1,4 +1,6 @@
-"""Tests of the key-value cache: prefixes are shared, kept, evicted oldest first, and never leaked."""
+"""Tests of the key-value cache: it shares and keeps prefixes, evicts the oldest first, and never
+loses a slot.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from atts.sampling import Seed, uniforms
 
 
 def ids_of(seed: int, count: int) -> TokenIds:
-    """Draw ids that are not special."""
+    """Draw random token ids, none of which is a special token."""
     return tuple(
         torch.randint(3, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
     )
@@ -37,8 +39,9 @@ def ids_of(seed: int, count: int) -> TokenIds:
 def test_siblings_share_one_prompt_in_time_and_memory(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Sixteen siblings prefill their prompt of 1,024 tokens once and store it once. Slots in use
-    exceed the prompt and the siblings' own tokens by at most 15 %.
+    """Sixteen rollouts of one prompt compute its 1,024 tokens once and store them once.
+
+    The slots in use exceed the prompt and the rollouts' own tokens by at most 15 %.
     """
     folder = make_model("llama", max_position_embeddings=2048, eos_token_id=None)
     prompt = ids_of(1, 1024)
@@ -55,8 +58,8 @@ def test_siblings_share_one_prompt_in_time_and_memory(
 def test_a_rollouts_next_turn_feeds_only_new_tokens(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """All earlier tokens of a rollout come from the cache, except the last written token, which no
-    step has fed yet.
+    """In a rollout's next turn, all earlier tokens come from the cache, except the last written
+    token, which no step has fed yet.
     """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(2, 50)
@@ -75,8 +78,10 @@ def test_a_rollouts_next_turn_feeds_only_new_tokens(
 def test_sampling_after_a_scored_chunk_needs_no_first_forward(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Scoring leaves keys, values and last logits in the cache, so the next sample or score request
-    starts without a forward pass over the prefix.
+    """After a chunk was scored, the next sample or score request needs no forward pass over the
+    prefix.
+
+    Scoring leaves the keys, values and last logits in the cache.
     """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
@@ -95,7 +100,7 @@ def test_sampling_after_a_scored_chunk_needs_no_first_forward(
 
 
 def test_slots_of_running_requests_are_counted_as_locked() -> None:
-    """Slots that running requests read or write are locked until the requests end, so no other
+    """Slots that a running request reads or writes are locked until the request ends, so no other
     request gets them.
     """
     tree = PrefixTree(0)
@@ -121,8 +126,8 @@ def test_slots_of_running_requests_are_counted_as_locked() -> None:
 
 
 def test_a_prefill_that_has_its_slots_takes_no_more() -> None:
-    """Slots are allocated in runs of 32, so the second half of a prompt of 32 tokens needs no new
-    slots.
+    """The second half of a prompt of 32 tokens needs no new slots, because slots are allocated 32
+    at a time.
     """
     scheduler = Scheduler(SchedulerConfig(512, 4, 16, 256), PrefixTree(0))
     scheduler.add(new_sequence(1, SampleRequest(ids_of(6, 32), 40, Sampling(0)), 0.0))
@@ -138,15 +143,15 @@ def test_a_prefill_that_has_its_slots_takes_no_more() -> None:
 
 
 def _flip(ids: tuple[int, ...], others: tuple[int, ...]) -> int | None:
-    """Return the difference of the first ids that differ, or None if all are equal."""
+    """Return how much the first two different ids differ, or None if all ids are equal."""
     return next((one - other for one, other in zip(ids, others, strict=True) if one != other), None)
 
 
 def test_a_short_cache_evicts_and_still_answers_everything(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """With far more work than slots there are evictions and preemptions, but never more used slots
-    than exist.
+    """With far more work than slots, the cache evicts and pre-empts, answers every request, and
+    never uses more slots than exist.
     """
     folder = make_model("llama", eos_token_id=None)
     orders: list[Command] = [
@@ -157,8 +162,8 @@ def test_a_short_cache_evicts_and_still_answers_everything(
     plenty = drive(folder, [orders], kv_tokens=4096)
     assert done.replies.keys() == plenty.replies.keys()
     flips = [_flip(done.replies[n].ids, plenty.replies[n].ids) for n in done.replies]
-    # Sums may differ in the last bits, so a draw near the edge between two ids may give the next
-    # id.
+    # Sums may differ in their last bits, so a draw close to the border between two ids may give the
+    # other id.
     assert sum(flip is not None for flip in flips) <= 2
     assert all(abs(flip) <= 2 for flip in flips if flip is not None)
     assert done.stats.evicted_tokens > 0
@@ -168,15 +173,15 @@ def test_a_short_cache_evicts_and_still_answers_everything(
 def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Every rollout that is not cancelled is answered, no slot stays locked, and no request
-    starves.
+    """With a thousand rollouts and random cancellations, every other rollout is answered, no slot
+    stays locked, and no request starves.
     """
     folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
     choice = np.random.default_rng(0)
     steps: list[list[Command]] = [[] for _ in range(120)]
     cancelled: set[int] = set()
     for request_id in range(1, 1001):
-        # the step at which this request arrives; ten requests arrive at each step
+        # Step at which this request arrives; ten requests arrive at each step.
         at = (request_id - 1) // 10
         request = SampleRequest(
             ids_of(request_id % 7, 20),
@@ -201,8 +206,8 @@ def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
 
 
 def memory_for(tokens: int) -> MakeModel:
-    """Return a function that makes native models that refuse step buffers of more than a number of
-    tokens.
+    """Return a function that makes native models which refuse step buffers of more than the given
+    number of tokens.
     """
 
     def allocate(rows: int, columns: int) -> Any:
@@ -220,8 +225,8 @@ def memory_for(tokens: int) -> MakeModel:
 def test_steps_shrink_until_they_fit_into_memory(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """If memory is short, chunks and batches are halved until a step fits, and the answers do not
-    change.
+    """If memory is short, the engine halves chunks and batches until a step fits, and its answers
+    do not change.
     """
     folder = make_model("llama", eos_token_id=None)
     orders: list[Command] = [
@@ -241,7 +246,7 @@ def test_steps_shrink_until_they_fit_into_memory(
 def test_the_loop_survives_having_no_memory_at_all(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """If memory is too small for a single token, requests in flight fail with advice, and no slot
+    """If memory is too small for a single token, running requests fail with advice, and no slot
     stays locked.
     """
     folder = make_model("llama", eos_token_id=None)
@@ -261,8 +266,8 @@ def test_the_loop_survives_having_no_memory_at_all(
 
 
 def test_every_way_of_running_out_of_memory_is_recognised() -> None:
-    """Errors of numpy, of torch on a CPU and of torch on a GPU count as running out of memory;
-    another kind of error does not.
+    """Memory errors of numpy, of torch on a CPU and of torch on a GPU are recognised; another kind
+    of error is not.
     """
     for ask in (lambda: np.empty(1 << 50), lambda: torch.empty(1 << 50)):
         with pytest.raises((MemoryError, RuntimeError)) as caught:
@@ -273,7 +278,7 @@ def test_every_way_of_running_out_of_memory_is_recognised() -> None:
 
 
 def refusing(call: str, wrong: Callable[..., bool], error: Exception) -> MakeModel:
-    """Return a function that makes models in which one call raises an error if `wrong` is true of
+    """Return a function that makes models in which one method raises an error if `wrong` is true of
     its arguments.
     """
 
@@ -316,7 +321,9 @@ ERRORS = (
 def test_a_request_that_breaks_a_step_fails_alone(
     refusal: str, error: Exception, make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Prompts, scores and draws that raise get an error, and other requests of the batch continue."""
+    """If a prompt, a score or a draw raises an error, only its request fails; other requests of the
+    batch continue.
+    """
     folder = make_model("llama", eos_token_id=None)
     call, wrong = REFUSALS[refusal]
     bad = {"forward": {7, 9}, "score": {7, 9}, "logprobs": {10}, "sample": {3}}[call]
@@ -382,8 +389,8 @@ def test_an_error_in_one_sequences_bookkeeping_fails_it_alone(
 def test_priority_overtakes_but_does_not_starve(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """A late urgent request overtakes the queue, but the engine still serves a request of low
-    priority while urgent requests keep arriving.
+    """A late urgent request overtakes the queue, but a request of low priority is still served
+    while urgent requests keep arriving.
     """
     folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
 
@@ -413,8 +420,8 @@ def test_priority_overtakes_but_does_not_starve(
     )
 )
 def test_the_prefix_tree_agrees_with_a_dictionary(actions: list[tuple[str, list[int]]]) -> None:
-    """After inserts, locks, unlocks and evictions the tree maps the same prefixes to the same slots
-    as a dictionary.
+    """After inserts, locks, unlocks and evictions, the prefix tree maps the same prefixes to the
+    same slots as a dictionary.
     """
     allocator = SlotAllocator(500)
     tree = PrefixTree(4)
@@ -455,7 +462,10 @@ def test_the_prefix_tree_agrees_with_a_dictionary(actions: list[tuple[str, list[
     )
 )
 def test_the_least_recently_used_entry_is_evicted_first(actions: list[tuple[str, int]]) -> None:
-    """A later use, lock or unlock makes an entry recent, and locked entries are not evicted."""
+    """The cache evicts the least recently used entry first and never a locked entry.
+
+    Using, locking or unlocking an entry makes it recent.
+    """
     tree = PrefixTree(max_logits=0)
     used = list[int]()
     locked = dict[int, PrefixNode]()
@@ -476,7 +486,9 @@ def test_the_least_recently_used_entry_is_evicted_first(actions: list[tuple[str,
 
 
 def test_a_slot_that_is_freed_twice_is_noticed() -> None:
-    """Freeing a slot twice is an error, because the allocator would give the slot to two sequences."""
+    """Freeing a slot twice raises an error, because the allocator would give the slot to two
+    sequences.
+    """
     allocator = SlotAllocator(3)
     taken = allocator.allocate(2)
     allocator.free([taken])
@@ -488,8 +500,8 @@ def test_a_slot_that_is_freed_twice_is_noticed() -> None:
 def test_scoring_continues_after_a_known_beginning(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """The engine computes scores for the new part only, and all values equal the scores of the
-    whole chunk.
+    """If the beginning of a chunk is already scored, the engine scores only the new part, and all
+    values equal scores of the whole chunk.
     """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
@@ -515,7 +527,9 @@ def test_scoring_continues_after_a_known_beginning(
 def test_draws_for_a_known_text_are_computed_again(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """A draw needs the distribution at each position, which is not stored with log-probabilities."""
+    """The engine computes a text again to draw from its distributions, because the cache stores
+    only log-probabilities.
+    """
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(3, 40)
     chunk = ids_of(4, 30)
@@ -530,8 +544,8 @@ def test_draws_for_a_known_text_are_computed_again(
 def test_scores_do_not_depend_on_what_was_scored_before(
     room: int, make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Chunks with common beginnings have the same scores in any order, with plenty of cache and
-    with evictions.
+    """Chunks with common beginnings have the same scores in any order, with a large cache and with
+    evictions.
     """
     folder = make_model("llama", eos_token_id=None)
     numbers = np.random.default_rng(1)
@@ -563,8 +577,8 @@ _BEGINNINGS = st.lists(
 def test_the_tree_returns_the_scores_that_were_stored(
     texts: list[tuple[list[int], int]], forget: int
 ) -> None:
-    """The tree returns stored scores after splits and evictions too, and never returns more scores
-    than tokens.
+    """The prefix tree returns stored scores even after splits and evictions, and never returns more
+    scores than tokens.
     """
     tree = PrefixTree(4)
     allocator = SlotAllocator(400)

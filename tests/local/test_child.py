@@ -1,4 +1,6 @@
-"""Tests of an engine's child process: its imports, its death, and its end with its parent."""
+"""Tests of an engine's child process: its imports, its crashes, and its end together with its
+parent.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def test_nothing_is_imported_from_the_current_directory(
     path contains that directory.
     """
     folder = make_model("llama")
-    sung = tmp_path / "sung"  # this process has loaded its libraries already
+    sung = tmp_path / "sung"  # this process has already loaded its libraries
     for name in (
         "torch",
         "numpy",
@@ -64,7 +66,7 @@ def test_nothing_is_imported_from_the_current_directory(
 
 @pytest.fixture
 def no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every Python child process print some words and end at once."""
+    """Replace every Python child process by one that prints a text and ends at once."""
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nprintf 'first\\nlibfoo.so: cannot open\\n\\n' >&2\nexit 7\n")
     script.chmod(0o755)
@@ -73,8 +75,8 @@ def no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_python")
 def test_a_child_that_dies_while_loading_is_reported_with_its_output(make_model: Make) -> None:
-    """The error has the last output of the dead child, also if the pipe breaks while atts sends the
-    configuration.
+    """If a child dies while it loads, the error shows its last output, even if the pipe breaks
+    while atts sends the configuration.
     """
     config = worker_config(make_model("llama"), pieces=1_000_000)
     worker = ProcessWorker()
@@ -87,15 +89,15 @@ def test_a_child_that_dies_while_loading_is_reported_with_its_output(make_model:
 
 @pytest.mark.usefixtures("no_python")
 def test_a_broken_pipe_to_a_child_is_an_engine_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """The broken pipe to the child is reported as an engine error, not as a closed stdout of the
-    command.
+    """A broken pipe to an engine's child is reported as an engine error, not as a closed stdout of
+    the command.
     """
     assert run(["solve", "What is 2 + 2?"]) == 3
     assert "last output: libfoo.so: cannot open" in capsys.readouterr().err
 
 
 def test_only_a_closed_stdout_ends_a_command_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command ends silently if its stdout is closed; any other broken pipe is an error with a
+    """A command ends silently if its stdout is closed; any other broken pipe gives an error with a
     message.
     """
 
@@ -135,7 +137,7 @@ signal.pause()
     ],
 )
 def test_a_child_ends_with_its_parent(until: str, end: signal.Signals, make_model: Make) -> None:
-    """No process is left after its parent is killed, not even a stopped child."""
+    """After a parent process is killed, none of its children is left, not even a stopped child."""
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     command = [sys.executable, "-c", PARENT, until]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
@@ -164,7 +166,9 @@ def is_running(pid: int) -> bool:
 
 
 def worker_config(folder: Path, pieces: int = 0) -> WorkerConfig:
-    """Make the first message to a child; `pieces` empty pieces make the message longer."""
+    """Make the first message to an engine's child; `pieces` empty pieces make the message
+    longer.
+    """
     tokenizer = ModelTokenizer(folder, "tiny")
     options = LocalOptions(device="cpu", kernel="torch", kv_tokens=100_000, threads=1)
     parts = (*tokenizer.pieces, *(b"piece %d" % number for number in range(pieces)))

@@ -1,5 +1,5 @@
-"""Tests of impossible model configurations: each is refused by its key, without hanging or filling
-memory.
+"""Tests that each impossible model configuration is refused with the name of its key, without
+hanging or filling memory.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 def test_an_impossible_value_is_refused_by_its_key(
     what: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """The error has the key's value and the expected form, and appears before a library reads the
-    configuration.
+    """The error about an impossible value names its key, the value and the expected form.
+
+    It appears before a library reads the configuration.
     """
     changes, words = REFUSED[what]
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
@@ -88,8 +89,8 @@ def test_an_impossible_value_is_refused_by_its_key(
 
 
 def test_values_that_atts_does_not_need_are_ignored(make_model: Make, tmp_path: Path) -> None:
-    """atts ignores values that it does not need; a reader of all values would create a million
-    labels here.
+    """atts ignores values of a configuration that it does not need. Reading all values would create
+    a million labels here.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     before = read_model_config(folder, "it")
@@ -160,7 +161,9 @@ VALUES: list[Any] = [
 
 
 def mutated(config: dict[str, Any], rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Yield the configuration with one to three of its values, or of its ropes' values, replaced."""
+    """Yield copies of the configuration, each with one to three random values replaced, some of
+    them within the rope settings.
+    """
     names = [
         *config,
         "sliding_window",
@@ -187,7 +190,9 @@ def mutated(config: dict[str, Any], rng: random.Random) -> Iterator[dict[str, An
 def test_a_mutated_configuration_is_read_or_refused(
     seed: int, make_model: Make, tmp_path: Path
 ) -> None:
-    """Each of 300 mutations per seed and architecture is read completely or refused with a message."""
+    """For each seed and architecture, each of 300 random changes of a configuration is either read
+    completely or refused with a message.
+    """
     rng = random.Random(seed)
     count = {"read": 0, "refused": 0}
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
@@ -205,7 +210,7 @@ def test_a_mutated_configuration_is_read_or_refused(
 
 
 def loaded(folder: Path) -> str:
-    """Return the message about a refused configuration, or an empty text if atts accepts the
+    """Return the message that refuses a configuration, or an empty text if atts accepts the
     configuration.
     """
     try:
@@ -223,8 +228,8 @@ def loaded(folder: Path) -> str:
 def test_an_engine_with_a_mutated_configuration_samples_or_is_refused(
     seed: int, make_model: Make, tmp_path: Path
 ) -> None:
-    """With each of 300 mutated configurations per seed, an engine opens with weights and cache and
-    samples, or is refused with a message.
+    """With each of 300 randomly changed configurations per seed, an engine either opens and
+    samples, or refuses with a message.
     """
     rng = random.Random(100 + seed)
     count = {"open": 0, "refused": 0}
@@ -248,6 +253,6 @@ def test_an_engine_with_a_mutated_configuration_samples_or_is_refused(
 
 
 def change(folder: Path, values: dict[str, Any]) -> None:
-    """Set these keys of the folder's configuration."""
+    """Set these keys in the folder's configuration."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))

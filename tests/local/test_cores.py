@@ -1,4 +1,4 @@
-"""Tests of threads and cores: engines that are open together share the cores, and sleep while they
+"""Tests of threads and cores: open engines share the cores, and their threads sleep while they
 wait.
 """
 
@@ -30,7 +30,7 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME":
 
 
 def config_of(folder: Path, **options: Any) -> WorkerConfig:
-    """Make the first message to a loop of the model in a folder."""
+    """Make the first message to a step loop of the model in a folder."""
     model = read_model_config(folder, "tiny")
     return WorkerConfig("tiny", folder, model, (), LocalOptions(**options))
 
@@ -62,7 +62,7 @@ def test_an_engines_process_gets_the_openmp_settings(monkeypatch: pytest.MonkeyP
 
 
 def listening(names: str) -> tuple[dict[str, ShareCores], dict[str, Callable[[Command], None]]]:
-    """Return the last message to each loop, and the function that sends the loop a message."""
+    """Return the latest message to each loop, and a function that sends a message to a loop."""
     heard: dict[str, ShareCores] = {}
 
     def send(name: str, command: Command) -> None:
@@ -73,8 +73,9 @@ def listening(names: str) -> tuple[dict[str, ShareCores], dict[str, Callable[[Co
 
 
 def test_loops_learn_how_many_share_the_cores() -> None:
-    """Loops learn how many loops share the cores whenever a loop opens or closes; closing a loop
-    twice counts once.
+    """Whenever a loop opens or closes, all loops receive the number of loops that share the cores.
+
+    Closing a loop twice counts once.
     """
     loops = OpenLoops()
     heard, send = listening("abc")
@@ -86,8 +87,10 @@ def test_loops_learn_how_many_share_the_cores() -> None:
 
 
 def test_loops_learn_how_many_are_busy() -> None:
-    """A loop is busy from its first request until it has answered or dropped the last one; a loop
-    that is not registered counts for nothing.
+    """All loops receive the number of busy loops.
+
+    A loop is busy from its first request until it has answered or dropped the last one. A loop that
+    is not registered is not counted.
     """
     loops = OpenLoops()
     heard, send = listening("abc")
@@ -113,7 +116,9 @@ def test_loops_learn_how_many_are_busy() -> None:
 def test_cores_are_divided_between_large_models(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small model gets one core, an explicit option wins, and each loop has at least one core."""
+    """A small model gets one core, an explicit option has priority, and each loop gets at least one
+    core.
+    """
     folder = make_model("llama")
     assert config_of(folder).threads(8) == 1
     monkeypatch.setattr(messages, "SMALL_MODEL", 1)
@@ -125,8 +130,9 @@ def test_cores_are_divided_between_large_models(
 def test_a_drafter_in_a_process_of_its_own_has_half_of_the_cores(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drafter that computes concurrently gets half of the cores. A drafter that alternates with
-    its target, or is small, takes no cores from the target.
+    """A drafter that computes concurrently with its target gets half of the cores.
+
+    A drafter that takes turns with its target, or is small, takes no cores from the target.
     """
     folder = make_model("llama")
     tokenizer = ModelTokenizer(folder, "tiny")
@@ -148,8 +154,8 @@ def test_a_drafter_in_a_process_of_its_own_has_half_of_the_cores(
 async def test_two_engines_opened_together_divide_the_cores(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first engine gives up half of its threads, and gets those threads back when the second
-    engine closes.
+    """When a second engine opens, the first gives up half of its threads; it gets them back when
+    the second closes.
     """
     monkeypatch.setattr(messages, "SMALL_MODEL", 1)
     monkeypatch.setattr(builder, "_MOST_THREADS", 6)
@@ -176,7 +182,7 @@ async def test_two_engines_opened_together_divide_the_cores(
 
 
 def alternations(values: list[int]) -> list[int]:
-    """Return the values without repetitions of the one before."""
+    """Return the values without immediate repetitions."""
     return [value for value, _ in groupby(values)]
 
 
@@ -185,8 +191,10 @@ def alternations(values: list[int]) -> list[int]:
 async def test_an_idle_engine_lends_its_cores(
     make_model: Make, monkeypatch: pytest.MonkeyPatch, kernel: Any
 ) -> None:
-    """While one engine of two has no request, the other computes with all cores; texts and scores
-    stay the same to the bit. With torch, whose sums depend on the threads, nothing is lent.
+    """While one of two engines has no request, the other computes with all cores, and its texts and
+    scores stay bit-identical.
+
+    With torch no cores are lent, because its sums depend on the number of threads.
     """
     monkeypatch.setattr(messages, "SMALL_MODEL", 1)
     monkeypatch.setattr(builder, "_MOST_THREADS", 4)

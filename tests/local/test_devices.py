@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
 def test_a_drafter_on_the_processor_changes_no_token(
     way: str, beside: str, make_model: Make, near: Path
 ) -> None:
-    """Naming the processor changes nothing, because it is the default on this machine."""
+    """Placing the drafter on the processor explicitly changes no token, because the processor is
+    the default on this machine.
+    """
     folder = make_model("llama")
     orders = requests(3, 24, HOT)
     done = run(folder, [orders], None, 4, near, speculate=way, beside=beside, drafter_device="cpu")
@@ -39,7 +41,9 @@ def test_a_drafter_on_the_processor_changes_no_token(
 def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(
     way: str, beside: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the missing device and a valid choice."""
+    """If a drafter's device does not exist, the error names this device and a valid choice before
+    anything is loaded.
+    """
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("atts.accel.build.load_weights", None)
@@ -59,7 +63,7 @@ def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(
 
 @pytest.mark.parametrize("words", ["gpu", "cuda:", "cuda:-1", "auto", "cuda:1 "])
 def test_an_unknown_device_is_refused(words: str) -> None:
-    """An unknown device is refused, and so is a device for a drafter if no drafter is named."""
+    """An unknown device is refused, and so is a device for a drafter when no drafter is named."""
     with pytest.raises(OptionError, match="no such drafter_device"):
         SpeculationOptions(drafter="embedded:draft", drafter_device=words).check()
     with pytest.raises(OptionError, match="needs a draft model"):
@@ -70,7 +74,9 @@ def test_an_unknown_device_is_refused(words: str) -> None:
 def test_the_option_reaches_the_drafters_model(
     way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The option moves the drafter's weights and cache, but nothing of the target."""
+    """The option puts the drafter's weights and cache on the device, and leaves the target where it
+    is.
+    """
     asked = list[torch.device]()
 
     def weights(

@@ -1,5 +1,5 @@
-"""Tests of a drafter in its own process: texts are the same whether it answers, lags, breaks or is
-killed.
+"""Tests of a drafter in its own process: the texts are the same whether the drafter answers, lags,
+fails or is killed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WAYS = ["pearl", "ssd", "mirror"]
 
 
 def overlap(done: Driven) -> OverlapStats:
-    """Return the counters of draft work during the target's steps: hits and misses of guessed
-    outcomes.
+    """Return the counters of drafts made during the target's steps: correct and wrong guesses of
+    the step's outcome.
     """
     found = counts(done).overlap
     assert found is not None, "no draft was made during the target's steps"
@@ -37,7 +37,9 @@ def overlap(done: Driven) -> OverlapStats:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each step seem to take a minute, so that the loop waits for every answer."""
+    """Make each step seem to last a minute, so that the loop waits for every answer of the
+    drafter.
+    """
     times = count(0, 60)
     monkeypatch.setattr("atts.accel.overlap.process.perf_counter", lambda: float(next(times)))
 
@@ -48,7 +50,7 @@ def test_a_drafter_in_another_process_changes_no_token(
     way: str, make_model: Make, near: Path
 ) -> None:
     """With a drafter in another process, ids, ends and log-probabilities are bit-identical to those
-    with a drafter in the same process.
+    with a drafter in this process.
     """
     folder = make_model("llama")
     orders = requests(4, 24)
@@ -61,7 +63,7 @@ def test_a_drafter_in_another_process_changes_no_token(
 
 @pytest.mark.usefixtures("patient")
 def test_a_drafter_equal_to_the_target_is_never_wrong(make_model: Make) -> None:
-    """All proposals of a drafter equal to the target are accepted."""
+    """If the drafter is the same model as the target, the target accepts all of its proposals."""
     folder = make_model("llama")
     orders = requests(2, 40, HOT)
     plain = run(folder, [orders])
@@ -73,7 +75,7 @@ def test_a_drafter_equal_to_the_target_is_never_wrong(make_model: Make) -> None:
 
 
 class Hurt:
-    """A transport that sends a signal to the drafter's process at its fourth step."""
+    """A transport that sends a signal to the drafter's process at the fourth step."""
 
     def __init__(self, patch: pytest.MonkeyPatch, kind: signal.Signals) -> None:
         self._propose = DrafterProcess.propose
@@ -92,8 +94,10 @@ class Hurt:
 def test_a_drafter_that_dies_or_stops_changes_no_text(
     way: str, kind: signal.Signals, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the drafter's process died or stopped, each step counts as a miss; the counters report
-    a dead process.
+    """If the drafter's process dies or stops, the texts stay the same and each later step counts as
+    a wrong guess.
+
+    The counters report the death of the process.
     """
     folder = make_model("llama")
     orders = requests(3, 40)
@@ -109,7 +113,9 @@ def test_a_drafter_that_dies_or_stops_changes_no_text(
 def test_a_dead_drafter_is_named_in_the_counters(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The counters say that the drafter is dead, so that a user can see why nothing is proposed."""
+    """If a drafter has died, the counters say so, so that a user can see why nothing is
+    proposed.
+    """
     Hurt(monkeypatch, signal.SIGKILL)
     done = run(
         make_model("llama"), [requests(3, 40)], None, 4, near, speculate="pearl", beside="process"
@@ -123,7 +129,9 @@ def test_a_dead_drafter_is_named_in_the_counters(
 def test_a_drafter_that_cannot_be_loaded_is_an_error(
     make_model: Make, near: Path, tmp_path: Path
 ) -> None:
-    """The error equals that of any other model that cannot be loaded."""
+    """A drafter that cannot be loaded gives the same error as any other model that cannot be
+    loaded.
+    """
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in near.iterdir():
@@ -139,8 +147,9 @@ def test_a_drafter_that_cannot_be_loaded_is_an_error(
 def test_a_failed_start_leaves_no_process(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No process is left if the start fails by an unwritable message, by lack of memory, or by an
-    interrupt.
+    """If a drafter's process fails to start, no process is left.
+
+    The causes are a message that cannot be written, a lack of memory, and an interrupt.
     """
     started = list[subprocess.Popen[bytes]]()
     start = subprocess.Popen[bytes]
@@ -161,12 +170,14 @@ def test_a_failed_start_leaves_no_process(
 
 @pytest.fixture
 def rows() -> RemoteRows:
-    """Make two rows of 200 tokens, with 256 slots."""
+    """Make a slot table of two rows of 200 tokens, with 256 slots."""
     return RemoteRows(256, 2, 200)
 
 
 def step(fresh: dict[int, int], ended: Sequence[int] = (), more: Sequence[int] = ()) -> DraftStep:
-    """Make a step with new sequences of these lengths, and with sequences that grew by a token."""
+    """Make a step with new sequences of these lengths, and with running sequences that grew by one
+    token.
+    """
     told = [
         (key, SampleRequest(ids_of(key, size), 50, Sampling(0.5), Seed(key)))
         for key, size in fresh.items()
@@ -177,7 +188,9 @@ def step(fresh: dict[int, int], ended: Sequence[int] = (), more: Sequence[int] =
 
 
 def test_sequences_without_room_are_not_drafted_for(rows: RemoteRows) -> None:
-    """Rows and slots are freed when a sequence ends, and a waiting sequence then gets drafts."""
+    """A sequence that finds no free row or slot gets no drafts until another sequence ends and
+    frees its own.
+    """
     assert [ask.key for ask in rows.follow(step({1: 20, 2: 180}))] == [1, 2]
     assert rows.follow(step({3: 20})) == [], "all rows must be in use"
     found = rows.follow(step({}, ended=[2], more=[1, 3]))

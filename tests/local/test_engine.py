@@ -40,7 +40,7 @@ from atts.testing import CheckOptions, check_engine
 
 Make = Callable[..., Path]
 HERE = LocalOptions(worker="thread")
-"""Options of an engine that opens at once, for tests that are not about processes."""
+"""Options of an engine that opens quickly, for tests that are not about processes."""
 PATIENT = CheckOptions(
     timeout_seconds=600, settle_seconds=60
 )  # a busy machine may be slow although the engine works
@@ -50,8 +50,8 @@ PATIENT = CheckOptions(
 async def test_the_engine_passes_the_conformance_suite(
     make_model: Make, anyio_backend: str
 ) -> None:
-    """The engine passes the suite in the processes that users get with asyncio, and in threads with
-    trio.
+    """The engine passes the conformance suite in processes with asyncio, as users run it, and in
+    threads with trio.
     """
     folder = make_model("llama")
     options = LocalOptions(
@@ -64,8 +64,9 @@ async def test_the_engine_passes_the_conformance_suite(
 async def test_a_loops_thread_loads_its_own_model(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop's thread loads the model, because OpenMP helpers of another thread would keep the
-    loop's helpers from waiting actively.
+    """The thread of the step loop loads the model.
+
+    OpenMP helpers of another thread would keep the loop's helpers from waiting actively.
     """
     threads = list[str]()
     build_loop = builder.build_loop
@@ -97,7 +98,7 @@ async def test_each_worker_and_kernel_passes_the_conformance_suite(
 
 @pytest.mark.anyio
 async def test_cancelling_frees_the_work(make_model: Make) -> None:
-    """A cancelled call leaves no request in flight and no slot locked, and the engine continues."""
+    """A cancelled call leaves no running request and no locked slot, and the engine continues."""
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     async with LocalEngine(folder, options=replace(HERE, kv_tokens=100_000)) as engine:
         async with task_group() as group:
@@ -117,8 +118,9 @@ async def test_cancelling_frees_the_work(make_model: Make) -> None:
 async def test_a_killed_process_engine_fails_only_its_own_callers(
     make_model: Make,
 ) -> None:
-    """Two engines with different settings run together and give the same answers; after a kill,
-    only callers of the killed engine get EngineUnavailable.
+    """If one of two process engines is killed, only its own callers get EngineUnavailable.
+
+    Before that, both engines give the same answers despite different settings.
     """
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     apart = LocalEngine(folder, name="apart", options=LocalOptions(kv_tokens=100_000))
@@ -147,7 +149,9 @@ def loop_process() -> int:
 async def test_a_process_that_cannot_be_started_is_an_error(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the system has no more processes, the message suggests the worker in a thread."""
+    """If the system refuses to start a process, the error suggests running the worker in a
+    thread.
+    """
 
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -178,8 +182,9 @@ anyio.run(main)
 
 @pytest.mark.slow
 def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Path) -> None:
-    """No `__main__` guard is needed; Ctrl-C reaches every process of the terminal, but only the
-    script handles it.
+    """A script without a `__main__` guard may open a process engine.
+
+    Ctrl-C reaches every process of the terminal, but only the script handles it.
     """
     folder = make_model("llama", eos_token_id=None)
     script = tmp_path / "script.py"
@@ -200,8 +205,8 @@ def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Pat
 
 @pytest.mark.anyio
 async def test_texts_join_and_templates_render(make_model: Make) -> None:
-    """Token-by-token decoding gives the text, and the template of a conversation ends with the
-    assistant's turn open.
+    """Decoding token by token gives the whole text, and a rendered conversation ends where the
+    assistant's turn begins.
     """
     tokenizer = ModelTokenizer(make_model("llama"), "tiny")
     text = "the step \u00e9\U0001f600 is\n\n done"
@@ -218,8 +223,9 @@ async def test_texts_join_and_templates_render(make_model: Make) -> None:
 async def test_any_byte_of_the_weights_changes_their_digest(
     make_model: Make, tmp_path: Path
 ) -> None:
-    """The digest covers all of a small file; the short digest in the model's name is unchanged, for
-    older runs.
+    """Changing any byte of a small weights file changes its digest.
+
+    The short digest in the model's name stays as in older runs.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     path = folder / "model.safetensors"
@@ -242,8 +248,9 @@ async def test_any_byte_of_the_weights_changes_their_digest(
 def test_a_template_without_system_messages_gets_them_before_the_question(
     make_model: Make, tmp_path: Path
 ) -> None:
-    """Gemma 2 has a template without system messages. A template that also refuses other messages
-    is still refused.
+    """Gemma 2's template refuses system messages, so the system text is put before the question.
+
+    A template that also refuses other messages is refused.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     path = folder / "chat_template.jinja"
@@ -356,8 +363,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_an_unusable_model_is_refused_with_a_message(
     what: str, worker: Literal["thread", "process"], make_model: Make, tmp_path: Path
 ) -> None:
-    """The message names the model, the fault and the remedy, without a library's traceback, also
-    from another process.
+    """The error about an unusable model names the model, the fault and the remedy, and shows no
+    traceback of a library.
+
+    This also holds for an engine in another process.
     """
     change, words = BAD[what]
     folder = _broken(tmp_path / "model", make_model("llama"), change)
@@ -372,8 +381,8 @@ def test_an_unusable_model_is_refused_with_a_message(
 
 
 def test_a_missing_model_is_refused_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The missing model's name is neither a folder nor a hub id, or is a hub id without a
-    network.
+    """A model name is refused if it is neither a folder nor a hub id, or if it is a hub id without
+    network access.
     """
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -392,8 +401,8 @@ def test_a_missing_model_is_refused_with_a_message(monkeypatch: pytest.MonkeyPat
 async def test_logits_that_are_not_numbers_fail_the_request_alone(
     kernel: Literal["torch", "native"], make_model: Make, tmp_path: Path
 ) -> None:
-    """Ids that touch a broken embedding fail with advice; other requests in the same batch do not
-    fail.
+    """If logits are NaN, only the requests whose ids use the broken embedding fail, with advice;
+    others in the batch are answered.
     """
 
     def poison(tensors: dict[str, Any]) -> None:
@@ -427,8 +436,8 @@ WRONG = (
 
 @pytest.mark.anyio
 async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller of the bad request gets the error; requests in flight and later ones are answered
-    as usual.
+    """Only the caller of a bad request gets an error; running and later requests are answered as
+    usual.
     """
 
     def failing(request_id: int, request: SampleRequest | ScoreRequest, *rest: Any) -> Any:
@@ -476,7 +485,9 @@ def test_a_cache_that_does_not_fit_shrinks_or_says_so(make_model: Make) -> None:
 
 @pytest.mark.anyio
 async def test_a_request_larger_than_the_cache_gets_advice(make_model: Make) -> None:
-    """The advice to raise kv_tokens is given only if the request fits into the model's context."""
+    """The error about a request that exceeds the cache suggests raising kv_tokens only if the
+    request fits into the model's context.
+    """
     async with LocalEngine(make_model("llama"), options=replace(HERE, kv_tokens=10)) as engine:
         with pytest.raises(
             ContextOverflow,
@@ -494,7 +505,9 @@ async def _enter(folder: Path) -> None:
 
 
 def test_unknown_and_impossible_options_are_errors(make_model: Make) -> None:
-    """A misspelt value gets similar valid names in its error, and a missing CUDA device is named."""
+    """The error about a misspelt option lists similar valid names, and the error about a missing
+    CUDA device names that device.
+    """
     folder = make_model("llama")
     with pytest.raises(OptionError, match="float32"):
         LocalEngine(folder, options=LocalOptions(dtype="float23"))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

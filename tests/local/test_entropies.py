@@ -1,5 +1,5 @@
-"""Tests of the entropies of distributions over a given text, from every engine that can compute
-them.
+"""Tests of entropies: every engine that can compute them returns the entropy of each next-token
+distribution over a text.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ async def enumerated(engine: Engine, prefix: tuple[int, ...]) -> float:
 @pytest.mark.anyio
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 async def test_an_entropy_is_that_of_all_tokens_and_poisons_no_cache(kernel: str) -> None:
-    """The entropy equals a sum over all tokens. Plain scores are the same before and after, and do
-    not come from the cache of entropies.
+    """An entropy equals the sum over all tokens.
+
+    Requesting entropies neither changes later scores nor takes them from the cache of entropies.
     """
     async with build_engine(f"embedded:draft?kernel={kernel}", "draft", HERE) as engine:
         ids = engine.tokenizer.encode("Tom has 39 caps. Ana has 12 more caps.")
@@ -55,8 +56,8 @@ async def test_an_entropy_is_that_of_all_tokens_and_poisons_no_cache(kernel: str
 
 @pytest.mark.anyio
 async def test_the_toy_model_gives_its_entropies_too() -> None:
-    """The entropies of the scripted engine equal those of its known distributions, which give a
-    part of the probability to all words.
+    """The scripted engine's entropies equal those of its known distributions, which give every word
+    a positive probability.
     """
     async with ScriptedEngine("draft") as engine:
         ids = engine.tokenizer.encode("Start at 4. 4 plus 3 is 7.")
@@ -78,8 +79,8 @@ async def test_an_engine_that_cannot_give_them_says_so() -> None:
 
 
 def test_the_likeliest_tokens_bound_an_entropy_from_below() -> None:
-    """The entropy of the likeliest tokens is a lower bound, which rises with more tokens; with all
-    tokens the bound equals the entropy.
+    """The entropy of the most likely tokens is a lower bound that rises with the number of tokens;
+    with all tokens it is exact.
     """
     masses = [2.0**-n for n in range(1, 11)]
     masses.append(masses[-1])

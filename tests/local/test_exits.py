@@ -32,7 +32,7 @@ DEEP = {"num_hidden_layers": 4}
 
 
 def loaded(folder: Path, layers: int) -> tuple[ModelConfig, Weights]:
-    """Load the first layers of a model."""
+    """Load only the first layers of a model."""
     config = read_model_config(folder, "tiny")
     weights = load_weights(folder, config, torch.float32, CPU, "tiny")
     fewer: dict[str, Any] = {name: getattr(config, name)[:layers] for name in ("ropes", "windows")}
@@ -50,7 +50,7 @@ def built(config: ModelConfig, weights: Weights, kernel: str) -> HookedModel:
 
 
 def a_step(table: np.ndarray[Any, Any]) -> StepBatch:
-    """Make a step of two prompts whose last positions are requested."""
+    """Make a step of two prompts that requests the output at the last position of each."""
     chunks = list[PrefillChunk]()
     for row, tokens in enumerate((9, 14)):
         sequence = new_sequence(row, requests(1)[0].request, 0.0)
@@ -62,8 +62,10 @@ def a_step(table: np.ndarray[Any, Any]) -> StepBatch:
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 def test_reading_the_exit_changes_no_bit_of_a_step(kernel: str, make_model: Make) -> None:
-    """Reading the exit changes no step. The states that listeners get equal those of a model that
-    ends at the exit, before its last norm.
+    """Reading the early exit changes no bit of a step.
+
+    The states passed to listeners equal those of a model that ends at the exit, before its last
+    norm.
     """
     folder = make_model("llama", **DEEP)
     heard = list[Tensor]()
@@ -83,10 +85,11 @@ def test_reading_the_exit_changes_no_bit_of_a_step(kernel: str, make_model: Make
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 def test_an_exit_guesses_at_the_requested_rows(kernel: str, make_model: Make) -> None:
-    """The guesses are the likeliest tokens of a model that ends at the exit, at the same row.
+    """The exit's guess at each requested row is the most likely token of a model that ends at the
+    exit.
 
-    The test reads several neighbouring rows of two sequences, so that it would notice a row too
-    early.
+    The test reads several neighbouring rows of two sequences, so that it would notice an answer
+    taken from the row before.
     """
     folder = make_model("llama", **DEEP)
     table = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
@@ -136,8 +139,10 @@ def trained(folder: Path, to: Path, **changes: Any) -> Path:
 
 
 def test_a_trained_exit_changes_no_token(make_model: Make, near: Path, tmp_path: Path) -> None:
-    """An untrained exit is in the middle of the layers, and a trained exit is where its adapter was
-    trained; neither exit changes a token.
+    """Neither an untrained exit nor a trained exit changes a token.
+
+    An untrained exit is in the middle of the layers; a trained exit is at the layer where its
+    adapter was trained.
     """
     folder = make_model("llama", **DEEP)
     config, weights = loaded(folder, 4)
@@ -166,7 +171,7 @@ def test_a_trained_exit_changes_no_token(make_model: Make, near: Path, tmp_path:
 def test_an_exit_adapter_of_another_model_is_refused(
     changes: dict[str, Any], said: str, make_model: Make, near: Path, tmp_path: Path
 ) -> None:
-    """The error has the name of the exit adapter's file and a remedy."""
+    """The error about an exit adapter of another model names the adapter's file and a remedy."""
     folder = trained(make_model("llama", **DEEP), tmp_path / "other", **changes)
     with pytest.raises(ModelLoadError, match=said) as raised:
         run(folder, [requests(1)], None, 4, near, speculate="mirror")
@@ -178,7 +183,7 @@ def test_an_exit_adapter_of_another_model_is_refused(
 
 
 def test_a_target_of_one_layer_has_no_exit(make_model: Make, near: Path) -> None:
-    """atts refuses an exit of a target with one layer before it writes anything."""
+    """atts refuses an early exit for a target of one layer before it writes anything."""
     with pytest.raises(UnsupportedByEngine, match="the target has one layer"):
         run(
             make_model("llama", num_hidden_layers=1),
@@ -191,7 +196,9 @@ def test_a_target_of_one_layer_has_no_exit(make_model: Make, near: Path) -> None
 
 
 def test_torch_writes_the_same_with_an_exit(make_model: Make, near: Path) -> None:
-    """Greedy tokens equal those without speculation, and some guesses are made."""
+    """With an early exit, torch writes the same greedy tokens as without speculation, and some
+    guesses are made.
+    """
     folder = make_model("llama")
     orders = requests(3, 24, [Sampling(0.0)])
     plain = run(folder, [orders], kernel="torch")

@@ -1,4 +1,4 @@
-"""Tests of each architecture at 600 tokens against transformers in float32."""
+"""Tests that each architecture agrees at 600 tokens with transformers in float32."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ ALWAYS = (
 def test_logits_of_each_architecture_equal_transformers(
     case: str, kernel: Literal["torch", "auto"], make_model: Make, naive: Callable[..., Naive]
 ) -> None:
-    """The logits agree if the model reads the text at once, in chunks, after a cached prefix, and
-    token by token.
+    """The logits equal those of transformers whether the model reads a text at once, in chunks,
+    after a cached prefix, or token by token.
     """
     family, changes = CASES[case]
     folder = make_model(
@@ -148,7 +148,7 @@ def test_logits_of_each_architecture_equal_transformers(
     at_once = anyio.run(scored, 1024)
     in_parts = anyio.run(scored, 100)
     assert max(abs(ours - theirs) for ours, theirs in zip(at_once, wanted, strict=True)) < 1e-4
-    # a "long" case scored in parts differs, because its frequencies depend on the length of the
-    # request
+    # A "long" rope scored in parts differs, because its frequencies depend on the length of the
+    # request.
     if "long" not in case:
         assert max(abs(ours - theirs) for ours, theirs in zip(in_parts, wanted, strict=True)) < 1e-4

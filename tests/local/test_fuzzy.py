@@ -1,5 +1,5 @@
-"""Tests of EasySpec's drafter: exact in groups of one, calibrated by an exact pass, and never
-changing a text.
+"""Tests of EasySpec's drafter, which computes groups of attentions at once: groups of one are
+exact, and no text changes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ DEEP = {"num_hidden_layers": 8, "initializer_range": 0.12}
 
 
 class OneByOne(TorchModel):
-    """A reference for a group: it computes the attentions one by one, each with the input of the
-    group's first attention.
+    """A reference for a group of attentions: it computes them one by one, each with the input of
+    the group's first attention.
     """
 
     def _mixed(self, x: Any, step: Any, own: Any, attends: Any, turns: Any) -> torch.Tensor:
@@ -44,8 +44,9 @@ class OneByOne(TorchModel):
 def hidden(
     folder: Path, group: int, kernel: type[GroupedModel] = NativeModel, threads: int = 1
 ) -> torch.Tensor:
-    """Return the final states of a text, with groups of `group` attentions; a first step reads all
-    tokens but the last, a second step the last.
+    """Return the final states of a text, computed with groups of `group` attentions.
+
+    A first step reads all tokens but the last; a second step reads the last.
     """
     config = read_model_config(folder, "tiny")
     weights = load_weights(folder, config, torch.float32, torch.device("cpu"), "tiny")
@@ -87,8 +88,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_group_computes_the_same_as_single_attentions(make_model: Make, family: str) -> None:
-    """States are the same with norms of inputs and heads, biases and shared keys; exact steps are
-    equal to the bit.
+    """A group gives the same states as the single attentions, with norms of inputs and heads,
+    biases and shared keys.
+
+    Exact steps are bit-identical.
     """
     folder = make_model(family, **DEEP, **FAMILIES[family])
     kernels = [TorchModel, NativeModel] if family in ("llama", "qwen2", "qwen3") else [TorchModel]
@@ -102,8 +105,9 @@ def test_a_group_computes_the_same_as_single_attentions(make_model: Make, family
 
 
 def test_the_error_grows_with_the_group(make_model: Make) -> None:
-    """Larger groups give larger errors. Groups of one layer give exact states, and the first and
-    last layers are never grouped.
+    """Larger groups of attentions give larger errors.
+
+    Groups of one layer are exact, and the first and last layers are never grouped.
     """
     folder = make_model("llama", **DEEP)
     exact = hidden(folder, 1)
@@ -118,7 +122,7 @@ def test_the_error_grows_with_the_group(make_model: Make) -> None:
 def drafted(
     folder: Path, group: int, patch: pytest.MonkeyPatch, calibration: str = "exact"
 ) -> Driven:
-    """Run a model that drafts for itself in groups."""
+    """Run a model that is its own drafter, with grouped attentions."""
 
     patch.setattr(GroupedDrafter, "calibration", calibration)
     return run(folder, [requests(4, 60)], None, 6, folder, fuzzy=group)
@@ -127,9 +131,7 @@ def drafted(
 def test_calibrated_groups_are_accepted_more_often(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If each round begins with an exact pass, more proposals are accepted than without this pass;
-    no token changes.
-    """
+    """More proposals are accepted if each draft begins with an exact pass, and no token changes."""
     folder = make_model("llama", **DEEP)
     plain = run(folder, [requests(4, 60)])
     shares = dict[tuple[int, str], float]()
@@ -150,8 +152,8 @@ def test_calibrated_groups_are_accepted_more_often(
 def test_one_kernel_call_drafts_as_single_steps_do(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without sampling filters, one kernel call draws all tokens of a round; an exact step draws
-    the first token.
+    """Without sampling filters, one kernel call drafts the same tokens as single steps; the first
+    token comes from an exact step.
     """
     folder = make_model("llama", **DEEP)
     whole = [requests(4, 60, LAWS[:3])]
@@ -170,7 +172,9 @@ def test_one_kernel_call_drafts_as_single_steps_do(
 def test_grouped_drafts_are_captured_and_replayed(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Grouped and exact steps become graphs that draft, accept and write the same tokens."""
+    """If grouped and exact steps are captured and replayed as graphs, the same tokens are drafted,
+    accepted and written.
+    """
     folder = make_model("llama", **DEEP)
     made = list[TorchModel]()
 
@@ -203,8 +207,9 @@ def test_grouped_drafts_are_captured_and_replayed(
 def test_joined_attentions_are_made_before_the_cache(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Joined attentions copy the drafter's weights, so on a GPU the engine must make the copies
-    before the cache takes the memory.
+    """On a GPU, the engine makes joined attentions before the cache.
+
+    They copy the drafter's weights, and the cache takes all remaining memory.
     """
     folder = make_model("llama", **DEEP)
     events = list[str]()
@@ -231,7 +236,9 @@ def test_joined_attentions_are_made_before_the_cache(
 
 
 def test_impossible_settings_of_groups_are_refused() -> None:
-    """Groups of attentions need a separate drafter that alternates with its target."""
+    """Grouped attentions are refused unless there is a separate drafter that takes turns with its
+    target.
+    """
     good = SpeculationOptions(drafter="embedded:draft", fuzzy=2)
     good.check()
     for wrong in ({"fuzzy": 0}, {"drafter": ""}, {"speculate": "pearl"}):

@@ -1,5 +1,5 @@
-"""Tests of GPU steps without a GPU: captured steps are replayed as recorded, and no size changes a
-token.
+"""Tests of GPU steps without a GPU: captured steps are replayed as recorded, and graphs of any size
+write the same tokens.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ LAWS = (Sampling(0), Sampling(0.8), Sampling(1.0, top_p=0.9), Sampling(0.7, top_
 
 
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
-    """Do the work once, as a warm-up does, and return it in place of a graph to be replayed."""
+    """Do the work once, as a warm-up does, and return it in place of a graph."""
     work()
     return work
 
 
 def mixed() -> list[list[Command]]:
-    """Make texts of several sampling settings, and scores, that arrive over some steps in batches
-    of many sizes.
+    """Make texts with several sampling settings, and scores, whose arrival times give batches of
+    many sizes.
     """
     steps: list[list[Command]] = [[] for _ in range(12)]
     for number in range(11):
@@ -61,9 +61,7 @@ def mixed() -> list[list[Command]]:
 
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TorchModel]]:
-    """Return a function that lists every model that is built from now on with the given
-    settings.
-    """
+    """Return a function that lists every model built from now on with the given settings."""
 
     def watch(**settings: Any) -> list[TorchModel]:
         made = list[TorchModel]()
@@ -82,7 +80,9 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TorchModel]]:
 
 
 def compare(ours: Any, plain: Any) -> None:
-    """Check that ids are equal, and that log-probabilities differ only by the order of summing."""
+    """Check that the ids of two runs are equal and that log-probabilities differ only by
+    rounding.
+    """
     assert ours.replies.keys() == plain.replies.keys()
     for request_id, reply in plain.replies.items():
         if isinstance(reply, SampleReply):
@@ -94,8 +94,8 @@ def compare(ours: Any, plain: Any) -> None:
 def test_captured_steps_write_the_same(
     family: str, make_model: Any, drive: Any, models: Any
 ) -> None:
-    """Ids agree under every distribution, scores agree, and graphs of several sizes are replayed
-    often.
+    """Replayed steps write the same ids under every distribution and the same scores, and graphs of
+    several sizes are replayed often.
     """
     folder = make_model(family)
     plain = drive(folder, mixed())
@@ -110,7 +110,9 @@ def test_captured_steps_write_the_same(
 def test_captured_speculation_changes_no_token(
     make_model: Any, near: Path, drive: Any, models: Any
 ) -> None:
-    """Captured steps include the rows of proposals and of the drafter, and no token changes."""
+    """Replaying captured steps with rows of proposals, and captured steps of the drafter, changes
+    no token.
+    """
     folder = make_model("llama")
     orders = [
         [Submit(n, SampleRequest(ids_of(n, 12), 24, LAWS[n % 4], Seed(n))) for n in (1, 2, 3, 4)]
@@ -126,8 +128,8 @@ def test_captured_speculation_changes_no_token(
 def test_chunks_cut_into_kernel_blocks_write_the_same(
     make_model: Any, drive: Any, models: Any
 ) -> None:
-    """Texts do not change although long chunks are cut into blocks of as many rows as a kernel
-    takes at once.
+    """Texts do not change if long chunks are cut into blocks of at most as many rows as a kernel
+    accepts.
     """
     folder = make_model("qwen3")
     plain = drive(folder, mixed())
@@ -136,8 +138,8 @@ def test_chunks_cut_into_kernel_blocks_write_the_same(
 
 
 def test_if_capturing_fails_steps_run_uncaptured(make_model: Any, drive: Any, models: Any) -> None:
-    """If the driver refuses a capture, atts does not try again, the texts are the same, and atts
-    keeps the reason.
+    """If the driver refuses to capture a graph, atts does not try again, writes the same texts, and
+    records the reason.
     """
 
     def refuse(work: Callable[[], None]) -> Callable[[], None]:
@@ -156,7 +158,7 @@ def test_if_capturing_fails_steps_run_uncaptured(make_model: Any, drive: Any, mo
 def batch_of(
     singles: list[tuple[int, int]], spans: list[tuple[int, int, int]] | None = None
 ) -> StepBatch:
-    """Make a batch: first rows, each given as (table row, length), then spans, each given as (table
+    """Make a batch from rows, each given as (table row, length), and spans, each given as (table
     row, length, tokens).
     """
     rows = [(row, length, 1) for row, length in singles] + (spans or [])
@@ -176,8 +178,8 @@ def batch_of(
 
 
 def test_consecutive_rows_of_a_sequence_form_one_block() -> None:
-    """Rows of a proposal and of a whole chunk are one block; separate positions of a sequence are
-    two.
+    """Consecutive rows of a sequence, such as a proposal or a chunk, form one block; separate
+    positions form two blocks.
     """
     batch = batch_of([(0, 5), (1, 7), (1, 8), (1, 9), (2, 3), (2, 9)], [(4, 20, 13), (5, 30, 2)])
     blocks = RowBlocks.of(batch)
@@ -194,8 +196,9 @@ def test_consecutive_rows_of_a_sequence_form_one_block() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 33, 255, 256])
 def test_padding_of_a_step_changes_nothing(count: int) -> None:
-    """Steps are padded to powers of two; the padding rows write to an unused slot, which no block
-    reads.
+    """Padding a step to a power of two rows changes no result.
+
+    The padding rows write to an unused slot, which no block reads.
     """
     random = np.random.default_rng(count)
     table = random.permutation(count * 300).reshape(count, 300).astype(np.int32) + 1
@@ -234,13 +237,13 @@ def test_padding_of_a_step_changes_nothing(count: int) -> None:
 
 
 def test_draws_copied_at_once_or_separately_are_equal() -> None:
-    """Ids and log-probabilities copied from the device together equal separate copies, and large
-    ids stay exact.
+    """Ids and log-probabilities copied from the device in one transfer equal separate copies, and
+    large ids stay exact.
     """
     drawn = SampledTokens(torch.tensor([5, (1 << 24) + 1]), torch.tensor([-0.1, torch.nan]))
 
     class Elsewhere(torch.Tensor):
-        """A tensor that claims to be on another device than the CPU."""
+        """A tensor that pretends to be on a device other than the CPU."""
 
         @property
         def is_cpu(self) -> bool:  # type: ignore[override]
@@ -252,8 +255,8 @@ def test_draws_copied_at_once_or_separately_are_equal() -> None:
 
 
 def test_a_kernel_that_disagrees_is_not_used() -> None:
-    """The check of a kernel before its first use notices a wrong scale, a missing row, and values
-    that are not numbers.
+    """The check before a kernel's first use detects a wrong scale, a missing row, and NaN
+    values.
     """
     config = read_model_config(path("target"), "target")
     cache = torch.zeros(1, 2, 4, 2, 64)
@@ -271,8 +274,9 @@ def test_a_kernel_that_disagrees_is_not_used() -> None:
 
 
 def test_a_kernel_that_misreads_grouped_caches_is_not_used() -> None:
-    """Layers of a group share one cache, so a layer's keys are further apart than its heads; the
-    check covers this case.
+    """The check before a kernel's first use detects a kernel that misreads grouped caches.
+
+    Layers of a group share a cache, so one layer's keys are not adjacent in memory.
     """
     config = read_model_config(path("target"), "target")
     cache = torch.zeros(1, 2, 4, 2, 64)
@@ -293,8 +297,9 @@ def test_a_kernel_that_misreads_grouped_caches_is_not_used() -> None:
 
 @pytest.mark.slow
 def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter the kernel agrees for blocks of 1 to 16 rows, split contexts,
-    windows, and unusual head sizes.
+    """In Triton's interpreter, the paged kernel agrees with gathered attention.
+
+    The cases are blocks of 1 to 16 rows, split contexts, windows, and unusual head sizes.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -315,8 +320,8 @@ def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.Mon
 def test_the_paged_kernel_handles_grouped_layers(
     monkeypatch: pytest.MonkeyPatch, make_model: Any
 ) -> None:
-    """In Triton's interpreter, a model with the paged kernel computes the same hidden states as a
-    model with gathered attention, for grouped and separate attentions.
+    """In Triton's interpreter, the paged kernel and gathered attention give the same hidden states,
+    for grouped and separate attentions.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -345,9 +350,9 @@ def test_the_paged_kernel_handles_grouped_layers(
 
 
 def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
-    """The device's copy is correct wherever steps read it.
+    """The device's copy of the slot table is correct at every entry that a step reads.
 
-    A decoding step sends one entry per row, and a larger table is another tensor.
+    A decoding step sends one entry per row. A larger table is a new tensor.
     """
     random = np.random.default_rng(3)
     copy = SlotTableCopy(torch.device("cpu"))
@@ -356,7 +361,7 @@ def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
     before = copy.update(table, np.arange(8), 1)
     for _ in range(200):
         row = int(random.integers(8))
-        # in a tenth of the steps, another sequence gets this row of the table
+        # In a tenth of the steps, another sequence gets this row of the table.
         if random.random() < 0.1:
             lengths[row] = int(random.integers(1, 300))
             table[row, : lengths[row]] = random.integers(1, 10_000, lengths[row])
@@ -377,7 +382,7 @@ def test_a_device_is_sent_only_what_changed_in_the_slot_table() -> None:
 
 
 def test_grouped_and_exact_steps_of_one_layout_have_their_own_graphs() -> None:
-    """A grouped step never replays the graph of an exact step."""
+    """A grouped step never replays the graph of an exact step with the same layout."""
     computed = list[bool]()
 
     def compute(step: Any, is_grouped: bool) -> torch.Tensor:
@@ -398,8 +403,8 @@ def test_grouped_and_exact_steps_of_one_layout_have_their_own_graphs() -> None:
 
 
 def test_graphs_are_captured_again_after_the_table_moved() -> None:
-    """A graph reads the slot table at the address of its capture, so atts does not replay the graph
-    after the table moved.
+    """After the slot table moved, atts captures graphs again, because a graph reads the table at
+    the address of its capture.
     """
     captures = list[int]()
     graphs = graphs_of(captures)
@@ -411,7 +416,7 @@ def test_graphs_are_captured_again_after_the_table_moved() -> None:
 
 
 def speculative_load(steps: int, seed: int) -> list[StepBatch]:
-    """Make steps of up to 48 sequences that grow, begin again, and have one to eight rows each."""
+    """Make steps of up to 48 sequences that grow and restart, with one to eight rows each."""
     random = np.random.default_rng(seed)
     lengths = random.integers(100, 2000, 48)
     batches = list[StepBatch]()
@@ -430,7 +435,7 @@ def speculative_load(steps: int, seed: int) -> list[StepBatch]:
 
 
 def graphs_of(captures: list[int]) -> StepGraphs:
-    """Make graphs of steps that compute nothing, and count the captures."""
+    """Make graphs of steps that compute nothing, and count how often graphs are captured."""
 
     def capture(work: Callable[[], None]) -> Callable[[], None]:
         captures.append(1)
@@ -443,8 +448,9 @@ def graphs_of(captures: list[int]) -> StepGraphs:
 
 
 def test_nearly_all_steps_of_a_speculative_load_are_replayed() -> None:
-    """A speculative load has few step layouts, and a later load's layouts replace those of an
-    earlier load.
+    """Nearly all steps of a speculative load are replayed, because the load has few step layouts.
+
+    The layouts of a later load replace those of an earlier load.
     """
     captures = list[int]()
     graphs = graphs_of(captures)
@@ -460,8 +466,8 @@ def test_nearly_all_steps_of_a_speculative_load_are_replayed() -> None:
 def test_the_least_recently_used_graph_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """atts captures a new layout although the limit of graphs is reached, and keeps a layout that
-    is in use.
+    """At the limit of graphs, atts captures a new layout, drops the least recently used graph, and
+    keeps a layout that is in use.
     """
     captures = list[int]()
     monkeypatch.setattr("atts.local.device_steps._MOST_GRAPHS", 2)

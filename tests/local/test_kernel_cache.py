@@ -37,7 +37,7 @@ cat {library} > "$2"
 
 
 class Builds:
-    """A compiler that copies a prepared library, and an empty cache for it to fill."""
+    """A fake compiler that copies a prepared library into an empty cache."""
 
     def __init__(self, config: ModelConfig, root: Path) -> None:
         self.config = config
@@ -50,14 +50,14 @@ class Builds:
         self.compiler()
 
     def compiler(self, sleep: str = "") -> None:
-        """Write the script that acts as the compiler."""
+        """Write the script that replaces the compiler."""
         program = self.root / "bin" / "cc"
         program.parent.mkdir(exist_ok=True)
         program.write_text(COMPILER.format(log=self.log, library=self.library, sleep=sleep))
         program.chmod(0o755)
 
     def load(self) -> tuple[str, str]:
-        """Load the kernels, and return their origin and the problems met while loading."""
+        """Load the kernels, and return where they came from and the problems met while loading."""
         library, trouble = native_library("it", self.config)
         assert library.atts_row_block() > 0
         return library._name, trouble
@@ -89,7 +89,9 @@ def builds(make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.both
 def test_kernels_are_built_once(builds: Builds) -> None:
-    """The second process finds the kernels in the cache, whole and owned by this user alone."""
+    """A second process finds the compiled kernels in the cache, complete and owned only by this
+    user.
+    """
     where, trouble = builds.load()
     assert (trouble, builds.kept()) == ("", [Path(where)])
     assert Path(where).stat().st_mode & 0o777 == 0o600
@@ -139,7 +141,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("what", [*DAMAGES, pytest.param("foreign", marks=AS_ROOT)])
 def test_a_foreign_file_in_the_cache_is_replaced(what: str, builds: Builds) -> None:
-    """The message names the foreign file, and afterwards the cache has a complete library."""
+    """A foreign file in the cache is replaced by a complete library, and the message names the
+    file.
+    """
     change, words = (_foreign, "belongs to another user") if what == "foreign" else DAMAGES[what]
     path = Path(builds.load()[0])
     change(path)
@@ -154,8 +158,8 @@ def test_a_foreign_file_in_the_cache_is_replaced(what: str, builds: Builds) -> N
 def test_a_library_removed_by_another_process_is_built_again(
     builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A library that was listed but is missing when it is opened is built again, so the kernels are
-    still used.
+    """If a listed library is missing when it is opened, it is built again, so the kernels are still
+    used.
     """
     path = Path(builds.load()[0])
     listed = Path.glob
@@ -172,8 +176,8 @@ def test_a_library_removed_by_another_process_is_built_again(
 
 
 def test_a_library_with_a_wrong_digest_is_not_loaded(builds: Builds) -> None:
-    """A library with a wrong digest is not loaded, and neither is a file with a correct digest that
-    the loader refuses.
+    """atts does not load a library with a wrong digest, or a file with a correct digest that the
+    loader refuses.
     """
     path = Path(builds.load()[0])
     data = b"not a library"
@@ -189,8 +193,8 @@ def test_a_library_with_a_wrong_digest_is_not_loaded(builds: Builds) -> None:
     "what", ["writable by all", "writable by the group", pytest.param("foreign", marks=AS_ROOT)]
 )
 def test_a_folder_others_can_write_is_neither_read_nor_written(what: str, builds: Builds) -> None:
-    """If others can write the cache folder, each process builds its own kernels and leaves no file
-    behind.
+    """If other users can write the cache folder, each process builds its own kernels and leaves no
+    file behind.
     """
     path = Path(builds.load()[0])
     _content(lambda data: b"a trap")(path)
@@ -210,7 +214,7 @@ def test_a_folder_others_can_write_is_neither_read_nor_written(what: str, builds
 def test_kernels_run_although_the_cache_cannot_be_written(
     code: int, builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels run although the cache is full, read-only or broken, and the cache's state is
+    """If the cache is full, read-only or broken, the kernels run nevertheless and the problem is
     reported.
     """
 
@@ -236,7 +240,9 @@ def test_a_file_in_place_of_the_cache_folder_is_reported(builds: Builds) -> None
 def test_a_relative_cache_path_is_ignored(
     builds: Builds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """atts ignores a relative path, because a data folder could then supply the cache."""
+    """atts ignores a relative path to the cache, because a data folder could then supply the
+    libraries.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -249,8 +255,9 @@ def test_without_a_compiler_torch_computes_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Two engines give one warning with the reason; kernels that were requested by name are
-    refused.
+    """Without a compiler two engines compute with torch and give one warning with the reason.
+
+    Kernels that the user requested by name are refused.
     """
     builds.compiler(sleep="echo 'disk full' >&2; exit 1")
 
@@ -275,14 +282,16 @@ def test_without_a_compiler_torch_computes_with_a_warning(
 def test_kernels_are_built_in_the_cache_without_a_temporary_folder(
     builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the build, the cache has no file but the library."""
+    """Kernels are built inside the cache folder, and afterwards the library is its only file."""
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     where, _ = builds.load()
     assert builds.kept() == [Path(where)]
 
 
 def test_files_of_killed_builds_are_removed(builds: Builds) -> None:
-    """Only old files of this user are removed; a build that continues elsewhere is not touched."""
+    """Old files of killed builds are removed if they belong to this user; files of a running build
+    stay.
+    """
     builds.folder.mkdir(parents=True)
     old = builds.folder / "atts-build-old"
     young = builds.temporary / "atts-build-young"
@@ -314,8 +323,8 @@ print(trouble)
 
 
 def test_simultaneous_builds_do_not_conflict(builds: Builds) -> None:
-    """All processes finish their builds before any process stores its library, and a single file
-    remains.
+    """If all processes finish their builds before any of them stores its library, one file remains
+    and all processes work.
     """
     environment = {**os.environ, "TMPDIR": str(builds.temporary)}
     command = [sys.executable, "-c", LOAD, str(builds.log), builds.library]

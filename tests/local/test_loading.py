@@ -30,9 +30,10 @@ def texts(kernel: Literal["torch", "native"]) -> TokenIds:
 
 
 def test_layers_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most two layers are unpacked at any time: the layer being read, and the layer before it.
+    """While a model loads, at most two layers are unpacked: the layer being read and the layer
+    before it.
 
-    A model whose layers were all read before the first is packed would take four times its size.
+    Reading all layers before packing the first would take four times the model's size.
     """
     read_layer: Any = loader._layer  # pyright: ignore[reportPrivateUsage]
     alive: list[weakref.ref[Tensor]] = []
@@ -53,7 +54,10 @@ def test_layers_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_matrix_is_bfloat16_only_if_every_number_is() -> None:
-    """One number in the last row decides, also in a matrix that is not contiguous in memory."""
+    """A matrix counts as bfloat16 only if every number in it is one.
+
+    A single number in the last row decides, also if the matrix is not contiguous in memory.
+    """
     matrix = torch.randn(5000, 7).bfloat16().float()
     assert is_bfloat16(matrix)
     assert is_bfloat16(matrix.T)

@@ -60,7 +60,7 @@ rows = st.lists(st.floats(-6, 6), min_size=8, max_size=8, unique_by=lambda x: ro
 def test_each_row_of_a_batch_has_its_own_distribution(
     batch: list[tuple[list[float], Sampling]],
 ) -> None:
-    """Temperature, top-k, top-p and min-p may differ between the rows of one batch."""
+    """The rows of one batch may have different values of temperature, top-k, top-p and min-p."""
     logits = torch.tensor([row for row, _ in batch], dtype=torch.float64)
     found = probabilities(logits, batch_sampling([sampling for _, sampling in batch], 8))
     expected = torch.tensor(
@@ -70,7 +70,7 @@ def test_each_row_of_a_batch_has_its_own_distribution(
 
 
 def by_sorting(logits: torch.Tensor, laws: list[Sampling]) -> torch.Tensor:
-    """Compute the distribution with the vocabulary sorted in float64, once for each filter."""
+    """Compute the distribution by sorting the vocabulary in float64, once for each filter."""
     batch = batch_sampling(laws, logits.shape[-1])
     scaled = logits.double() / batch.temperature.unsqueeze(-1)
     if batch.top_k is not None:
@@ -88,8 +88,8 @@ def by_sorting(logits: torch.Tensor, laws: list[Sampling]) -> torch.Tensor:
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_fast_filters_equal_sorting_in_float64(ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Top-k, top-p, both, and rows with different limits or none are equal to the bit, with ties at
-    the border.
+    """The fast filters give the same bits as sorting in float64: top-k, top-p, both, ties at the
+    border, and rows without limits.
     """
     random = torch.Generator().manual_seed(5)
     logits = torch.randn(64, 3000, generator=random) * 4
@@ -117,8 +117,8 @@ def test_fast_filters_equal_sorting_in_float64(ties: bool, monkeypatch: pytest.M
 
 
 def test_temperature_zero_takes_the_first_best_token() -> None:
-    """At temperature 0, the first of the most likely tokens is chosen whatever the uniform number;
-    other rows of the batch use their numbers.
+    """At temperature 0, the first of the most likely tokens is chosen for any random number; other
+    rows use their own numbers.
     """
     logits = torch.tensor([[0.0, 3.0, 3.0], [0.0, 0.0, 0.0]])
     drawn = sample(
@@ -130,8 +130,8 @@ def test_temperature_zero_takes_the_first_best_token() -> None:
 @settings(max_examples=100, deadline=None)
 @given(rows, st.floats(0, 1, exclude_max=True))
 def test_the_draw_is_the_inverse_cdf(row: list[float], uniform: float) -> None:
-    """The cumulative probability before the drawn token is at most the uniform number, and with the
-    token it is more.
+    """The cumulative probability before the drawn token is at most the random number, and including
+    the token it is greater.
     """
     probs = torch.tensor([row], dtype=torch.float64).softmax(-1)
     token = int(inverse_cdf(probs, torch.tensor([uniform])))
@@ -141,7 +141,9 @@ def test_the_draw_is_the_inverse_cdf(row: list[float], uniform: float) -> None:
 
 
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
-    """Neither the smallest nor the largest uniform number draws a token of probability zero."""
+    """A token of probability zero is drawn neither with the smallest nor with the largest random
+    number.
+    """
     probs = torch.tensor([[0.0, 0.5, 0.5, 0.0]])
     assert inverse_cdf(probs, torch.tensor([0.0])).item() == 1
     assert inverse_cdf(probs, torch.tensor([math.nextafter(1, 0)])).item() == 2
@@ -151,8 +153,8 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
 def test_sampled_frequencies_follow_the_distribution_and_a_planted_bug_is_seen(
     shift: float,
 ) -> None:
-    """A chi-square test over 40,000 draws passes, and fails for slightly biased uniforms, so it has
-    power.
+    """A chi-square test over 40,000 draws passes. It fails if the random numbers are slightly
+    biased, so the test has power.
     """
     sampling = Sampling(temperature=0.7, top_k=6)
     logits = torch.tensor([[0.3, 1.1, -0.4, 0.9, 0.0, -1.5, 0.2, 0.6]])
@@ -169,7 +171,7 @@ def test_sampled_frequencies_follow_the_distribution_and_a_planted_bug_is_seen(
 
 def test_raw_logprobs_ignore_the_settings_and_keep_nan() -> None:
     """Raw log-probabilities are those of the model's unfiltered distribution, and a NaN among the
-    logits is not hidden.
+    logits stays visible.
     """
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, math.nan, 3.0]])
     found = raw_logprobs(logits, torch.tensor([2, 2]))
@@ -186,7 +188,9 @@ def test_raw_logprobs_ignore_the_settings_and_keep_nan() -> None:
 def test_a_stop_is_found_at_the_piece_that_completes_it(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    """Stop strings are found however tokens cut the bytes of the text, also within characters."""
+    """A stop string is found in the token that completes it, even if tokens cut the text within a
+    character.
+    """
     raw = text.encode()
     cuts = (
         sorted(data.draw(st.sets(st.integers(1, max(1, len(raw) - 1)), max_size=6))) if raw else []

@@ -1,4 +1,6 @@
-"""Tests that a model folder is treated as data: its code is refused with a message and never run."""
+"""Tests that a model folder is treated as data: its code is refused with a message and never
+run.
+"""
 
 from __future__ import annotations
 
@@ -87,8 +89,8 @@ def singing(
 def test_code_of_a_model_folder_is_refused_and_never_run(
     way: str, singing: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The message names the file and the code that the file requests, and the exit code is that of
-    an engine error.
+    """atts refuses a folder that requests code, with an engine error that names the file and the
+    requested code.
     """
     folder = singing(way)
     assert run(["solve", "What is 2 + 2?", "--draft", f"hf:{folder}"]) == 3
@@ -104,7 +106,7 @@ def test_code_of_a_model_folder_is_refused_and_never_run(
 def test_code_is_not_run_even_if_the_refusal_is_missing(
     way: str, singing: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even without the refusal no code of the folder runs, because atts forbids libraries to run
+    """Even without this refusal no code of the folder runs, because atts forbids libraries to run
     code or to ask the user.
     """
     folder = singing(way)
@@ -125,8 +127,10 @@ def test_code_is_not_run_even_if_the_refusal_is_missing(
 def test_code_files_are_refused_without_an_auto_map(
     file: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """A folder with a model's code is refused, because the model is not what its configuration
-    says; other Python files are accepted.
+    """A folder with a model's code is refused even without an auto_map, because the code defines
+    another model.
+
+    Other Python files are accepted.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / "train.py").touch()
@@ -137,7 +141,9 @@ def test_code_files_are_refused_without_an_auto_map(
 
 
 def test_copies_of_transformers_code_are_ignored(make_model: Make, tmp_path: Path) -> None:
-    """Phi-3's folders were published with a copy of transformers' code, which is ignored."""
+    """A copy of transformers' own code in a folder is ignored; Phi-3's folders were published with
+    one.
+    """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     entries = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoTokenizer": "Xenova/gpt-4o"}
     (folder / "config.json").write_text(json.dumps({"model_type": "phi3", "auto_map": entries}))
@@ -146,7 +152,7 @@ def test_copies_of_transformers_code_are_ignored(make_model: Make, tmp_path: Pat
 
 
 class Canary:
-    """An object whose unpickling makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -157,8 +163,8 @@ class Canary:
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "consolidated.00.pth", "model.safetensors"])
 def test_pickled_weights_are_never_opened(file: str, make_model: Make, tmp_path: Path) -> None:
-    """Pickled weights are refused even under the name of safetensors; the message says what pickles
-    can do.
+    """Pickled weights are refused even if they are named as safetensors, and the message says what
+    pickles can do.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / "model.safetensors").unlink()
@@ -202,8 +208,8 @@ def test_an_index_may_list_only_files_of_its_folder(
 def test_json_files_that_are_not_objects_are_refused(
     file: str, content: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """The message names the JSON file, whatever value the file contains and however deeply nested
-    the value is.
+    """If a JSON file of a model folder contains anything but an object, the error names the file,
+    however deeply the value is nested.
     """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / file).write_bytes(content.encode("utf-8", "surrogatepass"))
@@ -212,7 +218,7 @@ def test_json_files_that_are_not_objects_are_refused(
 
 
 def test_a_file_too_long_to_be_text_is_not_read(make_model: Make, tmp_path: Path) -> None:
-    """atts checks the limit on a file's size before it reads a byte."""
+    """atts checks a file's size against the limit before it reads any of the file."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     os.truncate(folder / "config.json", 1 << 40)
     with pytest.raises(ModelLoadError, match="longer than 64 MB"):
@@ -227,8 +233,8 @@ def test_a_missing_chat_template_is_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """atts refuses a missing template of the draft and of the target, even before it reads the
-    draft's damaged weights.
+    """If the draft or the target has no chat template, atts refuses it before it reads the draft's
+    damaged weights.
     """
     draft, target = (
         shutil.copytree(make_model("llama"), tmp_path / role) for role in ("draft", "target")
@@ -256,7 +262,7 @@ def test_a_missing_chat_template_is_refused_before_anything_is_loaded(
 def test_a_chat_template_is_found_wherever_tokenizers_keep_it(
     file: str, make_model: Make, tmp_path: Path
 ) -> None:
-    """The template may be a separate file, or a value of the tokenizer's configuration."""
+    """The chat template is found in a separate file and in the tokenizer's configuration."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     if file == "tokenizer_config.json":
         template = (folder / "chat_template.jinja").read_text()

@@ -20,10 +20,10 @@ PLAIN = (Sampling(0.0), Sampling(0.7), Sampling(1.0))
 
 
 class Watched:
-    """A wrapper that counts kernel calls that draw, and the tokens of each sequence."""
+    """A wrapper that counts the kernel calls that draw tokens, and the tokens of each sequence."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Watch all draws from now on."""
+        """Count all draws from now on."""
         self.turns = list[int]()
         drawn = NativeModel.draw_ahead
 
@@ -47,8 +47,10 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch, *args: Any) -> Driven:
 def test_several_steps_per_call_change_no_token(
     count: int, laws: Any, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids, ends and log-probabilities are bit-identical to those of single steps, and nearly all
-    steps are in calls of several steps.
+    """Several steps per kernel call give the same ids, ends and log-probabilities as single steps,
+    to the bit.
+
+    Nearly all steps are part of such a call.
     """
     folder = make_model("llama")
     watched = Watched(monkeypatch)
@@ -74,8 +76,8 @@ def test_several_steps_per_call_change_no_token(
 def test_a_burst_stops_where_a_text_may_end(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel call of several steps ends early at a stop string or a stop id, so no reply waits
-    for another and no step is wasted.
+    """A kernel call of several steps ends early at a stop string or stop id, so it delays no reply
+    and wastes no step.
     """
     folder = make_model("llama")
     watched = Watched(monkeypatch)

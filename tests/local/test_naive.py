@@ -1,5 +1,5 @@
-"""Tests that the engine writes and scores what a naive one-sequence loop does, under every
-schedule.
+"""Tests that the engine, under every schedule, writes and scores what a naive one-sequence loop
+does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLOSE = 1e-4
 
 
 def ids_of(seed: int, count: int) -> TokenIds:
-    """Draw ids that are not special."""
+    """Draw random token ids, none of which is a special token."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(3, 300, (count,), generator=generator).tolist())
 
@@ -37,7 +37,7 @@ STEM = ids_of(0, 60)
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[list[Command]]:
-    """Draw requests with shared prefixes that arrive, and are cancelled, at any step."""
+    """Draw requests with shared prefixes that arrive at random steps, some of them cancelled."""
     steps: list[list[Command]] = [[] for _ in range(12)]
     for request_id in range(1, draw(st.integers(2, 9)) + 1):
         prefix = STEM[: draw(st.integers(1, 40))] + ids_of(request_id, draw(st.integers(0, 3)))
@@ -57,7 +57,7 @@ def scripts(draw: st.DrawFn) -> list[list[Command]]:
 
 
 def check(naive: Any, request: SampleRequest | ScoreRequest, reply: object) -> None:
-    """Check that the reply equals that of the naive loop, token for token and score for score."""
+    """Check that a reply equals that of the naive loop, token for token and score for score."""
     if isinstance(request, SampleRequest):
         assert isinstance(reply, SampleReply)
         assert naive.agrees(request.ids, reply.ids)
@@ -86,8 +86,8 @@ def test_any_schedule_equals_the_naive_loop(
     naive: Callable[..., Any],
     drive: Callable[..., Any],
 ) -> None:
-    """Batches, chunked prefills, shared prefixes, cancellations, evictions and preemptions change
-    no answer.
+    """The engine's replies equal those of the naive loop despite batches, chunked prefills, shared
+    prefixes, cancellations, evictions and preemptions.
     """
     folder = make_model(family, max_position_embeddings=128)
     done = drive(folder, script, kernel=kernel, chunk_tokens=chunk, kv_tokens=room, max_batch=5)
@@ -128,8 +128,8 @@ def test_any_schedule_equals_the_naive_loop(
 def test_variants_of_a_family_equal_the_naive_loop(
     kernel: str, changes: dict[str, Any], make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """Variants with other head counts, head sizes, tied embeddings, biases and rotary scalings give
-    the same answers.
+    """The engine agrees with the naive loop for other head counts and sizes, tied embeddings,
+    biases and rotary scalings.
     """
     compare_with_naive(make_model("llama", **changes), naive, drive, kernel)
 
@@ -140,8 +140,10 @@ def test_variants_of_a_family_equal_the_naive_loop(
 def test_every_sharing_of_keys_equals_the_naive_loop(
     heads: int, shared: int, dim: int, make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """Query heads read keys in bundles of up to four, from one, two or four key-value heads, with
-    and without a remainder.
+    """The engine agrees with the naive loop for any number of query heads per key-value head.
+
+    The native kernels read query heads in bundles of up to four, so there are cases with and
+    without a remainder.
     """
     changes = {
         "num_attention_heads": heads,
@@ -165,10 +167,11 @@ def test_long_chunks_equal_the_naive_loop(
     naive: Any,
     drive: Any,
 ) -> None:
-    """Scores over several blocks agree within 1e-4, or within twice the error of float32 itself.
+    """Scores of chunks that span several blocks agree within 1e-4, or within twice the rounding
+    error of float32.
 
-    Random weights enlarge rounding: for some random weights, scores of a plain float32 forward pass
-    differ from float64 by more than 1e-4.
+    Random weights enlarge rounding: for some, a plain float32 forward pass differs from float64 by
+    more than 1e-4.
     """
     changes = {
         "num_attention_heads": heads,
@@ -194,7 +197,10 @@ def test_long_chunks_equal_the_naive_loop(
 def test_the_number_of_threads_changes_no_bit(
     family: str, make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Threads divide columns, rows and sequences, and each sum is computed by one thread."""
+    """The number of threads changes no bit.
+
+    Threads divide columns, rows and sequences, and a single thread computes each sum.
+    """
     folder = make_model(family)
     score = ScoreRequest(ids_of(2, 40), ids_of(3, 120))
     orders: list[Command] = [
@@ -210,8 +216,8 @@ def test_the_number_of_threads_changes_no_bit(
 
 
 def tuned(tuning: Tuning) -> MakeModel:
-    """Return a function that makes native models whose kernels may use only some of this
-    processor's instructions.
+    """Return a function that makes native models whose kernels use only some of this processor's
+    instructions.
     """
 
     def make(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> NativeModel:
@@ -230,8 +236,8 @@ def tuned(tuning: Tuning) -> MakeModel:
 def test_kernels_for_other_processors_equal_the_naive_loop(
     tuning: Tuning, make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """Kernels built for fewer instructions have other vector widths, tiles and tails, but give the
-    same answers.
+    """Kernels built for older processors agree with the naive loop, although their vector widths
+    and tile sizes differ.
     """
     if tuning not in tunings():
         pytest.skip(f"this processor cannot run {tuning} code")
@@ -286,7 +292,9 @@ def compare_with_naive(folder: Path, naive: Any, drive: Any, kernel: str) -> Non
 def test_greedy_text_is_that_of_transformers_generate(
     family: str, make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """The texts agree token for token, up to the first near tie."""
+    """Greedy text equals that of transformers' `generate` token for token, up to the first near
+    tie.
+    """
     folder = make_model(family)
     prompt = ids_of(5, 20)
     ours = drive(folder, [[Submit(1, SampleRequest(prompt, 40, GREEDY))]]).replies[1].ids
@@ -306,7 +314,7 @@ def test_greedy_text_is_that_of_transformers_generate(
 def test_half_precision_runs_and_stays_near(
     make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """bfloat16 gives the same scores as float32 within bfloat16's precision."""
+    """In bfloat16, scores equal those in float32 within the precision of bfloat16."""
     folder = make_model("llama", initializer_range=0.05)
     request = ScoreRequest(ids_of(1, 20), ids_of(2, 20))
     reply = drive(folder, [[Submit(1, request)]], dtype="bfloat16").replies[1]
@@ -319,7 +327,7 @@ def test_weights_that_are_bfloat16_numbers_lose_nothing(
     make_model: Callable[..., Path], tmp_path: Path, drive: Any
 ) -> None:
     """The native kernels store bfloat16 weights in half the memory of float32, and each score
-    equals that of the torch forward.
+    equals that of torch.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,6 +1,4 @@
-"""Tests of child processes killed in the middle of a run: the next session does only the missing
-work.
-"""
+"""Tests of child processes killed during a run: the next session does only the missing work."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ POLICY = Policy(
 
 
 class Killer:
-    """A listener that kills the child of one engine after a number of its calls."""
+    """A listener that kills the child process of one engine after a given number of its calls."""
 
     def __init__(self, engine: LocalEngine, role: Role, calls: int) -> None:
         self.engine = engine
@@ -39,7 +37,7 @@ class Killer:
     def recalled(self, event: object) -> None: ...
 
     def notify(self, event: Notice) -> None:
-        """Count the event, and kill the child after the planned number of calls."""
+        """Count the call, and kill the child when the planned number is reached."""
         is_own = isinstance(event, Sampled) if self.role == "draft" else isinstance(event, Scored)
         self.left -= is_own
         if is_own and self.left == 0:
@@ -50,7 +48,9 @@ class Killer:
 def run(
     directory: Path, problems: tuple[Problem, ...], role: Role = "draft", calls: int = -1
 ) -> RunResult:
-    """Evaluate with a frozen gate on the embedded engines, and kill one child during the run."""
+    """Evaluate with a frozen gate on the embedded engines, and kill one child process during the
+    run.
+    """
     engines = {
         name: LocalEngine(path(name), name=name, options=LocalOptions())
         for name in ("draft", "target")
@@ -73,8 +73,9 @@ def run(
 
 
 def essence(outcome: Outcome) -> str:
-    """Return texts, answers and votes; float sums are left out, because they may differ with the
-    batch.
+    """Return texts, answers and votes of a run.
+
+    Sums of floats are left out, because they may differ with the batch.
     """
     return repr(
         (
@@ -86,10 +87,10 @@ def essence(outcome: Outcome) -> str:
 
 
 def test_a_child_killed_at_any_point_loses_no_outcome(tmp_path: Path) -> None:
-    """Each of twenty kills gives exit code 3, and the resumed run has the outcomes of an
-    undisturbed run.
+    """After each of twenty kills of a child, the run exits with code 3 and the resumed run has the
+    outcomes of an undisturbed run.
 
-    If the killed child had already done all its work, the exit code is 0.
+    The exit code is 0 if the killed child had already done all its work.
     """
     problems = tuple(load_dataset("arithmetic[:3]"))
     whole = {o.problem.id: essence(o) for o in run(tmp_path / "whole", problems).outcomes()}

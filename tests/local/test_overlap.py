@@ -60,13 +60,13 @@ class Slow(InlineTransport):
         self._is_over = False
 
     def wait(self, seconds: float) -> bool:
-        """Report the work as finished half of the time."""
+        """Report the work as finished in half of the calls."""
         self._is_over = self._random.random() < 0.5
         return self._is_over
 
 
 class Made:
-    """A record of the drafters that loops made, with the transport under test."""
+    """A record of the drafters that loops created, with the transport under test."""
 
     def __init__(self, patch: pytest.MonkeyPatch, transport: Callable[[], Any]) -> None:
         self.drafters: list[OverlappedDrafter] = []
@@ -78,7 +78,7 @@ class Made:
         return self.drafters[-1]
 
     def spare(self) -> tuple[int, int]:
-        """Count the slots that branches of the last drafter use, and the slots lent to the work in
+        """Count the slots that branches of the last drafter use, plus the slots lent to the work in
         flight.
         """
         drafter: Any = self.drafters[-1]
@@ -90,8 +90,8 @@ class Made:
 
 
 def overlap(done: Driven) -> OverlapStats:
-    """Return the counters of draft work during the target's steps: hits and misses of guessed
-    outcomes.
+    """Return the counters of drafts made during the target's steps: correct and wrong guesses of
+    the step's outcome.
     """
     found = counts(done).overlap
     assert found is not None, "no draft was made during the target's steps"
@@ -103,8 +103,10 @@ def overlap(done: Driven) -> OverlapStats:
 def test_drafting_during_the_targets_step_changes_no_token(
     way: str, transport: Any, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With drafts at once or late at random, ids, ends and log-probabilities are bit-identical to
-    plain decoding, and slots are freed.
+    """Drafting during the target's step gives bit-identical ids, ends and log-probabilities, even
+    if drafts are randomly late.
+
+    Afterwards all slots are free.
     """
     folder = make_model("llama")
     orders = requests(7, 24)
@@ -123,8 +125,10 @@ def test_drafting_during_the_targets_step_changes_no_token(
 def test_a_perfect_drafter_always_hits_and_a_wrong_one_never(
     way: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two sequences, all guesses of a perfect drafter hit except the first, so the test would
-    notice a stale key or a wrong position.
+    """All guesses of a perfect drafter are correct except the first, and those of a wrong drafter
+    never are.
+
+    With two sequences, the test would notice a stale key or a wrong position.
     """
     folder = make_model("llama")
     orders = requests(2, 40, HOT)
@@ -161,8 +165,8 @@ def test_a_perfect_drafter_always_hits_and_a_wrong_one_never(
 def test_an_exit_that_knows_the_text_hits_always(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drafter continues the tokens that the target's exit predicts, whatever the draft would
-    have guessed.
+    """If the target's exit predicts the correct tokens, every guess is correct, because the drafter
+    continues the exit's tokens.
     """
     folder = make_model("llama")
     orders = requests(3, 32, HOT)
@@ -193,8 +197,9 @@ def test_an_exit_that_knows_the_text_hits_always(
 def test_more_guesses_hit_more_often(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With more guesses at each position, the target's outcome is guessed more often, which gains
-    more than the additional branches cost.
+    """With more guesses per position, the target's outcome is guessed more often.
+
+    The gain exceeds the cost of the additional branches.
     """
     Made(monkeypatch, InlineTransport)
     ways = ("pearl", "ssd")
@@ -219,8 +224,8 @@ def test_more_guesses_hit_more_often(
 def test_a_drafter_slower_than_its_target_still_proposes(
     way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a target's step is shorter than a draft step, the drafter still continues its guess by a
-    few tokens.
+    """If a target's step is shorter than a draft step, the drafter still extends its guess by a few
+    tokens.
     """
     folder = make_model("llama")
     orders = requests(2, 24, HOT)
@@ -237,8 +242,8 @@ def test_a_drafter_slower_than_its_target_still_proposes(
 def test_texts_are_unchanged_while_sequences_come_and_go(
     way: str, room: int, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The texts stay the same although sequences are cancelled, pre-empted and begun while drafts
-    are late.
+    """The texts stay the same if sequences are cancelled, pre-empted and started while drafts are
+    late.
     """
     folder = make_model("llama")
     orders = requests(6, 30, HOT)
@@ -259,8 +264,8 @@ def test_texts_are_unchanged_while_sequences_come_and_go(
 def test_a_drafter_thread_that_dies_changes_no_text(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drafter's thread may die in the middle of its work, even by exit; the counters report its
-    death.
+    """If the drafter's thread dies during its work, even by `exit`, the texts stay the same and the
+    counters report its death.
     """
     folder = make_model("llama")
     orders = requests(3, 20)
@@ -288,7 +293,9 @@ def test_a_drafter_thread_that_dies_changes_no_text(
 def test_a_drafter_that_never_answers_changes_no_text(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the drafter never answers, the target takes each step without a proposal."""
+    """If the drafter never answers, the target takes every step without a proposal and writes the
+    same text.
+    """
 
     class Gone(InlineTransport):
         def post(self, work: Work) -> None:
@@ -308,8 +315,8 @@ def test_a_drafter_that_never_answers_changes_no_text(
 
 
 def seeded_by_place(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault of PEARL's published code: the test after an accepted block uses the number of
-    the block's first token.
+    """Plant a fault of PEARL's published code: the test after an accepted block uses the random
+    number of the block's first token.
     """
 
     def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:
@@ -341,7 +348,7 @@ def next_uniforms(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kept_where_it_was(moved: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: the drafter does not take over keys and values of the branch that was
+    """Plant a fault: the drafter does not adopt the keys and values of the branch that was
     correct.
     """
 
@@ -367,8 +374,8 @@ def served_another(select: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tail_returned(verify: Callable[..., int]) -> Callable[..., int]:
-    """Plant a fault of PEARL's published code: pending tokens are returned unchecked at the end of
-    a request.
+    """Plant a fault of PEARL's published code: at the end of a request, pending tokens are returned
+    unchecked.
     """
 
     def found(self: Any, sequence: Any, drawn: list[int]) -> int:
@@ -396,8 +403,9 @@ BUGS: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 
 def is_green(check: str, folder: Path, near: Path, plain: Driven, made: Made) -> bool:
-    """Return whether a small version of one of the checks above passes; the check of branches tests
-    whether a miss counts as a miss.
+    """Return whether a small version of one of the checks above passes.
+
+    The check of branches tests that a wrong guess counts as wrong.
     """
     drafter = near if check in ("branches", "text") else folder
     done = run(folder, [requests(2, 40, HOT)], None, 4, drafter, speculate="pearl")
@@ -415,7 +423,7 @@ def is_green(check: str, folder: Path, near: Path, plain: Driven, made: Made) ->
 def test_planted_bugs_are_found(
     bug: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each planted bug fails a check, and the check passes without the bug."""
+    """Each planted bug makes a check fail that passes without the bug."""
     folder = make_model("llama")
     plain = run(folder, [requests(2, 40, HOT)])
     made = Made(monkeypatch, InlineTransport)
@@ -431,7 +439,9 @@ def test_planted_bugs_are_found(
 async def test_an_option_turns_on_overlapped_drafting(
     worker: Any, make_model: Make, near: Path
 ) -> None:
-    """With the option, the engine's counters include guesses of outcomes."""
+    """With the option for overlapped drafting, the engine's counters include guesses of
+    outcomes.
+    """
     request = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3))
     answers = list[Any]()
     here: dict[str, Any] = {"device": "cpu", "kv_tokens": 2048, "max_batch": 32, "threads": 1}

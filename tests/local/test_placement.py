@@ -1,4 +1,4 @@
-"""Tests of memory plans for GPUs that this machine lacks: shares are computed before anything is
+"""Tests of memory plans for GPUs that this machine lacks: the plan is computed before anything is
 loaded.
 """
 
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 class FakeGpus:
-    """Simulated cards of this many bytes; weights and caches are counted, but stored in the
+    """Simulated cards of this many bytes; weights and caches count as used, but are stored in the
     processor's memory.
     """
 
@@ -55,7 +55,7 @@ class FakeGpus:
         patch.setattr("atts.local.devices._zeros", self._zeros)
 
     def free(self, device: torch.device) -> int:
-        """Return the free memory of a card."""
+        """Return the free memory of a card, in bytes."""
         at = device.index or 0
         return self.totals[at] - self.used[at]
 
@@ -71,7 +71,7 @@ class FakeGpus:
         found = torch.zeros(size, dtype=dtype)
         self.events.append(f"cache on {device}")
         self._take(device, found.numel() * found.element_size())
-        # graphs and activations take memory only when the engine works
+        # Graphs and activations take memory only when the engine works.
         self.used[device.index or 0] += WORKSPACE
         return found
 
@@ -82,13 +82,15 @@ class FakeGpus:
 
 
 def prepared(folder: Path, name: str, demand: RunDemand | None, **options: Any) -> WorkerConfig:
-    """Prepare an engine as far as possible before anything is loaded."""
+    """Prepare an engine as far as possible without loading anything."""
     made = LocalOptions(**options)
     return _prepare(str(folder), name, made, PlainDecoding(), is_chat=False, demand=demand)[0]
 
 
 def opened(config: WorkerConfig) -> int:
-    """Open an engine's loop as its worker does, and return the number of tokens in its cache."""
+    """Open an engine's loop as its worker does, and return the number of tokens that fit into its
+    cache.
+    """
 
     def model(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> TorchModel:
         return TorchModel(config.model, weights, cache)
@@ -104,8 +106,9 @@ def _sizes(folder: Path, dtype: str = "float32") -> EngineSize:
 def test_a_pair_is_sized_together_before_either_loads(
     make_model: Make, monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
-    """The draft leaves room for the target's weights and an equal cache; no cache is larger than
-    the rollouts can fill.
+    """The memory plan leaves room for both models and two equal caches.
+
+    No cache is larger than the rollouts can fill.
     """
     draft, target = make_model("llama"), make_model("qwen3")
     sizes = [_sizes(draft), _sizes(target)]
@@ -142,8 +145,8 @@ def test_the_second_of_two_gpus_is_the_drafts(
 def test_a_named_device_wins_over_the_role(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The setting `device=cuda:N` decides the card, and an unknown form of the setting is
-    refused.
+    """The setting `device=cuda:N` has priority over the model's role, and an unknown form of the
+    setting is refused.
     """
     folder = make_model("llama")
     FakeGpus(monkeypatch, 4 * WORKSPACE, 4 * WORKSPACE)
@@ -159,7 +162,9 @@ def test_a_named_device_wins_over_the_role(
 def test_a_pair_that_does_not_fit_is_refused_before_anything_is_loaded(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first engine of the pair refuses, and its error has both sizes and the remedy."""
+    """If a pair does not fit, its first engine refuses with an error that gives the needed and the
+    available size and a remedy.
+    """
     draft, target = make_model("llama"), make_model("qwen3")
     sizes = [_sizes(draft), _sizes(target)]
     total = sum(size.weights + WORKSPACE for size in sizes) + 1000
@@ -174,7 +179,9 @@ def test_a_pair_that_does_not_fit_is_refused_before_anything_is_loaded(
 def test_a_model_larger_than_a_card_needs_a_server(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error has the command that serves the model on as many cards as the model needs."""
+    """If a model is larger than a card, the error has the command that serves the model on enough
+    cards.
+    """
     folder = make_model("llama")
     size = _sizes(folder)
     gpus = FakeGpus(monkeypatch, size.weights // 3)
@@ -190,8 +197,8 @@ def test_a_model_larger_than_a_card_needs_a_server(
 def test_dtype_auto_follows_the_checkpoint_on_a_gpu_only(
     make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU dtype=auto is the type of config.json, on a processor float32; an explicit type
-    wins.
+    """dtype=auto means the type in config.json on a GPU and float32 on a processor; an explicit
+    type has priority.
     """
     folder = make_model("llama")
     half = tmp_path / "half"
@@ -215,7 +222,9 @@ def test_dtype_auto_follows_the_checkpoint_on_a_gpu_only(
 def test_weights_are_ready_before_the_cache_is_made(
     family: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights read for a GPU equal those that the torch model makes, to the bit, without a copy."""
+    """Weights prepared for a GPU are bit-identical to those of the torch model and are not
+    copied.
+    """
     folder = make_model(family)
     config = prepared(folder, "m", None, device="cpu")
     plain = load_weights(folder, config.model, torch.float32, CPU, "m", pairs=False)
@@ -233,9 +242,7 @@ def test_weights_are_ready_before_the_cache_is_made(
 
 
 def test_the_cache_comes_last(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the weights, the engine allocates one cache of the computed size and tries no larger
-    size first.
-    """
+    """The engine allocates its cache after the weights, once and at the computed size."""
     folder = make_model("llama")
     size = _sizes(folder)
     gpus = FakeGpus(monkeypatch, size.weights + WORKSPACE + 100_000)
@@ -246,7 +253,7 @@ def test_the_cache_comes_last(make_model: Make, monkeypatch: pytest.MonkeyPatch)
 def test_a_cache_is_halved_when_memory_was_lost_meanwhile(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If other processes took memory after the plan, the cache is halved until it fits, but has
+    """If other processes took memory after the plan, the cache is halved until it fits, but keeps
     room for at least one rollout.
     """
     config = prepared(make_model("llama"), "m", None)
@@ -261,8 +268,10 @@ def test_a_cache_is_halved_when_memory_was_lost_meanwhile(
 
 @pytest.mark.parametrize("card", CARDS)
 def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
-    """The parts of each placement fit into the card's memory with at least one rollout, and take no
-    more than 64 rollouts need.
+    """In the table, the parts of each placement fit into the card's memory, with room for at least
+    one rollout.
+
+    No cache is larger than 64 rollouts need.
     """
     opens = set[str]()
     for pair in known_pairs().values():
@@ -286,7 +295,7 @@ def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """The part of a model's configuration that decides the model's memory."""
+    """The settings of a model that decide its memory use."""
 
     matrix_weights: int
     kv_floats_per_token: int
@@ -295,7 +304,9 @@ class Shape:
 
 
 def shaped(pair: Pair, role: Role, room: Room) -> WorkerConfig:
-    """Return what an engine of a known pair knows before it loads anything, without files."""
+    """Return the information that an engine of a known pair has before it loads anything, without
+    files.
+    """
     size = pair.size(role)
     shape = Shape(int(size.weights * 1e9) // 2, size.cache_bytes // 2, size.context)
     options = LocalOptions(dtype="bfloat16")
@@ -303,7 +314,9 @@ def shaped(pair: Pair, role: Role, room: Room) -> WorkerConfig:
 
 
 def opened_on(gpus: FakeGpus, pair: Pair, context: int) -> dict[Role, int]:
-    """Open both models as engines do, the draft first; return the tokens of each cache by role."""
+    """Open both models as engines do, the draft first; return the number of cache tokens by
+    role.
+    """
     target = pair.size("target")
     other = EngineSize(int(target.weights * 1e9), target.cache_bytes, context)
     rooms: dict[Role, Room] = {
@@ -324,7 +337,9 @@ def opened_on(gpus: FakeGpus, pair: Pair, context: int) -> dict[Role, int]:
 
 @pytest.mark.parametrize("card", CARDS)
 def test_the_table_of_pairs_predicts_opening(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one and on two fake cards, each pair opens with the caches of the table, or is refused."""
+    """On one and on two simulated cards, each pair opens with the cache sizes of the table, or is
+    refused as the table says.
+    """
     total = int(CARDS[card] * 0.92 * 1e9)
     num_opened = 0
     for pair in known_pairs().values():
@@ -370,8 +385,8 @@ def test_the_page_of_pairs_and_cards_has_a_row_for_each() -> None:
 
 
 def test_a_smaller_card_never_holds_more() -> None:
-    """For each pair, a card with more memory opens each pair that a smaller card opens, with at
-    least as many rollouts.
+    """A card with more memory opens every pair that a smaller card opens, with at least as many
+    rollouts.
     """
     by_memory = sorted(CARDS, key=lambda name: CARDS[name])
     for pair in known_pairs().values():
@@ -383,8 +398,8 @@ def test_a_smaller_card_never_holds_more() -> None:
 
 
 def test_local_engines_of_a_run_share_the_memory_plan(make_model: Make) -> None:
-    """Each of two local models is built with the memory that it leaves to the other; other engines
-    are not.
+    """If a run has two local models, each is built with the memory that the other leaves; other
+    engines get no memory plan.
     """
     folder = make_model("llama")
     local = f"hf:{folder}?dtype=float32"

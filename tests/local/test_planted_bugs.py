@@ -1,4 +1,4 @@
-"""Planted bugs of speculation, each of which fails a check that passes without the bug."""
+"""Planted bugs of speculation: each makes a check fail that passes without the bug."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.local.test_speculation import begun, ended_within, is_always_right
 
 
 def wrong_rows(spread: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: each row gets the settings of the row before."""
+    """Plant a fault: each row gets the settings of the previous row."""
     return lambda sampling, rows: spread(sampling, rows.roll(1))
 
 
 def shifted(spans: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: proposed tokens are one position too far."""
+    """Plant a fault: proposed tokens are shifted by one position."""
 
     def found(plan: StepPlan) -> Iterator[tuple[Any, int, int]]:
         for sequence, position, token in spans(plan):
@@ -34,7 +34,7 @@ def shifted(spans: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def later_uniforms(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: the drafter draws with the numbers of the next position."""
+    """Plant a fault: the drafter draws with the random number of the next position."""
     return lambda *args: replace(found := ask(*args), uniforms=np.roll(found.uniforms, 1))
 
 
@@ -73,12 +73,14 @@ def forgetful(allocate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kept_whole(verified: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: the drafter's cache is not rolled back."""
+    """Plant a fault: the drafter's cache is not rolled back after a rejection."""
     return lambda self, key, proposal, accepted: verified(self, key, proposal, len(proposal.tokens))
 
 
 def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: only the last accepted token is examined before all are written."""
+    """Plant a fault: all accepted tokens are written although only the last one was checked for an
+    end of the text.
+    """
 
     def found(
         loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any
@@ -100,7 +102,9 @@ def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def later_draws(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Plant a fault: each position of a proposal draws with the number of the next position."""
+    """Plant a fault: each position of a proposal draws with the random number of the next
+    position.
+    """
 
     def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:
         kept = [s.uniforms for s in sequences]
@@ -209,7 +213,7 @@ def is_green(check: str, folder: Path, plain: Driven) -> bool:
 def test_every_planted_bug_is_found(
     bug: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each planted bug fails at least one check, which shows that the checks can fail."""
+    """Each planted bug makes at least one check fail, which shows that the checks can fail."""
     place, change, check = MUTANTS[bug]
     folder = make_model("llama")
     plain = run(folder, [[*requests(8)]])

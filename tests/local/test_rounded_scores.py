@@ -1,6 +1,4 @@
-"""Tests of scores=bfloat16: scored rows are rounded before products, and all other rows are
-unchanged.
-"""
+"""Tests of scores=bfloat16: only the rows of scored texts are rounded before matrix products."""
 
 from __future__ import annotations
 
@@ -35,7 +33,9 @@ needs_pairs = pytest.mark.skipif(
 async def log_probs(
     words: str, options: LocalOptions = HERE, *, beside: bool = True
 ) -> list[float]:
-    """Return the log-probabilities of the last tokens of all texts, scored at once or in turn."""
+    """Return the log-probabilities of the last tokens of all texts, scored in one batch or one
+    after the other.
+    """
 
     async def score(engine: LocalEngine, ids: tuple[int, ...]) -> list[float]:
         return list((await engine.score(ScoreRequest(ids[:20], ids[20:]))).logprobs)
@@ -52,7 +52,9 @@ async def log_probs(
 async def test_scores_are_close_to_torch_with_rounded_inputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Scores are closer to torch with rounded inputs than to torch in float32, and close to both."""
+    """Scores are close to torch with rounded inputs and close to torch in float32, and closer to
+    the former.
+    """
     exact = await log_probs("embedded:target")
     rounded = await log_probs("embedded:target?scores=bfloat16")
 
@@ -65,7 +67,7 @@ async def test_scores_are_close_to_torch_with_rounded_inputs(
         torch.tensor(one).sub(torch.tensor(other)).abs().mean().item()
         for one, other in ((rounded, oracle), (rounded, exact))
     ]
-    # with independent rounding errors, apart[0] would be 1.4 times apart[1]
+    # if their rounding errors were independent, apart[0] would be 1.4 times apart[1]
     assert apart[0] < 0.9 * apart[1]
     assert 0 < apart[1] < 0.02
 
@@ -73,7 +75,9 @@ async def test_scores_are_close_to_torch_with_rounded_inputs(
 @needs_pairs
 @pytest.mark.anyio
 async def test_scoring_texts_together_changes_no_score() -> None:
-    """Each row is rounded by itself, so scores do not depend on the batch or the number of threads."""
+    """Scores do not depend on the batch or the number of threads, because each row is rounded by
+    itself.
+    """
     words = "embedded:target?scores=bfloat16"
     together = await log_probs(words)
     assert together == await log_probs(words, beside=False)
@@ -83,7 +87,9 @@ async def test_scoring_texts_together_changes_no_score() -> None:
 @needs_pairs
 @pytest.mark.anyio
 async def test_sampled_rows_are_not_rounded() -> None:
-    """Tokens and log-probabilities are equal to the bit while a text is scored in the same steps."""
+    """If a text is scored in the same steps, sampled tokens and their log-probabilities stay
+    bit-identical.
+    """
     found = list[object]()
     names = list[str]()
     answers = list[Completion]()
@@ -102,7 +108,7 @@ async def test_sampled_rows_are_not_rounded() -> None:
 
 
 def test_the_option_is_refused_without_rounding_support() -> None:
-    """Other kernels, other data types and models in stages refuse the option."""
+    """Torch kernels, other data types and models in stages refuse the option scores=bfloat16."""
     scored = LocalOptions(scores="bfloat16")
     for options in (
         replace(scored, kernel="torch"),
@@ -118,8 +124,8 @@ def test_the_option_is_refused_without_rounding_support() -> None:
 async def test_a_processor_without_bfloat16_products_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """atts refuses a processor without bfloat16 products, because other arithmetic must not replace
-    such products silently.
+    """atts refuses the option on a processor without bfloat16 products, because it must not
+    silently use other arithmetic.
     """
     library, trouble = native_library("target", read_model_config(path("target"), "target"))
     lesser = SimpleNamespace(atts_has_pairs=lambda: 0, atts_forward=library.atts_forward)

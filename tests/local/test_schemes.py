@@ -1,5 +1,5 @@
-"""Tests of schemes of drafting before or during the target's step: neither a scheme nor a change of
-scheme changes a text.
+"""Tests of schemes for drafting before or during the target's step: neither a scheme nor a change
+of scheme changes a text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 
 
 class Changing:
-    """A choice that changes the scheme every third step."""
+    """A choice that changes the drafting scheme every third step."""
 
     is_contested = True
 
@@ -35,11 +35,11 @@ class Changing:
 
     @property
     def current(self) -> int:
-        """Return the schemes in rotation."""
+        """Return the drafting schemes in rotation."""
         return self._steps // 3 % self._schemes
 
     def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
-        """Check and count a step, whatever its duration."""
+        """Check and count a step, and ignore its duration."""
         assert seconds > 0
         assert 0 <= sequences[1] <= sequences[0] <= tokens
         self._steps += 1
@@ -55,11 +55,11 @@ def test_changing_schemes_changes_no_token(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ids, ends and log-probabilities are equal to the bit for all schemes, in this or another
-    process.
+    """Changing the drafting scheme changes no bit of ids, ends and log-probabilities, with the
+    drafter in this or another process.
 
-    Mirror is among the schemes if the target has a trained exit; the drafter has heads, which only
-    Mirror uses.
+    If the target has a trained exit, the schemes include Mirror, which is the only scheme that uses
+    drafter heads.
     """
     folder = make_model("llama")
     near = with_heads(copytree(near, tmp_path / "near"))
@@ -76,7 +76,7 @@ def test_changing_schemes_changes_no_token(
     monkeypatch.setattr("atts.accel.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.accel.overlap.schemes.SchemeControl", Changing)
     monkeypatch.setattr(drafter, "restart_drafting", seen)
-    # On a busy machine the process may take seconds for a job that it began.
+    # On a busy machine the drafter's process may take seconds for its current job.
     monkeypatch.setattr("atts.accel.overlap.process.PATIENCE", 60.0)
     plain = run(folder, [orders])
     beside = "process" if transport is DrafterProcess else "inline"
@@ -89,7 +89,7 @@ def test_changing_schemes_changes_no_token(
     assert overlap is not None
     asked = overlap.hits + overlap.misses
     if transport is DrafterProcess:
-        # A scheme lasts three steps; at the second step the drafter's process is late, or has a
+        # Each scheme lasts three steps; at the second step the drafter's process is late, or has a
         # guess to check.
         asked += overlap.late
     assert asked > 0
@@ -98,8 +98,9 @@ def test_changing_schemes_changes_no_token(
 def test_only_an_open_choice_of_scheme_is_learned(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a fixed number of tokens, a named scheme or a single core, no scheme is tried and drafts
-    come before the step.
+    """Drafting schemes are tried only if the choice is open.
+
+    With a fixed number of tokens, a named scheme or a single core, drafts come before the step.
     """
     made = list[AdaptiveDrafting]()
 
@@ -122,7 +123,7 @@ def test_only_an_open_choice_of_scheme_is_learned(
 def test_a_drafter_that_does_not_end_is_abandoned(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The abandoned drafter is reported, and the texts do not change."""
+    """A drafter that does not finish is abandoned and reported, and the texts do not change."""
 
     class Stuck(InlineTransport):
         def wait(self, seconds: float) -> bool:
@@ -141,8 +142,8 @@ def test_a_drafter_that_does_not_end_is_abandoned(
 def test_a_late_job_makes_no_other_scheme_late(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop waits for the first job of each scheme, even if the previous scheme left a late job
-    behind.
+    """The loop waits for the first job of each drafting scheme, even if the previous scheme left a
+    late job behind.
     """
     waits = list[float]()
 
@@ -162,8 +163,8 @@ def test_a_late_job_makes_no_other_scheme_late(
 
 
 def test_trial_lengths_count_for_no_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with lengths on trial do not show whether drafts save time, so they start no trial of
-    another scheme.
+    """Steps that try other proposal lengths do not count in the choice of a drafting scheme and
+    start no trial of one.
     """
     seen = list[int]()
     trials = iter((True, False, True))

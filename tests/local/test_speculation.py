@@ -41,8 +41,8 @@ MIXED = (Sampling(0.0), Sampling(0.8))
 
 @pytest.mark.parametrize("count", [1, 14])
 def test_proposals_never_change_the_text(count: int, make_model: Make) -> None:
-    """Ids, ends and log-probabilities equal plain decoding to the bit, for all sampling settings
-    and lengths.
+    """Speculation gives the same ids, ends and log-probabilities as plain decoding, to the bit, for
+    all sampling settings and proposal lengths.
     """
     folder = make_model("llama")
     orders = requests(count)
@@ -72,8 +72,8 @@ def test_proposals_never_change_the_text(count: int, make_model: Make) -> None:
 def test_lengths_chosen_by_goodput_change_no_token(
     count: int, make_model: Make, near: Path
 ) -> None:
-    """With `k=auto`, step times do not change the text, and the counters have the chosen lengths
-    and forecasts.
+    """With `k=auto`, measured step times do not change the text, and the counters have the chosen
+    proposal lengths and forecasts.
     """
     folder = make_model("llama")
     orders = requests(count, 60)
@@ -97,7 +97,9 @@ def test_lengths_chosen_by_goodput_change_no_token(
 def test_a_long_sweep_of_settings_changes_no_token(
     family: str, count: int, make_model: Make, near: Path
 ) -> None:
-    """The sweep covers each architecture, number of sequences, number of tokens and proposer."""
+    """No token changes in a sweep over architectures, numbers of sequences, proposal lengths and
+    proposers.
+    """
     folder = make_model(family)
     orders = requests(count, 60)
     plain = run(folder, [orders])
@@ -111,8 +113,8 @@ def test_a_long_sweep_of_settings_changes_no_token(
 
 @pytest.mark.parametrize("way", ["draft", "suffix", "auto"])
 def test_no_proposer_changes_the_text(way: str, make_model: Make, near: Path) -> None:
-    """A draft model, text lookup, and the better proposer of these two change no text, also with
-    the text of another run as hint.
+    """A draft model, text lookup and the better of the two change no text, even with another run's
+    text as a hint.
     """
     folder = make_model("llama")
     orders = requests(9, 40)
@@ -128,7 +130,7 @@ def test_no_proposer_changes_the_text(way: str, make_model: Make, near: Path) ->
 
 
 def hint(request: object, text: TokenIds) -> SampleRequest:
-    """Return the request with a text as hint."""
+    """Return the request with a text as a hint."""
     assert isinstance(request, SampleRequest)
     return replace(request, hint=text)
 
@@ -140,7 +142,7 @@ def storm(
     laws: Sequence[Sampling] = MIXED,
     **ways: Any,
 ) -> Driven:
-    """Run two waves of requests, some of them cancelled, in a cache of this many slots."""
+    """Run two waves of requests, some of them cancelled, with a cache of this many slots."""
     orders = requests(8, 40, laws)
     late = [replace(order, request_id=order.request_id + 20) for order in orders]
     script: list[list[Command]] = [[*orders], *[[]] * 9, [*late, Cancel(3)], [Cancel(24)]]
@@ -157,8 +159,10 @@ def storm(
 
 @pytest.mark.parametrize("room", [4096, 220])
 def test_a_drafter_equal_to_the_target_is_always_accepted(room: int, make_model: Make) -> None:
-    """The drafter's cache follows every rollback, shared prompt and pre-emption; a single stale key
-    would cause a rejection.
+    """A drafter equal to the target is always accepted, although there are rollbacks, shared
+    prompts and pre-emptions.
+
+    A single stale key in its cache would cause a rejection.
     """
     assert is_always_right(make_model("llama"), room)
 
@@ -197,14 +201,13 @@ def is_always_right(folder: Path, room: int) -> bool:
         patch.setattr(Proposals, "_checked", lambda self, ask, proposal: proposal)
         storm(folder, folder, room, (Sampling(3.0),))
     assert len(missing) > 15
-    # two differences are allowed, because near ties may be decided differently by two ways to
-    # compute
+    # two differences are allowed, because the two ways to compute may decide near ties differently
     return sum(missing) <= 2
 
 
 def test_one_call_drafts_the_tokens_of_single_steps(make_model: Make, near: Path) -> None:
-    """Proposals and counters equal those of single steps, with texts that come and go and scarce
-    slots.
+    """One kernel call drafts the same tokens as single steps, with the same counters, although
+    texts come and go and slots are scarce.
     """
     folder = make_model("llama")
     drafts = list[list[TokenIds]]()
@@ -231,8 +234,9 @@ def test_one_call_drafts_the_tokens_of_single_steps(make_model: Make, near: Path
 
 @pytest.mark.parametrize("room", [70, 140, 300])
 def test_speculation_survives_scarce_slots(room: int, make_model: Make, near: Path) -> None:
-    """Pre-emption, eviction and cancellation lose no text. If the engine computes a text again in
-    larger parts, its scores may differ by 1e-5.
+    """With scarce slots, pre-emption, eviction and cancellation change no text.
+
+    If the engine recomputes a text in larger parts, its scores may differ by 1e-5.
     """
     folder = make_model("llama")
     plain = storm(folder, None, 4096)
@@ -251,7 +255,7 @@ def test_speculation_survives_scarce_slots(room: int, make_model: Make, near: Pa
 
 
 def test_proposals_cause_no_preemption(make_model: Make, near: Path) -> None:
-    """Fewer tokens are proposed when the cache fills, so there are no more pre-emptions than
+    """When the cache is nearly full, fewer tokens are proposed, so pre-emptions are as rare as
     without proposals.
     """
     orders: list[list[Command]] = [[*requests(6, 40, (Sampling(1.0),))]]
@@ -263,8 +267,8 @@ def test_proposals_cause_no_preemption(make_model: Make, near: Path) -> None:
 
 
 def test_the_cache_is_correct_after_speculation(make_model: Make, near: Path) -> None:
-    """Texts and scores that continue after speculation equal those of an engine without
-    speculation.
+    """After speculation the cache is correct: continued texts and scores equal those of an engine
+    without speculation.
     """
     folder = make_model("llama")
     first = run(folder, [[*requests(4, 30)]], None, 6, near)
@@ -294,7 +298,7 @@ def test_the_cache_is_correct_after_speculation(make_model: Make, near: Path) ->
 
 
 def ended_within(folder: Path, k: int | None) -> tuple[Driven, Driven]:
-    """Run texts that end at a string, an id, a limit or an end token, without proposals and with
+    """Run texts that end at a stop string, stop id, limit or end token, without proposals and with
     proposals beyond the end.
     """
     pieces = config_of(folder).pieces
@@ -322,8 +326,10 @@ def ended_within(folder: Path, k: int | None) -> tuple[Driven, Driven]:
 
 @pytest.mark.parametrize("k", [2, 7])
 def test_a_text_ends_inside_a_proposal_as_without_it(k: int, make_model: Make) -> None:
-    """The text ends at a token limit, stop id, stop string or end token, and no token after the end
-    is kept.
+    """A text ends at the same token with and without proposals, at a limit, stop id, stop string or
+    end token.
+
+    No token after the end is kept.
     """
     plain, done = ended_within(make_model("llama"), k)
     ends = {reply.ended for reply in plain.replies.values() if isinstance(reply, SampleReply)}
@@ -334,7 +340,7 @@ def test_a_text_ends_inside_a_proposal_as_without_it(k: int, make_model: Make) -
 
 
 class Learning(AnyLength):
-    """A choice of lengths that records the rounds it observes."""
+    """A choice of proposal lengths that records the observed steps."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most, most)
@@ -348,8 +354,8 @@ class Learning(AnyLength):
 
 
 def test_proposals_beyond_the_limit_are_ignored(make_model: Make) -> None:
-    """A proposer that exceeds its limit changes no text, and the proposer learns from the kept
-    tokens only.
+    """If a proposer exceeds its limit, the text stays the same and the proposer learns only from
+    the tokens that were kept.
     """
 
     class Lavish(Proposer):
@@ -365,8 +371,8 @@ def test_proposals_beyond_the_limit_are_ignored(make_model: Make) -> None:
 
 
 def test_a_proposal_cut_to_nothing_counts_as_rejected(make_model: Make) -> None:
-    """A proposal cut to nothing took time, so it counts as rejected at its first token, although no
-    step fed any of its tokens.
+    """A proposal cut to nothing counts as rejected at its first token, because making it took
+    time.
     """
 
     class Unknown(Proposer):
@@ -382,7 +388,7 @@ def test_a_proposal_cut_to_nothing_counts_as_rejected(make_model: Make) -> None:
 
 
 def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:
-    """Return the text of two tokens, or nothing if one of these tokens cuts a character or writes
+    """Return the text of two tokens, or an empty text if a token cuts a character or writes
     nothing.
     """
     parts = [pieces[token] if token < len(pieces) else b"" for token in ids]
@@ -393,8 +399,9 @@ def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:
 
 
 def begun(folder: Path) -> bool:
-    """Return whether the engine correctly continues requests with a given beginning, also if a stop
-    string crosses the end of the beginning.
+    """Return whether the engine correctly continues requests whose text has already begun.
+
+    The cases include a stop string that crosses the end of the given beginning.
     """
     pieces = config_of(folder).pieces
     orders = requests(6, 20, (Sampling(0.9), Sampling(0.7, top_p=0.9)))
@@ -423,14 +430,15 @@ def begun(folder: Path) -> bool:
 
 
 def test_a_text_begun_by_another_engine_is_continued(make_model: Make) -> None:
-    """A position has the same random number in both engines, and a stop string that began in the
-    given beginning still ends the text.
+    """A text begun by another engine continues with the same random numbers.
+
+    A stop string that starts in the given beginning still ends the text.
     """
     assert begun(make_model("llama"))
 
 
 class Unknown(Proposer):
-    """A proposer of tokens that are in no vocabulary."""
+    """A proposer of token ids that are in no vocabulary."""
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
         """Propose one impossible token for each text."""
@@ -450,8 +458,8 @@ class Silent(Proposer):
 
 
 def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path) -> None:
-    """If speculation proposed nothing, the counters have the reason, which disappears once
-    something was proposed.
+    """If speculation proposed nothing so far, the counters give the reason; the reason disappears
+    after the first proposal.
     """
     folder = make_model("llama")
     orders = [requests(3)]
@@ -478,8 +486,8 @@ def test_speculation_that_proposed_nothing_says_why(make_model: Make, near: Path
 
 
 def test_overlapped_drafts_that_never_came_in_time_say_so() -> None:
-    """The counters give different reasons for late and for wrong guesses, and no reason after a
-    hit.
+    """If no overlapped draft was used, the counters say whether the drafts were late or wrong;
+    after a correct guess they give no reason.
     """
     assert OverlapStats(late=3).silence == "no draft was finished before the target's step ended"
     assert OverlapStats(misses=2, late=3).silence == "the draft guessed none of 2 step outcomes"

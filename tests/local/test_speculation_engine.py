@@ -1,4 +1,6 @@
-"""Tests of speculation in whole engines: other kernels, workers, ratio tests, and failures."""
+"""Tests of speculation in whole engines: torch kernels, worker types, acceptance tests, and
+failures.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,9 @@ HERE: dict[str, Any] = {
 def test_in_torch_only_near_ties_may_differ(
     family: str, changes: dict[str, Any], make_model: Make
 ) -> None:
-    """In torch, rows of one sequence are computed as a masked batch, so log-probabilities agree
-    within 1e-4.
+    """With torch, speculation may change only near ties, and log-probabilities agree within 1e-4.
+
+    The cause is that torch computes the rows of one sequence as a masked batch.
     """
     folder = make_model(family, **changes)
     orders = requests(7)
@@ -78,8 +81,8 @@ def test_in_torch_only_near_ties_may_differ(
 async def test_an_engine_with_a_drafter_answers_as_one_without(
     worker: Any, make_model: Make, near: Path
 ) -> None:
-    """An engine with a drafter gives the answers of one without, in a thread and in a process, and
-    the counters include the proposals.
+    """An engine with a drafter gives the same answers as one without, in a thread and in a process,
+    and its counters include proposals.
     """
     request = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3))
     answers = list[Any]()
@@ -114,14 +117,16 @@ async def test_an_engine_with_a_drafter_answers_as_one_without(
     ],
 )
 def test_impossible_speculation_options_are_refused(words: str, problem: str) -> None:
-    """Each impossible option gives an error that names the fault before anything runs."""
+    """Each impossible speculation option is refused before anything runs, with an error that names
+    the fault.
+    """
     with pytest.raises(OptionError, match=problem):
         build_engine(words, "target")
 
 
 def test_speculation_options_are_parsed() -> None:
-    """A drafter is named in the same way as an engine, and "auto" is accepted as a number of
-    tokens.
+    """A drafter's name has the same form as an engine's name, and the number of proposed tokens may
+    be "auto".
     """
     engine: Any = build_engine(
         "embedded:target?drafter=embedded:draft&speculate=auto&k=auto", "target"
@@ -137,7 +142,9 @@ def test_speculation_options_are_parsed() -> None:
 
 @pytest.mark.anyio
 async def test_a_drafter_of_another_tokenizer_is_refused(make_model: Make, tmp_path: Path) -> None:
-    """A drafter with another tokenizer is refused, because its token ids have other meanings."""
+    """A drafter with another tokenizer is refused, because the same token ids mean different
+    texts.
+    """
     from transformers import AutoTokenizer
 
     source = make_model("llama")
@@ -157,7 +164,7 @@ async def test_a_drafter_of_another_tokenizer_is_refused(make_model: Make, tmp_p
 def test_a_drafter_without_room_for_its_cache_is_refused(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the model (drafter or target) whose cache does not fit."""
+    """If the drafter's or the target's cache does not fit, the error names that model."""
 
     def scarce(config: Any, dtype: Any, device: Any, least: int | None = None) -> Any:
         if config.name == "tiny" and least is not None:
@@ -179,7 +186,7 @@ class Failing(Proposer):
         self._asked = 0
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Propose nonsense once, then fail."""
+        """Propose impossible tokens once, then fail."""
         self._asked += 1
         if self._asked > 1:
             raise ValueError("no more ideas")
@@ -187,8 +194,8 @@ class Failing(Proposer):
 
 
 def test_a_failing_proposer_is_not_asked_again(make_model: Make) -> None:
-    """After a proposer failed, texts do not change, impossible ids are dropped, and the counters
-    say why nothing is proposed.
+    """After a proposer failed, it is not called again, the texts do not change, and the counters
+    give the reason.
     """
     plain = run(make_model("llama"), [requests(3)])
     done = run(make_model("llama"), [requests(3)], Failing(), 4)
@@ -203,8 +210,9 @@ def test_a_failing_proposer_is_not_asked_again(make_model: Make) -> None:
 def test_a_failed_step_is_repeated_without_proposals(
     error: Exception, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed step changes no text and no caller notices; after a lack of memory, proposals are
-    shorter.
+    """A failed step is repeated without proposals, so no text changes and no caller notices.
+
+    After a lack of memory, later proposals are shorter.
     """
     orders = requests(4)
     compute = StepLoop._run  # pyright: ignore[reportPrivateUsage]
@@ -226,7 +234,9 @@ def test_a_failed_step_is_repeated_without_proposals(
 
 
 def test_log_probabilities_do_not_depend_on_the_batch(make_model: Make) -> None:
-    """A request gets the same values alone and in a batch with requests that filter tokens."""
+    """A request gets the same log-probabilities alone and in a batch with requests that filter
+    tokens.
+    """
     order = Submit(1, SampleRequest(ids_of(1, 12), 20, Sampling(0.7), Seed(1)))
     other = Submit(2, SampleRequest(ids_of(2, 12), 20, Sampling(0.7, top_k=9, min_p=0.01), Seed(2)))
     alone = run(make_model("llama"), [[order]])
@@ -235,8 +245,8 @@ def test_log_probabilities_do_not_depend_on_the_batch(make_model: Make) -> None:
 
 
 def test_texts_do_not_depend_on_how_steps_cut_them(make_model: Make, near: Path) -> None:
-    """Texts are the same although requests come and go at random steps, with another number of
-    tokens in each step.
+    """Texts stay the same if requests come and go at random and each step takes another number of
+    tokens.
     """
     shuffled = random.Random(4)
     orders: list[Any] = list(requests(20, 20))
@@ -253,8 +263,8 @@ def test_texts_do_not_depend_on_how_steps_cut_them(make_model: Make, near: Path)
 def test_time_spent_on_choosing_lengths_is_not_step_time(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine measures only a few steps, which represent all steps; the time for choosing and
-    learning lengths does not count.
+    """Only a few representative steps are timed, and time spent on choosing and learning proposal
+    lengths is not part of them.
     """
     now = [0.0]
     told = list[tuple[float, float]]()
@@ -279,8 +289,8 @@ def test_time_spent_on_choosing_lengths_is_not_step_time(
 def test_work_between_two_steps_counts_for_the_second(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time of planning, replies and reports is added to the next step, whether that step has
-    one token or nine.
+    """The time of planning, replies and reports is added to the next step, whether it has one token
+    or nine.
     """
     now = [0.0]
     told = list[float]()
@@ -309,8 +319,8 @@ def test_work_between_two_steps_counts_for_the_second(
 def test_waiting_for_requests_is_not_step_time(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time of waiting for requests does not count as step time, and neither does the very first
-    wait.
+    """The time that the loop waits for requests does not count as step time, also before the first
+    request.
     """
     now = [0.0]
     told = list[float]()
@@ -342,8 +352,8 @@ def test_waiting_for_requests_is_not_step_time(
 def test_a_repeated_step_is_not_learned_from(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repeated step takes the time of two steps and verifies nothing, so the proposer learns
-    nothing from it.
+    """The proposer learns nothing from a repeated step, because it takes the time of two steps and
+    verifies no proposal.
     """
     orders = requests(2)
     compute = StepLoop._run  # pyright: ignore[reportPrivateUsage]

@@ -1,5 +1,5 @@
-"""Tests of models whose layers are in several processes: replies have the same bits, and outages
-are reported.
+"""Tests of models whose layers are in several processes: replies are bit-identical, and lost
+processes are reported.
 """
 
 # pyright: reportPrivateUsage=false
@@ -51,8 +51,8 @@ LAWS = Sampling(0.0), Sampling(0.9), Sampling(1.0, top_p=0.9)
 
 
 def crowd() -> list[list[Command]]:
-    """Make more prompts than fit into the cache, shared and separate, to be continued and scored;
-    some are cancelled.
+    """Make more prompts than fit into the cache, some shared, that are continued and scored; some
+    are cancelled.
     """
     steps: list[list[Command]] = [[]]
     for number in range(1, 17):
@@ -66,8 +66,8 @@ def crowd() -> list[list[Command]]:
 
 
 class StageHere:
-    """A stage in this process, which starts faster than a child process; the stage may fail from a
-    given message on.
+    """A stage that runs in this process and may fail from a given message on; it starts faster than
+    a child process.
     """
 
     made: ClassVar[list[StageHere]] = []
@@ -94,7 +94,7 @@ class StageHere:
         self.answers.append(self.server.answer(pickle.loads(pickle.dumps(message))))
 
     def take(self) -> Any:
-        """Return the reply; a stage that failed meanwhile has none."""
+        """Return the reply; a stage that has failed has none."""
         if self.heard == self.ends:
             raise EngineUnavailable("m", "gone")
         return self.answers.pop()
@@ -105,14 +105,16 @@ class StageHere:
 
     @staticmethod
     def ready(stages: Sequence[StageHere], seconds: float | None) -> list[StageHere]:
-        """Return the stages that have replied; a closed stage raises, as a closed pipe does."""
+        """Return the stages that have replied; raise an error for a closed stage, as a closed pipe
+        does.
+        """
         assert not any(each.is_closed for each in stages)
         return [each for each in stages if each.answers]
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
-    """Run stages in this process."""
+    """Run the stages in this process."""
     StageHere.made = []
     monkeypatch.setitem(stage_workers.KINDS, "process", StageHere)
     return StageHere
@@ -125,11 +127,13 @@ def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
 def test_stages_give_the_replies_of_one_process(
     family: str, kernel: str, stages: int, here: type[StageHere], make_model: Make, drive: Any
 ) -> None:
-    """Replies are equal to the bit, also if memory is scarce and requests are cancelled."""
+    """Layers in several stages give bit-identical replies to one process, even if memory is scarce
+    and requests are cancelled.
+    """
     folder = make_model(family, eos_token_id=None)
     settings = {"kernel": kernel, "kv_tokens": 200, "max_batch": 8, "stage_steps": 1}
     threads = torch.get_num_threads()
-    # one thread, as in the thread of a loop, because torch's sums depend on the number of threads
+    # one thread, as in a loop's thread, because torch's sums depend on the number of threads
     torch.set_num_threads(1)
     alone, staged = (drive(folder, crowd(), **settings, stages=count) for count in (1, stages))
     torch.set_num_threads(threads)
@@ -144,8 +148,9 @@ def test_stages_give_the_replies_of_one_process(
 def test_several_steps_in_flight_change_no_bit(
     steps: int, here: type[StageHere], make_model: Make, drive: Any
 ) -> None:
-    """As long as no cached prompt is evicted, replies are bit-identical; if memory is scarce, all
-    requests still get a reply.
+    """With several steps in flight, replies are bit-identical while no cached prompt is evicted.
+
+    If memory is scarce, all requests still get a reply.
     """
     folder = make_model("llama", eos_token_id=None)
     alone = drive(folder, crowd(), kernel="native", chunk_tokens=1024)
@@ -186,7 +191,7 @@ def setup_of(folder: Path, layers: range) -> StageSetup:
 
 
 def stage_processes() -> dict[int, bytes]:
-    """Return the stages of this process's engines, by their positions in the pipeline."""
+    """Return the stage processes of this process's engines, by their positions in the pipeline."""
     lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
     children = sorted(
         int(pid) for path in lists if path.is_file() for pid in path.read_text().split()
@@ -204,8 +209,9 @@ def stage_processes() -> dict[int, bytes]:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("replicas", ["1", "2"])
 async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: Make) -> None:
-    """While another stage has the lost layers, no caller notices the kill. If no stage has them,
-    callers get an error, and a reopened engine continues.
+    """If another stage has the killed stage's layers, no caller notices the kill.
+
+    Otherwise callers get an error, and the engine works again after it is reopened.
     """
     options = {**HERE, "stages": 2, "stage_replicas": replicas}
     engine = engine_of(make_model("llama", eos_token_id=None), name="m", **options)
@@ -229,12 +235,13 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
             ]
             await collect(calls)
             assert {done.ids[:60] for done in found} == {wanted.ids}
-            with anyio.fail_after(60):  # atts starts another stage in place of the killed one
+            # meanwhile atts starts another stage in place of the killed one
+            with anyio.fail_after(60):
                 while len(stage_processes()) < 2:
                     await engine.sample(ask)
 
         async def outage() -> None:
-            while True:  # the test kills the stage as often as atts replaces stages
+            while True:  # the test kills the stage again each time atts replaces it
                 for pid in stage_processes():
                     os.kill(pid, signal.SIGKILL)
                 assert (await engine.sample(ask)).ids == wanted.ids
@@ -254,7 +261,9 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
 @pytest.mark.slow
 @pytest.mark.anyio
 async def test_stages_pass_the_conformance_suite(make_model: Make) -> None:
-    """Engines of several stages pass the suite, also with the loop in a process."""
+    """Engines of several stages pass the conformance suite, also with the loop in another
+    process.
+    """
     folder = make_model("llama")
     await check_engine(
         lambda: engine_of(folder, **{**HERE, "worker": "process", "kv_tokens": 8192})
@@ -267,7 +276,7 @@ async def test_impossible_stages_are_refused(
     here: type[StageHere], make_model: Make, tmp_path: Path
 ) -> None:
     """A missing weight of a later stage, more stages than layers, and incompatible options are
-    errors.
+    refused.
     """
     from safetensors.torch import load_file, save_file
 
@@ -297,8 +306,8 @@ def test_replicas_of_a_stage_give_the_same_bits(
     family: str, proposed: int, seed: int, here: type[StageHere], make_model: Make, near: Path, drive: Any,
     monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """Replies are bit-identical for any choice of replica in each step, and after the test killed
-    most replicas.
+    """Replies are bit-identical for any choice of replica at each step, even after most replicas
+    were killed.
     """
     folder = make_model(family, eos_token_id=None, num_hidden_layers=5)
     rng = random.Random(seed)
@@ -312,12 +321,12 @@ def test_replicas_of_a_stage_give_the_same_bits(
     alone = drive(folder, crowd(), **settings)
 
     def anywhere(instances: list[Instance]) -> int:
-        """Choose the cheapest instance, or sometimes a random one."""
+        """Choose the cheapest replica, or sometimes a random one."""
         return rng.randrange(len(instances)) if rng.random() < 0.3 else dispatched(instances)
 
     def either(costs: StageCosts, *seen: Any) -> Instance:
-        """Make recomputing half or twice as expensive as moving, so that both happen on every
-        machine.
+        """Make recomputing appear half or twice as expensive as moving, so that both are used on
+        every machine.
         """
         costed = measured(costs, *seen)
         return (
@@ -345,8 +354,10 @@ def test_replicas_of_a_stage_give_the_same_bits(
 
 
 def test_recomputed_rows_are_equal_to_the_bit(make_model: Make) -> None:
-    """Missing rows are recomputed in the same groups in which steps first fed the rows: long runs,
-    short runs, single rows, and parts of runs.
+    """Missing rows are recomputed bit-identically, in the groups in which steps first computed
+    them.
+
+    The cases are long runs of rows, short runs, single rows, and parts of runs.
     """
     setup = setup_of(make_model("llama", eos_token_id=None, num_hidden_layers=5), range(1, 5))
     one, two = (build_stage(setup) for _ in range(2))
@@ -372,8 +383,9 @@ def test_recomputed_rows_are_equal_to_the_bit(make_model: Make) -> None:
 
 
 def test_keys_and_values_are_moved_despite_a_failed_step(make_model: Make) -> None:
-    """The worker that has the keys and values may first report a failed step, so the loop does not
-    know what the worker's cache contains.
+    """Keys and values are moved from a worker that first reports a failed step.
+
+    In this state the loop does not know the contents of the worker's cache.
     """
     kept = KvResidency(3, 64, 8)
     costs = StageCosts(setup_of(make_model("llama"), range(1, 3)))
@@ -418,7 +430,9 @@ def test_a_step_that_fails_in_a_stage_is_repeated(
     drive: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The engine repeats the failed step in smaller steps, and does not use its partial results."""
+    """If a step fails in a stage, the engine repeats it as smaller steps and discards its partial
+    results.
+    """
     folder = make_model("llama", eos_token_id=None)
     through = NativeModel.through
     calls = count()
@@ -439,7 +453,7 @@ def test_a_step_that_fails_in_a_stage_is_repeated(
 
 
 def test_a_tokenizer_can_be_pickled(make_model: Make) -> None:
-    """A tokenizer can be pickled, as Ray requires to send a tokenizer to an actor."""
+    """A tokenizer can be pickled, which Ray needs in order to send it to an actor."""
     tokenizer = ModelTokenizer(make_model("llama"), "m")
     again = pickle.loads(pickle.dumps(tokenizer))
     messages = [Message("user", "the step is done")]
@@ -448,8 +462,8 @@ def test_a_tokenizer_can_be_pickled(make_model: Make) -> None:
 
 
 def test_layers_are_divided_by_bytes(make_model: Make) -> None:
-    """The first stage also has the embedding, so it gets fewer layers; each layer is in exactly one
-    stage.
+    """Layers are divided by size in bytes: the first stage, which also has the embedding, gets
+    fewer; each layer is in one stage.
     """
     config = setup_of(make_model("llama"), range(3)).config
     sizes = (8, 320, [4, 4]), (8, 2000, [2, 6]), (9, 90_000, [1, 4, 4]), (3, 10, [1, 1, 1])

@@ -26,7 +26,7 @@ HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 
 
 def with_heads(folder: Path, **changes: Any) -> Path:
-    """Add two random heads to a drafter's folder, with these parts changed."""
+    """Add two random heads to a drafter's folder, with the given parts changed."""
     width = read_model_config(folder, "tiny").hidden_size
     parts = {"down.0": torch.randn(5, 2 * width), "up.0": torch.randn(width, 5)}
     parts |= {"down.1": torch.randn(4, 3 * width), "up.1": torch.randn(width, 4)}
@@ -39,8 +39,10 @@ def with_heads(folder: Path, **changes: Any) -> Path:
 def test_streaming_heads_change_no_token(
     kind: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a drafter equal to its target, correct heads save passes, and the drafter's next pass
-    corrects the tokens of wrong heads.
+    """Streaming heads change no token.
+
+    With a drafter equal to its target, correct heads save passes, and the next pass corrects the
+    tokens of wrong heads.
     """
     folder = with_heads(make_model("llama", vocab_size=320, num_hidden_layers=2))
     orders = requests(2, 40, HOT)
@@ -77,7 +79,7 @@ def test_streaming_heads_change_no_token(
 
 @pytest.mark.parametrize("changes", [{"down.0": torch.ones(5, 7)}, {"up.1": torch.ones(3, 4)}])
 def test_heads_of_another_model_are_refused(changes: dict[str, Any], make_model: Make) -> None:
-    """The error has the name of the heads' file and a remedy."""
+    """The error about heads of another model names the heads' file and a remedy."""
     folder = make_model("llama", num_hidden_layers=2, vocab_size=321)
     with pytest.raises(ModelLoadError, match="shapes that do not fit") as raised:
         run(folder, [requests(1)], None, 4, with_heads(folder, **changes), speculate="mirror")
@@ -92,8 +94,9 @@ def test_heads_of_another_model_are_refused(changes: dict[str, Any], make_model:
 async def test_the_shipped_heads_save_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The embedded pair's texts are unchanged, with at most 0.6 passes per token and 0.97 of the
-    acceptance.
+    """With the shipped heads the embedded pair writes the same texts.
+
+    It needs at most 0.6 passes per token and keeps at least 97 % of the acceptance.
     """
     settings: dict[str, Any] = {
         "worker": "thread",

@@ -39,7 +39,7 @@ class Said:
 
 
 def grade(answer: str, problem: Problem) -> Said:
-    """Compare answers as strings."""
+    """Grade an answer as correct if it equals the reference as a string."""
     return Said("equal" if answer == problem.answer else "different")
 
 
@@ -79,7 +79,7 @@ class World:
         return ConformalGate(Calibrator(0.4, "question-turn", seed=3))
 
     def session(self, name: str | None = "run", **changes: Any) -> RunOptions:
-        """Return the options of a session in a directory with this name, or in no directory."""
+        """Return the options of a session in a directory of this name, or without a directory."""
         parts: dict[str, Any] = {
             "directory": self.tmp_path / name if name else None,
             "journal": JournalOptions(durability="close"),
@@ -111,7 +111,7 @@ def world(tmp_path: Path) -> World:
 
 @pytest.fixture
 def outcomes() -> Callable[[RunResult], dict[str, str]]:
-    """Return a function that maps a result's problems to their outcomes, without timing."""
+    """Return a function that maps the problems of a result to their outcomes, without timing."""
     return lambda result: {outcome.problem.id: essence(outcome) for outcome in result.outcomes()}
 
 
@@ -123,7 +123,7 @@ class SmallDisk:
         self._room = room
 
     def write(self, data: bytes, /) -> int:
-        """Write what fits, then refuse, as a full disk does."""
+        """Write the bytes that fit, then raise an error, as a full disk does."""
         if not self._room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         taken = self._file.write(data[: self._room])
@@ -140,5 +140,5 @@ class SmallDisk:
 
 @pytest.fixture
 def small_disk() -> Callable[[int], Callable[[Path], SmallDisk]]:
-    """Return an opener of files on a disk with this much room."""
+    """Return a function that opens files on a disk with this much room."""
     return lambda room: lambda path: SmallDisk(path, room)

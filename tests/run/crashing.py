@@ -1,8 +1,8 @@
 """Runs that are killed many times or meet a full disk: their child processes, and checks of their
 journals.
 
-Run as a program, this file is a small server that forks one evaluation per line that it reads, so
-that a child starts in milliseconds. The tests and the study `crash` load this file by its path.
+Run as a program, this file is a small server that forks one evaluation per input line, so that a
+child starts in milliseconds. The tests and the study `crash` load this file by its path.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ TARGET_SLOTS = 2
 SLOTS = DRAFT_SLOTS + TARGET_SLOTS
 Way = Literal["outside", "die", "refuse"]
 KILLS: tuple[Way, ...] = ("outside", "outside", "die", "die")
-# lists every engine call that began, with process and key, before the engine is asked
+# list of all engine calls, with process and key, each written before the engine is called
 CALLS = "calls.txt"
-FULL = "full"  # written to the list in place of a key, once the disk was full for the first time
+FULL = "full"  # written to the list in place of a key when the disk is full for the first time
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,11 @@ class Order:
     directory: str
     problems: int = 3
     seed: int = 5
-    room: int | None = None  # bytes that this session can write into its journal
-    # what happens once the room is used up: "die" is SIGKILL in the middle of a write, "refuse" a
-    # full disk
+    room: int | None = None  # number of bytes that this session can write into its journal
+    # effect when the room is used up: "die" is SIGKILL during a write, "refuse" is a full disk
     then: Literal["die", "refuse"] = "die"
     signals: Literal["handle", "ignore"] = "ignore"
-    # factor by which the engines are slower, so that the kill comes while this child works
+    # factor that slows the engines down, so that the kill comes while this child works
     slowness: float = 1.0
 
 
@@ -103,7 +102,7 @@ def _tell(notes: int, what: str) -> None:
 
 
 class ShortFile(FileIO):
-    """An append-only file that ends at a given byte: its process is killed there, or its disk is
+    """An append-only file with limited room: at its end the process is killed, or the disk appears
     full.
     """
 
@@ -114,7 +113,7 @@ class ShortFile(FileIO):
         self._then = then
 
     def write(self, data: Any, /) -> int:
-        """Write what fits; at the end of the space, kill the process or refuse."""
+        """Write the bytes that fit; at the end of the room, kill the process or raise an error."""
         taken = super().write(data[: self._room]) or 0
         self._room -= taken
         if not self._room and self._then == "die":
@@ -141,7 +140,7 @@ class Said:
 
 
 def grade(answer: str, problem: Problem) -> Said:
-    """Compare answers as strings."""
+    """Grade an answer as correct if it equals the reference as a string."""
     return Said("equal" if answer == problem.answer else "different")
 
 
@@ -186,7 +185,9 @@ def main(directory: str) -> None:
 
 
 def serve() -> None:
-    """Fork a child per line of orders; reply with the child's process id, then with its end."""
+    """Fork a child for each order read; reply with the child's process id, and later with how it
+    ended.
+    """
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -205,7 +206,7 @@ def serve() -> None:
 
 
 class Nursery:
-    """The parent's view of the server of children."""
+    """The parent's connection to the server of children."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -249,8 +250,8 @@ def nursery() -> Generator[Nursery, None, None]:
 
 
 def kill_when(child: int, path: Path, size: int, pause: float) -> None:
-    """Kill a child `pause` seconds after its journal has reached a size; the child may have ended
-    before.
+    """Kill a child `pause` seconds after its journal has reached a size, unless the child has
+    already ended.
     """
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -272,19 +273,19 @@ def kill_when(child: int, path: Path, size: int, pause: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Crashes:
-    """Counts of the crashes of one run."""
+    """Numbers of crashes and calls in one run that is killed many times."""
 
     kills: int
     full_disks: int
     sessions: int
-    recalled: int  # calls of earlier sessions that were not made again
-    repeated: int  # repeated calls, which were in flight and never recorded
+    recalled: int  # recorded calls of earlier sessions that were not repeated
+    repeated: int  # repeated calls, which were in flight at a kill and not recorded
 
 
 def crash_runs(
     children: Nursery, folder: Path, whole: int, kills: int, seed: int, *, most: int = 10
 ) -> Generator[tuple[Path, Crashes], None, None]:
-    """Make exactly `kills` kills, at most `most` of them in one run, over several runs (see
+    """Make exactly `kills` kills over several runs, with at most `most` kills per run (see
     `crash`).
     """
     number = unharmed = 0
@@ -292,7 +293,7 @@ def crash_runs(
         directory = folder / f"run {number}"
         found = crash(children, directory, whole, min(most, kills), seed * 1000 + number)
         kills -= found.kills
-        # on a busy machine, a run may end before it is killed from outside
+        # on a busy machine, a run may end before the test kills it
         unharmed += not found.kills
         assert unharmed < 5, "runs end before they can be killed"
         number += 1
@@ -300,12 +301,12 @@ def crash_runs(
 
 
 def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int) -> Crashes:
-    """Kill a run again and again at seeded points, then let it end.
+    """Kill a run repeatedly at seeded points, then let it finish.
 
-    One of five sessions has a full disk, two are killed from outside and two in the middle of a
-    write. After each session, the whole lines of its journal must be the beginning of every later
-    journal. A run may end before its kill. `whole` is the size of the journal of a run without
-    kills.
+    One of five sessions has a full disk, two are killed by the test and two in the middle of a
+    write. After each session, the complete lines of its journal must be the beginning of every
+    later journal. A run may finish before its kill. `whole` is the size of the journal of a run
+    without kills.
 
     :raises AssertionError: a record changed, or a recorded call was made again.
     """
@@ -349,8 +350,8 @@ def _interrupt(
 def check_calls(
     directory: Path, interruptions: Literal["none", "some"] = "none"
 ) -> tuple[int, int, int]:
-    """Check that no recorded call was made again; return the numbers of sessions, recalled and
-    repeated calls.
+    """Check that no recorded call was made again; return the number of sessions, of recalled calls
+    and of repeated calls.
 
     :raises AssertionError: a recorded call was made again.
     """
@@ -363,7 +364,7 @@ def check_calls(
         elif isinstance(entry.event, SessionOpened):
             pids[str(entry.event.pid)] = entry.session
     begun: dict[str, set[str]] = {}
-    # keys of calls that began after the disk was full, because their tasks had not noticed yet
+    # keys of calls that began after the disk was full, because their tasks had not noticed it yet
     late: dict[str, set[str]] = {}
     seen: set[str] = set()
     repeated = 0
@@ -396,7 +397,7 @@ def check_calls(
 
 
 def decisions(directory: Path) -> dict[tuple[str, int, int], str]:
-    """Return every recorded decision; these runs have one per question, sample and turn."""
+    """Return all recorded decisions; these runs have one decision per question, sample and turn."""
     found: dict[tuple[str, int, int], str] = {}
     for entry in read_entries(directory / JOURNAL):
         if isinstance(entry.event, Decided):
@@ -408,7 +409,7 @@ def decisions(directory: Path) -> dict[tuple[str, int, int], str]:
 
 
 def outcomes(directory: Path) -> dict[str, str]:
-    """Return every outcome without timing."""
+    """Return all outcomes without timing."""
     return {
         outcome.problem.id: essence(outcome)
         for outcome in read_outcomes(read_entries(directory / JOURNAL))
@@ -416,10 +417,11 @@ def outcomes(directory: Path) -> dict[str, str]:
 
 
 def essence(outcome: Outcome) -> str:
-    """Return an outcome without the facts that depend on timing: caches, and the order of calls.
+    """Return an outcome without the facts that depend on timing, such as caches and the order of
+    calls.
 
-    Timing also decides which of the siblings with equal chunks is charged for the score, so only
-    their sum is kept.
+    If sibling rollouts have equal chunks, timing decides which of them is charged for the score, so
+    only the sum is kept.
     """
     rollouts: list[Rollout] = []
     for rollout in outcome.rollouts:

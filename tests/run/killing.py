@@ -1,8 +1,8 @@
 """Evaluations on two local engines in their own processes, which tests kill.
 
-Run as a program with a directory, this file is one evaluation, as a command would be. Without a
-directory, it is a server that forks an evaluation per directory that it reads; the engines of the
-evaluation are forks in turn, so common modules are imported once.
+Run with a directory as argument, this file is a command that makes one evaluation. Without an
+argument, it is a server that forks one evaluation for each directory that it reads. The engines of
+an evaluation are forks of it, so the modules are imported only once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROBLEMS = [
 
 
 def main(directory: Path) -> int:
-    """Evaluate, continuing the run in the directory if there is one, and return the exit code."""
+    """Evaluate, continuing an existing run in the directory, and return the exit code."""
     options = LocalOptions(device="cpu", threads=1, kv_tokens=8192)
     plan = RunSpec(
         LocalEngine(path("draft"), name="draft", options=options),
@@ -77,8 +77,8 @@ class Forked(subprocess.Popen[bytes]):
 
 
 def serve() -> None:
-    """Fork an evaluation per directory, each in its own session; reply with its process id, then
-    with its end.
+    """Fork an evaluation for each directory read, in its own session; reply with its process id,
+    and later with how it ended.
     """
     import transformers  # noqa: F401  # pyright: ignore[reportUnusedImport]  what engines load when they open
 

@@ -1,7 +1,7 @@
-"""Runs under faults, cancellations and drift, one after the other, with measured resources between
+"""Consecutive runs under faults, cancellations and drift, with measurements of resources between
 them.
 
-The tests run them for a second or two minutes, the study `soak` for an hour.
+The tests make such runs for one second or two minutes, the study `soak` for an hour.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ SHARES: Mapping[FaultKind, float] = {
     "refused": 0.01, "slow": 0.01, "dropped": 0.01, "timeout": 0.005, "wrong_length": 0.005, "nan": 0.005,
     "empty": 0.005, "wrong_ids": 0.005, "hang": 0.001,
 }  # fmt: skip
-# the same sets of problems under other seeds, because the toy models remember every distribution
-# that they ever made
+# the same problems under different seeds, because the toy models remember every distribution that
+# they made
 _SETS = 6
 _CACHE = 8192  # number of KV tokens that each local engine can cache
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The resources that a process holds at one moment between two runs."""
+    """The resources that a process uses between two runs."""
 
     seconds: float
     memory_mib: float
@@ -63,14 +63,14 @@ class Level:
     threads: int
     files: int
     tasks: int
-    in_flight: int  # number of requests that the engines still know
+    in_flight: int  # number of requests that the engines have in flight
     blocks: int  # number of KV tokens that sequences lock in the local engines
     temporary: int  # number of files left in the folder of runs
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of the work done and of the failures."""
+    """Numbers of problems, calls and failures of all episodes."""
 
     episodes: dict[Kind, int] = field(default_factory=dict[Kind, int])
     problems: int = 0
@@ -88,9 +88,9 @@ class Station:
     target: Engine
     problems: Callable[
         [int, int], Sequence[Problem]
-    ]  # called with the number of problems and the number of the episode
+    ]  # called with the number of problems and the index of the episode
     policy: Policy
-    models: tuple[LocalEngine, ...] = ()  # `soak` sums the KV blocks that these engines hold
+    models: tuple[LocalEngine, ...] = ()  # local engines whose locked KV tokens `soak` adds up
 
 
 async def soak(folder: Path, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS) -> Tally:
@@ -142,8 +142,8 @@ async def _scripted(stack: AsyncExitStack, drift: ScoreDrift) -> Station:
 
 
 async def _embedded(stack: AsyncExitStack) -> Station:
-    # A small cache is soon full, so memory that grows later is a leak. With threads in place of
-    # child processes, a leak makes this process grow.
+    # A small cache is soon full, so memory that grows later is a leak. Threads instead of child
+    # processes make the leak visible in this process.
     options = LocalOptions(worker="thread", kv_tokens=_CACHE)
     models = tuple(LocalEngine(path(role), name=role, options=options) for role in EMBEDDED)
     draft, target = [
@@ -163,8 +163,8 @@ async def _embedded(stack: AsyncExitStack) -> Station:
 async def _episode(
     kind: Kind, station: Station, directory: Path, tally: Tally, number: int
 ) -> None:
-    """Run one episode, interrupted if its kind says so, and compare its journal with the outcomes
-    seen live.
+    """Run one episode, interrupted if its kind requires it, and compare its journal with the
+    outcomes reported live.
     """
     problems = list(station.problems(4, number % _SETS))
     live: dict[str, Outcome] = {}
@@ -174,7 +174,8 @@ async def _episode(
     result = await _run(station, problems, directory, live, number)
     _compare(result, live, tally, f"{kind}, run {number}")
     failed = any(sample.finish == "failed" for line in result.problems for sample in line.samples)
-    if not failed:  # a run with failed problems is left out, because it would try them again
+    # failed problems would be tried again, so a run with failed problems is not checked
+    if not failed:
         await _recall(kind, station, problems, directory, result, tally=tally, number=number)
     tally.episodes[kind] = tally.episodes.get(kind, 0) + 1
     tally.problems += len(problems)
@@ -193,7 +194,9 @@ async def _recall(
     tally: Tally,
     number: int,
 ) -> None:
-    """Check that requesting a finished run again gives the same result and costs no call."""
+    """Check that a finished run gives the same result when it is requested again, without any
+    call.
+    """
     requests = [engine.stats().requests for engine in (station.draft, station.target)]
     again = await _run(station, problems, directory, {}, number)
     if again.problems != result.problems or requests != [
@@ -227,11 +230,14 @@ async def _run(
 
 
 def _compare(result: RunResult, live: Mapping[str, Outcome], tally: Tally, name: str) -> None:
-    """Check that the journal's outcomes equal those seen live, to the last token and decision."""
+    """Check that the journal's outcomes equal the outcomes reported live, including every token and
+    decision.
+    """
     for outcome in result.outcomes():
         seen = live.get(outcome.problem.id)
         if seen is None:
-            continue  # the problem ended during the cancellation, so the listener got no event
+            # the problem ended during the cancellation, so the listener did not get its event
+            continue
         tally.compared += 1
         if not _same(outcome, seen):
             tally.differences.append(

@@ -1,4 +1,4 @@
-"""Tests of withheld answers: atts gives no answer if labelled problems do not support it."""
+"""Tests of withheld answers: atts gives an answer only if labelled problems support it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ NEW = toy_problems(12, 9)
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make forty graded problems: agreeing votes are correct, but split votes not always."""
+    """Make forty graded problems in which unanimous votes are correct and split votes are sometimes
+    wrong.
+    """
     directory = tmp_path_factory.mktemp("labelled")
     evaluate_sync(toy_problems(40, 1), SETUP, directory=directory)
     return directory
@@ -32,7 +34,9 @@ def abstaining(labelled: Path, abstain: str = ".2@.9") -> Setup:
 
 @pytest.mark.anyio
 async def test_an_answer_with_too_few_agreeing_votes_is_withheld(labelled: Path) -> None:
-    """The outcome keeps its votes, has no answer, and says why."""
+    """If too few rollouts agree, the outcome keeps its votes but has no answer, and gives the
+    reason.
+    """
     async with Session(abstaining(labelled)) as session, Session(SETUP) as plain:
         for problem in NEW:
             found = await session.solve(problem)
@@ -46,8 +50,8 @@ async def test_an_answer_with_too_few_agreeing_votes_is_withheld(labelled: Path)
 
 
 def test_a_run_reports_its_answers_and_the_guarantee(labelled: Path, tmp_path: Path) -> None:
-    """Result, JSON and report have the answers and the guarantee, also when the run is opened a
-    second time.
+    """The result, its JSON and the report state how many answers were given and the guarantee, also
+    after the run is reopened.
     """
     result = evaluate_sync(NEW, abstaining(labelled), directory=tmp_path / "run")
     given = [problem for problem in result.problems if problem.answer is not None]
@@ -68,8 +72,10 @@ def test_a_run_reports_its_answers_and_the_guarantee(labelled: Path, tmp_path: P
 
 
 def test_labels_of_other_settings_or_of_the_same_problems_are_refused(labelled: Path) -> None:
-    """Labels of other settings or of the same problems give an error that names each difference;
-    another seed and other problems are allowed.
+    """Labels of other settings or of the run's own problems are refused with an error that lists
+    each difference.
+
+    Another seed and other problems are allowed.
     """
     setup = abstaining(labelled)
     with pytest.raises(FingerprintError, match="policy.samples: stored 4, now 5"):
@@ -83,7 +89,9 @@ def test_labels_of_other_settings_or_of_the_same_problems_are_refused(labelled: 
 
 @pytest.mark.parametrize("text", ["x", "2@.9", ".1@1", ".1@", "@.9", "-.1", "nan@.9"])
 def test_a_malformed_guarantee_is_refused(labelled: Path, text: str) -> None:
-    """A malformed guarantee gives an error that shows the correct form before anything runs."""
+    """A malformed guarantee is refused before anything runs, with an error that shows the correct
+    form.
+    """
     with pytest.raises(OptionError, match=r"RISK@PROBABILITY; 0\.1@0\.9"):
         evaluate_sync(NEW, abstaining(labelled, text))
 
@@ -91,8 +99,9 @@ def test_a_malformed_guarantee_is_refused(labelled: Path, text: str) -> None:
 def test_too_few_labelled_problems_are_refused_with_the_number_needed(
     labelled: Path, tmp_path: Path
 ) -> None:
-    """The error gives the number of labelled problems needed. atts also refuses unfinished runs,
-    runs that withheld answers, and one setting without the other.
+    """If there are too few labelled problems, the error gives the number needed.
+
+    Unfinished runs, runs that withheld answers, and one setting without the other are refused too.
     """
     with pytest.raises(OptionError, match="about .* similar labelled problems are needed"):
         evaluate_sync(NEW, abstaining(labelled, ".02@.9"))

@@ -24,7 +24,7 @@ SETUP = Setup(draft="scripted", target="scripted", policy=Policy(samples=6))
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    """Make a run in which votes were settled early."""
+    """Make a run whose votes are settled early."""
     return evaluate_sync(toy_problems(12), SETUP, directory=tmp_path_factory.mktemp("censored"))
 
 
@@ -38,8 +38,8 @@ def spared(problem: FinishedProblem) -> list[int]:
 
 
 def test_a_cancelled_rollout_is_never_wrong(run: RunResult) -> None:
-    """A cancelled rollout is not graded; its verdict says so in the result, in the journal and in
-    JSON.
+    """A cancelled rollout is not graded, and its verdict says so in the result, in the journal and
+    in JSON.
     """
     assert any(map(spared, run.problems))
     back = open_run(run.directory).state().finished if run.directory else {}
@@ -58,7 +58,7 @@ def test_a_cancelled_rollout_is_never_wrong(run: RunResult) -> None:
 
 
 def test_old_verdicts_on_cancelled_rollouts_are_ignored() -> None:
-    """Readers ignore the verdicts on cancelled rollouts that older journals have."""
+    """Verdicts on cancelled rollouts, which older journals contain, are ignored."""
     prompt = Prompt((1,), (1,))
     cut = tuple(Rollout("p", sample, prompt, finish="cancelled") for sample in range(2))
     outcome = Outcome(toy_problems(1)[0], cut, None, status="unanswered")
@@ -70,8 +70,9 @@ def test_old_verdicts_on_cancelled_rollouts_are_ignored() -> None:
 
 
 def test_a_replay_with_fewer_samples_treats_cancelled_ones_as_unknown(run: RunResult) -> None:
-    """The first samples are used, no decision changes, and bounds contain the values of all
-    samples.
+    """A replay with fewer samples uses the first samples and treats cancelled rollouts as unknown.
+
+    No decision changes, and the bounds contain the values of all samples.
     """
     one = replay(run, samples=1)
     firsts = {problem.problem: problem.samples[0] for problem in run.problems}
@@ -90,8 +91,9 @@ def test_a_replay_with_fewer_samples_treats_cancelled_ones_as_unknown(run: RunRe
 
 
 def test_a_comparison_leaves_cancelled_rollouts_out(run: RunResult, tmp_path: Path) -> None:
-    """Only rollouts that ended count, in lines of `atts eval --json` and in lines of other tools
-    that mark cancelled rollouts.
+    """A comparison counts only rollouts that ended.
+
+    This holds for `atts eval --json` and for files of other tools that mark cancelled rollouts.
     """
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps(problem.as_json()) + "\n" for problem in run.problems))
@@ -110,7 +112,9 @@ def test_a_comparison_leaves_cancelled_rollouts_out(run: RunResult, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["run", None])
 def test_a_cancelled_problem_without_an_answer_is_not_graded(world: Any, name: str | None) -> None:
-    """A problem that a run out of time cancelled before any answer counts in no accuracy."""
+    """A problem that was cancelled before any answer, because the run was out of time, counts in no
+    accuracy.
+    """
     result = world.run(world.plan(timeout_seconds=2.5), world.session(name), problems=8)
     assert result.status == "stopped"
     cut = [one for one in result.problems if one.answer is None]
@@ -125,8 +129,9 @@ def test_a_cancelled_problem_without_an_answer_is_not_graded(world: Any, name: s
 
 
 def test_tokens_at_another_rate_are_unknown(tmp_path: Path) -> None:
-    """Texts that were never written have no tokens; a replay of the recorded settings counts the
-    recorded tokens.
+    """In a replay at another rate, tokens of texts that were never written are unknown.
+
+    A replay of the recorded settings counts the recorded tokens.
     """
     setup = Setup(
         draft="scripted", target="scripted", policy=Policy(samples=4, early_stop="none"), seed=3
@@ -142,9 +147,7 @@ def test_tokens_at_another_rate_are_unknown(tmp_path: Path) -> None:
 
 
 def test_live_runs_end_within_the_bounds_of_a_replay(tmp_path: Path) -> None:
-    """Live runs at the replayed rate end within the bounds as often as stated, up to sampling
-    error.
-    """
+    """Live runs end within a replay's bounds as often as stated, up to sampling error."""
     model = ToyModel(Skill(right=0.7, repair=0.0), ToyTokenizer())
     policy = Policy(samples=5, early_stop="none")
     setup = Setup(draft="scripted", target="scripted", policy=policy)
@@ -160,5 +163,6 @@ def test_live_runs_end_within_the_bounds_of_a_replay(tmp_path: Path) -> None:
             accuracy = replay(recorded, rate=rate).replayed.accuracy
             inside += accuracy.low <= live.value <= accuracy.high
             cases += 1
-    # if 95 % of live runs are inside the bounds, 16 or fewer of 20 runs have a probability of 0.3 %
+    # if 95 % of live runs are inside the bounds, at most 16 of 20 are inside with a probability of
+    # 0.3 %
     assert inside > 16

@@ -48,11 +48,11 @@ def planned(world: Any, selector: Selector, combine: Any = "select", **changes: 
 
 
 def chance_of(chosen: int, correct: Sequence[bool], selector: Selector) -> float:
-    """Return the probability that a finalist is chosen, by enumeration of every question's
-    outcomes.
+    """Return the probability that a candidate answer is chosen, by enumeration of all comparison
+    results.
 
-    This is a second implementation of the rule: verdicts are points, most points win, and the
-    earlier finalist wins a tie.
+    This is a second implementation of the rule: each verdict gives a point, the most points win,
+    and on a tie the earlier candidate wins.
     """
     asked = [
         order
@@ -78,8 +78,8 @@ def chance_of(chosen: int, correct: Sequence[bool], selector: Selector) -> float
 
 @pytest.mark.parametrize("selector", [Selector(0.9), Selector(0.75, first=0.3), Selector(0.5)])
 def test_a_selector_of_known_skill_gains_as_computed(world: Any, selector: Selector) -> None:
-    """Given the votes, the number of correct answers has a known distribution, and is within three
-    standard deviations of its mean.
+    """With a selector of known skill, the number of correct answers is within three standard
+    deviations of its computed mean.
     """
     result = world.run(planned(world, selector), world.session(None), problems=100)
     expected = 0.0
@@ -99,7 +99,7 @@ def test_a_selector_of_known_skill_gains_as_computed(world: Any, selector: Selec
         variance += chance * (1 - chance)
     seen = sum(one.is_correct for one in split)
     assert len(split) > 30
-    assert variance > 1  # the test needs enough problems whose outcome depends on chance
+    assert variance > 1  # the result of enough problems must depend on chance
     assert abs(seen - expected) < 3 * variance**0.5, (seen, expected, variance)
     found = result.combined
     assert found.split == len(split)
@@ -115,8 +115,8 @@ def test_a_selector_of_known_skill_gains_as_computed(world: Any, selector: Selec
 
 
 def test_a_perfect_selector_reaches_the_best_of_the_finalists(world: Any) -> None:
-    """A perfect selector chooses a correct finalist whenever there is one, and no selector gains
-    more.
+    """A perfect selector chooses a correct candidate answer whenever there is one, and no selector
+    gains more.
     """
     perfect = world.run(planned(world, Selector(1.0)), world.session(None), problems=100).combined
     assert perfect.lost == 0
@@ -125,12 +125,14 @@ def test_a_perfect_selector_reaches_the_best_of_the_finalists(world: Any) -> Non
     written = world.run(
         planned(world, Selector(1.0), "synthesize"), world.session(None), problems=100
     ).combined
-    # a synthesis may be correct even if no rollout is correct
+    # a rewritten answer may be correct even if no rollout is correct
     assert written.gain.value >= perfect.gain.value
 
 
 def test_the_cost_of_combining_is_part_of_a_problems_usage(world: Any) -> None:
-    """Calls, written tokens and read tokens equal those of the journal."""
+    """The calls, written tokens and read tokens of combining are part of a problem's usage and
+    equal those of the journal.
+    """
     result = world.run(planned(world, Selector(0.8)), world.session(), problems=40)
     asked = [
         event for event in world.events() if isinstance(event, Sampled) and event.role == "target"
@@ -151,7 +153,9 @@ def test_the_cost_of_combining_is_part_of_a_problems_usage(world: Any) -> None:
 def test_a_killed_combining_run_resumes_to_the_same_answers(
     world: Any, outcomes: Outcomes, combine: Any
 ) -> None:
-    """Wherever the journal is cut, the resumed run has the same answers and sends no request twice."""
+    """Wherever the journal is cut, the resumed run gives the same answers and sends no request
+    twice.
+    """
     quick = Latency(per_sample=0.05, sampled_token=0.01, jitter=0.5)
 
     def plan() -> Any:
@@ -166,7 +170,7 @@ def test_a_killed_combining_run_resumes_to_the_same_answers(
     text = journal.read_bytes()
     marks = [place for place in range(len(text)) if text.startswith(b'"combining"', place)]
     draws = random.Random(1)
-    # cut the journal at three comparisons and at four random positions
+    # the journal is cut at three comparisons and at four random positions
     places = [*draws.sample(marks, 3), *(draws.randrange(len(text)) for _ in range(4))]
     for place in places:
         shutil.rmtree(world.tmp_path / "copy", ignore_errors=True)
@@ -184,8 +188,9 @@ def test_a_killed_combining_run_resumes_to_the_same_answers(
 
 
 def test_auto_ignores_a_selector_without_skill(world: Any) -> None:
-    """`auto` lets no selector without skill change a vote, and stops calling it; without `auto`
-    such a selector costs accuracy.
+    """With `auto`, a selector without skill changes no vote and is soon no longer called.
+
+    Without `auto` such a selector costs accuracy.
     """
     coin = Selector(0.5)
     outright = world.run(planned(world, coin), world.session(None), problems=160).combined
@@ -197,8 +202,9 @@ def test_auto_ignores_a_selector_without_skill(world: Any) -> None:
 
 
 def test_auto_uses_a_skilled_selector_after_its_trial(world: Any) -> None:
-    """The gain of a skilled selector is positive, and no problem of the trial changed its
-    answer.
+    """With `auto`, a skilled selector is used after its trial and gains accuracy.
+
+    No problem of the trial changed its answer.
     """
     result = world.run(planned(world, Selector(0.95), "auto"), world.session(None), problems=160)
     found = result.combined
@@ -213,8 +219,10 @@ def test_auto_uses_a_skilled_selector_after_its_trial(world: Any) -> None:
 def test_a_selector_without_skill_loses_half_a_point_at_most(
     is_graded: bool, share_split: float
 ) -> None:
-    """Over 400 simulated runs of 500 problems under `auto`, the loss is at most half a point on
-    average and in all but a few runs.
+    """Under `auto`, a selector without skill loses at most half a point of accuracy.
+
+    The limit holds on average over 400 simulated runs of 500 problems, and in all but a few of
+    them.
     """
     losses = [_loss_of_a_coin(seed, is_graded, share_split) for seed in range(400)]
     assert sum(losses) / len(losses) < 0.001
@@ -222,7 +230,9 @@ def test_a_selector_without_skill_loses_half_a_point_at_most(
 
 
 def _loss_of_a_coin(seed: int, is_graded: bool, share_split: float) -> float:
-    """Return the accuracy that a selector without skill loses to the vote in a simulated run."""
+    """Return the accuracy that a selector without skill loses against the vote, in one simulated
+    run.
+    """
     draws = random.Random(seed)
     combiner = Combiner()
     loss = 0
@@ -231,9 +241,9 @@ def _loss_of_a_coin(seed: int, is_graded: bool, share_split: float) -> float:
             continue
         share = draws.choice((0.375, 0.5, 0.625))
         plan = combiner.plan("auto", share, 2)
-        # the finalist with more votes is correct more often
+        # the candidate answer with more votes is correct more often
         right = draws.choices(("first", "second", "none"), (0.5, 0.25, 0.25))[0]
-        # whether each of two verdicts is for the second finalist
+        # for each of two verdicts, whether it prefers the second candidate answer
         verdicts = [draws.random() < 0.5 for _ in range(2)]
         chosen = "second" if all(verdicts) else "first"
         known = Combination(
@@ -270,8 +280,10 @@ def _outcome(name: str, known: Combination) -> Outcome:
 
 
 def test_the_threshold_is_the_quantile_of_what_could_be_won() -> None:
-    """The leading answers of nine in ten later problems that combining could correct have at most
-    the threshold's share of votes.
+    """The vote threshold is a quantile of the leading answers' vote shares among problems that
+    combining could correct.
+
+    Nine in ten later problems of this kind have at most this share.
     """
     draws = random.Random(3)
     covered = 0
@@ -286,8 +298,8 @@ def test_the_threshold_is_the_quantile_of_what_could_be_won() -> None:
 
 
 def test_half_votes_replace_missing_references() -> None:
-    """Without grades the threshold comes from cases in which a vote of half the rollouts differs
-    from the vote of all rollouts.
+    """Without grades, the threshold comes from problems in which half of the rollouts vote
+    differently from all rollouts.
     """
     combiner = Combiner()
     for number in range(9):
@@ -299,8 +311,8 @@ def test_half_votes_replace_missing_references() -> None:
 
 
 def test_the_odds_of_a_fair_coin_rarely_exceed_10() -> None:
-    """If a fair coin decides the cases, the odds have mean 1 and exceed 10 in at most a tenth of
-    the runs.
+    """If a fair coin decides the comparisons, the betting odds have mean 1 and exceed 10 in at most
+    a tenth of the runs.
     """
     for better, worse in [(0, 0), (3, 1), (7, 9)]:
         mean = (odds(better + 1, worse) + odds(better, worse + 1)) / 2
@@ -311,14 +323,16 @@ class Refusing(EngineAround):
     """A target that refuses every comparison."""
 
     async def around(self, request: Any, call: Any) -> Any:
-        """Refuse all requests after the rollouts."""
+        """Refuse every request after the rollouts."""
         if isinstance(request, SampleRequest) and request.seed.sample >= POLICY.samples:
             raise BadReply(self.spec.name, "the content was filtered")
         return await call(request)
 
 
 def test_a_refused_comparison_keeps_the_vote(world: Any) -> None:
-    """A problem whose comparison is refused keeps its voted answer, and the run is complete."""
+    """If the target refuses a comparison, the problem keeps its voted answer and the run is
+    complete.
+    """
     plan = planned(world, Selector(1.0))
     refusing = replace(plan, target=Refusing(ScriptedEngine("target"), "own"))
     result = world.run(refusing, world.session(None), problems=20)
@@ -333,7 +347,7 @@ def test_a_refused_comparison_keeps_the_vote(world: Any) -> None:
 
 
 class Babbling(EngineAround):
-    """A target that names neither of the two solutions, but states the larger of their answers."""
+    """A target that names neither of two solutions, but states the larger of their answers."""
 
     async def around(self, request: Any, call: Any) -> Any:
         """Return the larger answer in a sentence."""
@@ -346,8 +360,10 @@ class Babbling(EngineAround):
 
 
 def test_a_reply_that_states_an_answer_names_its_solution(world: Any) -> None:
-    """Some models solve the problem again instead of naming a solution, and atts understands their
-    reply.
+    """If the target's reply states an answer instead of naming a solution, atts chooses the
+    solution with this answer.
+
+    Some models solve the problem again in their reply.
     """
     plan = planned(world, Selector(1.0))
     babbling = replace(plan, target=Babbling(ScriptedEngine("target"), "own"))
@@ -359,6 +375,6 @@ def test_a_reply_that_states_an_answer_names_its_solution(world: Any) -> None:
 
 
 def test_a_prompt_must_have_its_fields() -> None:
-    """A prompt without a field for the solutions is refused before anything runs."""
+    """A user's prompt without a field for the solutions is refused before anything runs."""
     with pytest.raises(OptionError, match="solutions"):
         Policy(select_prompt="Which is better? {problem}")

@@ -1,4 +1,6 @@
-"""Tests of the work for one accepted chunk: function calls, files, engine calls, and lines written."""
+"""Tests of the work for one accepted chunk: function calls, changes of file, engine calls, and
+journal lines.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,18 @@ FOLDERS = {
         for name in ("calibration", "evaluators", "pipelines")
     ),
 }
-# The limit is a few calls above the measured count, because one or two calls depend on whether a
+# The limit is slightly above the measured number, because one or two calls depend on whether a
 # queue is empty.
 FUNCTIONS = 102
 FILES = 21
 CALLS = 145
-CHANGES = 69  # number of calls into a file other than that of the previous call
+CHANGES = 69  # largest number of calls from one file into another
 LINES = 5
 
 
 def in_project(code: CodeType) -> bool:
-    """Return whether a function belongs to this project; comprehensions and generated methods do
-    not count.
+    """Return whether a function belongs to this project; comprehensions and generated methods are
+    excluded.
     """
     if code.co_name.startswith("<") and code.co_name != "<lambda>":
         return False
@@ -61,7 +63,7 @@ def in_project(code: CodeType) -> bool:
 
 
 def is_by_the_clock(frame: FrameType) -> bool:
-    """Return whether a worker only reports its counters, which happens a few times a second at any
+    """Return whether a worker only reports its counters, which it does a few times a second at any
     load.
     """
     report = (
@@ -74,7 +76,7 @@ def is_by_the_clock(frame: FrameType) -> bool:
 class Meter:
     """A profiler that lists the calls of each turn, from its first request to its record.
 
-    A coroutine that is resumed does not count as a call.
+    Resuming a coroutine does not count as a call.
     """
 
     calls: list[CodeType] = field(default_factory=list[CodeType])
@@ -84,7 +86,7 @@ class Meter:
     seen: set[FrameType] = field(default_factory=set[FrameType])
 
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Count a call, for `sys.setprofile`."""
+        """Count a call; this is the callback for `sys.setprofile`."""
         if event == "call" and frame not in self.seen and not is_by_the_clock(frame):
             self.seen.add(frame)
             self.calls.append(frame.f_code)
@@ -93,7 +95,7 @@ class Meter:
         """Ignore earlier sessions; there are none."""
 
     def notify(self, event: Notice) -> None:
-        """Begin a turn with a request to the draft, and end it when it is recorded."""
+        """Start a turn when the draft gets a request, and end it when the turn is recorded."""
         if isinstance(event, CallBegun) and event.stage == "draft":
             self.calls = []
         elif isinstance(event, TurnFinished):
@@ -103,7 +105,7 @@ class Meter:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
-    """Run one problem, one rollout of the embedded models in their own processes, written to a
+    """Run one problem with one rollout of the embedded models, each in its own process, and write a
     journal.
     """
     meter = Meter()
@@ -116,8 +118,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
     async def main() -> None:
         draft, target = (LocalEngine(path(role), name=role) for role in EMBEDDED)
         async with draft, target:
-            # sync only at the end, because syncs after an interval would fall into the middle of a
-            # chunk
+            # sync only at the end, because periodic syncs would fall into the middle of a chunk
             journal = JournalOptions(durability="close")
             session = RunOptions(directory, [meter], journal, engines="are open", signals="ignore")
             sys.setprofile(meter.profile)
@@ -131,8 +132,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
 
 
 def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None:
-    """Calls are counted from the request to the draft until the turn is recorded, without the first
-    turns, which import and prepare.
+    """An accepted chunk takes a limited number of function calls, from the request to the draft
+    until the turn is recorded.
+
+    The first turns are not counted, because they import and prepare.
     """
     meter, _ = run
     accepted = [
@@ -160,8 +163,10 @@ def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None
 
 
 def test_an_accepted_chunk_is_five_lines_of_the_journal(run: tuple[Meter, Path]) -> None:
-    """The five lines are its text, its number at the gate, score, decision and turn; spans are
-    parts of these lines.
+    """An accepted chunk writes five journal lines: its text, its number at the gate, its score,
+    decision and turn.
+
+    Spans are parts of these lines.
     """
     _, directory = run
     entries = list(read_entries(directory / JOURNAL))

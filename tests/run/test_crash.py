@@ -1,5 +1,5 @@
-"""Tests of SIGKILL at any moment: no record changes, no recorded call is repeated, and outcomes are
-the same.
+"""Tests of SIGKILL at any moment: no record changes, no recorded call is repeated, and outcomes
+stay the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the children ar
 
 @pytest.fixture(scope="module")
 def crashing() -> ModuleType:
-    """Load the children and their checks from the file next to this one."""
+    """Load `crashing.py` from the folder of this file."""
     spec = importlib.util.spec_from_file_location(
         "crashing", Path(__file__).with_name("crashing.py")
     )
@@ -54,9 +54,10 @@ def whole(crashing: ModuleType, children: Any, tmp_path_factory: pytest.TempPath
 def test_ten_kills_change_no_record(
     crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, seed: int
 ) -> None:
-    """Kills come at seeded points, some in the middle of a write, with full disks in between.
+    """Ten kills at seeded points, some during a write, change no record, even with full disks in
+    between.
 
-    There are twenty kills in all; `scripts/bench crash --full` makes two hundred.
+    In total the test makes twenty kills; `scripts/bench crash --full` makes two hundred.
     """
     size = (whole / crashing.JOURNAL).stat().st_size
     runs = list(crashing.crash_runs(children, tmp_path, size, 10, seed))
@@ -69,15 +70,15 @@ def test_ten_kills_change_no_record(
 
 
 def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_path: Path) -> None:
-    """The second process ends at once with the documented exit code, and the first process is not
-    disturbed.
+    """A second process in a run's directory ends at once with the documented exit code, and the
+    first is not disturbed.
     """
     child = children.start(crashing.Order(str(tmp_path), slowness=4.0))
     journal = tmp_path / crashing.JOURNAL
     while not journal.exists() or not journal.stat().st_size:
         time.sleep(0.001)
     command = [sys.executable, str(Path(__file__).with_name("crashing.py")), str(tmp_path)]
-    os.kill(child, signal.SIGSTOP)  # the first process keeps its lock
+    os.kill(child, signal.SIGSTOP)  # the first process keeps its lock while it is stopped
     second = subprocess.run(command, capture_output=True, text=True, check=False)
     os.kill(child, signal.SIGCONT)
     assert second.returncode == 4, second.stderr
@@ -90,11 +91,12 @@ def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_pa
 def test_ctrl_c_saves_or_drops_calls_in_flight(
     crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, times: int
 ) -> None:
-    """The first Ctrl-C lets calls finish, and the second drops them; the exit code is 130, and the
-    run can continue.
+    """The first Ctrl-C lets calls in flight finish, and the second cancels them.
+
+    The exit code is 130, and the run can continue.
     """
     order = crashing.Order(str(tmp_path), signals="handle")
-    # slow enough that the process still runs when the signal comes
+    # slow enough that the process still runs when the signal arrives
     child = children.start(replace(order, slowness=8.0))
     journal = tmp_path / crashing.JOURNAL
     while not journal.exists() or journal.stat().st_size < 20_000:

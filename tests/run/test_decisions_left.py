@@ -1,4 +1,6 @@
-"""Tests of the forecast of a run's remaining decisions, from the lengths of rollouts that ended."""
+"""Tests of the forecast of a run's remaining decisions, made from the lengths of rollouts that
+ended.
+"""
 
 import itertools
 import random
@@ -15,8 +17,9 @@ def decide(left: RunLengthEstimate, problem: str, sample: int, turn: int) -> Non
 
 
 def test_rollouts_that_take_equally_many_decisions_are_known_once_one_has_ended() -> None:
-    """Once a rollout has ended, rollouts in flight are expected to take the rest of its number of
-    decisions, not the whole number again.
+    """If all rollouts take the same number of decisions, the forecast is exact once one has ended.
+
+    A rollout in flight is expected to take only the decisions that it has not taken yet.
     """
     left = RunLengthEstimate(10, 2)
     for problem in range(4):
@@ -32,7 +35,10 @@ def test_rollouts_that_take_equally_many_decisions_are_known_once_one_has_ended(
 
 @pytest.mark.parametrize("in_flight", [8, 64])
 def test_the_expected_number_is_near_the_truth_in_the_middle_of_a_run(in_flight: int) -> None:
-    """The first rollouts to end are short, so the forecast must not treat them as typical."""
+    """In the middle of a run the forecast is near the true number of remaining decisions.
+
+    The first rollouts to end are short, so the forecast must not treat them as typical.
+    """
     draw = random.Random(3)
     ratios = list[float]()
     for _ in range(20):
@@ -59,9 +65,9 @@ def test_the_expected_number_is_near_the_truth_in_the_middle_of_a_run(in_flight:
 
 
 def test_rollouts_of_sorted_problems_are_expected_to_be_like_the_latest() -> None:
-    """If hard problems come first, their long rollouts say little about the short ones to come.
+    """If hard problems come first, the forecast expects later rollouts to be like the latest ones.
 
-    If all rollouts counted alike, the forecast would be 1.8 times too high.
+    If all rollouts had equal weight, the forecast would be 1.8 times too high.
     """
     draw = random.Random(5)
     ratios = list[float]()
@@ -97,8 +103,9 @@ def test_rollouts_of_sorted_problems_are_expected_to_be_like_the_latest() -> Non
 
 
 def test_the_order_in_which_the_rollouts_of_a_problem_are_stopped_does_not_matter() -> None:
-    """The rollouts of a problem are stopped together, so a resumed run may see them end in another
-    order.
+    """The forecast does not depend on the order in which rollouts of one problem are stopped.
+
+    They are stopped together, so a resumed run may see another order.
     """
     shares = set[float | None]()
     for order in itertools.permutations(range(3)):
@@ -115,24 +122,25 @@ def test_the_order_in_which_the_rollouts_of_a_problem_are_stopped_does_not_matte
 
 
 def test_a_settled_problem_has_no_decisions_left() -> None:
-    """The cancelled rollouts of a settled problem count with the length that they reached, and
-    rollouts not begun count no more.
+    """A settled problem has no decisions left.
+
+    Its cancelled rollouts count with the length that they reached, and those that never started do
+    not count.
     """
     left = RunLengthEstimate(4, 2)
     decide(left, "0", 0, 0)
     left.conclude("0")
-    # one of two rollouts took a decision, so half of the remaining six rollouts are expected to
-    # take one
+    # one of two rollouts took a decision, so three of the remaining six are expected to take one
     assert left.share == pytest.approx(3 / 4)
     for problem in "123":
         left.conclude(problem)
-    # the forecast is never 0, because the decision that is about to be taken counts
+    # the forecast is never 0, because it includes the decision that is about to be taken
     assert left.share == pytest.approx(1 / 2)
 
 
 def test_only_decisions_count_and_each_turn_once() -> None:
-    """A request for a score is not a decision, and a recalled decision that is repeated changes
-    nothing.
+    """The forecast counts only decisions, one per turn: neither a request for a score nor a
+    recalled decision counts again.
     """
     whole = RunLengthEstimate(3, 2)
     repeated = RunLengthEstimate(3, 2)
@@ -146,7 +154,7 @@ def test_only_decisions_count_and_each_turn_once() -> None:
 
 
 def test_a_run_of_unknown_size_has_no_forecast() -> None:
-    """Problems of a run of unknown size are not counted beforehand."""
+    """A run with an unknown number of problems has no forecast."""
     left = RunLengthEstimate(None, 2)
     decide(left, "0", 0, 0)
     left.end("0", 0)

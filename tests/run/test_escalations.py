@@ -1,4 +1,6 @@
-"""Tests of the share of escalated chunks: it counts every judged chunk, also in cancelled rollouts."""
+"""Tests of the share of escalated chunks: it includes every judged chunk, also in cancelled
+rollouts.
+"""
 
 from typing import Any
 
@@ -23,7 +25,7 @@ class Counts:
         """Ignore events of earlier sessions."""
 
     def notify(self, event: Any) -> None:
-        """Count judged chunks down, and stop the run at zero."""
+        """Count the judged chunks, and stop the run when their number is reached."""
         self._left -= isinstance(event, Observed)
         if not self._left:
             self._stop.request()
@@ -45,7 +47,9 @@ async def _failing_late(
 
 
 def test_the_summary_counts_every_observed_decision(world: Any) -> None:
-    """Rollouts are cancelled while the target writes for them, but their escalated chunks count."""
+    """The summary counts escalated chunks of all rollouts, even of those cancelled while the target
+    writes.
+    """
     result = world.run(_plan(world), world.session(), problems=12)
     told = [event for event in world.events() if isinstance(event, Observed)]
     turns = [
@@ -63,7 +67,9 @@ def test_the_summary_counts_every_observed_decision(world: Any) -> None:
 
 
 def test_the_share_is_the_same_after_an_interruption(world: Any) -> None:
-    """Decisions of earlier sessions count once, with and without a directory."""
+    """After an interruption, decisions of earlier sessions count once, with and without a
+    directory.
+    """
     whole = world.run(_plan(world), world.session(None), problems=12).summary.rate
     stop = Stop()
     world.run(
@@ -77,7 +83,9 @@ def test_the_share_is_the_same_after_an_interruption(world: Any) -> None:
 
 
 def test_a_resumed_problem_keeps_its_count(world: Any) -> None:
-    """Chunks that were judged before a failure count in the later session that succeeds."""
+    """If a problem fails and succeeds in a later session, its count includes chunks judged before
+    the failure.
+    """
     broken = world.plan(gate=world.online(), policy=POLICY, pipeline=_failing_late)
     world.run(broken, world.session(), problems=3)
     resumed = world.run(_plan(world), world.session(), problems=3)
@@ -87,8 +95,9 @@ def test_a_resumed_problem_keeps_its_count(world: Any) -> None:
 
 
 def test_problems_without_a_judged_chunk_do_not_count() -> None:
-    """A share of no chunks is undefined, so such problems are left out; equal problems give the
-    interval of the pooled share.
+    """Problems without a judged chunk are left out of the share.
+
+    If all problems are equal, the interval is that of the pooled share.
     """
     assert share_estimate([(0, 0)]).note
     assert share_estimate([(1, 4), (0, 0), (3, 4)]).n_problems == 2

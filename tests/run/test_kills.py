@@ -34,7 +34,7 @@ class Runs(Protocol):
     """A starter of evaluations, one at a time, each in its own session."""
 
     def start(self, directory: Path) -> int:
-        """Begin an evaluation, and return the id of its first process, which is also the id of its
+        """Start an evaluation; return the id of its first process, which is also the id of its
         session.
         """
         ...
@@ -48,7 +48,7 @@ class Commands:
     """A starter that runs every evaluation, and each engine of it, as a new Python process."""
 
     def start(self, directory: Path) -> int:
-        """Begin an evaluation."""
+        """Start an evaluation."""
         self.process = subprocess.Popen([*PROGRAM, str(directory)], start_new_session=True)
         return self.process.pid
 
@@ -58,7 +58,7 @@ class Commands:
 
 
 class Forks:
-    """A starter that forks every evaluation and its engines from one server, which saves time."""
+    """A starter that forks all evaluations and engines from one server, which saves time."""
 
     def __init__(self) -> None:
         self.server = subprocess.Popen(
@@ -66,7 +66,7 @@ class Forks:
         )
 
     def start(self, directory: Path) -> int:
-        """Begin an evaluation."""
+        """Start an evaluation."""
         assert self.server.stdin is not None
         self.server.stdin.write(f"{directory}\n")
         self.server.stdin.flush()
@@ -80,7 +80,7 @@ class Forks:
 
 @pytest.fixture(params=["commands", "forks"])
 def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
-    """Choose a way to start evaluations, and end all of its processes afterwards."""
+    """Choose a way to start evaluations, and end all their processes afterwards."""
     started = Commands() if request.param == "commands" else Forks()
     yield started
     if isinstance(started, Forks):
@@ -89,7 +89,7 @@ def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
 
 
 def members(session: int) -> list[int]:
-    """Return the living processes of a session, its leader among them."""
+    """Return the living processes of a session, including its first process."""
     found = list[int]()
     for entry in Path("/proc").iterdir():
         try:
@@ -102,8 +102,9 @@ def members(session: int) -> list[int]:
 
 
 def send(pids: list[int], end: signal.Signals, first: int) -> None:
-    """Send a signal to these processes; after a stop signal also kill the first process, because it
-    would not end by itself.
+    """Send a signal to these processes.
+
+    After a stop signal the first process is killed too, because it would not end by itself.
     """
     for pid, number in [
         *((pid, end) for pid in pids),
@@ -118,7 +119,7 @@ def send(pids: list[int], end: signal.Signals, first: int) -> None:
 def told(directory: Path) -> dict[str, object]:
     """Return every problem's answer, and each rollout's texts and decisions.
 
-    Scores are left out, because they may differ in rounding.
+    Scores are left out, because they may differ by rounding.
     """
     found = dict[str, object]()
     for outcome in read_outcomes(read_entries(directory / JOURNAL)):
@@ -137,7 +138,7 @@ def told(directory: Path) -> dict[str, object]:
 
 
 class Study:
-    """Counts of signals sent so far, and the longest time that a process outlived its run."""
+    """Numbers of signals sent, and the longest time in seconds that a process outlived its run."""
 
     def __init__(self, runs: Runs, size: int) -> None:
         self.runs = runs
@@ -148,7 +149,9 @@ class Study:
         self.slowest = 0.0
 
     def session(self, directory: Path, *, is_quiet: bool) -> int:
-        """Run one process from start to end with one signal on the way, and return its exit code."""
+        """Run one process from start to end with one signal on the way, and return its exit
+        code.
+        """
         journal = directory / JOURNAL
         before = journal.read_bytes() if journal.exists() else b""
         first = self.runs.start(directory)
@@ -166,8 +169,8 @@ class Study:
         return code
 
     def _interrupt(self, journal: Path, before: int, first: int) -> None:
-        """Interrupt the run before the engines exist, while they load, or after some more of the
-        work.
+        """Interrupt the run at one of three times: before the engines exist, while they load, or
+        during the work.
         """
         draws = self.draws
         deadline = time.monotonic() + 60
@@ -192,8 +195,8 @@ class Study:
 
 
 def test_signals_at_any_moment_change_nothing(runs: Runs, tmp_path: Path) -> None:
-    """The run gets ATTS_KILLS signals at seeded moments, and after each it continues to the same
-    result.
+    """A run that gets ATTS_KILLS signals at seeded moments continues after each and ends with the
+    same result.
     """
     whole = tmp_path / "whole"
     number = 0

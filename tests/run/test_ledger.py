@@ -1,4 +1,4 @@
-"""Tests of caps on calls, tokens and dollars: no cap is exceeded, under any interleaving and after
+"""Tests of caps on calls, tokens and dollars: no cap is exceeded, with any order of calls and after
 any kill.
 """
 
@@ -63,7 +63,7 @@ def check(account: Account) -> None:
 
 
 def unwritten_log(stop: Stop | None = None) -> ProblemLog:
-    """Make the log of a problem in a run without a journal, inside the event loop."""
+    """Make the log of a problem in a run without a journal; call this inside the event loop."""
     recorder = Recorder(None, (), EscalationCounter(), RunLengthEstimate(1, samples=1))
     return ProblemLog(recorder, OpenProblem(Problem("p", "?")), stop or Stop(), "instant")
 
@@ -78,8 +78,8 @@ amounts = st.builds(
 
 
 class Ledger(RuleBasedStateMachine):
-    """A state machine: requests open, reserve, get replies, fail and end in any order under one
-    common cap.
+    """A state machine: under one common cap, requests open, reserve, get replies, fail and end in
+    any order.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(most=amounts, at=st.integers(0, 100))
     def reserve(self, most: Amount, at: int) -> None:
-        """Reserve a call; a refusal must name a cap that really is used up."""
+        """Reserve a call; if it is refused, check that the named cap is really used up."""
         if not self.requests:
             return
         account = self.requests[at % len(self.requests)]
@@ -111,7 +111,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 100), share=st.floats(0, 1), answered=st.booleans())
     def settle(self, at: int, share: float, answered: bool) -> None:
-        """End a call, either with a reply that used a part of the reservation, or as failed and
+        """End a call, either with a reply that used part of the reservation, or as failed and
         charged in full.
         """
         if not self.open:
@@ -143,7 +143,9 @@ TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline
 @pytest.mark.parametrize("requests", [1_000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_random_requests_on_the_scripted_engine_keep_every_cap(requests: int) -> None:
-    """Requests have random sizes, a third of them are cancelled, and engines fail."""
+    """Requests of random size keep every cap, although a third of them is cancelled and engines
+    fail.
+    """
     draw = random.Random(7)
     ceiling = Account(Caps(max_calls=3 * requests, max_cost=requests * 1e-4), prices=PRICES)
     refused = 0
@@ -209,8 +211,8 @@ def test_random_requests_on_the_scripted_engine_keep_every_cap(requests: int) ->
 
 
 def test_a_call_waits_for_what_others_reserved_and_did_not_use() -> None:
-    """A reserved amount is not spent yet, because a call may use less than it reserved, so the next
-    call waits.
+    """A call waits for calls whose reservations fill the cap, because they may use less than they
+    reserved.
     """
     account = Account(Caps(max_total_tokens=100))
     order: list[str] = []
@@ -248,8 +250,8 @@ def test_a_call_waits_for_what_others_reserved_and_did_not_use() -> None:
 def test_a_run_stops_at_its_cap_and_resumes_with_a_higher_one(
     world: World, tmp_path: Path, caps: Caps, limit: str
 ) -> None:
-    """Problems stay open, spending is remembered, and the results equal those of a run without
-    caps.
+    """A run that stopped at its cap resumes with a higher cap, remembers its spending, and ends as
+    a run without caps.
     """
     problems = toy_problems(6)
     directory = tmp_path / "run"
@@ -286,7 +288,9 @@ def test_a_run_stops_at_its_cap_and_resumes_with_a_higher_one(
 
 
 def test_a_request_at_its_cap_answers_from_finished_rollouts(world: World) -> None:
-    """A served request that reaches its cap is answered from the rollouts that the cap allowed."""
+    """A served request that reaches its cap is answered from the rollouts that finished within the
+    cap.
+    """
     account = Account(Caps(max_total_tokens=3_000), prices=PRICES)
 
     async def main() -> Any:
@@ -341,7 +345,9 @@ def test_a_killed_process_forgets_no_reservation(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) -> None:
-    """A torn last line belongs to a call that was never dispatched, but a damaged line is an error."""
+    """An incomplete last line of a ledger is ignored, because its call was never dispatched; a
+    damaged line is an error.
+    """
     path = tmp_path / LEDGER
     with LedgerFile(path) as file:
         account = Account(file=file)
@@ -357,7 +363,9 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) ->
 
 
 def test_a_long_ledger_is_compacted_to_its_sum(tmp_path: Path) -> None:
-    """The file's size stays bounded while a call is always in flight, and each call is counted."""
+    """A long ledger is compacted, so its size stays bounded while a call is always in flight, and
+    each call is counted.
+    """
     path = tmp_path / LEDGER
     file = LedgerFile(path, most_lines=50)
     account = Account(file=file)
@@ -375,8 +383,8 @@ def test_a_long_ledger_is_compacted_to_its_sum(tmp_path: Path) -> None:
 
 
 def test_a_named_account_survives_restarts(tmp_path: Path) -> None:
-    """The calls of an account, and its calls without a reply, are counted separately however often
-    the file is opened.
+    """A named account keeps its number of calls, and of calls without a reply, however often the
+    file is reopened.
     """
     path = tmp_path / LEDGER
     for session in range(1, 4):
@@ -402,8 +410,8 @@ def test_a_named_account_survives_restarts(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_call_is_charged_as_the_most_it_could_take() -> None:
-    """A cancelled call is charged in full, because the engine may have done the work although no
-    reply came.
+    """A cancelled call is charged with its whole reservation, because the engine may have done the
+    work although no reply came.
     """
     account = Account(prices=PRICES)
 
@@ -421,9 +429,7 @@ def test_a_cancelled_call_is_charged_as_the_most_it_could_take() -> None:
 
 
 def test_a_call_that_waited_is_not_begun_after_the_run_was_stopped() -> None:
-    """The first call leaves budget for the second, but after the stop the second is neither made
-    nor charged.
-    """
+    """A call that waits for budget is neither made nor charged if the run is stopped meanwhile."""
 
     async def main() -> Account:
         async with ScriptedEngine("target", latency=Latency(per_sample=5.0)) as engine:
@@ -453,8 +459,9 @@ def test_a_call_that_waited_is_not_begun_after_the_run_was_stopped() -> None:
 
 
 def test_a_reply_costs_what_its_model_costs() -> None:
-    """Cached tokens have their own price and written tokens the output price, exact to the
-    picodollar.
+    """A reply is charged by its model's prices, exact to the picodollar.
+
+    Cached tokens have their own price, and written tokens the output price.
     """
 
     async def main() -> None:
@@ -471,7 +478,9 @@ def test_a_reply_costs_what_its_model_costs() -> None:
 
 
 def test_prices_are_read_by_model_or_role(tmp_path: Path) -> None:
-    """A file names models; the name of a role applies to whichever model has the role."""
+    """A price file names models or roles; the price of a role applies to whichever model has the
+    role.
+    """
     path = tmp_path / "prices.toml"
     path.write_text('["Qwen/Qwen3-32B"]\ninput = 0.1\noutput = 0.3\n[draft]\ninput=0\noutput=0\n')
     prices = prices_of(read_prices(path), {"draft": "any", "target": "Qwen/Qwen3-32B"})

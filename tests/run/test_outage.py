@@ -1,5 +1,5 @@
 """Tests of engines that are lost during a run: nothing is decided without them, and the next
-session does the rest.
+session does the missing work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Outcomes = Callable[[Any], dict[str, str]]
 
 
 class Mortal(ScriptedEngine):
-    """An engine that fails after a number of calls, and stays unavailable."""
+    """An engine that becomes unavailable after a number of calls."""
 
     def __init__(
         self, name: Role, calls: float, error: type[EngineError] = EngineUnavailable
@@ -66,7 +66,7 @@ def decided(world: Any, name: str = "run") -> list[str]:
 
 
 def outage(world: Any, role: Role, calls: int, name: str, **changes: Any) -> Any:
-    """Run with an engine that fails after this many calls."""
+    """Make a run with an engine that fails after this many calls."""
     return world.run(
         world.plan(**{role: Mortal(role, calls), "retries": ONCE, **changes}), world.session(name)
     )
@@ -77,8 +77,9 @@ def outage(world: Any, role: Role, calls: int, name: str, **changes: Any) -> Any
 def test_an_outage_at_any_point_changes_no_outcome(
     world: Any, outcomes: Outcomes, points: int, role: Role
 ) -> None:
-    """With a frozen gate, the first session reports which problems are missing, and the next
-    session finishes exactly these problems.
+    """An outage at any point changes no outcome of a frozen gate.
+
+    The first session reports the missing problems, and the next session finishes exactly these.
     """
     whole = world.run(world.plan(), world.session("whole"))
     calls = sum(isinstance(e, Sampled | Scored) and e.role == role for e in world.events("whole"))
@@ -105,7 +106,9 @@ def test_an_outage_at_any_point_changes_no_outcome(
 
 
 def test_finished_rollouts_of_an_open_problem_are_not_repeated(world: Any) -> None:
-    """The next session makes only calls that have never succeeded."""
+    """The next session repeats no finished rollout of an open problem; it makes only calls that
+    have never succeeded.
+    """
     outage(world, "target", 25, "run")
     made = {e.key for e in world.events() if isinstance(e, Sampled | Scored)}
     asked: list[str] = []
@@ -128,8 +131,9 @@ def test_finished_rollouts_of_an_open_problem_are_not_repeated(world: Any) -> No
 
 
 def test_an_outage_over_several_sessions_changes_no_outcome(world: Any, outcomes: Outcomes) -> None:
-    """The next session repeats failed calls however often they failed; in the end the results are
-    as without an outage.
+    """After an outage over several sessions the results are those without an outage.
+
+    Each session repeats failed calls, however often they failed.
     """
     whole = world.run(world.plan(), world.session("whole"))
     for calls in (9, 0, 17, 0):
@@ -144,7 +148,7 @@ def test_an_outage_over_several_sessions_changes_no_outcome(world: Any, outcomes
 def test_a_lost_engine_decides_nothing(
     world: Any, error: type[EngineError], optimistic: bool
 ) -> None:
-    """A chunk without a score because the target is lost is neither accepted nor escalated."""
+    """If the target is lost, a chunk without a score is neither accepted nor escalated."""
     policy = Policy(
         samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none", optimistic=optimistic
     )
@@ -165,8 +169,10 @@ def test_a_lost_engine_decides_nothing(
 
 
 def test_a_run_without_any_rollout_has_failed(world: Any) -> None:
-    """Each problem is "failed", the exit code is 3, the first error is printed, and no problem
-    counts as wrong.
+    """If no rollout ended, each problem is "failed", the exit code is 3, and the first error is
+    printed.
+
+    No problem counts as wrong.
     """
 
     class Headless(ScriptedEngine):
@@ -192,7 +198,7 @@ def test_a_run_without_any_rollout_has_failed(world: Any) -> None:
 
 
 def test_every_reader_treats_lost_rollouts_as_open(world: Any, tmp_path: Path) -> None:
-    """Report, results, progress, merge and replay count lost rollouts neither as correct nor as
+    """The report, results, progress, merge and replay count lost rollouts neither as correct nor as
     wrong.
     """
     cut = outage(world, "target", 25, "run")

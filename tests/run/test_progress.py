@@ -1,4 +1,4 @@
-"""Tests that shown progress equals the journal at every moment and across sessions."""
+"""Tests that the displayed progress equals the journal at every moment and across sessions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Clock:
 
 
 def after(events: Sequence[Notice], clock: Clock | None = None) -> ProgressSnapshot:
-    """Return the snapshot after these events."""
+    """Return the progress snapshot after these events."""
     progress = Progress(clock or Clock())
     for event in events:
         progress.notify(event)
@@ -55,7 +55,7 @@ DECISION = Decision("accept", 0.25, "p", score=1.5)
 
 
 def test_progress_at_the_start_is_empty_and_strict_json() -> None:
-    """At the start there is no problem, rate or remaining time yet, and the JSON is strict."""
+    """At the start the progress has no problem, rate or remaining time, and its JSON is strict."""
     found = after([])
     assert (found.problems, found.done, found.left, found.nominal) == (None, 0, None, None)
     assert math.isnan(found.rate.value)
@@ -88,7 +88,9 @@ def test_every_rollout_is_at_exactly_one_stage() -> None:
 
 
 def test_forced_escalations_and_discarded_chunks_are_counted_separately() -> None:
-    """Escalated chunks, chunks escalated without a score, and discarded chunks are three numbers."""
+    """The progress counts escalated chunks, chunks escalated without a score, and discarded chunks
+    separately.
+    """
     forced = replace(DECISION, action="escalate", why="not scored", origin="forced")
     chunk = Chunk("draft", "x", (1,), (1,), "delimiter")
     found = after(
@@ -109,7 +111,10 @@ def test_a_gate_without_a_rate_shows_no_nominal_rate() -> None:
 
 
 def test_the_rate_of_a_run_is_shown_without_an_interval() -> None:
-    """The rate counts what the run did; an interval would be about other problems."""
+    """The progress shows the rate of the run without an interval.
+
+    It counts what the run did; an interval would describe other problems.
+    """
     escalated = replace(DECISION, action="escalate")
     other = replace(DECISION, question="q")
     seen = after([Decided(DECISION), Observed(escalated, True), Observed(other, False)])
@@ -117,7 +122,9 @@ def test_the_rate_of_a_run_is_shown_without_an_interval() -> None:
 
 
 def test_speed_counts_only_the_last_minute_of_this_session() -> None:
-    """Older tokens are counted, but do not raise the speed."""
+    """The displayed speed uses only tokens of the last minute of this session; older tokens count
+    only in the total.
+    """
     clock = Clock()
     progress = Progress(clock)
     sampled = Sampled("p", "k", Completion((1,) * 300, "x", "end", ()), "draft")
@@ -133,8 +140,10 @@ def test_speed_counts_only_the_last_minute_of_this_session() -> None:
 
 
 def test_the_speed_of_long_calls_is_measured_over_their_length() -> None:
-    """Calls of 300 tokens take 300 s, and one ends every 30 s, so the speed is 10 tokens a second
-    at all times.
+    """The speed of long calls is averaged over their duration.
+
+    If a call of 300 tokens takes 300 s and one ends every 30 s, the speed is always 10 tokens a
+    second.
     """
     clock = Clock()
     progress = Progress(clock)
@@ -151,9 +160,10 @@ def test_the_speed_of_long_calls_is_measured_over_their_length() -> None:
 
 
 def test_the_time_left_counts_rollouts_in_flight_as_partly_done() -> None:
-    """At any time 48 of 96 rollouts run, each for 80 to 120 s.
+    """The remaining time counts rollouts in flight as partly done.
 
-    Once the first few have ended, the others in flight count as nearly done.
+    Of 96 rollouts 48 run at a time, each for 80 to 120 s. When the first few have ended, the others
+    in flight are nearly done.
     """
     clock = Clock()
     progress = Progress(clock)
@@ -175,7 +185,9 @@ def test_the_time_left_counts_rollouts_in_flight_as_partly_done() -> None:
 
 
 def test_the_remaining_time_ignores_earlier_sessions() -> None:
-    """Work of earlier sessions is ignored, because it would make this session look fast."""
+    """The remaining time ignores work of earlier sessions, which would make this session look too
+    fast.
+    """
     clock = Clock()
     progress = Progress(clock)
     for event in (ProblemStarted(Problem("a", "?")), OutcomeReached("a", "answered", "1", (0, 1))):
@@ -186,7 +198,7 @@ def test_the_remaining_time_ignores_earlier_sessions() -> None:
     progress.notify(CallBegun("b", "b/0", "draft"))
     clock.now += 10
     progress.notify(RolloutSpan("b", 0, "done", 0.0, 0.0, 1.0, 1.0))
-    # one rollout at a time takes 10 s, and five are left
+    # one rollout at a time takes 10 s, and five rollouts are left
     assert progress.snapshot().left == pytest.approx(50)
     assert progress.snapshot().seconds == pytest.approx(60)
     progress.over()
@@ -194,7 +206,7 @@ def test_the_remaining_time_ignores_earlier_sessions() -> None:
 
 
 def test_trouble_is_shown() -> None:
-    """Progress shows alarms, failed calls, failed problems and a request to end."""
+    """The progress shows alarms, failed calls, failed problems and a request to end."""
     found = after(
         [
             Drifted("exchangeability", 0.001, 80),
@@ -209,7 +221,7 @@ def test_trouble_is_shown() -> None:
 
 
 class Watched:
-    """A listener that records events, and may ask the run to end."""
+    """A listener that records events and passes them on, and may ask the run to end."""
 
     def __init__(self, stop: Stop, at: int | None = None) -> None:
         self.progress = Progress()
@@ -231,7 +243,7 @@ class Watched:
 
 
 def expected(events: Sequence[Event]) -> dict[str, Any]:
-    """Count the same numbers from the journal in a simple, slow way."""
+    """Compute the displayed numbers from the journal in a simple, slow way."""
     sampled: Counter[str] = Counter()
     for event in events:
         if isinstance(event, Sampled):
@@ -267,7 +279,9 @@ def shown(found: ProgressSnapshot) -> dict[str, Any]:
 
 @pytest.mark.parametrize("gate", ["online", "round"])
 def test_progress_sums_equal_the_journal(world: Any, gate: str) -> None:
-    """The sums equal the journal for a whole run, and for a run that was stopped and resumed."""
+    """The sums of the progress equal those of the journal, for a whole run and for a run that was
+    stopped and resumed.
+    """
 
     def plan() -> Any:
         if gate == "round":

@@ -1,4 +1,4 @@
-"""Tests that a run continues from any beginning of its journal as if it had never stopped."""
+"""Tests that a run continues from any prefix of its journal as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ Outcomes = Callable[[RunResult], dict[str, str]]
 
 
 def cuts(directory: Path, count: int, seed: int) -> list[int]:
-    """Draw positions to cut a journal, from inside its first line to just before its end."""
+    """Draw positions at which to cut a journal, from inside its first line to just before its
+    end.
+    """
     size = (directory / JOURNAL).stat().st_size
     draws = random.Random(seed)
     return [10, *(draws.randrange(size) for _ in range(count - 2)), size - 1]
@@ -65,12 +67,12 @@ def torn_copy(world: Any, place: int, name: str = "copy") -> None:
 
 
 def decided(world: Any, name: str) -> list[str]:
-    """Return every recorded decision in order, as text, because a rate may be NaN."""
+    """Return all recorded decisions in order, as text, because NaN does not equal itself."""
     return [repr(event) for event in world.events(name) if isinstance(event, Decided)]
 
 
 def places(world: Any) -> list[tuple[str, int, int, str]]:
-    """Return the position of each decision of the copy, and whether its score was requested or had
+    """Return the position of each decision in the copy, and whether its score was requested or had
     arrived.
     """
     found = [event for event in world.events("copy") if isinstance(event, Decided)]
@@ -81,8 +83,9 @@ def places(world: Any) -> list[tuple[str, int, int, str]]:
 
 
 def test_a_frozen_gate_ends_the_same_from_anywhere(world: Any, outcomes: Outcomes) -> None:
-    """Outcomes and verdicts equal those of the uninterrupted run, recorded bytes stay, and no call
-    is repeated.
+    """With a frozen gate, a run cut anywhere ends with the same outcomes and verdicts.
+
+    Recorded bytes stay, and no call is repeated.
     """
     first = world.run(world.plan(), world.session())
     calls = sum(isinstance(event, Sampled) for event in world.events())
@@ -108,8 +111,8 @@ def test_a_frozen_gate_ends_the_same_from_anywhere(world: Any, outcomes: Outcome
 def test_scores_asked_for_in_text_are_recalled(
     world: Any, outcomes: Outcomes, kind: Literal["verdict", "continuation"]
 ) -> None:
-    """A target without log-probabilities replies in text, and after a resume no question is sent
-    twice.
+    """If a target without log-probabilities rates chunks in text, no rating is requested again
+    after a resume.
     """
     writes: frozenset[Capability] = frozenset({"sample"})
 
@@ -133,7 +136,7 @@ def test_scores_asked_for_in_text_are_recalled(
 def test_a_resume_requests_no_score_of_equal_chunks_twice(
     world: Any, outcomes: Outcomes, draws: bool
 ) -> None:
-    """Short chunks are often equal, so their score is requested once; each recorded turn is
+    """Chunks with equal text share one score request, also after a resume; each recorded turn is
     repeated unchanged.
     """
     policy = Policy(samples=6, turns=8, chunking=Chunking(4, 4, ()), early_stop="none")
@@ -184,8 +187,8 @@ POLICIES = {
 def test_a_virtual_schedule_ends_the_same_with_an_online_gate(
     world: Any, outcomes: Outcomes, name: str
 ) -> None:
-    """Recalled calls take their recorded time, so decisions that depend on the order of arrival are
-    the same.
+    """In virtual time, an online gate makes the same decisions after a resume, because recalled
+    calls take their recorded time.
     """
 
     def plan() -> Any:
@@ -200,8 +203,8 @@ def test_a_virtual_schedule_ends_the_same_with_an_online_gate(
 
 
 def test_a_crash_between_any_two_lines_changes_nothing(world: Any, outcomes: Outcomes) -> None:
-    """A journal cut after each of its lines gives the same outcomes and decisions, and records
-    nothing twice.
+    """If the journal is cut after any of its lines, the resumed run has the same outcomes and
+    decisions and records nothing twice.
     """
 
     def plan() -> Any:
@@ -221,8 +224,8 @@ def test_a_crash_between_any_two_lines_changes_nothing(world: Any, outcomes: Out
 
 
 def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
-    """Later decisions may differ, but recorded ones may not, and the gate gets all earlier
-    observations.
+    """After a resume, an online gate keeps every recorded decision and gets all earlier
+    observations; only later decisions may differ.
     """
     plan = world.plan(gate=world.online())
     world.run(plan, world.session())
@@ -246,7 +249,7 @@ def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(10, 16))
 def test_a_hard_cap_is_carried_over(world: Any, seed: int) -> None:
-    """Escalations before a crash count against the cap, and the recorded remainder of the cap is
+    """Escalations before a crash count against a hard cap, and the recorded remainder of the cap is
     used again.
     """
 
@@ -269,7 +272,11 @@ def test_a_hard_cap_is_carried_over(world: Any, seed: int) -> None:
 
 
 def test_one_rollout_at_a_time_decides_alike_in_every_run(world: Any) -> None:
-    """No decision waits for a grade, so a slow grader changes no decision in real time."""
+    """With one rollout at a time, decisions are the same in every run, even in real time with a
+    slow grader.
+
+    No decision waits for a grade.
+    """
     quick = world.plan().grade
 
     def run(name: str, seconds: list[float]) -> list[str]:
@@ -296,8 +303,10 @@ def test_one_rollout_at_a_time_decides_alike_in_every_run(world: Any) -> None:
 
 
 def test_decisions_are_read_in_order_for_replay(world: Any) -> None:
-    """Each decision occurs once, with its position and the gate's observation; requests for scores
-    are left out.
+    """The decisions read for a replay are in order, each once, with its position and the gate's
+    observation.
+
+    Requests for scores are left out.
     """
     world.run(world.plan(gate=world.online()), world.session())
     found = list(open_run(world.tmp_path / "run").decisions())
@@ -307,7 +316,9 @@ def test_decisions_are_read_in_order_for_replay(world: Any) -> None:
 
 
 def test_a_synchronous_run_resumes_to_the_same_result(world: Any, outcomes: Outcomes) -> None:
-    """The synchronous baseline carries a remainder from round to round, also across a crash."""
+    """A synchronous baseline resumes to the same result, although it carries a remainder from round
+    to round.
+    """
     policy = Policy(
         samples=4, turns=4, chunking=Chunking(12, 12, ()), barrier=True, early_stop="none"
     )
@@ -330,8 +341,8 @@ def facts(world: Any) -> list[str]:
 
 
 def test_failed_calls_are_remembered(world: Any) -> None:
-    """Bad scores that forced decisions are recalled as bad after a crash, although the engine works
-    again.
+    """Invalid scores that forced decisions are recalled as invalid after a crash, although the
+    engine works again.
     """
     ill = ScriptedEngine(
         "target", latency=QUICK, faults=Faults({"refused": 0.3, "nan": 0.2}, seed=4, only="score")
@@ -352,8 +363,8 @@ def test_failed_calls_are_remembered(world: Any) -> None:
 def test_a_full_disk_is_survived(
     world: Any, outcomes: Outcomes, small_disk: Callable[..., Any]
 ) -> None:
-    """The run ends with a clear error and keeps everything before it; once there is space again it
-    ends as usual.
+    """On a full disk the run ends with a clear error and keeps earlier records; once there is
+    space, the run finishes as usual.
     """
     whole = world.run(world.plan(), world.session("whole"))
     for room in (100, 40_000, 90_000):
@@ -375,20 +386,24 @@ def test_a_full_disk_is_survived(
 
 
 def test_a_finished_run_is_only_read(world: Any, outcomes: Outcomes) -> None:
-    """No engine is called, the result is the same, and the journal gets one more session."""
+    """Reopening a finished run calls no engine and gives the same result; the journal gets one more
+    session.
+    """
     first = world.run(world.plan(), world.session())
     draft = ScriptedEngine("draft")
     again = world.run(world.plan(draft=draft), world.session())
     assert (again.status, again.problems, again.sessions) == ("finished", first.problems, 2)
     assert again.seconds == pytest.approx(first.seconds)
-    # the seconds do not grow, however often the run is opened
+    # the recorded seconds do not grow, however often the run is opened
     assert world.run(world.plan(), world.session()).seconds == again.seconds
     assert draft.stats().requests == 0
     assert outcomes(again) == outcomes(first)
 
 
 def test_node_numbers_continue_after_a_resume(world: Any) -> None:
-    """No number is used twice, so edges stay valid; recalled nodes are marked and cost nothing."""
+    """After a resume no node number is used twice, so edges stay valid; recalled nodes are marked
+    and cost nothing.
+    """
     world.run(world.plan(), world.session())
     torn_copy(world, cuts(world.tmp_path / "run", 3, seed=6)[1])
     world.run(world.plan(), world.session("copy"))
@@ -418,7 +433,9 @@ def test_node_numbers_continue_after_a_resume(world: Any) -> None:
     ],
 )
 def test_another_run_is_refused(world: Any, changes: dict[str, Any], field: str) -> None:
-    """The error names the field in which the runs differ, and nothing in the directory changes."""
+    """A directory of another run is refused with an error that names the differing field, and
+    nothing in the directory changes.
+    """
     world.run(world.plan(), world.session(), problems=1)
     before = (world.tmp_path / "run" / JOURNAL).read_bytes()
     with pytest.raises(FingerprintError, match=field):
@@ -429,8 +446,8 @@ def test_another_run_is_refused(world: Any, changes: dict[str, Any], field: str)
 
 
 def test_a_bad_directory_is_found_before_engines_open(world: Any) -> None:
-    """With a damaged manifest, or a file in place of the directory, the run is refused before any
-    model is loaded.
+    """A damaged manifest, or a file in place of the directory, is refused before any model is
+    loaded.
     """
     (world.tmp_path / "run").mkdir()
     (world.tmp_path / "run" / "manifest.json").write_text("{")
@@ -445,7 +462,9 @@ def test_a_bad_directory_is_found_before_engines_open(world: Any) -> None:
 
 
 def test_a_damaged_middle_is_refused(world: Any) -> None:
-    """The error has the number of the damaged line, and the file is not changed."""
+    """A damaged line in the middle of a journal is refused by its line number, and the file is not
+    changed.
+    """
     world.run(world.plan(), world.session(), problems=1)
     path = world.tmp_path / "run" / JOURNAL
     lines = path.read_bytes().splitlines(keepends=True)
@@ -457,8 +476,8 @@ def test_a_damaged_middle_is_refused(world: Any) -> None:
 
 
 def test_a_lost_engine_ends_the_run_and_loses_nothing(world: Any, outcomes: Outcomes) -> None:
-    """The run raises the engine's error, and the next session repeats the calls in flight with a
-    working engine.
+    """A lost engine ends the run with the engine's error; the next session, with a working engine,
+    repeats the calls in flight.
     """
     whole = world.run(world.plan(), world.session("whole"))
     retries = replace(world.plan().retries, calls=1, failures_in_row=2)

@@ -1,4 +1,4 @@
-"""Tests that a run of method exact resumes, although timing decided which model wrote how much."""
+"""Tests that a run of method exact resumes, although timing decides which model writes how much."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICY = Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="n
 
 
 def texts(result: RunResult) -> list[Any]:
-    """Return the text and the end of every rollout."""
+    """Return the text and the ending of every rollout."""
     return sorted(
         (one.problem, one.sample, one.text, one.finish)
         for done in result.outcomes()
@@ -28,7 +28,10 @@ def texts(result: RunResult) -> list[Any]:
 
 @pytest.mark.parametrize("drafts", ["draft", "target"])
 def test_method_exact_asks_for_no_recorded_call_again(world: Any, drafts: Role) -> None:
-    """Parts that were begun continue with the writer and the lengths of the earlier session."""
+    """After a resume, method exact repeats no recorded call.
+
+    Unfinished parts continue with the writer and the proposal lengths of the earlier session.
+    """
 
     def plan() -> Any:
         draft = ScriptedEngine(drafts, latency=Latency(sampled_token=0.002))

@@ -101,15 +101,16 @@ class Diary:
 
     @property
     def events(self) -> list[Event]:
-        """Return the live events that are also in the journal."""
+        """Return the live events, without those that the journal does not contain."""
         told_live = (ChunkWritten, CallBegun, EngineAwaited, RunBegun, RunEnded)
         return [event for event in self.live if not isinstance(event, told_live)]
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_listeners_get_the_events_of_the_journal(world: Any, backend: Backend) -> None:
-    """Listeners get the journal's events in order, and chunks as they are written; after a resume
-    they get all earlier events.
+    """Listeners get the journal's events in order, and chunks while they are written.
+
+    After a resume they first get all earlier events.
     """
     diary = Diary()
     later = Diary()
@@ -124,12 +125,12 @@ def test_listeners_get_the_events_of_the_journal(world: Any, backend: Backend) -
     assert [type(event) for event in later.live] == [
         RunBegun,
         RunEnded,
-    ]  # the resumed run has nothing left to do
+    ]  # the resumed run has no work left
 
 
 def test_every_call_is_recorded_with_its_result_and_times(world: Any) -> None:
-    """Each live call is recorded once with its result and once with its times; waits have times
-    only.
+    """Each live call is recorded once with its result and once with its times; waits are recorded
+    with times only.
     """
     world.run(world.plan(), world.session())
     count = Counter(type(event) for event in world.events())
@@ -143,8 +144,8 @@ def test_every_call_is_recorded_with_its_result_and_times(world: Any) -> None:
 
 
 def test_fallback_answers_are_marked_in_the_journal(world: Any) -> None:
-    """An answer without a mark counts only after its text has ended, and is stored as a fallback
-    answer everywhere.
+    """An answer without an answer mark counts only after its text has ended, and is stored
+    everywhere as a fallback answer.
     """
     answers = Answers(lambda text: None, toy_groups, extract_finished=toy_answer)
     plan = world.plan(answers=answers, policy=replace(POLICY, turns=60))
@@ -157,8 +158,8 @@ def test_fallback_answers_are_marked_in_the_journal(world: Any) -> None:
 
 
 def test_only_a_finished_text_may_state_its_answer() -> None:
-    """In a growing text only a marked answer counts; a finished text may end with a sentence that
-    states the answer.
+    """In an unfinished text only a marked answer counts; a finished text may also end with a
+    sentence that states the answer.
     """
     answers = answers_for("math")
     text = "She sells 9 eggs for 2 dollars each. The total is 18."
@@ -166,7 +167,9 @@ def test_only_a_finished_text_may_state_its_answer() -> None:
 
 
 def test_without_a_directory_the_result_keeps_the_outcomes(world: Any, outcomes: Outcomes) -> None:
-    """The outcomes equal those of a run with a directory, and nothing is written."""
+    """Without a directory, the outcomes equal those of a run with a directory, and nothing is
+    written.
+    """
     kept = world.run(world.plan(), world.session(None))
     written = world.run(world.plan(), world.session())
     assert outcomes(kept) == outcomes(written)
@@ -174,8 +177,9 @@ def test_without_a_directory_the_result_keeps_the_outcomes(world: Any, outcomes:
 
 
 def test_the_result_is_in_the_order_of_the_dataset(world: Any) -> None:
-    """The order does not depend on which problem ended first; usage adds up, and the exit code is
-    0.
+    """The result is in the order of the dataset, whichever problem ended first.
+
+    Its usage adds up, and the exit code is 0.
     """
     result = world.run(world.plan(), world.session())
     assert [line.problem for line in result.problems] == [
@@ -188,7 +192,7 @@ def test_the_result_is_in_the_order_of_the_dataset(world: Any) -> None:
 
 
 def test_the_manifest_says_what_was_run(world: Any) -> None:
-    """The manifest has seed, dataset, policy, engines, versions and date."""
+    """The manifest contains seed, dataset, policy, engines, versions and date."""
     world.run(world.plan(seed=9), world.session())
     manifest = load_manifest(world.tmp_path / "run" / "manifest.json")
     assert manifest is not None
@@ -244,7 +248,9 @@ def test_each_kind_of_verdict_is_reported(world: Any) -> None:
 
 
 def test_a_pipeline_that_breaks_fails_its_problem_alone(world: Any) -> None:
-    """The failed problem's outcome has the reason, and other problems are solved."""
+    """If a pipeline fails on one problem, that problem's outcome has the reason and the other
+    problems are solved.
+    """
 
     async def pipeline(
         problem: Problem, policy: Policy, context: Context, scope: ProblemScope
@@ -262,7 +268,7 @@ def test_a_pipeline_that_breaks_fails_its_problem_alone(world: Any) -> None:
 
 
 def test_two_problems_of_one_name_are_refused(world: Any) -> None:
-    """Two problems of one name could not be distinguished in the journal."""
+    """Two problems of the same name are refused, because the journal could not distinguish them."""
     with pytest.raises(DatasetError, match="two problems have the id 'a'"):
         world.run(world.plan(), world.session(), [Problem("a", "1"), Problem("a", "2")])
 
@@ -271,13 +277,15 @@ def test_two_problems_of_one_name_are_refused(world: Any) -> None:
     ("option", "value"), [("engines", "open"), ("signals", "hear"), ("keep", "everything")]
 )
 def test_unknown_choices_are_refused(world: Any, option: str, value: str) -> None:
-    """The error names the known choices, and atts replaces no unknown choice by a default."""
+    """The error about an unknown choice lists the known choices; atts does not replace it by a
+    default.
+    """
     with pytest.raises(OptionError, match=f"{option}: unknown value '{value}'"):
         world.session(**{option: value})
 
 
 def test_impossible_plans_are_refused(world: Any) -> None:
-    """An impossible option is an error when the plan is made."""
+    """An impossible option raises an error when the plan is made."""
     with pytest.raises(OptionError, match="recall: unknown value 'fast'"):
         world.plan(recall="fast")
     with pytest.raises(OptionError, match="concurrency"):
@@ -289,7 +297,9 @@ def test_impossible_plans_are_refused(world: Any) -> None:
 def test_a_stop_request_lets_calls_finish_and_a_second_cancels_them(
     world: Any, outcomes: Outcomes, backend: Backend, times: int
 ) -> None:
-    """After either stop request, the run can be resumed to the same results."""
+    """The first stop request lets calls finish and the second cancels them; after either, the run
+    resumes to the same results.
+    """
     whole = world.run(world.plan(), world.session("whole"), backend=backend)
     stop = Stop()
 
@@ -341,7 +351,7 @@ def open_files() -> list[str]:
 
 
 def test_a_stop_request_after_the_last_problem_changes_nothing(world: Any) -> None:
-    """The stop request comes after all work is done, so the run counts as finished."""
+    """A stop request after all work is done changes nothing: the run counts as finished."""
     stop = Stop()
 
     class Late(Diary):
@@ -356,8 +366,10 @@ def test_a_stop_request_after_the_last_problem_changes_nothing(world: Any) -> No
 
 
 def test_a_run_out_of_time_concludes_open_problems(world: Any) -> None:
-    """Open problems conclude from their finished rollouts, others are not begun, and the status
-    says so.
+    """If a run is out of time, open problems are concluded from their finished rollouts and no
+    further problem begins.
+
+    The status reports this.
     """
     result = world.run(world.plan(timeout_seconds=1.0, concurrency=4), world.session())
     assert result.status == "stopped"
@@ -396,7 +408,10 @@ class Queue(ScriptedEngine):
 def test_a_call_that_waits_for_its_turn_is_late_only_if_no_step_is_taken(
     world: Any, works: float, failed: bool
 ) -> None:
-    """The deadline of 6 s restarts with each step of an engine that reports its number of steps."""
+    """A waiting call is late only if the engine takes no step for 6 s.
+
+    The deadline restarts with each step of an engine that reports its steps.
+    """
     plan = world.plan(
         draft=Queue("draft", works),
         policy=replace(POLICY, timeout_seconds=6.0),
@@ -409,7 +424,9 @@ def test_a_call_that_waits_for_its_turn_is_late_only_if_no_step_is_taken(
 
 
 def test_a_wrapped_engine_is_late_as_it_is_alone(world: Any) -> None:
-    """The deadline of 6 s counts from the newest step of the wrapped engine, so no call is late."""
+    """For a wrapped engine the deadline of 6 s counts from its newest step, as for the engine
+    alone, so no call is late.
+    """
     wrapped = EngineAround(EngineAround(Queue("draft", 1e9), "own"), "own")
     plan = world.plan(
         draft=wrapped,
@@ -424,7 +441,7 @@ class Closed(ScriptedEngine):
     """An engine that counts steps only while it is open, and is never opened."""
 
     def steps_taken(self) -> int:
-        """Refuse, because the engine is not open."""
+        """Raise an error, because the engine is not open."""
         raise EngineUnavailable("target", "it is not open", "Open it")
 
 
@@ -439,8 +456,9 @@ class Lost(Queue):
 
 
 def test_a_failing_step_counter_does_not_end_the_run(world: Any) -> None:
-    """The step counter of an unused engine may be closed, and the calls of a lost engine reach
-    their own deadline.
+    """A failing step counter does not end the run.
+
+    An unused engine may be closed, and calls of a lost engine reach their own deadline.
     """
     plan = world.plan(target=Closed("target"), gate=FixedGate("accept"))
     assert world.run(plan, world.session("closed"), problems=1).status == "finished"
@@ -456,7 +474,10 @@ def test_a_failing_step_counter_does_not_end_the_run(world: Any) -> None:
 
 
 def test_recalled_turns_that_differ_are_reported(world: Any) -> None:
-    """The journal has a warning if a pipeline depends on anything other than its arguments."""
+    """If recalled turns differ from the recorded ones, the journal has a warning.
+
+    The cause is a pipeline that depends on more than its arguments.
+    """
     chunk = Chunk("draft", "x", (1,), (1,), "end")
     notes = iter("abcdef")
 
@@ -481,7 +502,7 @@ def test_recalled_turns_that_differ_are_reported(world: Any) -> None:
 def test_a_turn_that_was_tried_again_is_recorded_without_mixing_attempts(
     world: Any, again: str
 ) -> None:
-    """The journal has the turns of a single attempt, whichever attempt this session repeats."""
+    """The turns recorded for a problem that was tried again all come from a single attempt."""
     chunk = Chunk("draft", "x", (1,), (1,), "end")
     sessions = iter(["0a 0b 1d", again])
     seen: list[Outcome] = []
@@ -531,8 +552,8 @@ async def one_call(
 
 
 def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
-    """A result is written before the pipeline sees it, so a crash cannot lose a result that was
-    used.
+    """A result is in the journal before the pipeline gets it, so a crash cannot lose a result that
+    was used.
     """
     missing: list[str] = []
 
@@ -552,8 +573,8 @@ def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
 
 
 def test_accuracy_of_samples_leaves_cancelled_ones_out() -> None:
-    """A cancelled rollout does not count as wrong, and an ungraded one counts neither as correct
-    nor as wrong.
+    """The accuracy of samples leaves out cancelled and ungraded rollouts, instead of counting them
+    as wrong.
     """
     samples = (
         FinishedSample(0, "answer", "1", "correct"),
@@ -570,7 +591,7 @@ def test_accuracy_of_samples_leaves_cancelled_ones_out() -> None:
 
 
 def test_alarms_are_recorded_once(world: Any) -> None:
-    """If live scores are unlike the stored ones, the journal has a single alarm with its time and
+    """If live scores are unlike the stored scores, the journal has a single alarm with its time and
     reaction.
     """
 
@@ -588,7 +609,7 @@ def test_alarms_are_recorded_once(world: Any) -> None:
 
 
 class Census(Diary):
-    """A listener that counts all living values of atts whenever a given problem ends."""
+    """A listener that counts all living objects of atts whenever a given problem ends."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__()
@@ -596,7 +617,7 @@ class Census(Diary):
         self._problems = problems
 
     def notify(self, event: Notice) -> None:
-        """Count the values, and keep no reference to the event."""
+        """Count the objects, and keep no reference to the event."""
         if isinstance(event, OutcomeReached) and event.problem in self._problems:
             gc.collect()
             kinds = (type(thing) for thing in gc.get_objects())
@@ -610,10 +631,10 @@ def _is_ours(kind: type) -> bool:
 
 
 def test_memory_does_not_grow_with_the_number_of_problems(world: Any) -> None:
-    """With the journal on and no results kept, memory after 200 problems equals that after 20.
+    """With the journal on and no results kept, as many objects live after 200 problems as after 20.
 
-    Up to sixteen problems may wait for a thread or the disk when memory is counted. If even one
-    value in two problems were kept, 90 more would be counted.
+    Up to sixteen problems may wait for a thread or the disk during the count. If even one object
+    per two problems were kept, 90 more would be counted.
     """
     problems = (
         Problem(f"p{number}", f"Start at {number % 90}. +1. What is the result?")
@@ -621,7 +642,7 @@ def test_memory_does_not_grow_with_the_number_of_problems(world: Any) -> None:
     )
     census = Census("p20", "p200")
     gc.collect()
-    # values of other tests are not counted
+    # objects of other tests are not counted
     before = sum(type(thing) is Problem for thing in gc.get_objects())
     plan = world.plan(
         pipeline=one_call, concurrency=8, draft=ScriptedEngine("draft"), limits={"draft": Limit(4)}
@@ -647,7 +668,9 @@ class Crowd(Diary):
 
 
 def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
-    """The number of results that wait for a grade is limited, however fast the engines are."""
+    """If the grader is slower than the engines, the number of results that wait for a grade is
+    limited.
+    """
     one_at_a_time = threading.Lock()
     usual = world.plan(concurrency=4, draft=ScriptedEngine("draft"))
 
@@ -670,7 +693,9 @@ def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
 
 
 def test_a_calibrator_forgets_finished_problems(world: Any) -> None:
-    """A calibrator keeps only scores of finished problems, live and after a resume."""
+    """After a problem has ended, a calibrator keeps its scores but not its name, live and after a
+    resume.
+    """
     for _ in range(2):
         calibrator = Calibrator(0.4, "question-turn", seed=3)
         world.run(
@@ -683,9 +708,7 @@ def test_a_calibrator_forgets_finished_problems(world: Any) -> None:
 
 
 def test_a_calibrator_forgets_failed_problems(world: Any) -> None:
-    """Failed problems continue in another session, which remembers them, so a long outage takes no
-    memory.
-    """
+    """A calibrator forgets the names of failed problems too, so a long outage takes no memory."""
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="sample")
     draft = ScriptedEngine("draft", latency=world.quick, faults=ill)
     retries = RetryPolicy(calls=1, rollouts=1)
@@ -707,8 +730,9 @@ def test_a_calibrator_forgets_failed_problems(world: Any) -> None:
     ],
 )
 def test_every_gate_forgets_finished_problems(world: Any, wants: dict[str, Any]) -> None:
-    """No attribute of a gate names a finished problem, even if a score of the problem was requested
-    and never came. Only a gate that warms up keeps its first scores.
+    """No attribute of a gate names a finished problem, even if a requested score never arrived.
+
+    Only a gate that warms up keeps its first scores.
     """
     setup = Setup(rate_scope="question-turn", rate=0.4, policy=world.plan().policy, **wants)
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="score")
@@ -719,7 +743,7 @@ def test_every_gate_forgets_finished_problems(world: Any, wants: dict[str, Any])
     while waiting:
         gate = waiting.pop()
         if isinstance(gate, Calibrator):
-            gate.settle()  # add the scores that were waiting for the score of a lost chunk
+            gate.settle()  # add the scores that waited for the score of a lost chunk
             state = gate.state()
             assert "toy-" not in repr([state["pool"], state["controller"]])
             continue
@@ -756,7 +780,9 @@ def _completion(ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion
 def test_an_inconsistent_completion_is_refused(
     reply: Completion, request_: SampleRequest, spec: EngineSpec, problem: str
 ) -> None:
-    """The parts of a completion must agree with each other and with the request, to the token."""
+    """A completion is refused if its parts disagree with each other or with the request, even by
+    one token.
+    """
     if not problem:
         check_completion(reply, request_, spec)
         return
@@ -765,7 +791,9 @@ def test_an_inconsistent_completion_is_refused(
 
 
 def test_every_part_of_two_usages_adds_up() -> None:
-    """No field is left out of the sum, and the share is the target's part of all written tokens."""
+    """The sum of two usages includes every field, and the target's share is its part of all written
+    tokens.
+    """
     parts = [field.name for field in fields(Usage)]
     one = Usage(**{name: place + 1 for place, name in enumerate(parts)})
     other = Usage(**{name: 10 * (place + 1) for place, name in enumerate(parts)})

@@ -1,4 +1,4 @@
-"""Tests of a long run in every calibration mode under faults: the resources that it holds do not
+"""Tests of a long run in every calibration mode under faults: its memory and other resources do not
 grow.
 """
 
@@ -37,7 +37,7 @@ FAULTS: dict[FaultKind, float] = {
 
 @dataclass(slots=True)
 class Curve:
-    """A record of the resources that the process holds, problem by problem."""
+    """A record of the resources that the process uses, problem by problem."""
 
     began: float = field(default_factory=time.monotonic)
     over: dict[Mode, int] = field(default_factory=dict[Mode, int])
@@ -76,13 +76,17 @@ class Counter:
 
 
 def questions(mode: Mode, count: int) -> list[Problem]:
-    """Make few questions under many names, because the toy models remember every text they made."""
+    """Make few questions under many names, because the toy models remember every text that they
+    made.
+    """
     asked = toy_problems(48, seed=7)
     return [replace(asked[number % len(asked)], id=f"{mode} {number}") for number in range(count)]
 
 
 async def run(mode: Mode, engines: tuple[Engine, Engine], folder: Path, curve: Curve) -> None:
-    """Run until the time or the problems end; the journal has the lines, and the result keeps none."""
+    """Run until the time or the problems end; write the outcomes to the journal and keep none in
+    the result.
+    """
     stored = [1 + random.Random(place).expovariate(2) for place in range(200)]
     setup = Setup(
         method="atts",
@@ -103,7 +107,7 @@ async def run(mode: Mode, engines: tuple[Engine, Engine], folder: Path, curve: C
 
 
 async def soak(folder: Path) -> Curve:
-    """Run in every mode on the same two engines."""
+    """Run in every calibration mode on the same two engines."""
     faults = Faults(FAULTS, delay_seconds=0.02)
     latency = Latency(per_sample=0.001, per_score=0.001, sampled_token=2e-5)
     curve = Curve()
@@ -122,7 +126,7 @@ def test_a_run_in_every_mode_grows_by_at_most_a_tenth(tmp_path: Path) -> None:
     thousand problems.
     """
     curve = anyio.run(soak, tmp_path)
-    # a short run is compared over its second half
+    # in a short run, only its second half is compared
     warm = min(WARM_UP, sum(curve.over.values()) // 2)
     first = next(level for level in curve.levels if level[0] >= warm)
     most = max(curve.levels[curve.levels.index(first) :], key=lambda level: level[1])

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 @contextmanager
 def recording() -> Generator[tuple[TracedRun, list[Any]]]:
-    """Yield a listener, and a list that has the finished spans after the block."""
+    """Yield a listener, and a list that contains the finished spans after the block."""
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -49,7 +49,7 @@ def recording() -> Generator[tuple[TracedRun, list[Any]]]:
 
 
 def by_operation(finished: list[Any]) -> dict[str, list[Any]]:
-    """Return the spans by their operation."""
+    """Return the spans grouped by operation."""
     groups: dict[str, list[Any]] = {}
     for span in finished:
         groups.setdefault(span.attributes["gen_ai.operation.name"], []).append(span)
@@ -58,8 +58,8 @@ def by_operation(finished: list[Any]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_parents_are_correct_under_concurrency(world: Any, backend: Backend) -> None:
-    """With twenty concurrent rollouts each call is under its rollout and each rollout under its
-    problem, as in the journal.
+    """With twenty concurrent rollouts, each call's span is under its rollout and each rollout under
+    its problem, as in the journal.
     """
     with recording() as (listener, finished):
         plan = world.plan(gate=FixedGate("escalate"))
@@ -92,8 +92,8 @@ def test_parents_are_correct_under_concurrency(world: Any, backend: Backend) -> 
 
 
 def test_calls_have_the_conventions_attributes(world: Any) -> None:
-    """Tokens, models and finish reasons equal those of the journal, and problems have their
-    verdict.
+    """Spans of calls have the tokens, models and finish reasons of the journal, and spans of
+    problems have their verdict.
     """
     with recording() as (listener, finished):
         world.run(world.plan(), world.session(listeners=[listener]))
@@ -123,7 +123,7 @@ def test_calls_have_the_conventions_attributes(world: Any) -> None:
 
 
 def test_failed_calls_are_errors(world: Any) -> None:
-    """A call that fails and is retried gives two spans, the first with its error."""
+    """A call that fails and is retried gives two spans, and the first has the error."""
     with recording() as (listener, finished):
         target = ScriptedEngine("target", faults=Faults({"refused": 0.3}, seed=1))
         world.run(world.plan(target=target), world.session(listeners=[listener]))
@@ -135,7 +135,7 @@ def test_failed_calls_are_errors(world: Any) -> None:
 
 
 def test_an_error_leaves_no_open_span(world: Any) -> None:
-    """Spans that were open when an error ended the run are ended as errors."""
+    """When an error ends the run, all open spans are ended as errors."""
 
     class Bomb:
         def recalled(self, event: object) -> None:
@@ -174,7 +174,7 @@ def test_a_run_joins_the_trace_of_the_program(world: Any) -> None:
 
 
 def test_spans_go_out_by_otlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`log=["otel"]` sends spans to the collector that the environment names."""
+    """With `log=["otel"]`, spans go to the collector that the environment names, by OTLP."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     service: Any = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     bodies: list[tuple[str, str, bytes]] = []
@@ -210,7 +210,7 @@ def test_spans_go_out_by_otlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_provider_that_fails_harms_nothing(world: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The first error of the provider is a warning, and the run finishes."""
+    """The first error of a failing tracer provider gives a warning, and the run finishes."""
 
     class Tracer:
         def start_span(self, *given: object, **named: object) -> Any:
@@ -231,7 +231,7 @@ def test_a_provider_that_fails_harms_nothing(world: Any, caplog: pytest.LogCaptu
 
 
 def test_a_missing_sdk_names_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the SDK, the error has the command that installs it."""
+    """Without OpenTelemetry's SDK, the error has the command that installs it."""
 
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -109,7 +109,9 @@ def expected(result: RunResult) -> dict[str, float]:
 
 
 def test_points_add_up_to_the_result(world: Any) -> None:
-    """Each problem is a step, and the last sums and final numbers equal the result."""
+    """A tracker gets one point per problem, and the last sums and final numbers equal the
+    result.
+    """
     book = Notebook()
     prices = {"draft": Price(1.0, 2.0), "target": Price(3.0, 5.0)}
     result = tracked(world, book, prices=prices)
@@ -137,7 +139,9 @@ def test_points_add_up_to_the_result(world: Any) -> None:
 
 
 def test_a_resumed_run_continues_its_tracker(world: Any) -> None:
-    """Steps continue, sums include the first session, and the tracker's id is the same."""
+    """In a resumed run, the tracker's steps continue, its sums include the first session, and its
+    id is the same.
+    """
     first = Notebook()
     stop = Stop()
 
@@ -175,8 +179,8 @@ def test_a_resumed_run_continues_its_tracker(world: Any) -> None:
 def test_a_broken_tracker_harms_nothing(
     world: Any, at: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A broken tracker causes one warning and gets nothing more; the run and other trackers are not
-    affected.
+    """A tracker that fails causes one warning and gets no more calls; the run and other trackers
+    are not affected.
     """
     broken = Broken(at)
     book = Notebook()
@@ -195,7 +199,7 @@ def test_a_broken_tracker_harms_nothing(
 
 
 def test_a_hanging_tracker_is_abandoned(world: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Closing waits for a limited time, and reports what the tracker lost."""
+    """If a tracker hangs, closing waits for a limited time and reports what the tracker lost."""
     release = threading.Event()
 
     class Hanging(Notebook):
@@ -212,7 +216,7 @@ def test_a_hanging_tracker_is_abandoned(world: Any, caplog: pytest.LogCaptureFix
 
 
 def test_a_run_that_an_error_ends_is_closed_as_failed(world: Any) -> None:
-    """A run ended by an error has no result, so the tracker's run has the status "failed"."""
+    """If an error ends the run, its run at the tracker gets the status "failed"."""
     book = Notebook()
     listener = TrackedRun("notebook", book)
 
@@ -236,7 +240,7 @@ def test_a_run_that_an_error_ends_is_closed_as_failed(world: Any) -> None:
 def test_names_are_checked_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unknown names, repeated names, missing packages and missing folders are refused before
+    """Unknown or repeated tracker names, missing packages and missing folders are refused before
     anything runs.
     """
     with pytest.raises(OptionError, match=r"unknown tracker 'mlflw'; did you mean 'mlflow'"):
@@ -255,7 +259,9 @@ def test_names_are_checked_before_anything_runs(
 
 
 def test_wandb_without_a_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wandb without a key would ask for one on the terminal in the middle of the run."""
+    """The tracker wandb is refused without a key, because it would ask for one on the terminal
+    during the run.
+    """
     monkeypatch.setattr(trackers, "import_module", lambda name: object())
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -279,7 +285,9 @@ def evaluated(names: Sequence[str], folder: Path | None, limit: int = 3) -> RunR
 def test_mlflow_keeps_settings_points_and_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real client writes to a local store, and a second session continues the same run."""
+    """The real MLflow client writes settings, points and status to a local store, and a second
+    session continues the same run.
+    """
     mlflow = pytest.importorskip("mlflow", reason="pip install 'atts-llm[mlflow]'")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
@@ -317,7 +325,9 @@ def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The offline file has the settings and the points, and a second session has the same id."""
+    """wandb's offline file has the settings and the points, and a second session has the same
+    id.
+    """
     pytest.importorskip("wandb", reason="pip install 'atts-llm[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))

@@ -1,4 +1,6 @@
-"""Tests of a target that stops returning usable scores: the run ends, or its report says so first."""
+"""Tests of a target that stops returning usable scores: the run ends, or its report says so
+first.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ Fault = Literal["nan", "short", "impossible", "positive"]
 
 
 class Overflowing(EngineAround):
-    """A target whose scores are useless from the `after`-th call on, except for one text or for
-    none.
+    """A target whose scores are unusable from the `after`-th call on, except for one optional
+    text.
     """
 
     def __init__(self, fault: Fault, after: int = 14, spared: str = "") -> None:
@@ -69,7 +71,10 @@ def setup(target: EngineAround, reaction: OnUnscored = "stop") -> Setup:
 
 @pytest.mark.parametrize("fault", ["nan", "short", "impossible", "positive"])
 def test_a_target_without_usable_scores_ends_the_run(fault: Fault, tmp_path: Path) -> None:
-    """The run ends soon with exit code 3 and a diagnosis, and keeps everything that was recorded."""
+    """If the target returns no usable scores, the run soon ends with exit code 3 and a diagnosis.
+
+    Everything recorded is kept.
+    """
     target = Overflowing(fault)
     with pytest.raises(UnusableScores, match="does not score a fixed sentence either") as raised:
         solved(toy_problems(12), setup(target), directory=tmp_path / "run")
@@ -80,15 +85,15 @@ def test_a_target_without_usable_scores_ends_the_run(fault: Fault, tmp_path: Pat
 
 
 def test_the_diagnosis_says_if_the_target_scores_other_texts() -> None:
-    """If the sentence of the probe is still scored, the diagnosis names the chunks or the load as
-    the cause.
+    """If the target still scores the probe's sentence, the diagnosis names the chunks or the load
+    as the cause.
     """
     with pytest.raises(UnusableScores, match="scores a fixed sentence"):
         solved(toy_problems(12), setup(Overflowing("nan", spared="the answer is 4.")))
 
 
 def test_the_run_resumes_once_the_target_works(tmp_path: Path) -> None:
-    """Failures of earlier sessions do not count against the working target."""
+    """A run resumes once the target works; scoring failures of earlier sessions do not count."""
     directory = tmp_path / "run"
     with pytest.raises(UnusableScores):
         solved(toy_problems(6), setup(Overflowing("nan")), directory=directory)
@@ -138,7 +143,9 @@ def test_a_run_with_scores_has_no_such_line() -> None:
 
 
 def test_single_scoring_failures_do_not_end_the_run() -> None:
-    """One usable score resets the count of failures."""
+    """Single scoring failures do not end the run, because each usable score resets the count of
+    failures.
+    """
 
     class Stray(Overflowing):
         async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -150,7 +157,7 @@ def test_single_scoring_failures_do_not_end_the_run() -> None:
 
 
 def test_an_unknown_reaction_is_refused() -> None:
-    """The error lists the valid reactions."""
+    """The error about an unknown reaction lists the valid reactions."""
     with pytest.raises(OptionError, match="on_unscored"):
         Setup(draft="scripted", target="scripted", on_unscored="never").plan(  # type: ignore[arg-type]
             ScriptedEngine("draft"), ScriptedEngine("target")

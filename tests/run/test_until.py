@@ -42,7 +42,9 @@ def said(world: Any, name: str = "run") -> list[str]:
 
 
 def test_a_run_ends_when_the_comparison_is_decided(world: Any) -> None:
-    """No more problems are begun, all begun problems finish, and the journal has the result once."""
+    """When the comparison is decided, no further problem begins, open problems finish, and the
+    journal has the result once.
+    """
     result = world.run(plan(world, votes(0.0)), world.session(), PROBLEMS)
     assert (result.status, result.exit_code) == ("decided", 0)
     assert result.comparison is not None
@@ -76,8 +78,8 @@ def test_a_killed_comparison_resumes_to_the_same_result(world: Any) -> None:
 
 
 def test_problems_are_compared_in_their_order(world: Any) -> None:
-    """Comparison in order means that a failed problem delays later ones until a session has solved
-    it.
+    """Problems are compared in their order, so a failed problem delays later ones until a session
+    solves it.
     """
 
     async def pipeline(problem: Any, *others: Any) -> Outcome:
@@ -98,7 +100,9 @@ def test_problems_are_compared_in_their_order(world: Any) -> None:
 
 
 def test_a_run_that_cannot_decide_says_so(world: Any) -> None:
-    """All problems are done without a decision, and the exit code is that of a failed check."""
+    """If no decision is reached, all problems are run and the exit code is that of a failed
+    check.
+    """
     result = world.run(plan(world, votes(1.0)), world.session(), PROBLEMS[:12])
     assert (result.status, result.exit_code, result.comparison.settled) == (
         "finished",
@@ -109,7 +113,7 @@ def test_a_run_that_cannot_decide_says_so(world: Any) -> None:
 
 
 def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> None:
-    """The command draws the order with the seed, the report has the result, and a resume must keep
+    """The seed determines the order of problems, the report has the result, and a resume must keep
     the order.
     """
     earlier = tmp_path / "earlier.jsonl"
@@ -146,7 +150,7 @@ def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> Non
 
 
 def test_impossible_comparisons_are_refused(tmp_path: Path) -> None:
-    """One setting without the other, unknown values, a shard and other problems are refused with
+    """One setting without the other, unknown values, a shard, and other problems are refused with
     errors.
     """
     earlier = tmp_path / "earlier.jsonl"

@@ -1,4 +1,4 @@
-"""Fixtures of toy engines behind real HTTP servers, and engines that call them."""
+"""Fixtures of toy engines behind real HTTP servers, and of engines that call these servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK = RemoteOptions(
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the machine's keys and proxies."""
+    """Hide this machine's keys and proxies."""
     for name in (
         "ATTS_API_KEY",
         "OPENAI_API_KEY",
@@ -69,7 +69,7 @@ def serve(toy: Callable[[], Engine]) -> Iterator[Callable[..., DialectServer]]:
 
 @pytest.fixture
 def client() -> Callable[..., RemoteEngine]:
-    """Return a factory of unopened engines on servers."""
+    """Return a factory of engines that use a server and are not yet open."""
 
     def make(url: str, **settings: Any) -> RemoteEngine:
         settings.setdefault("tokenizer", ToyTokenizer())

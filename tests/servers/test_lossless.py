@@ -40,8 +40,9 @@ def told(engine: RemoteEngine) -> tuple[str, str]:
 async def test_a_lossless_server_is_accepted_with_its_speculation_reported(
     serve: Serve, client: Connect, dialect: str, words: str
 ) -> None:
-    """The probe reports speculation that keeps the distribution, and does not test a server without
-    speculation.
+    """A server whose speculation keeps the distribution is accepted, and the probe reports it.
+
+    A server without speculation is not tested.
     """
     plain = serve(dialect)
     async with client(plain.url) as engine:
@@ -73,7 +74,7 @@ async def test_a_server_whose_speculation_changes_its_distribution_is_refused(
 
 
 class TooSure(EngineAround):
-    """An engine that draws single tokens correctly, but takes the likeliest ones if more are
+    """An engine that draws single tokens correctly, but takes the most likely tokens if several are
     requested.
     """
 
@@ -88,8 +89,9 @@ class TooSure(EngineAround):
 async def test_text_that_is_too_likely_is_found_and_the_probe_reports_it(
     serve: Serve,
 ) -> None:
-    """A server that accepts its best guesses without drawing writes sensible text, but not from its
-    distribution.
+    """The probe notices and reports a server that accepts its best guesses without drawing.
+
+    Such a server writes sensible text, but not from its distribution.
     """
     server = serve(
         "vllm", lambda: TooSure(ScriptedEngine(context_length=1024), "own"), quirks=LOSSLESS

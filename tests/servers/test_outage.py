@@ -1,5 +1,5 @@
-"""Tests of servers that are killed during a run: calls wait for the server's return, or the next
-session repeats them.
+"""Tests of servers killed during a run: calls wait until the server returns, or the next session
+repeats them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PATIENT = replace(AWAY, give_up_after=120.0)
 
 
 class Diary:
-    """A listener that records the servers that calls waited for."""
+    """A listener that records which servers calls waited for."""
 
     def __init__(self) -> None:
         self.awaited: list[EngineAwaited] = []
@@ -68,7 +68,7 @@ class Diary:
 
 
 def essence(outcome: Outcome) -> str:
-    """Return an outcome without the parts that depend on timing and on caches."""
+    """Return an outcome without the parts that depend on timing and caches."""
     rollouts = [
         (
             rollout.sample,
@@ -83,7 +83,7 @@ def essence(outcome: Outcome) -> str:
 
 
 def outcomes(result: RunResult) -> dict[str, str]:
-    """Return a result's outcomes by problem, without timing."""
+    """Return the outcomes of a result by problem, without timing."""
     return {outcome.problem.id: essence(outcome) for outcome in result.outcomes()}
 
 
@@ -109,7 +109,7 @@ class Pair:
     def run(
         self, directory: Path, options: RemoteOptions, *listeners: Any, pool: bool = False
     ) -> RunResult:
-        """Evaluate with a frozen gate."""
+        """Evaluate the problems with a frozen gate."""
         target: Any = self.engine("target", options)
         plan = RunSpec(
             self.engine("draft", options),
@@ -136,7 +136,7 @@ class Outage(Diary):
         self.is_over = False
 
     def notify(self, event: Notice) -> None:
-        """Kill the server once the journal has the given size."""
+        """Kill the server when the journal has reached the given size."""
         super().notify(event)
         if not self.is_over and journal_size(self._directory) >= self._size:
             self.is_over = True
@@ -177,8 +177,8 @@ def forced(directory: Path) -> list[Any]:
 
 @pytest.mark.parametrize("pool", [False, True])
 def test_a_server_that_comes_back_is_waited_for(serve: Serve, tmp_path: Path, pool: bool) -> None:
-    """The server is killed and restarted while the run continues; the run ends as usual and says
-    which server it waited for.
+    """If a server is killed and restarted during a run, the run ends as usual and reports which
+    server it waited for.
     """
     pair = Pair(serve)
     whole = outcomes(pair.run(tmp_path / "whole", PATIENT, pool=pool))
@@ -198,8 +198,9 @@ def test_a_server_that_comes_back_is_waited_for(serve: Serve, tmp_path: Path, po
 def test_a_server_that_stays_away_loses_no_outcome(
     serve: Serve, tmp_path: Path, role: Role, points: int
 ) -> None:
-    """A kill at any point gives exit code 3 and forces no decision; after a restart the outcomes
-    are the same.
+    """If a killed server stays away, the run exits with code 3 and forces no decision.
+
+    After the server's restart, the resumed run has the usual outcomes.
     """
     pair = Pair(serve)
     draws = random.Random(21)
@@ -239,7 +240,9 @@ class Silent:
 
 
 def test_a_server_that_never_returns_is_given_up_after_an_hour() -> None:
-    """Later calls fail at once, with an error that names the time and the remedy."""
+    """After an hour without a server, calls fail at once, with an error that names the waiting time
+    and the remedy.
+    """
     client: Any = Silent()
 
     async def main() -> float:
@@ -260,8 +263,8 @@ def test_a_server_that_never_returns_is_given_up_after_an_hour() -> None:
 
 
 def test_a_loss_lasts_until_a_call_is_answered() -> None:
-    """A server that passes its health check but answers no call is given up after one hour, not
-    after an hour per check.
+    """A server that passes health checks but answers no call is given up after one hour in total,
+    not one hour per check.
     """
     client: Any = Silent(back_at=1800.0)
 

@@ -1,5 +1,5 @@
-"""Tests of several servers as one engine: warm caches, fair load, and no rollout lost with a
-server.
+"""Tests of several servers as one engine: caches are reused, load is shared, and a lost server
+loses no rollout.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def pool_of(
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Wait for something that must happen, however busy the machine is."""
+    """Wait until a condition is true, however slow the machine is."""
     with anyio.fail_after(120):
         while not true():  # noqa: ASYNC110  # what a server in a thread does can only be polled
             await anyio.sleep(0.002)
@@ -64,7 +64,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 @pytest.mark.anyio
 async def test_a_pool_passes_the_conformance_suite(serve: Serve, client: Connect) -> None:
-    """`check_engine` reports no failure over two replicas."""
+    """A pool of two replicas passes the conformance suite."""
     servers = serve("sglang"), serve("sglang")
     report = await check_engine(lambda: pool_of(client, *servers), options=PATIENT)
     assert not report.broken
@@ -73,7 +73,9 @@ async def test_a_pool_passes_the_conformance_suite(serve: Serve, client: Connect
 
 @pytest.mark.anyio
 async def test_a_rollout_stays_where_its_cache_is(serve: Serve, client: Connect) -> None:
-    """A rollout always goes to the same replica, and many rollouts use both replicas."""
+    """All requests of a rollout go to the replica with its cache, and many rollouts use both
+    replicas.
+    """
     first = serve("vllm")
     second = serve("vllm")
     async with pool_of(client, first, second) as pool:
@@ -90,9 +92,7 @@ async def test_a_rollout_stays_where_its_cache_is(serve: Serve, client: Connect)
 
 @pytest.mark.anyio
 async def test_a_busy_replica_spills_over(serve: Serve, client: Connect) -> None:
-    """With many requests of one rollout, the idle server takes some of them instead of leaving all
-    to the busy one.
-    """
+    """If one rollout sends many requests, the idle server takes some of them."""
 
     def slow() -> ScriptedEngine:
         return ScriptedEngine(context_length=1024, latency=Latency(per_sample=0.05))
@@ -105,7 +105,9 @@ async def test_a_busy_replica_spills_over(serve: Serve, client: Connect) -> None
 
 @pytest.mark.anyio
 async def test_a_lost_replica_loses_no_rollout(serve: Serve, client: Connect) -> None:
-    """One of two servers is killed during a run and returns; each request gets its usual reply."""
+    """If one of two servers is killed during a run and returns, each request gets its usual
+    reply.
+    """
 
     def slowish() -> ScriptedEngine:
         return ScriptedEngine(context_length=1024, latency=Latency(sampled_token=0.005))
@@ -139,7 +141,11 @@ async def test_a_lost_replica_loses_no_rollout(serve: Serve, client: Connect) ->
 async def test_a_killed_replica_is_used_again_after_it_returned(
     serve: Serve, client: Connect
 ) -> None:
-    """The circuit breaker opens on loss, half-opens after a while, and closes after a good check."""
+    """A killed replica is used again after it returns.
+
+    The circuit breaker opens when the replica is lost, half-opens after a pause, and closes after a
+    successful check.
+    """
     steady = serve("vllm")
     victim = serve("vllm")
     async with pool_of(client, steady, victim) as pool:
@@ -163,7 +169,9 @@ async def test_a_killed_replica_is_used_again_after_it_returned(
 async def test_a_replica_that_returns_changed_is_not_used_again(
     serve: Serve, client: Connect
 ) -> None:
-    """If an upgrade changed the log-probabilities of a replica, the other replicas do its work."""
+    """If a replica returns with other log-probabilities, for example after an upgrade, it is not
+    used again and the other replicas do its work.
+    """
     steady = serve("sglang")
     upgraded = serve("sglang")
     async with pool_of(client, steady, upgraded) as pool:
@@ -187,7 +195,9 @@ async def test_a_replica_that_returns_changed_is_not_used_again(
 async def test_without_any_replica_the_error_is_retryable_and_says_why(
     serve: Serve, client: Connect
 ) -> None:
-    """If all replicas are lost, the pool is unavailable at once, with each replica's reason."""
+    """If all replicas are lost, the pool fails at once with a retryable error that has each
+    replica's reason.
+    """
     server = serve("vllm")
     async with pool_of(client, server) as pool:
         server.kill()
@@ -199,7 +209,9 @@ async def test_without_any_replica_the_error_is_retryable_and_says_why(
 
 
 class Lost(ScriptedEngine):
-    """A replica that is lost for one call and returns at once, but takes time to be checked."""
+    """A replica that fails one call and is available again at once, but takes time to be
+    checked.
+    """
 
     lost = is_open = False
 
@@ -215,15 +227,15 @@ class Lost(ScriptedEngine):
         return True
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Sample as the toy engine does, unless the engine is lost."""
+        """Sample as the toy engine does, unless the replica is lost."""
         if self.lost:
             raise EngineUnavailable("lost", "the connection broke")
         return await super().sample(request)
 
 
 def test_all_callers_continue_once_one_has_checked_the_replica(anyio_backend: Any) -> None:
-    """All callers use the replica again after one of them has checked it, however long it failed
-    before.
+    """Once one caller has checked a returned replica, all callers use it again, however long it had
+    failed.
     """
 
     async def main() -> None:
@@ -245,7 +257,7 @@ def test_all_callers_continue_once_one_has_checked_the_replica(anyio_backend: An
 
 
 class Slow(Lost):
-    """A replica that answers some requests with a failure after a while."""
+    """A replica that answers some requests with a failure after a delay."""
 
     fails_after = 0.0
 
@@ -258,7 +270,9 @@ class Slow(Lost):
 
 
 def test_a_late_failure_does_not_take_a_recovered_replica_down(anyio_backend: Any) -> None:
-    """The failed call belonged to the old connection, and the replica was checked afterwards."""
+    """A late failure of a call from before the replica's check does not remove the replica from the
+    pool.
+    """
 
     async def main() -> None:
         engine = Slow()
@@ -281,7 +295,7 @@ def test_a_late_failure_does_not_take_a_recovered_replica_down(anyio_backend: An
                 assert pool.load()[0].state == "up"
                 await anyio.sleep(10.0)
             assert pool.load()[0].state == "up"
-            # A call that is lost after the check of the replica counts as a failure of the replica.
+            # a call that is lost after the check counts as a failure of the replica
             with pytest.raises(EngineUnavailable):
                 await pool.sample(request(3, "late"))
             assert pool.load()[0].state == "down"
@@ -303,7 +317,7 @@ async def test_replicas_must_be_alike(serve: Serve, client: Connect) -> None:
 async def test_a_request_all_replicas_refuse_costs_no_replica(
     serve: Serve, client: Connect
 ) -> None:
-    """An impossible request gets its error and does not change the pool."""
+    """An impossible request gets an error, and all replicas stay in the pool."""
     async with pool_of(client, serve("vllm"), serve("vllm")) as pool:
         with pytest.raises(EngineError):
             await pool.sample(replace(request(0), max_tokens=5000))

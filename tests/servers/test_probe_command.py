@@ -1,5 +1,5 @@
-"""Tests of `atts probe`: it accepts the addresses of a run, and says for which roles a server can
-be used.
+"""Tests of `atts probe`: it accepts the same addresses as a run, and says for which roles a server
+can be used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def embedded() -> LocalEngine:
 def test_a_vllm_server_satisfies_every_need(
     serve: Serve, need: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The result of the probe agrees with vLLM's row in docs/servers.md."""
+    """A server that speaks vLLM's dialect satisfies each `--need`, and the probe lists the
+    abilities of vLLM's row in docs/servers.md.
+    """
     server = serve("vllm", embedded, model="owner/draft")
     assert (
         command(
@@ -59,8 +61,8 @@ def test_a_chat_api_is_probed_as_a_run_names_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The address has URL, version, model and the key's variable, in the form that `--target`
-    accepts.
+    """The probe accepts a chat API in the form that `--target` accepts: URL, version, model and the
+    key's variable.
     """
     monkeypatch.setenv("SOME_KEY", "secret")
     server = serve("chat", model="toy-model", key="secret")
@@ -72,7 +74,7 @@ def test_a_chat_api_is_probed_as_a_run_names_it(
 
 
 class Quick:
-    """A server that answers in a moment, and never reports a running request."""
+    """A server that answers within a moment, and never reports a running request."""
 
     spec = EngineSpec("quick", "toy", "toy", 1024, (1,), 8)
     tokenizer = ToyTokenizer()
@@ -84,12 +86,14 @@ class Quick:
         return 0
 
     async def sample_raw(self, request: object) -> None:
-        """Sleep for a moment."""
+        """Return a sample after a short sleep."""
         await anyio.sleep(0.05)
 
 
 def test_opening_an_engine_on_a_quick_server_does_not_wait() -> None:
-    """The probe's request has ended, so opening waits for no cancellation."""
+    """Opening an engine on a quick server does not wait for the probe's cancellation, because the
+    probe's request has already ended.
+    """
     requests: Any = Quick()
 
     async def look() -> tuple[str, float]:

@@ -28,7 +28,7 @@ from atts.testing import CheckOptions, Latency, ScriptedEngine, ToyTokenizer, ch
 
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
 HALF = RayOptions(actors=2, cpus=0.5, open_seconds=120.0)
-# Ray's own warnings are ignored, because atts cannot prevent them
+# Ray's own warnings are ignored, because atts cannot prevent them.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
@@ -53,18 +53,20 @@ def cluster() -> Iterator[Any]:
 
 
 def toy() -> Engine:
-    """Make an engine that takes some time per call."""
+    """Make a toy engine with some latency per call."""
     return ScriptedEngine(context_length=1024, latency=Latency(sampled_token=0.002), concurrency=64)
 
 
 def request(number: int) -> SampleRequest:
-    """Make a request; different numbers give different requests."""
+    """Make a request that depends on the number."""
     return SampleRequest(PROMPT, 24, seed=Seed(run=number), rollout=f"r{number}")
 
 
 @pytest.mark.anyio
 async def test_ray_actors_pass_the_conformance_suite(cluster: Any) -> None:
-    """`check_engine` reports no failure over two actors on two nodes, and both actors did work."""
+    """Two actors on two nodes pass the conformance suite as one engine, and both actors are
+    used.
+    """
     async with RayEngine(toy, options=HALF) as engine:
         report = await check_engine(
             engine, options=CheckOptions(draws=24, tokens=6, long_tokens=64)
@@ -77,8 +79,8 @@ async def test_ray_actors_pass_the_conformance_suite(cluster: Any) -> None:
 
 @pytest.mark.anyio
 async def test_a_dead_actor_loses_no_request(cluster: Any) -> None:
-    """One of two actors is killed while it works; each reply is as usual, and a new actor replaces
-    it.
+    """If one of two actors is killed while it works, each reply is as usual and a new actor
+    replaces it.
     """
     async with ScriptedEngine(context_length=1024) as alone:
         want = [(await alone.sample(request(number))).ids for number in range(24)]
@@ -108,7 +110,7 @@ async def test_a_dead_actor_loses_no_request(cluster: Any) -> None:
 
 @pytest.mark.anyio
 async def test_errors_keep_their_kind_on_the_way_back(cluster: Any) -> None:
-    """An error of the engine in the actor is raised in the caller, with its message."""
+    """An error raised by the engine in an actor reaches the caller with its class and message."""
     async with RayEngine(_small, options=RayOptions(cpus=0.5)) as engine:
         with pytest.raises(ContextOverflow, match="but the context has only"):
             await engine.actors[0]._ask("sample", SampleRequest(PROMPT, 500))  # pyright: ignore[reportPrivateUsage]
@@ -119,8 +121,8 @@ async def test_errors_keep_their_kind_on_the_way_back(cluster: Any) -> None:
 
 
 def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: Path) -> None:
-    """The rollouts are the same with draft and target in actors on two nodes, with the same seeds
-    and a fixed gate.
+    """With draft and target in actors on two nodes, the rollouts equal those of one process with
+    the same seeds and a fixed gate.
     """
     from atts.api.setup import answers_for, grade, load_problems
 
@@ -151,12 +153,12 @@ def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: 
         for name in one
         for ours, theirs in zip(one[name].rollouts, two[name].rollouts, strict=False)
     ]
-    # a tie of two logits may flip one rollout
+    # a tie between two logits may change one rollout
     assert sum(ours == theirs for ours, theirs in texts) >= len(texts) - 1
 
 
 def stage_actors() -> list[int]:
-    """Return the processes of actors that hold layers."""
+    """Return the processes of the actors that have layers of the model."""
     found = [
         path.parent
         for path in Path("/proc").glob("[0-9]*/cmdline")
@@ -167,7 +169,10 @@ def stage_actors() -> list[int]:
 
 @pytest.mark.anyio
 async def test_stages_in_actors_give_the_bits_of_one_process(cluster: Any) -> None:
-    """The outage caused by a killed actor ends when the engine is opened again."""
+    """Stages in actors give the same bits as one process.
+
+    After an actor was killed, the engine works again once it is reopened.
+    """
     words = "embedded:target?threads=1&kv_tokens=4096"
     law = Sampling(0.8)
     ask = SampleRequest((5, 6, 7), 40, law, Seed(run=1), rollout="r")
@@ -182,15 +187,16 @@ async def test_stages_in_actors_give_the_bits_of_one_process(cluster: Any) -> No
         with anyio.fail_after(120):
             with pytest.raises(EngineUnavailable, match="the stage of layers . to . died"):
                 await engine.sample(ask)
-            # wait for the engine's return, as a run does before it retries
+            # wait until the engine is available again, as a run does before it retries
             assert await cast(RayEngine, engine).comes_back()
             assert (await engine.sample(ask)).logprobs == wanted.logprobs
 
 
 @pytest.mark.anyio
 async def test_a_killed_replica_of_a_stage_loses_no_reply(cluster: Any) -> None:
-    """Two actors have the same layers, and one continues for both; the command line accepts such
-    settings too.
+    """If two actors have the same layers and one is killed, the other answers for both.
+
+    The command line accepts such settings too.
     """
     words = "embedded:target?threads=1&kv_tokens=4096"
     law = Sampling(0.8)
@@ -215,14 +221,14 @@ async def test_a_killed_replica_of_a_stage_loses_no_reply(cluster: Any) -> None:
 
 
 def test_without_ray_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the extra to install."""
+    """Without Ray, the error names the extra to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'atts-llm\[ray\]'"):
         anyio.run(RayEngine(toy).__aenter__)
 
 
 def _small() -> Engine:
-    """Make an engine that reports more room than it has, so that only the actor's own check refuses
-    a request.
+    """Make an engine that reports a longer context than it has, so that only the check inside the
+    actor refuses a request.
     """
     return ScriptedEngine(context_length=64)

@@ -24,13 +24,15 @@ pytestmark = pytest.mark.checkout
 
 
 def served(role: Role) -> LocalEngine:
-    """Open an embedded model as a server does, for several runs at once."""
+    """Serve an embedded model in a way that several runs can use at once."""
     return LocalEngine(path(role), name=role, options=LocalOptions(worker="thread"))
 
 
 @pytest.mark.slow
 def test_the_page_of_two_servers_can_be_followed(tmp_path: Path) -> None:
-    """Each command of the page exits with 0 on two servers, and a killed run is finished."""
+    """Each command of the two-servers page exits with 0 on two servers, and a killed run is
+    finished.
+    """
     roles: tuple[Role, ...] = ("draft", "target")
     with ExitStack() as stack:
         addresses = {}
@@ -97,7 +99,7 @@ def test_a_servers_own_speculation_is_timed_and_its_wrong_texts_are_found(
 
 
 def test_a_command_that_fails_is_told_from_one_that_ends_well(tmp_path: Path) -> None:
-    """The check of a command needs both its exit code and its output."""
+    """The check of a command fails for a wrong exit code and for missing output."""
     what, seen, holds = real_vllm.of_command("report", "report", str(tmp_path / "none"))
     assert (what, holds) == ("report", "no")
     assert "exit code" in seen
@@ -105,7 +107,7 @@ def test_a_command_that_fails_is_told_from_one_that_ends_well(tmp_path: Path) ->
 
 
 def test_a_servers_children_end_with_it(tmp_path: Path) -> None:
-    """A worker process that a server has started is ended too, also if it ignores SIGTERM."""
+    """A worker process started by a server ends with the server, even if it ignores SIGTERM."""
     code = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
         "work = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -126,7 +128,9 @@ def test_a_servers_children_end_with_it(tmp_path: Path) -> None:
 
 
 def test_cores_are_divided_or_left_to_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two servers get different cores if there are at least two."""
+    """Two servers get different cores if the machine has at least two; otherwise both use all
+    cores.
+    """
     monkeypatch.setattr(real_vllm.os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     assert real_vllm.cores_of(2) == ["4,5", "6,7"]
     monkeypatch.setattr(real_vllm.os, "sched_getaffinity", lambda _: {3})

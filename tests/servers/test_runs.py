@@ -1,4 +1,4 @@
-"""Tests of whole evaluations over servers that fail, and of the addresses of servers."""
+"""Tests of whole evaluations over servers that fail, and of parsing server addresses."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ FAULTS = {
 
 
 class Endless(ScriptedEngine):
-    """An engine that answers a probe, and never ends a real request."""
+    """An engine that answers a probe but never finishes a real request."""
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Sample as the toy engine does if the request is short; never end otherwise."""
+        """Sample as the toy engine does if the request is short; never finish otherwise."""
         if request.max_tokens > 12:
             await anyio.sleep(3600)
         return await super().sample(request)
@@ -106,7 +106,7 @@ def plan(serve: Serve) -> tuple[RunSpec, list[DialectServer]]:
 
 
 class Trouble:
-    """A listener that causes trouble once a server has answered a number of requests."""
+    """A listener that causes a fault after a server has answered a number of requests."""
 
     def __init__(self, server: DialectServer, left: list[tuple[int, Callable[[], object]]]) -> None:
         self.server = server
@@ -131,8 +131,10 @@ class Renamed(ScriptedEngine):
 async def test_a_run_is_not_resumed_on_other_weights_under_the_same_name(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """The manifest has the scores of a fixed text; the error has the old and the new values, and
-    the run is kept.
+    """A run is not resumed on other weights under the same name: the error has the old and new
+    scores of a fixed text.
+
+    The scores are in the run's manifest, and the run directory is unchanged.
     """
     servers = [serve("vllm", make, model="one") for make in (engine("draft"), Renamed)]
     policy = Policy(samples=2, turns=3, early_stop="none")
@@ -162,8 +164,8 @@ async def test_a_run_is_not_resumed_on_other_weights_under_the_same_name(
 async def test_every_problem_ends_once_while_servers_fail_and_restart(
     plan: tuple[RunSpec, list[DialectServer]], tmp_path: Path
 ) -> None:
-    """A third of the calls fails, and a replica is killed and returns; each problem has one
-    outcome.
+    """Each problem has exactly one outcome although a third of the calls fails and a replica is
+    killed and returns.
     """
     todo, servers = plan
 
@@ -192,7 +194,7 @@ async def test_every_problem_ends_once_while_servers_fail_and_restart(
 async def test_a_run_that_is_stopped_leaves_servers_idle(
     plan: tuple[RunSpec, list[DialectServer]],
 ) -> None:
-    """Cancelling the run, as Ctrl-C does, ends all its requests at the servers."""
+    """Cancelling a run, as Ctrl-C does, ends all its requests at the servers."""
     todo, servers = plan
     async with task_group() as group:
         group.start_soon(evaluate, toy_problems(40, 5), todo, RunOptions(signals="ignore"))
@@ -208,7 +210,9 @@ async def test_a_run_that_is_stopped_leaves_servers_idle(
 
 
 def test_addresses_of_servers_are_parsed() -> None:
-    """SCHEME:URL/MODEL may have settings after a question mark and several URLs; faults are named."""
+    """A server address SCHEME:URL/MODEL may have several URLs, and settings after a question mark;
+    the error about a wrong address names the fault.
+    """
     one = build_engine("vllm:http://h:8000/Qwen/Qwen3-8B?in_flight=7&timeout=3&wait=9", "target")
     assert isinstance(one, RemoteEngine)
     assert (one.url, one.options.in_flight, one.options.timeout_seconds) == (
@@ -233,7 +237,7 @@ def test_addresses_of_servers_are_parsed() -> None:
 
 
 def test_give_up_after_applies_to_every_server() -> None:
-    """The setup's value applies to each server whose address has no value of its own."""
+    """The setup's `give_up_after` applies to each server whose address sets no value of its own."""
     setup = Setup(
         draft="vllm:http://a:1/m?give_up_after=7",
         target="openai:gpt",
@@ -255,8 +259,8 @@ def test_give_up_after_applies_to_every_server() -> None:
 def test_the_probe_command_says_what_is_wrong(
     serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The exit code is 3 for a fault of the server and 2 for wrong arguments, with one line on
-    stderr.
+    """The probe command exits with 3 for a fault of the server and 2 for wrong arguments, with one
+    line on stderr.
     """
     from atts.models import path
 
@@ -282,7 +286,9 @@ def test_the_probe_command_says_what_is_wrong(
 def test_the_probe_command_waits_for_a_server_that_loads_and_says_so(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The wait is reported on stderr; a server that never ends loading gives exit code 3."""
+    """The probe command reports on stderr that it waits for a loading server; if loading never
+    ends, the exit code is 3.
+    """
     assert (
         command(["probe", serve("chat", loading_seconds=0.4).url + "/v1", "--dialect", "chat"]) == 0
     )
@@ -298,8 +304,10 @@ def test_the_probe_command_waits_for_a_server_that_loads_and_says_so(
 async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every request would fail alike, so the run ends at once, names the place of the key and
-    leaves the server idle.
+    """If a key expires during a run, the run ends at once, says where the key belongs, and leaves
+    no request at the server.
+
+    All further requests would fail in the same way.
     """
     monkeypatch.setenv("ATTS_API_KEY", "secret-old")
     server = serve("sglang", engine("draft"), key="secret-old")
@@ -324,9 +332,7 @@ async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
 
 
 def test_ctrl_c_leaves_the_server_nothing_to_do(serve: Serve, tmp_path: Path) -> None:
-    """After two interrupts of a real process the exit code is 130, and no request is left at the
-    server.
-    """
+    """After two Ctrl-C the process exits with code 130, and no request is left at the server."""
     server = serve("chat", lambda: Endless("target"))
     words = [
         "eval",
@@ -353,7 +359,7 @@ def test_ctrl_c_leaves_the_server_nothing_to_do(serve: Serve, tmp_path: Path) ->
         deadline = time.monotonic() + 120
         while server.running < 16 and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        # the first Ctrl-C lets calls finish, which never happens here; the next drops them
+        # the first Ctrl-C lets calls finish, which never happens here; the second cancels them
         for patience in (
             0.5,
             30.0,
@@ -378,7 +384,9 @@ def test_ctrl_c_leaves_the_server_nothing_to_do(serve: Serve, tmp_path: Path) ->
 def test_the_probe_command_describes_a_server_of_the_embedded_model(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The server has a real model and tokenizer; `--need` fails for abilities it lacks."""
+    """The probe command describes a server of the embedded model, and `--need` fails for abilities
+    that the server lacks.
+    """
     from atts.local import LocalEngine, LocalOptions
     from atts.models import path
 
@@ -420,8 +428,9 @@ class CountedScores(ScriptedEngine):
 async def test_raw_log_probs_are_fetched_only_where_they_are_used(
     serve: Serve, method: str, changes: dict[str, Any], extra: str
 ) -> None:
-    """SGLang returns processed log-probabilities by default, so raw ones take a second request,
-    made only if a score, vote or stop needs them.
+    """Raw log-probabilities are requested only if a score, vote or stop needs them.
+
+    SGLang returns processed ones by default, so raw ones take a second request.
     """
     models: dict[Role, CountedScores] = {role: CountedScores(role) for role in ("draft", "target")}
     quirks = ServerQuirks(logprobs="processed")

@@ -46,7 +46,7 @@ POLICY = Policy(
 async def written(
     server: DialectServer, options: RemoteOptions, policy: Policy = POLICY
 ) -> list[Rollout]:
-    """Let a server's model write the rollouts of two problems alone."""
+    """Write the rollouts of two problems with the server's model alone."""
     engine = RemoteEngine(server.url, tokenizer=ToyTokenizer(), options=options)
     answers = Answers(toy_answer, toy_groups)
     async with engine as target, ScriptedEngine("draft") as draft:
@@ -60,14 +60,14 @@ async def written(
 
 
 def make() -> Engine:
-    """Make an engine whose context holds long chunks."""
+    """Make an engine whose context has room for long chunks."""
     return ScriptedEngine(context_length=1024)
 
 
 @pytest.mark.anyio
 async def test_vllm_closes_the_block_in_the_same_request(serve: Serve) -> None:
-    """With thinking=send a rollout is one request; without it, a second request follows after the
-    budget.
+    """With thinking=send a server ends the thinking block within a single request; otherwise a
+    second request follows after the budget.
     """
     server = serve(make=make)
     ours = await written(server, QUICK)
@@ -86,7 +86,9 @@ async def test_vllm_closes_the_block_in_the_same_request(serve: Serve) -> None:
 
 @pytest.mark.anyio
 async def test_atts_closes_the_block_if_the_server_ignores_the_budget(serve: Serve) -> None:
-    """The block is closed after the request that exceeded the budget, and the turn records it."""
+    """If the server ignores the thinking budget, atts closes the block after the request that
+    exceeded it, and the turn records this.
+    """
     server = serve(make=make, quirks=ServerQuirks(thinking="ignored"))
     policy = replace(POLICY, chunking=Chunking(BUDGET + 6, BUDGET + 6, ()))
     rollouts = await written(server, replace(QUICK, thinking="send"), policy)
@@ -106,7 +108,7 @@ async def test_atts_closes_the_block_if_the_server_ignores_the_budget(serve: Ser
 async def test_a_server_without_the_budget_is_refused(
     serve: Serve, quirks: ServerQuirks, words: str
 ) -> None:
-    """The server is refused before a run begins, with a remedy."""
+    """A server without a thinking budget is refused before a run begins, with a remedy."""
     server = serve(make=make, quirks=quirks)
     options = replace(QUICK, thinking="send")
     with pytest.raises(UnsupportedByEngine, match=words):
@@ -117,7 +119,9 @@ async def test_a_server_without_the_budget_is_refused(
 
 
 def test_a_dialect_that_cannot_send_the_budget_says_so() -> None:
-    """The dialect raises an error, because the setting would be ignored silently."""
+    """A dialect that cannot send the thinking budget raises an error instead of ignoring the
+    setting.
+    """
     address = read_server("sglang:http://localhost:1/m?thinking=send")
     assert address.options.thinking == "send"
     with pytest.raises(OptionError, match="servers of dialect sglang take no thinking budget"):
@@ -149,8 +153,9 @@ async def fields(url: str, options: RemoteOptions, **changes: Any) -> dict[str, 
 
 @pytest.mark.anyio
 async def test_a_rollouts_requests_go_to_one_cache_at_openai() -> None:
-    """The field's key names the rollout; other services do not get the field, because they may
-    refuse it.
+    """At OpenAI, all requests of a rollout have the same prompt-cache key.
+
+    Other services do not get this field, because they may refuse it.
     """
     body = await fields("https://api.openai.com/v1", QUICK)
     again = await fields("https://api.openai.com/v1", QUICK)
@@ -161,7 +166,7 @@ async def test_a_rollouts_requests_go_to_one_cache_at_openai() -> None:
 
 @pytest.mark.anyio
 async def test_a_chat_service_gets_the_budget_in_its_own_field() -> None:
-    """OpenRouter has its own field for the budget, and OpenAI has none."""
+    """OpenRouter gets the thinking budget in its own field; OpenAI has no field for it."""
     send = replace(QUICK, thinking="send")
     assert (await fields("https://host.example/v1", send, thinking_budget=9))[
         "thinking_token_budget"
@@ -174,8 +179,9 @@ async def test_a_chat_service_gets_the_budget_in_its_own_field() -> None:
 
 
 def test_earlier_problems_have_priority_at_the_server() -> None:
-    """Requests, also for scores, have a priority by the order in which problems arrived; SGLang
-    uses the opposite sign.
+    """Requests of earlier problems have priority at the server, also requests for scores.
+
+    SGLang uses the opposite sign for priorities.
     """
     send = replace(QUICK, priorities="send")
     for dialect, sign in ((VllmDialect(send), 1), (SglangDialect(send), -1)):

@@ -1,4 +1,6 @@
-"""Tests of `atts tune`: it derives a server's best speculation length from step times and counters."""
+"""Tests of `atts tune`: it derives a server's best number of proposed tokens from its step times
+and counters.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from atts.testing import ServerQuirks
 from atts.testing.servers import DialectServer
 
 Serve = Callable[..., DialectServer]
-SHARES = (0.8, 0.75, 0.7)  # acceptance at each position, if all earlier positions were accepted
+# acceptance at each position, provided that all earlier positions were accepted
+SHARES = (0.8, 0.75, 0.7)
 
 
 def embedded() -> LocalEngine:
@@ -30,8 +33,8 @@ def embedded() -> LocalEngine:
 def timings(
     cost: Callable[[float], float], loads: Sequence[int], shares: Sequence[float] = SHARES
 ) -> list[LoadTiming]:
-    """Make the counters of a server with these acceptances, whose steps take `cost` seconds by
-    rows.
+    """Make the counters of a server with these acceptances, whose steps take `cost(rows)`
+    seconds.
     """
     made = list[LoadTiming]()
     for load in loads:
@@ -52,7 +55,7 @@ LOADS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def test_free_rows_give_the_longest_proposal() -> None:
-    """If a step takes the same time for any number of rows, the longest proposal is the best."""
+    """If a step takes the same time for any number of rows, the longest proposal is recommended."""
     found = advise(timings(lambda rows: 0.02, LOADS), 3)
     assert [each.length for each in found.loads] == [3] * len(LOADS)
     assert json.loads(found.config) == {"method": "ngram", "num_speculative_tokens": 3}
@@ -61,8 +64,8 @@ def test_free_rows_give_the_longest_proposal() -> None:
 
 
 def test_rows_at_full_cost_give_no_proposals() -> None:
-    """If a step takes time in proportion to its rows, the advice is "none", once plain steps were
-    timed too.
+    """If a step's time is proportional to its rows and plain steps were timed too, the advice is
+    "none".
     """
 
     def cost(rows: float) -> float:
@@ -75,8 +78,9 @@ def test_rows_at_full_cost_give_no_proposals() -> None:
 
 
 def test_steps_that_were_never_timed_are_named() -> None:
-    """The advice names step sizes without a measurement: a server that always proposes three tokens
-    takes no step of fewer than four rows.
+    """The advice lists the step sizes without a measurement.
+
+    For example, a server that always proposes three tokens takes no step of fewer than four rows.
     """
     found = advise(timings(lambda rows: 0.01 * rows, LOADS), 3)
     assert [each.length for each in found.loads][2:] == [0] * len(LOADS[2:])
@@ -84,7 +88,9 @@ def test_steps_that_were_never_timed_are_named() -> None:
 
 
 def test_proposals_grow_shorter_with_the_load() -> None:
-    """Steps that are free up to 48 rows give long proposals at small loads and none at large ones."""
+    """If additional rows cost nothing up to 48 rows, the advice is long proposals at small loads
+    and none at large loads.
+    """
     found = advise(timings(lambda rows: 0.02 * max(1.0, rows / 48), LOADS), 6)
     lengths = [each.length for each in found.loads]
     assert lengths[0] >= 3
@@ -100,14 +106,18 @@ def test_proposals_grow_shorter_with_the_load() -> None:
 
 
 def test_the_forecast_of_the_length_in_use_is_near_what_was_measured() -> None:
-    """The forecast is within 10 % of the measurement at every load, also for nonlinear costs."""
+    """For the proposal length in use, the forecast is within 10 % of the measurement at every load,
+    also for nonlinear costs.
+    """
     found = advise(timings(lambda rows: 0.01 + 0.0004 * rows, LOADS), 4)
     for each in found.loads:
         assert each.forecast == pytest.approx(each.measured, rel=0.1)
 
 
 def test_the_choice_is_the_best_of_all_lengths_by_enumeration() -> None:
-    """With exact costs and shares, no other length gives over 3 % more tokens a second."""
+    """With exact step times and acceptance rates, no other proposal length gives over 3 % more
+    tokens per second.
+    """
 
     def cost(rows: float) -> float:
         return 0.01 + 0.0008 * rows
@@ -126,8 +136,8 @@ def test_the_choice_is_the_best_of_all_lengths_by_enumeration() -> None:
 
 
 def test_a_server_that_proposed_nothing_gets_no_advice() -> None:
-    """If a server proposed nothing, its steps are timed but its acceptance is unknown, so it gets
-    no advice.
+    """A server that proposed nothing gets no advice, because its acceptance is unknown even though
+    its steps are timed.
     """
     found = advise(timings(lambda rows: 0.02, LOADS, ()), 4)
     assert found.config == "none"
@@ -148,8 +158,8 @@ def test_the_order_of_timings_does_not_matter() -> None:
 def test_a_server_is_tuned_by_its_counters(
     serve: Serve, speculation: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the counts since the beginning of the command are used, as read from the server over
-    HTTP.
+    """A server is tuned by the counters that it publishes over HTTP, counted from the beginning of
+    the command.
     """
     quirks = ServerQuirks(speculation=speculation, acceptance=SHARES)
     server = serve("vllm", embedded, model="owner/draft", quirks=quirks)
@@ -172,7 +182,7 @@ def test_a_server_is_tuned_by_its_counters(
 def test_loads_that_do_not_rise_are_refused(
     serve: Serve, load: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error names the flag, and the exit code is 2."""
+    """The error about loads that do not rise names the flag, and the exit code is 2."""
     server = serve("vllm", embedded, model="owner/draft")
     words = f"vllm:{server.url}/owner/draft?tokenizer={path('draft')}"
     assert command(["tune", words, "--load", load]) == 2

@@ -39,7 +39,9 @@ def run_blocked(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_run_on_servers_needs_neither_torch_nor_transformers(
     serve: Callable[..., DialectServer], tmp_path: Path
 ) -> None:
-    """A whole run works with real tokenizers, chat templates, journal, grades and report."""
+    """Without torch and transformers, a whole run on servers works with real tokenizers, chat
+    templates, journal, grades and report.
+    """
     addresses = list[str]()
     roles: tuple[Role, ...] = ("draft", "target")
     for role in roles:
@@ -55,7 +57,9 @@ def test_a_run_on_servers_needs_neither_torch_nor_transformers(
 
 
 def test_a_local_model_without_torch_names_what_to_install(tmp_path: Path) -> None:
-    """The error is one line, with the exit code of a usage error."""
+    """The error about a local model without torch is one line that names the package to install,
+    with the exit code of a usage error.
+    """
     done = run_blocked("eval", "arithmetic", "--limit", "1", "--out", str(tmp_path / "run"))
     assert done.returncode == 2, done.stderr
     assert "pip install 'atts-llm[local]'" in done.stderr

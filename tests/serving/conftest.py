@@ -25,7 +25,7 @@ QUESTION = "Start at 4. +3, -2. What is the result?"
 
 
 def toy_setup(latency: Latency | None = None, **changes: Any) -> Setup:
-    """Make settings with scripted engines of this latency."""
+    """Make settings with scripted engines of this latency, in seconds."""
     if latency is None:
         return Setup(draft="scripted", target="scripted", **changes)
     return Setup(
@@ -43,7 +43,7 @@ class Client:
     http: httpx2.AsyncClient
 
     async def chat(self, **fields: Any) -> httpx2.Response:
-        """Ask the toy question, or the question in the given fields."""
+        """Ask the toy question, or the question given in the fields."""
         return await self.http.post("/chat/completions", json=body(**fields))
 
 
@@ -57,7 +57,7 @@ def body(**fields: Any) -> dict[str, Any]:
 async def serving(
     setup: Setup | None = None, key: str | None = None, **options: Any
 ) -> AsyncGenerator[Client]:
-    """Serve until the end of the block."""
+    """Run a server until the end of the block."""
     if key is not None:
         options["keys"] = {key: ""}
     service = Service(setup or toy_setup(), ServeOptions(name=MODEL, **options))
@@ -76,7 +76,7 @@ async def serving(
 
 
 async def stream_events(client: Client, **fields: Any) -> list[Any]:
-    """Return the events of a stream, without the end mark."""
+    """Return the events of a streamed reply, without the end mark."""
     got: list[Any] = []
     async with client.http.stream(
         "POST", "/chat/completions", json=body(stream=True, **fields)
@@ -93,7 +93,7 @@ async def stream_events(client: Client, **fields: Any) -> list[Any]:
 def started_server(
     state: Path, seconds: float = 0.0, requests: int = 64
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start a server with this latency per call; return its process and its address."""
+    """Start a server with this latency per call, in seconds; return its process and its address."""
     words = [str(state), str(seconds), str(requests)]
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.serving.server_process", *words],

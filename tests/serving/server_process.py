@@ -13,14 +13,14 @@ from tests.serving.conftest import MODEL, toy_setup
 
 
 async def main(state: Path, seconds: float, requests: int) -> None:
-    """Serve until SIGTERM, and print the address first."""
+    """Serve until SIGTERM; print the server's address before the first request."""
     setup = toy_setup(Latency(per_sample=seconds, per_score=seconds))
     service = Service(setup, ServeOptions(name=MODEL, state=state, requests=requests))
     await run_server(service, "127.0.0.1", 0, _say)
 
 
 def _say(address: str) -> None:
-    """Print the address for the test that waits for it."""
+    """Print the server's address for the test that waits for it."""
     sys.stdout.write(f"{address}\n")
     sys.stdout.flush()
 

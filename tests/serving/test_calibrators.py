@@ -1,5 +1,5 @@
 """Tests of a server's calibrators: requests share them, restarts keep them, and unsuitable ones are
-left out.
+ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytest.importorskip("starlette", reason="starlette is not installed: pip install
 
 
 def calibrator(service: Service, method: str = "atts", rate: float = 0.2) -> Calibrator:
-    """Return the calibrator that requests of a method and rate share."""
+    """Return the calibrator that requests with this method and rate share."""
     gate = conformal_gate(service.gates[method, rate])
     assert gate is not None
     assert isinstance(gate.calibrator, Calibrator)
@@ -28,14 +28,14 @@ def calibrator(service: Service, method: str = "atts", rate: float = 0.2) -> Cal
 
 
 async def ask(client: Client, times: int = 1, **fields: Any) -> None:
-    """Ask the toy question this many times."""
+    """Ask the toy question `times` times."""
     for _ in range(times):
         assert (await client.chat(**fields)).status_code == 200
 
 
 def test_a_restarted_server_continues_with_what_it_learnt(tmp_path: Path) -> None:
-    """The calibrators of a restarted server have the decisions of earlier sessions, one calibrator
-    for each method and rate.
+    """A restarted server continues with the recorded decisions of earlier sessions, in one
+    calibrator per method and rate.
     """
 
     async def main() -> None:
@@ -58,7 +58,9 @@ def test_a_restarted_server_continues_with_what_it_learnt(tmp_path: Path) -> Non
 
 
 def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path) -> None:
-    """State and order of issue equal those of the earlier session, and the realised rate continues."""
+    """A restored calibrator has the state and the order of issue of the earlier session, and its
+    realised rate continues.
+    """
 
     async def main() -> None:
         async with serving(state=tmp_path) as client:
@@ -67,7 +69,7 @@ def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path)
             before.settle()
             saved = before.state()
         async with serving(state=tmp_path) as client:
-            # the server plans the request, but no call fits into its cap
+            # the server plans the request, but the request's cap allows no call
             await ask(client, atts={"max_total_tokens": 1})
             after = calibrator(client.service)
             assert after is not before
@@ -81,7 +83,9 @@ def test_a_restored_calibrator_decides_as_the_one_that_was_saved(tmp_path: Path)
 def test_unsuitable_calibrators_are_left_out_with_a_message(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A server starts despite a damaged calibrator, or one of other models or settings."""
+    """A server starts although a stored calibrator is damaged, or belongs to other models or
+    settings; a message says so.
+    """
 
     async def main() -> None:
         async with serving(state=tmp_path) as client:
@@ -105,7 +109,7 @@ def test_unsuitable_calibrators_are_left_out_with_a_message(
 
 
 def test_calibrators_are_saved_while_the_server_runs(tmp_path: Path) -> None:
-    """The file exists before the server ends, so a killed server does not lose everything."""
+    """Calibrators are saved while the server runs, so a killed server does not lose everything."""
 
     async def main() -> None:
         async with serving(state=tmp_path, save_seconds=0.01) as client:
@@ -120,5 +124,5 @@ def test_calibrators_are_saved_while_the_server_runs(tmp_path: Path) -> None:
 
 
 def saved(path: Path) -> int:
-    """Return the number of decisions in a file."""
+    """Return the number of decisions in a calibrator's file."""
     return int(read_state(path)["calibrator"]["decided"])

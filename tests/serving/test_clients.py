@@ -1,4 +1,4 @@
-"""Tests of real clients with `atts serve` on the embedded pair, in its own process."""
+"""Tests of real client programs against `atts serve` with the embedded pair, in its own process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @contextmanager
 def serve_embedded() -> Generator[str]:
-    """Serve the embedded pair in a process; yield its address, and end it by SIGTERM."""
+    """Serve the embedded pair in a process; yield its address, and end it with SIGTERM."""
     environment = {name: value for name, value in os.environ.items() if name[:5] != "ATTS_"}
     with tempfile.TemporaryDirectory() as state:
         words = ["serve", "--name", "atts/embedded", "--port", "0", "--state", state]
@@ -55,7 +55,9 @@ def address() -> Generator[str]:
 def test_the_program_on_the_page_works_with_openais_client(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The page's program, with this server's port, prints an answer and its votes."""
+    """The program on the documentation page, with this server's port, prints an answer and its
+    votes.
+    """
     pytest.importorskip("openai", reason="needs the package openai")
     page = (ROOT / "docs/serving.md").read_text()
     program = next(re.finditer(r"```python\n(.*?)```", page, re.DOTALL)).group(1)
@@ -66,7 +68,7 @@ def test_the_program_on_the_page_works_with_openais_client(
 
 
 def test_openais_client_streams(address: str) -> None:
-    """Reasoning, content and usage arrive in this order, in the client's own types."""
+    """OpenAI's client receives reasoning, content and usage in this order, in its own types."""
     openai = pytest.importorskip("openai", reason="needs the package openai")
     client = openai.OpenAI(base_url=address, api_key="none")
     asked = {"model": "atts/embedded:fast", "seed": 1}
@@ -93,7 +95,7 @@ def test_openais_client_streams(address: str) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_gets_a_reply(address: str) -> None:
-    """A request by curl needs only a body."""
+    """curl gets a reply to a request that has only a body."""
     body = '{"model":"atts/embedded:fast","messages":[{"role":"user","content":"What is 3 + 4?"}]}'
     done = subprocess.run(
         ["curl", "-sS", f"{address}/chat/completions", "-d", body],
@@ -106,5 +108,5 @@ def test_curl_gets_a_reply(address: str) -> None:
 
 
 def test_the_serve_extra_declares_the_server() -> None:
-    """The extra lists the web server on which the endpoint runs."""
+    """The extra `serve` lists the web server on which the endpoint runs."""
     assert find_spec("uvicorn") is not None

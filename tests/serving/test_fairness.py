@@ -1,5 +1,5 @@
-"""Tests of sharing slots among users: no user starves, shares are kept, and floods lose their
-places.
+"""Tests of sharing slots among users: no user starves, shares are respected, and a flood of
+requests loses its places.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.serving.conftest import body, serving, toy_setup
 async def served(
     slots: FairSlots, user: str, cost: float, order: list[str], release: anyio.Semaphore
 ) -> None:
-    """Take a slot until the test frees one, and record the order of the grants."""
+    """Take a slot until the test frees one, and record the order in which slots are granted."""
     async with slots.slot(user) as spent:
         order.append(user)
         await release.acquire()
@@ -32,7 +32,9 @@ async def served(
 async def queued(
     slots: FairSlots, requests: list[tuple[str, float]], taken: int | None = None
 ) -> list[str]:
-    """Queue requests one after the other, then let them run; return the order of the grants."""
+    """Queue requests one after the other, then let them run; return the order in which they get
+    slots.
+    """
     order: list[str] = []
     release = anyio.Semaphore(0)
     async with task_group() as group:
@@ -47,7 +49,7 @@ async def queued(
 
 
 def test_a_late_user_does_not_wait_behind_a_flood() -> None:
-    """The request of another user is served next, however many requests wait before it."""
+    """A newly arrived user's request is served next, however many requests of another user wait."""
 
     async def main() -> None:
         slots = FairSlots(1, 100)
@@ -61,8 +63,8 @@ def test_a_late_user_does_not_wait_behind_a_flood() -> None:
 
 @pytest.mark.parametrize(("cost", "expected"), [(1.0, 30), (2.0, 22.5)])
 def test_shares_hold_by_what_requests_cost(cost: float, expected: float) -> None:
-    """A user with twice the share gets twice as much, measured by the cost of requests instead of
-    their number.
+    """A user with twice the share gets twice as much service, measured by the cost of requests
+    instead of their number.
     """
 
     async def main() -> None:
@@ -76,7 +78,7 @@ def test_shares_hold_by_what_requests_cost(cost: float, expected: float) -> None
 
 
 def test_time_without_requests_earns_no_credit() -> None:
-    """A user who returns gets slots in turn with others, not all at once."""
+    """A user who returns after a pause gets slots in turn with other users, not several at once."""
 
     async def main() -> None:
         slots = FairSlots(1, 100)
@@ -88,8 +90,10 @@ def test_time_without_requests_earns_no_credit() -> None:
 
 
 def test_a_full_queue_displaces_the_newest_request_of_the_largest_user() -> None:
-    """The queue is full, so a request of the flood makes room for a newcomer and does not get its
-    place back. Two floods share the queue evenly.
+    """If the queue is full, the newest request of the user with most requests makes room for a
+    newcomer.
+
+    The removed request does not get its place back. Two floods share the queue evenly.
     """
 
     async def main() -> None:
@@ -126,7 +130,7 @@ def test_a_full_queue_displaces_the_newest_request_of_the_largest_user() -> None
 
 
 def test_cancelled_and_displaced_requests_lose_no_slot() -> None:
-    """After any mixture of cancelled and displaced requests, all slots are free again."""
+    """After any mixture of cancelled and removed requests, all slots are free again."""
 
     async def main() -> None:
         draw = random.Random(5)
@@ -157,8 +161,9 @@ def test_cancelled_and_displaced_requests_lose_no_slot() -> None:
 
 
 def test_users_that_come_and_go_are_forgotten() -> None:
-    """Clients choose the names of users, so the number of remembered names must not grow
-    forever.
+    """Users without requests are forgotten.
+
+    Clients choose the names of users, so remembering all names would take ever more memory.
     """
 
     async def main() -> None:
@@ -179,15 +184,17 @@ def test_a_share_of_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("keys", [{}, {"k": ""}, {"k": "b"}])
 def test_a_share_needs_a_key(keys: dict[str, str]) -> None:
-    """A share is refused without keys, because any client could use the name with the share."""
+    """A share is refused on a server without keys, because any client could use the name with the
+    share.
+    """
     with pytest.raises(OptionError, match="'a' has no key"):
         ServeOptions(shares={"a": 2.0}, keys=keys)
 
 
 @pytest.mark.parametrize(("key", "owner"), [("k-ann", "ann"), ("k-all", "")])
 def test_a_client_cannot_name_itself_where_keys_have_names(key: str, owner: str) -> None:
-    """With named keys, the field `user` neither takes another user's share nor shows that user's
-    run.
+    """With named keys, a client can neither use another user's share nor see that user's runs by
+    setting the field `user`.
     """
     pytest.importorskip(
         "starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'"
@@ -205,7 +212,9 @@ def test_a_client_cannot_name_itself_where_keys_have_names(key: str, owner: str)
 
 
 def test_a_user_who_floods_the_server_does_not_starve_another() -> None:
-    """The other user's request is answered before most of the flood, which fills the queue."""
+    """If one user floods the queue, another user's request is still answered before most of the
+    flood.
+    """
     pytest.importorskip(
         "starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'"
     )
@@ -228,7 +237,7 @@ def test_a_user_who_floods_the_server_does_not_starve_another() -> None:
                     while client.service.in_flight < 21:  # noqa: ASYNC110
                         await anyio.sleep(0.01)
                 group.start_soon(ask, "other")
-            # the queue was full, so one flood request got 429 to make room
+            # the queue was full, so one request of the flood got status 429 to make room
             assert statuses == {200: 21, 429: 1}
             assert ended.index("other") <= 6
             assert client.service.account.reserved == Amount()
@@ -237,7 +246,9 @@ def test_a_user_who_floods_the_server_does_not_starve_another() -> None:
 
 
 def test_a_key_is_a_user() -> None:
-    """The user of a named key sees only that user's runs and counts; the operator's key sees all."""
+    """The user of a named key sees only that user's runs and counters; the operator's key shows
+    those of all users.
+    """
     pytest.importorskip(
         "starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'"
     )

@@ -35,7 +35,7 @@ CLOSED = (anyio.EndOfStream, anyio.BrokenResourceError)
 
 
 def started(state: Path) -> tuple[subprocess.Popen[str], str]:
-    """Start `atts serve` on scripted engines; return the process and its address."""
+    """Start `atts serve` with scripted engines; return the process and its address."""
     words = ["serve", "--draft", "scripted", "--target", "scripted", "--name", "atts/toy"]
     server = subprocess.Popen(
         [sys.executable, "-m", "atts", *words, "--port", "0", "--state", str(state)],
@@ -48,13 +48,13 @@ def started(state: Path) -> tuple[subprocess.Popen[str], str]:
 
 
 def spent(state: Path) -> Amount:
-    """Return the total that a ledger's file records."""
+    """Return the total amount that a ledger file records as spent."""
     return sum(read_ledger(state / LEDGER).values(), Amount())
 
 
 def test_a_server_killed_in_a_stream_forgets_nothing_it_spent(tmp_path: Path) -> None:
-    """After kill -9 the ledger has at least the cost of all replies, and after a restart it only
-    grows.
+    """After kill -9 the ledger counts at least the cost of all replies, and after a restart its
+    total only grows.
     """
     replied = 0
     before = Amount()
@@ -78,7 +78,9 @@ def test_a_server_killed_in_a_stream_forgets_nothing_it_spent(tmp_path: Path) ->
 @pytest.mark.parametrize("clients", [150, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_a_hundred_disconnecting_clients_leave_nothing(clients: int) -> None:
-    """Every counter of work in flight returns to 0, and the server still answers."""
+    """After a hundred clients disconnected, every counter of work in flight returns to 0 and the
+    server still answers.
+    """
 
     async def main() -> None:
         setup = toy_setup(Latency(per_sample=0.05, per_score=0.05))
@@ -92,7 +94,7 @@ def test_a_hundred_disconnecting_clients_leave_nothing(clients: int) -> None:
                 stream = await anyio.connect_tcp(address.host, address.port or 80)
                 async with stream:
                     await stream.send(message)
-                    await stream.receive()  # the headers arrived, so the work has begun
+                    await stream.receive()  # the headers have arrived, so the work has begun
 
             for start in range(0, clients, 50):
                 async with task_group() as group:
@@ -114,7 +116,7 @@ def test_a_hundred_disconnecting_clients_leave_nothing(clients: int) -> None:
 
 
 def test_a_slow_reader_delays_no_other_client() -> None:
-    """The stream of the slow reader is paused while others are answered."""
+    """The server pauses the stream of a slow reader, and answers other clients meanwhile."""
 
     async def main() -> None:
         async with serving() as client:
@@ -140,7 +142,7 @@ def test_a_slow_reader_delays_no_other_client() -> None:
 
 
 class Wordy(ScriptedEngine):
-    """A draft that writes long chunks, and then stops in the middle of its text."""
+    """A draft that writes long chunks, and then waits in the middle of its text."""
 
     CHUNKS = 40
 
@@ -157,17 +159,20 @@ class Wordy(ScriptedEngine):
 
 
 def buffered() -> int:
-    """Return the largest number of bytes that a connection of this process buffers."""
+    """Return the largest number of bytes that any connection of this process has buffered."""
     transports = [one for one in gc.get_objects() if isinstance(one, asyncio.WriteTransport)]
     return max(one.get_write_buffer_size() for one in transports)
 
 
 def test_a_reader_that_stops_fills_a_bounded_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream is paused, others are answered, and disconnecting cancels the work."""
+    """If a reader stops reading, the server pauses its stream and answers other clients.
+
+    When the reader disconnects, the work is cancelled.
+    """
     create = socket.create_server
 
     def small_buffers(*given: Any, **named: Any) -> socket.socket:
-        """Listen with sockets of small buffers, so that far less than a megabyte fills them."""
+        """Listen on sockets with small buffers, so that far less than a megabyte fills them."""
         listener = create(*given, **named)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
         return listener
@@ -226,7 +231,9 @@ def test_a_flood_of_headers_is_refused() -> None:
 
 
 def test_a_body_of_100_megabytes_is_refused_after_the_first() -> None:
-    """The server reads only up to its limit, keeps nothing, and answers the next request."""
+    """The server reads a body of 100 megabytes only up to its limit, keeps nothing of it, and
+    answers the next request.
+    """
     sent = 0
 
     async def endless() -> AsyncGenerator[bytes]:
@@ -241,8 +248,9 @@ def test_a_body_of_100_megabytes_is_refused_after_the_first() -> None:
                 response = await client.http.post("/chat/completions", content=endless())
                 assert response.status_code == 413
             except httpx2.TransportError:
-                pass  # the connection was closed while the client still sent
-            # more than the server's limit may have been sent, because the sockets buffer some bytes
+                pass  # the server closed the connection while the client was still sending
+            # the client may have sent more than the server's limit, because the sockets buffer some
+            # bytes
             assert sent < 40 << 20
             assert (await client.chat()).status_code == 200
             assert client.service.in_flight == 0
@@ -251,7 +259,9 @@ def test_a_body_of_100_megabytes_is_refused_after_the_first() -> None:
 
 
 def test_engines_that_fail_under_many_requests_leave_nothing() -> None:
-    """Each request gets a reply or a server error, and no reservation is left."""
+    """If engines fail under many requests, each request gets a reply or a server error, and no
+    reservation is left.
+    """
 
     async def main() -> None:
         draft = ScriptedEngine("draft", faults=Faults({"refused": 0.2}, seed=3))
@@ -290,7 +300,7 @@ def test_a_cancelled_server_closes_idle_connections() -> None:
             while True:
                 await stream.receive()
 
-        # The server's own limit for idle connections is five seconds.
+        # the server's own limit for idle connections is five seconds
         async with stream:
             with anyio.fail_after(3), pytest.raises(CLOSED):
                 await read_on()
@@ -318,7 +328,9 @@ class EndsLate:
 
 @pytest.mark.anyio
 async def test_work_that_ends_as_its_client_leaves_is_not_an_error() -> None:
-    """The reply is dropped, and no traceback is logged."""
+    """If work ends just as its client disconnects, the reply is dropped and no traceback is
+    logged.
+    """
     from atts.serving.streams import ChatEvents, EventStream
 
     service = EndsLate()

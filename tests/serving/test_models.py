@@ -1,4 +1,6 @@
-"""Tests of a server's model names: single models, voting models, policies and utility requests."""
+"""Tests of a server's model names: single models, voting models, policies, and requests that chat
+programs send themselves.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def one_model(**changes: Any) -> Setup:
 
 @pytest.mark.parametrize("role", ["draft", "target"])
 def test_a_model_can_be_asked_alone(role: Role) -> None:
-    """The model's own name gives one of its rollouts, all as content and without votes."""
+    """A request that names a single model gets one of that model's rollouts, all as content and
+    without votes.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -54,7 +58,9 @@ def test_a_model_can_be_asked_alone(role: Role) -> None:
 
 
 def test_a_conversation_reaches_a_model_turn_by_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's own chat template renders the messages, without atts' system prompt."""
+    """A conversation is rendered by the single model's own chat template, without the system prompt
+    of atts.
+    """
     seen: list[Any] = []
     render = ToyTokenizer.render
 
@@ -81,7 +87,9 @@ def test_a_conversation_reaches_a_model_turn_by_turn(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("policy", VOTES)
 def test_one_model_votes_as_solve_does(policy: str) -> None:
-    """A server of one model has the usual policies, and a seed gives the answer of `atts.solve`."""
+    """A server of one model has the usual policies, and with a seed it gives the same answer as
+    `atts.solve`.
+    """
 
     async def main() -> None:
         setup = VOTES[policy].applied(one_model(seed=7))
@@ -105,7 +113,7 @@ def test_one_model_votes_as_solve_does(policy: str) -> None:
 
 
 def test_a_request_may_name_its_method() -> None:
-    """The method of the request replaces that of the policy, and the reply says so."""
+    """A method in the request replaces that of the policy, and the reply reports it."""
 
     async def main() -> None:
         setup = toy_setup(method="cascade", rate=0.2, seed=3)
@@ -134,7 +142,9 @@ def test_a_request_may_name_its_method() -> None:
     ],
 )
 def test_impossible_requests_to_a_model_are_refused(fields: dict[str, Any], words: str) -> None:
-    """The error names the field before any work is done."""
+    """An impossible request to a single model is refused before any work is done, with an error
+    that names the field.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -147,8 +157,9 @@ def test_impossible_requests_to_a_model_are_refused(fields: dict[str, Any], word
 
 
 def test_a_thinking_budget_lets_every_rollout_answer() -> None:
-    """The thinking ends at the budget with a text that begins the answer; `max_tokens` limits the
-    whole rollout.
+    """At the thinking budget, a text that begins the answer ends a rollout's thinking.
+
+    `max_tokens` limits the whole rollout.
     """
 
     async def main() -> None:
@@ -172,8 +183,8 @@ def test_a_thinking_budget_lets_every_rollout_answer() -> None:
 
 
 def test_a_trace_has_every_chunk_and_its_decision() -> None:
-    """The trace `full` has the texts that `summary` only counts, and `none` has neither texts nor
-    counts.
+    """The trace `full` contains the texts that `summary` only counts; `none` contains neither texts
+    nor counts.
     """
 
     async def main() -> None:
@@ -198,8 +209,10 @@ TITLE = f"### Task:\nWrite a title.\n<chat_history>\nUSER: {QUESTION}\n</chat_hi
 
 @pytest.mark.parametrize("housekeeping", ["draft", "policy"])
 def test_a_chat_programs_own_request_costs_one_draft_rollout(housekeeping: Any) -> None:
-    """Requests of the program for titles and the like are counted separately; the server can also
-    treat them as usual requests.
+    """Requests that a chat program sends itself, for titles and the like, cost one draft rollout
+    and are counted separately.
+
+    The server can also be set to treat them as usual requests.
     """
 
     async def main() -> None:
@@ -220,7 +233,10 @@ def test_a_chat_programs_own_request_costs_one_draft_rollout(housekeeping: Any) 
 
 
 def test_a_question_about_documents_is_not_a_chat_programs_own() -> None:
-    """Open WebUI words such a question as a task too, but in the message of the user who asks."""
+    """A question about documents gets the usual policy.
+
+    Open WebUI words such a question like its own tasks, but sends it as the user's message.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -237,7 +253,9 @@ def test_a_question_about_documents_is_not_a_chat_programs_own() -> None:
 
 @pytest.mark.parametrize("combine", ["select", "synthesize"])
 def test_a_request_may_combine_its_votes(combine: str) -> None:
-    """If the votes split, this request calls the target, and the target's tokens are in the usage."""
+    """A request may ask for combining: if its votes split, the target is called, and the target's
+    tokens are in the usage.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -258,7 +276,7 @@ def test_a_request_may_combine_its_votes(combine: str) -> None:
 
 
 def test_the_body_of_the_page_is_complete() -> None:
-    """A request with every documented field is accepted."""
+    """A request with every field that the page documents is accepted."""
 
     async def main() -> None:
         async with serving() as client:
@@ -294,7 +312,9 @@ def test_the_body_of_the_page_is_complete() -> None:
 
 @pytest.mark.parametrize("method", ["draft-only", "target-only"])
 def test_a_model_alone_needs_no_scores_of_the_pair(method: str) -> None:
-    """The embedded pair's stored scores do not prevent using either model alone."""
+    """Either model of the embedded pair can be used alone; the pair's stored scores are not
+    needed.
+    """
     pytest.importorskip("torch", reason="torch is not installed: pip install 'atts-llm[local]'")
 
     async def main() -> None:

@@ -1,5 +1,5 @@
-"""Tests on the recorded traffic of Open WebUI, sent again: questions of its users, and requests of
-its own.
+"""Tests with recorded traffic of Open WebUI: questions of its users, and requests that it sends
+itself.
 
 `openwebui_traffic.jsonl` has the requests that the backend of Open WebUI 0.12.4 sent to `atts
 serve`. The headers are left out, and the instructions of the tasks are shortened.
@@ -40,7 +40,9 @@ async def sent_again(client: Client, recorded: dict[str, Any]) -> dict[str, Any]
 
 @pytest.mark.parametrize("recorded", TRAFFIC, ids=lambda one: one["kind"].replace(" ", "-"))
 def test_recorded_requests_are_answered(recorded: dict[str, Any]) -> None:
-    """Open WebUI's own requests use one draft rollout; its users' questions get the policy."""
+    """Requests that Open WebUI sends itself get one draft rollout; its users' questions get the
+    usual policy.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -62,6 +64,6 @@ def test_recorded_requests_are_answered(recorded: dict[str, Any]) -> None:
 
 
 def test_the_recording_has_every_kind_of_request() -> None:
-    """The recording has every kind of request, because one that lost lines would test less."""
+    """The recording has every kind of request, so that a recording which lost lines is noticed."""
     kinds = {one["kind"] for one in TRAFFIC}
     assert kinds == {"models", "chat", "streamed chat", "documents", *OF_ITS_OWN}

@@ -31,7 +31,7 @@ def address() -> Generator[str]:
 
 
 def run_client(package: str, program: str, address: str, folder: Path) -> str:
-    """Run a program in a Python that has the package, or skip the test if there is none."""
+    """Run a program in a Python that has the package; skip the test if there is no such Python."""
     path = os.pathsep.join(filter(None, (EXTRA, os.environ.get("PYTHONPATH"))))
     environment = {
         **os.environ,
@@ -120,7 +120,9 @@ print("openai", answer)
 
 
 def test_the_openai_package_chats_and_responds(address: str, tmp_path: Path) -> None:
-    """The package's sync and async clients agree on chats, responses, streams and background work."""
+    """The sync and async clients of the package `openai` agree on chats, responses, streams and
+    background work.
+    """
     assert run_client("openai", OPENAI, address, tmp_path).startswith("openai ")
 
 
@@ -147,7 +149,7 @@ print("litellm", answer)
 
 
 def test_litellm_passes_atts_fields_through(address: str, tmp_path: Path) -> None:
-    """The OpenAI route of litellm returns answers, reasoning, streams, and atts' refusals."""
+    """litellm's OpenAI route returns the answers, reasoning, streams and refusals of atts."""
     printed = run_client("litellm", LITELLM % address, address, tmp_path)
     assert printed.splitlines()[-1].startswith("litellm ")
 
@@ -174,7 +176,9 @@ print("inspect_ai", log.status)
 def test_inspect_evaluates_through_the_endpoint(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """inspect's task runs on the model's name, and its log has the answers and the usage."""
+    """A task of inspect runs with the name of the served model, and its log has the answers and the
+    usage.
+    """
     monkeypatch.setenv("ATTS_API_KEY", "none")
     monkeypatch.setenv("ATTS_BASE_URL", address)
     assert run_client("inspect_ai", INSPECT, address, tmp_path).startswith("inspect_ai success")
@@ -218,7 +222,8 @@ metric_list:
 def test_lm_eval_evaluates_through_the_endpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """lm_eval's task of two sums, sent as simultaneous chats, gets the votes of scripted engines.
+    """An lm_eval task of two sums, sent as simultaneous chats, gets the voted answers of scripted
+    engines.
 
     Every rollout writes two of the task's stop strings before its answer.
     """

@@ -1,4 +1,6 @@
-"""Tests of the Responses API: whole, streamed, in the background, and across kill -9 and restarts."""
+"""Tests of the Responses API: whole, streamed and background responses, also after kill -9 and
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,14 @@ def asked(**fields: Any) -> dict[str, Any]:
 
 
 async def respond(client: Client, **fields: Any) -> httpx2.Response:
-    """Ask the toy question, or the question in the given fields."""
+    """Ask the toy question, or the question given in the fields."""
     return await client.http.post("/responses", json=asked(**fields))
 
 
 async def events_of(client: Client, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a streamed response, each checked against the line of its type."""
+    """Return the events of a streamed response, after checking each against the line that names its
+    type.
+    """
     got: list[dict[str, Any]] = []
     kind = ""
     async with client.http.stream(
@@ -63,7 +67,9 @@ def texts(response: dict[str, Any]) -> tuple[str, str]:
 
 
 def test_a_response_equals_a_chat() -> None:
-    """Both dialects give the same answer, votes and usage for the same seed."""
+    """The Responses API and the chat API give the same answer, votes and usage for the same
+    seed.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -92,7 +98,9 @@ def test_a_response_equals_a_chat() -> None:
 
 @pytest.mark.parametrize("model", [MODEL, f"{MODEL}:exact", "draft"])
 def test_a_streamed_response_is_the_whole_one(model: str) -> None:
-    """Deltas, final texts and the last event agree with the response that is not streamed."""
+    """The deltas, final texts and last event of a streamed response agree with the response that is
+    not streamed.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -143,7 +151,9 @@ def test_a_streamed_response_is_the_whole_one(model: str) -> None:
     ],
 )
 def test_impossible_response_requests_are_refused(fields: dict[str, Any], words: str) -> None:
-    """The error names the field of the impossible request, and no tokens were spent."""
+    """An impossible response request is refused before tokens are spent, with an error that names
+    the field.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -156,7 +166,9 @@ def test_impossible_response_requests_are_refused(fields: dict[str, Any], words:
 
 
 def test_input_may_be_a_conversation() -> None:
-    """Instructions come first, reasoning of earlier replies is dropped, and parts are joined."""
+    """The input may be a conversation: instructions come first, earlier reasoning is dropped, and
+    the parts of a message are joined.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -179,7 +191,7 @@ def test_input_may_be_a_conversation() -> None:
 
 
 def test_a_cut_response_is_incomplete() -> None:
-    """A response without an answer says why."""
+    """A response that a limit cut off is incomplete and gives the reason."""
 
     async def main() -> None:
         async with serving() as client:
@@ -193,7 +205,9 @@ def test_a_cut_response_is_incomplete() -> None:
 
 
 def test_a_failed_stream_ends_with_its_error() -> None:
-    """A cap that counts as an error becomes the event of a failed response."""
+    """If a cap counts as an error, a stream that reaches it ends with the event of a failed
+    response.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -215,8 +229,8 @@ async def finished(client: Client, name: str) -> dict[str, Any]:
 
 
 def test_a_background_response_needs_no_client(tmp_path: Path) -> None:
-    """A background response returns at once, can be read while it runs, and does not change after
-    its end.
+    """A background request returns at once, can be read while it runs, and does not change after it
+    has ended.
     """
 
     async def main() -> None:
@@ -242,8 +256,9 @@ def test_a_background_response_needs_no_client(tmp_path: Path) -> None:
 
 
 def test_background_responses_expire(tmp_path: Path) -> None:
-    """The folder of a response that ended long ago is removed, but that of a running response
-    stays, however old its request is.
+    """The folder of a response that ended long ago is removed.
+
+    A running response keeps its folder, however old its request is.
     """
 
     async def main() -> None:
@@ -272,8 +287,8 @@ def test_background_responses_expire(tmp_path: Path) -> None:
 
 
 def test_a_background_response_can_be_cancelled(tmp_path: Path) -> None:
-    """No call of a cancelled response stays in flight, and a restart does not begin the response
-    again.
+    """After a background response is cancelled, none of its calls is in flight, and a restarted
+    server does not start it again.
     """
 
     async def main() -> None:
@@ -294,7 +309,9 @@ def test_a_background_response_can_be_cancelled(tmp_path: Path) -> None:
 
 
 def test_only_its_user_may_read_a_response(tmp_path: Path) -> None:
-    """The user of another key gets 404, as for a response that does not exist."""
+    """A request for a response with another user's key gets 404, as for a response that does not
+    exist.
+    """
 
     async def main() -> None:
         keys = {"k-ann": "ann", "k-bob": "bob"}
@@ -313,7 +330,7 @@ def test_only_its_user_may_read_a_response(tmp_path: Path) -> None:
 
 
 def test_a_closing_server_leaves_background_work_to_the_next(tmp_path: Path) -> None:
-    """The next server continues an unfinished response, and finishes it as usual."""
+    """After a server closes, the next server finishes its unfinished background responses."""
 
     async def main() -> None:
         async with serving(toy_setup(SLOW), state=tmp_path) as client:
@@ -334,7 +351,7 @@ def test_a_closing_server_leaves_background_work_to_the_next(tmp_path: Path) -> 
 
 
 def test_a_response_that_no_server_can_continue_fails(tmp_path: Path) -> None:
-    """A request for a model that is no longer served ends with an error instead of getting lost."""
+    """If an unfinished response needs a model that is no longer served, it ends with an error."""
 
     async def main() -> None:
         async with serving(toy_setup(Latency(per_sample=30.0)), state=tmp_path) as client:
@@ -357,7 +374,8 @@ def test_a_response_that_no_server_can_continue_fails(tmp_path: Path) -> None:
 
 
 def test_background_responses_survive_kill_9_and_finish_once(tmp_path: Path) -> None:
-    """After several kills each response ends once, with the answer of a server that was not killed.
+    """After several kills each background response ends exactly once, with the answer of a server
+    that was not killed.
 
     The ledger has every call of every session, and a request's own cap applies to all sessions
     together.

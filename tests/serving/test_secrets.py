@@ -1,4 +1,6 @@
-"""Tests that no secret leaves a server: neither its clients' keys nor the keys of upstream servers."""
+"""Tests that no secret leaves a server: neither the keys of its clients nor the keys of upstream
+servers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ STATUSES = (200, 400, 401, 404, 500)
 
 
 class Echoing(DialectServer):
-    """A server that replies with the request's own headers once it is given a status."""
+    """An upstream server that, after it is given a status, replies with the request's own
+    headers.
+    """
 
     echo: int = 0
 
@@ -64,8 +68,8 @@ def texts_in(folder: Path) -> dict[str, str]:
 
 
 def echoes(got: Iterable[tuple[int, str]]) -> int:
-    """Return the number of replies that pass on the headers echoed by an upstream server, in which
-    the key is replaced.
+    """Count the replies that pass on an upstream server's echo of the headers, with the key
+    replaced.
     """
     return sum("[API key]" in text for _, text in got)
 
@@ -78,7 +82,7 @@ def leaks(texts: Iterable[str]) -> list[str]:
 async def replies_of(address: str, name: str, upstream: Iterable[Echoing]) -> list[tuple[int, str]]:
     """Send requests with wrong and correct keys, broken bodies and failing upstream servers.
 
-    Return the status and text of every reply, and last the server's description of itself.
+    Return the status and text of every reply, and finally the server's description of itself.
     """
     got: list[tuple[int, str]] = []
     chat = {"model": name, "messages": [{"role": "user", "content": QUESTION}]}
@@ -142,8 +146,9 @@ def test_no_secret_is_in_a_reply_a_log_or_a_file(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """No reply, log or file has a secret, with two engines behind one key file, journals, and the
-    most detailed log level.
+    """No reply, log or file contains a secret, even with journals and the most detailed log level.
+
+    Two engines use one key file.
     """
     caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(responses, "_remove", _keep)
@@ -183,8 +188,8 @@ def test_no_secret_is_in_a_reply_a_log_or_a_file(
 
 
 def test_no_secret_is_printed_by_the_command(tmp_path: Path) -> None:
-    """The output has neither the upstream key, which is OPENAI_API_KEY, nor the clients' keys,
-    which are in a file.
+    """The output of `atts serve` contains neither the upstream key in OPENAI_API_KEY nor the
+    clients' keys in a file.
     """
     keys = tmp_path / "keys"
     keys.write_text(f"alice {ALICE}\nbob {BOB}\n")

@@ -1,4 +1,6 @@
-"""Tests of the endpoint: replies, streams, caps, refusals, overload and clients that disconnect."""
+"""Tests of the endpoint: replies, streams, caps, refusals, overload, and clients that
+disconnect.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
 
 
 def test_a_reply_has_answer_reasoning_usage_and_facts() -> None:
-    """The reply has the fields that clients read, and its usage equals the ledger's."""
+    """A reply has the fields that clients read, and its usage equals the usage in the ledger."""
 
     async def main() -> None:
         async with serving(prices=PRICES) as client:
@@ -61,7 +63,9 @@ def test_a_reply_has_answer_reasoning_usage_and_facts() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_seed_gives_the_answer_of_solve(policy: str) -> None:
-    """The endpoint gives the answer of `atts.solve` under every policy, however often it is called."""
+    """With a seed, the endpoint gives the answer of `atts.solve` under every policy and at every
+    repetition.
+    """
 
     async def main() -> None:
         setup = POLICIES[policy].applied(toy_setup(seed=11))
@@ -79,7 +83,9 @@ def test_a_seed_gives_the_answer_of_solve(policy: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_stream_says_what_a_whole_reply_says(seed: int) -> None:
-    """A stream has, in order, role, reasoning, content (once), finish reason and usage."""
+    """A stream has, in this order, the role, the reasoning, the content (once), the finish reason
+    and the usage of a whole reply.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -102,7 +108,7 @@ def test_a_stream_says_what_a_whole_reply_says(seed: int) -> None:
 
 
 class HeldEngine(ScriptedEngine):
-    """An engine whose calls end only when the test allows."""
+    """An engine whose calls end only when the test allows it."""
 
     def __init__(self, role: Role) -> None:
         super().__init__(role)
@@ -117,7 +123,7 @@ class HeldEngine(ScriptedEngine):
 
 @pytest.mark.parametrize("model", [MODEL, "draft"])
 def test_a_stream_begins_before_any_engine_call_has_ended(model: str) -> None:
-    """The status, the headers and the role do not wait for a model."""
+    """A stream's status, headers and role are sent before any engine call has ended."""
 
     async def main() -> None:
         draft = HeldEngine("draft")
@@ -168,7 +174,9 @@ def test_a_stream_begins_before_any_engine_call_has_ended(model: str) -> None:
 def test_impossible_chat_requests_are_refused(
     fields: dict[str, Any], status: int, words: str
 ) -> None:
-    """Each error names the field in OpenAI's form, before any work is done."""
+    """An impossible chat request is refused before any work is done, with an error in OpenAI's form
+    that names the field.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -206,7 +214,7 @@ def test_malformed_bodies_are_refused(data: bytes, status: int) -> None:
 
 
 def test_paths_and_methods_that_are_not_served_are_refused() -> None:
-    """Requests of unknown routes and manipulated paths read nothing."""
+    """Requests of unknown routes and of manipulated paths are refused and read no file."""
 
     async def main() -> None:
         async with serving() as client:
@@ -230,7 +238,9 @@ def test_paths_and_methods_that_are_not_served_are_refused() -> None:
     ],
 )
 def test_a_cap_ends_a_request_and_is_never_exceeded(caps: dict[str, Any], limit: str) -> None:
-    """A reply that a cap ended names the cap; if `on_limit` is "error", it is an error."""
+    """A reply that a cap ended names the cap; with `on_limit` "error", the request gets an error
+    instead.
+    """
 
     async def main() -> None:
         setup = toy_setup(SLOW) if limit == "max_seconds" else toy_setup()
@@ -249,7 +259,7 @@ def test_a_cap_ends_a_request_and_is_never_exceeded(caps: dict[str, Any], limit:
 
 
 def test_the_caps_of_the_server_win() -> None:
-    """A request cannot raise the caps of --request-*, neither by its body nor by its headers."""
+    """Neither the body nor the headers of a request can raise the caps set by --request-*."""
     asked = parse_chat(
         body(atts={"max_calls": 900, "max_total_tokens": 50}),
         {"x-atts-max-seconds": "3"},
@@ -260,7 +270,9 @@ def test_the_caps_of_the_server_win() -> None:
 
 
 def test_a_restart_remembers_what_was_spent(tmp_path: Path) -> None:
-    """The server's own cap counts earlier sessions, and then refuses before any work is done."""
+    """The server's own cap counts the spending of earlier sessions; a request beyond it is refused
+    before any work is done.
+    """
 
     async def main() -> None:
         async with serving(state=tmp_path) as client:
@@ -278,7 +290,9 @@ def test_a_restart_remembers_what_was_spent(tmp_path: Path) -> None:
 
 
 def test_without_the_key_only_health_is_served() -> None:
-    """Every route except the health check refuses a request without the key."""
+    """On a server with a key, every route except the health check refuses requests without the
+    key.
+    """
 
     async def main() -> None:
         async with serving(key="secret") as client:
@@ -298,7 +312,7 @@ def test_without_the_key_only_health_is_served() -> None:
 
 
 def test_overload_is_refused_with_a_time_to_try_again() -> None:
-    """With one request in work and one waiting, a third is refused with a Retry-After."""
+    """With one request in work and one waiting, a third is refused with a Retry-After header."""
 
     async def main() -> None:
         async with serving(toy_setup(SLOW), requests=1, queue=1) as client:
@@ -321,7 +335,7 @@ def test_overload_is_refused_with_a_time_to_try_again() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_cancels_its_calls(stream: bool) -> None:
-    """After its client disconnected no part of the request is left, down to the engines."""
+    """After a client disconnected, no part of its request is left, including its engine calls."""
 
     async def main() -> None:
         setup = toy_setup(Latency(per_sample=30.0))
@@ -343,7 +357,9 @@ def test_a_client_that_leaves_cancels_its_calls(stream: bool) -> None:
 
 
 def test_a_lost_engine_is_an_error_of_the_server() -> None:
-    """The client gets 502 without internals, and the server continues."""
+    """If an engine is lost, the client gets status 502 without internal details, and the server
+    continues.
+    """
 
     async def main() -> None:
         faulty = ScriptedEngine("draft", faults=Faults({"refused": 1.0}))
@@ -358,7 +374,7 @@ def test_a_lost_engine_is_an_error_of_the_server() -> None:
 
 
 def test_256_streams_at_once_lose_no_chunk() -> None:
-    """Each stream has its role, reasoning, answer and end."""
+    """Each of 256 simultaneous streams delivers its role, reasoning, answer and end."""
 
     async def main() -> None:
         async with serving(requests=256) as client:
@@ -385,8 +401,9 @@ def test_256_streams_at_once_lose_no_chunk() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_run_can_be_seen_and_cancelled(stream: bool) -> None:
-    """A run is listed while it is in progress; if it is cancelled, its calls end and its client
-    gets an error.
+    """A run is listed while it is in progress.
+
+    If it is cancelled, its calls end and its client gets an error.
     """
 
     async def main() -> None:
@@ -423,7 +440,7 @@ def test_a_run_can_be_seen_and_cancelled(stream: bool) -> None:
 
 
 def test_a_finished_run_shows_its_facts_and_no_text() -> None:
-    """The finished run lists votes and spending, but not the client's question."""
+    """The page of a finished run shows votes and spending, but not the client's question."""
 
     async def main() -> None:
         async with serving() as client:
@@ -441,7 +458,7 @@ def test_a_finished_run_shows_its_facts_and_no_text() -> None:
 
 
 def test_metrics_count_what_happened() -> None:
-    """Counters grow, and gauges return to 0."""
+    """The server's counters grow with each request, and its gauges return to 0."""
 
     async def main() -> None:
         async with serving() as client:
@@ -457,7 +474,7 @@ def test_metrics_count_what_happened() -> None:
 
 
 def test_an_answerless_chat_has_the_text_of_a_rollout() -> None:
-    """A reply from which no answer can be extracted still has content."""
+    """If no answer can be extracted from a chat, its content is the text of a rollout."""
 
     async def main() -> None:
         async with serving() as client:
@@ -470,20 +487,22 @@ def test_an_answerless_chat_has_the_text_of_a_rollout() -> None:
 
 
 def changed(name: str, value: Any) -> ServeOptions:
-    """Return options with one value changed."""
+    """Return the options with one value changed."""
     changes: dict[str, Any] = {name: value}
     return replace(ServeOptions(), **changes)
 
 
 @pytest.mark.parametrize("name", ["requests", "body_bytes"])
 def test_limits_that_serve_nothing_are_refused(name: str) -> None:
-    """A limit that admits no request is refused as a mistake in the options."""
+    """A server limit that admits no request is refused as a mistake in the options."""
     with pytest.raises(OptionError, match=name):
         changed(name, 0)
 
 
 def test_an_account_inside_another_one_spends_from_both() -> None:
-    """The outer account's cap refuses a call that the inner account's cap allows."""
+    """A call is charged to its inner and its outer account, and the outer account's cap refuses a
+    call that the inner cap allows.
+    """
     outer = Account(Caps(max_calls=1))
     inner = Account(Caps(max_calls=5), inside=outer)
     with inner.reserved_now(Amount(1)):

@@ -1,4 +1,6 @@
-"""Tests of stop strings: a client sees the text before the first stop string, whole and streamed."""
+"""Tests of stop strings: a client sees only the text before the first stop string, in whole and
+streamed replies.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from tests.serving.conftest import MODEL, QUESTION, Client, serving, stream_even
 
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'atts-llm[serve]'")
 LETTERS = "ab\n"
-"""Few letters, so that random stop strings begin, overlap and end in random texts."""
+"""A few letters, chosen so that random stop strings begin, overlap and end in random texts."""
 
 
 def shown_by_definition(text: str, stop: Sequence[str]) -> str:
-    """Return the shown text by its definition, trying each beginning of the text in turn."""
+    """Return the text that a client sees by definition, trying each beginning of the text in
+    turn.
+    """
     for end in range(1, len(text) + 1):
         ending = [one for one in stop if text[:end].endswith(one)]
         if ending:
@@ -34,7 +38,10 @@ def shown_by_definition(text: str, stop: Sequence[str]) -> str:
     stop=st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=4),
 )
 def test_a_stream_shows_the_text_of_a_whole_reply(pieces: list[str], stop: list[str]) -> None:
-    """A stop string is not shown, and neither is a beginning of one that may still be completed."""
+    """A stream shows the same text as a whole reply.
+
+    It holds back a stop string, and any beginning of one that later text may complete.
+    """
     text = "".join(pieces)
     expected = shown_by_definition(text, stop)
     growing = StoppedText(stop)
@@ -56,7 +63,7 @@ def test_a_stream_shows_the_text_of_a_whole_reply(pieces: list[str], stop: list[
 
 @given(text=st.text(LETTERS, max_size=20), stop=st.text(LETTERS, min_size=1, max_size=5))
 def test_a_stream_lags_by_less_than_the_stop_string(text: str, stop: str) -> None:
-    """Only text that may begin a stop string is delayed."""
+    """A stream delays only text that may be the beginning of a stop string."""
     growing = StoppedText([stop])
     shown = growing.add(text)
     if not growing.is_stopped:
@@ -66,7 +73,7 @@ def test_a_stream_lags_by_less_than_the_stop_string(text: str, stop: str) -> Non
 
 
 async def both(client: Client, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Request a whole and a streamed reply; return the whole reply, and the deltas."""
+    """Request a whole and a streamed reply; return the whole reply and the deltas of the stream."""
     whole = (await client.chat(**fields)).json()
     got = await stream_events(client, **fields)
     choices = [event["choices"][0] for event in got]
@@ -81,7 +88,7 @@ async def both(client: Client, **fields: Any) -> tuple[dict[str, Any], list[dict
 @pytest.mark.parametrize("model", ["draft", "target"])
 @pytest.mark.parametrize("stop", ["So", "\n\n", "\n\nSo", "s 7", "}", ["zzz", "nswer", "."]])
 def test_a_single_model_stops_at_the_stop_string(model: str, stop: str | list[str]) -> None:
-    """The model's content ends before the stop string, and later tokens are neither shown nor
+    """A single model's content ends before the stop string, and later tokens are neither shown nor
     charged.
     """
 
@@ -108,7 +115,7 @@ def test_a_single_model_stops_at_the_stop_string(model: str, stop: str | list[st
 
 
 def test_a_stop_string_across_calls_is_found() -> None:
-    """With chunks of two tokens, a stop string is found although it begins in one chunk and ends in
+    """With chunks of two tokens, a stop string is found even if it begins in one chunk and ends in
     another.
     """
 
@@ -128,7 +135,7 @@ def test_a_stop_string_across_calls_is_found() -> None:
 
 
 def test_reasoning_that_votes_is_not_cut() -> None:
-    """A stop string that every rollout writes changes neither the votes nor the reasoning."""
+    """A stop string that every rollout writes cuts neither the votes nor the reasoning."""
 
     async def main() -> None:
         async with serving() as client:
@@ -157,8 +164,8 @@ def test_content_is_cut_but_the_answer_is_not() -> None:
 
 
 def test_the_text_of_a_rollout_without_an_answer_is_cut() -> None:
-    """A reply that a limit ended is cut at a stop string as well, and reports the stop string as
-    its end.
+    """If a limit ended a reply, its text is cut at a stop string as well, and the stop string is
+    reported as its end.
     """
 
     async def main() -> None:
@@ -186,7 +193,9 @@ def test_the_text_of_a_rollout_without_an_answer_is_cut() -> None:
     ],
 )
 def test_impossible_stop_strings_are_refused(stop: Any, words: str) -> None:
-    """The error names the field with the impossible stop string before any work is done."""
+    """An impossible stop string is refused before any work is done, with an error that names the
+    field.
+    """
 
     async def main() -> None:
         async with serving() as client:
@@ -201,7 +210,7 @@ def test_impossible_stop_strings_are_refused(stop: Any, words: str) -> None:
 
 
 def test_null_and_no_stop_strings_change_nothing() -> None:
-    """Null or an empty list, as clients send them without stop strings, change nothing."""
+    """A value of null or an empty list means no stop strings; some clients send these values."""
 
     async def main() -> None:
         async with serving() as client:
@@ -213,7 +222,9 @@ def test_null_and_no_stop_strings_change_nothing() -> None:
 
 
 def test_responses_refuse_stop_strings() -> None:
-    """The Responses API has no stop strings, and ignoring the field would mislead the client."""
+    """The Responses API refuses stop strings, because ignoring the field would mislead the
+    client.
+    """
 
     async def main() -> None:
         async with serving() as client:

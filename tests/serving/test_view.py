@@ -1,5 +1,5 @@
-"""Tests of the page of `atts view` for a server or a run directory, in a real browser if there is
-one.
+"""Tests of the page of `atts view` for a server or a run directory, in a real browser if one is
+installed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.serving.conftest import MODEL, QUESTION, serving, toy_setup
 
 PRICES = {"draft": Price(0.1, 0.4), "target": Price(1.0, 4.0)}
 PICTURES = os.environ.get("ATTS_VIEW_PICTURES")
-"""Folder for pictures of the page, to be looked at; none by default."""
+"""Folder for pictures of the page that a person can look at; none by default."""
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +78,15 @@ OVERFLOWING = """[...document.querySelectorAll("body *")].filter(one => {
   return place.left < -0.5 || place.right > innerWidth + 0.5 || one.scrollWidth > one.clientWidth + 1
     && getComputedStyle(one).display !== "inline";
 }).map(one => one.tagName + " " + one.textContent.slice(0, 60))"""
-"""Elements that are cut off, or wider than the window; a wide table may be scrolled."""
+"""JavaScript that lists elements which are cut off or wider than the window; a wide table may be
+scrolled.
+"""
 
 
 def looked_at(page: Page, address: str, name: str) -> None:
-    """Open the page at both widths, light and dark; nothing may be cut off or blocked."""
+    """Open the page at both widths, light and dark, and check that nothing is cut off or
+    blocked.
+    """
     for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")):
         page.look(width, 900, scheme)
         page.open(f"{address}/atts/view")
@@ -95,7 +99,7 @@ def looked_at(page: Page, address: str, name: str) -> None:
 
 
 def test_a_run_directory_has_the_numbers_of_its_run(run_directory: Path) -> None:
-    """Problems, verdicts, the realised rate and the spending equal those of the journal."""
+    """The page shows the problems, verdicts, realised rate and spending of the run's journal."""
     status = RunStatus(run_directory).status()
     assert status["state"] == "not running"
     assert status["counts"]["finished"] == status["counts"]["problems"] == 10
@@ -116,7 +120,9 @@ def test_a_run_directory_has_the_numbers_of_its_run(run_directory: Path) -> None
 def test_a_run_that_stopped_halfway_shows_its_leading_rollout(
     run_directory: Path, tmp_path: Path
 ) -> None:
-    """Open problems come first, and the text is that of an open problem."""
+    """For a run that stopped halfway, the page lists open problems first and shows the text of one
+    of them.
+    """
     half = tmp_path / "half"
     shutil.copytree(run_directory, half)
     journal = half / "journal.jsonl"
@@ -127,19 +133,21 @@ def test_a_run_that_stopped_halfway_shows_its_leading_rollout(
     assert status["items"][0]["status"] == "open"
     assert status["leader"]["name"].startswith(status["items"][0]["name"])
     assert status["leader"]["text"]
-    # the journal is read again once it has grown
+    # the page reads the journal again once the file has grown
     journal.write_bytes(b"".join(lines))
     assert reading.status()["counts"]["finished"] == 10
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    """The error names the folder that contains no run."""
+    """The error about a folder without a run names the folder."""
     with pytest.raises(JournalError, match="there is no run here"):
         RunStatus(tmp_path)
 
 
 def test_the_page_of_a_run_is_for_this_machine(run_directory: Path) -> None:
-    """A request with another host name gets an error, because a foreign page may have sent it."""
+    """A request with a foreign host name gets an error, because a foreign web page may have sent
+    it.
+    """
     with shown(RunStatus(run_directory).status) as address, httpx2.Client() as client:
         assert client.get(f"{address}/atts/status").json()["kind"] == "run"
         assert b"atts view" in client.get(address).content
@@ -151,7 +159,9 @@ def test_the_page_of_a_run_is_for_this_machine(run_directory: Path) -> None:
 def test_a_run_that_cannot_be_read_is_an_error_on_the_page(
     run_directory: Path, tmp_path: Path
 ) -> None:
-    """Damage in the middle of a journal is shown, and the page continues to request updates."""
+    """If the middle of a journal is damaged, the page shows the error and continues to request
+    updates.
+    """
     damaged = tmp_path / "damaged"
     shutil.copytree(run_directory, damaged)
     reading = RunStatus(damaged)
@@ -164,8 +174,8 @@ def test_a_run_that_cannot_be_read_is_an_error_on_the_page(
 
 
 def test_a_server_shows_what_is_in_flight() -> None:
-    """The page shows requests, the leading rollout's text, budgets with reservations, the rate and
-    engine use.
+    """The page of a server shows requests, the leading rollout's text, budgets with reservations,
+    the rate and engine use.
     """
 
     async def main() -> None:
@@ -211,7 +221,9 @@ def test_a_server_shows_what_is_in_flight() -> None:
 
 
 def test_busy_shares_forget_what_is_old() -> None:
-    """Busy shares cover the last minute, which bounds their memory."""
+    """The shares of time in which engines are busy cover only the last minute, which bounds their
+    memory.
+    """
     busy = BusyShare()
     for second in range(10_000):
         busy.add("draft", second, second + 0.25)
@@ -222,7 +234,9 @@ def test_busy_shares_forget_what_is_old() -> None:
 
 
 def test_the_page_of_a_run_in_a_browser(browser: Browser, run_directory: Path) -> None:
-    """The run's numbers are on the page, at the width of a desktop and of a telephone."""
+    """In a browser, the page shows the run's numbers at the width of a desktop and of a
+    telephone.
+    """
     page = browser.page()
     with shown(RunStatus(run_directory).status) as address:
         looked_at(page, address, "run")
@@ -234,7 +248,9 @@ def test_the_page_of_a_run_in_a_browser(browser: Browser, run_directory: Path) -
 
 
 def test_the_page_of_a_server_in_a_browser(browser: Browser) -> None:
-    """The page requests the key, follows a request, and shows text of models as plain text."""
+    """In a browser, the page asks for the server's key, follows a request, and shows model output
+    as plain text.
+    """
 
     async def main() -> None:
         setup = toy_setup(Latency(per_sample=0.3, per_score=0.1))
@@ -258,7 +274,8 @@ def test_the_page_of_a_server_in_a_browser(browser: Browser) -> None:
                 page.run("document.querySelector('#key button').click()")
                 page.wait("!document.querySelector('main').hidden")
                 page.wait("document.getElementById('text').textContent.includes('So')")
-                page.problems.clear()  # the console reports status 401 once, before the key
+                # the console reports status 401 once, before the key is entered
+                page.problems.clear()
 
             async with task_group() as group:
                 for _ in range(3):
@@ -274,7 +291,7 @@ def test_the_page_of_a_server_in_a_browser(browser: Browser) -> None:
 
 
 def test_markup_in_model_output_is_shown_as_text(browser: Browser) -> None:
-    """Markup is shown as text in every text of the page."""
+    """Markup in model output is shown as plain text everywhere on the page."""
     evil = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
     status = {
         "kind": "run",
@@ -297,7 +314,7 @@ def test_markup_in_model_output_is_shown_as_text(browser: Browser) -> None:
 
 
 def test_alarms_of_a_run_are_shown() -> None:
-    """A drift alarm and a warning appear with the text of the journal."""
+    """The page shows a drift alarm and a warning with the text of the journal."""
     reading = RunReading()
     reading.take(Entry(0, 1, 0.0, 0.0, Drifted("jumper", 0.001, 90, text="drift!")))
     reading.take(Entry(1, 1, 0.0, 0.0, Warned("a", "b")))

@@ -38,8 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def deal(seconds: dict[str, float], shares: int) -> dict[str, int]:
-    """Divide the test files among the shares, heaviest file first, each to the lightest share so
-    far.
+    """Divide the test files among the shares, the heaviest file first, each to the share with the
+    lowest total so far.
 
     Tests that need a checkout, and tests of the studies, belong to the first share.
     """

@@ -56,9 +56,11 @@ CLOCKS = frozenset(
 )  # fmt: skip
 """Keys of values that differ from run to run, or from machine to machine."""
 CLOSE = 1e-6
-"""Tolerance of double precision: sums differ in their last digits between processors."""
+"""Tolerance for sums in double precision, whose last digits differ between processors."""
 CLOSE_FLOAT32 = 5e-3
-"""Tolerance of single precision: the kernels of one machine differ by about a hundredth of this."""
+"""Tolerance for values in single precision; the kernels of one machine differ by about a hundredth
+of this.
+"""
 
 
 def plain(value: Any) -> Any:

@@ -51,13 +51,13 @@ class Pair:
 
     @property
     def words(self) -> list[str]:
-        """Return the pair as a command names it."""
+        """Return the pair's name as used in commands."""
         return ["--draft", f"hf:{self.draft}", "--target", f"hf:{self.target}"]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check, its result, and whether it passed."""
+    """A check's name, its result, and whether it passed."""
 
     what: str
     seen: str
@@ -214,7 +214,9 @@ def problem_file(scratch: Path) -> Path:
 
 
 def questions(number: int) -> list[str]:
-    """Return problems to write about: half of GSM8K and half of MATH-500, if they are available."""
+    """Return problems for the texts: half from GSM8K and half from MATH-500, if they are
+    available.
+    """
     data = shared_data()
     chosen = list[str]()
     for name in DATA:
@@ -295,7 +297,7 @@ async def two_at_once(pair: Pair, prompts: Prompts, tokens: int) -> Check:
 
 
 def processor_seconds() -> float:
-    """Return the processor time of this process and of its children that ended."""
+    """Return the processor time, in seconds, of this process and of its children that ended."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 
@@ -345,7 +347,7 @@ def killed_and_resumed(pair: Pair, problems: Path, scratch: Path) -> Check:
 
 
 def calls(run: Path) -> int:
-    """Return the number of texts in the journal of a run so far."""
+    """Return the number of texts that the journal of a run contains so far."""
     journal = run / JOURNAL
     if not journal.is_file():
         return 0

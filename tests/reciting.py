@@ -61,7 +61,7 @@ class RecitingEngine:
         return EngineStats()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Draw token by token from the distribution at each place."""
+        """Draw token by token from the distribution at each position."""
         check_sample(request, self.spec)
         await anyio.lowlevel.checkpoint()
         script, place = self._place(request.ids)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 @pytest.fixture(autouse=True)
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write inspect_ai's logs into the test's folder and ignore this machine's settings of
+    """Write inspect_ai's logs into the test's folder, and ignore this machine's settings of
     inspect_ai.
     """
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ SMALL = Policy(samples=3, turns=10, early_stop="none")
 
 @pytest.mark.anyio
 async def test_a_reply_holds_the_reasoning_or_only_the_answer() -> None:
-    """The default reply is the text of a rollout that voted for the answer; "answer" replies with
+    """By default a reply is the text of a rollout that voted for the answer; "answer" replies with
     the answer alone, or "" if there is none.
     """
     question = toy_problems(1)[0]
@@ -57,8 +57,9 @@ def test_unknown_and_impossible_options_are_refused(options: dict[str, object], 
 
 
 def test_harness_values_become_settings() -> None:
-    """Settings given as text become numbers, separately given engines are used, and a conversation
-    without a question is refused.
+    """Settings given as text become numbers, and separately given engines are used.
+
+    A conversation without a question is refused.
     """
     setup = setup_of(
         "mine",

@@ -166,7 +166,9 @@ def test_the_labels_of_a_run_are_its_verdicts(run: Path, of_run: CalibrationRepo
 
 
 def test_gain_over_a_coin_is_the_first_number(tmp_path: Path) -> None:
-    """The first number is the gain with its interval; the second is the AUROC within questions."""
+    """The report's first number is the gain over a coin with its interval; the second is the AUROC
+    within questions.
+    """
     telling = [n * 37 % 100 < 60 for n in range(300)]
     report = calibration_report(_labelled(tmp_path / "a.jsonl", telling))
     assert report.labelled is not None

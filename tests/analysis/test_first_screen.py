@@ -21,7 +21,7 @@ from atts.evaluators import holm, mean_estimate
 
 
 def _again(report: RunReport, **other: Any) -> str:
-    """Return the report's sentence with some of its numbers changed."""
+    """Return the report's sentence after some of its numbers were changed."""
     known: dict[str, Any] = {
         "accuracy": report.accuracy,
         "cost": report.spend,
@@ -76,8 +76,8 @@ def test_a_comparison_with_a_coin_gives_the_first_number(
 
 
 def test_the_three_numbers_are_in_every_format(run: Path, other_run: Path) -> None:
-    """Correct answers, the target's text and escalated chunks are in each format, with counts and
-    whether the rate is on target.
+    """Every format has the number of correct answers, the target's text, and the escalated chunks,
+    and says whether the rate is on target.
     """
     built = build_report(run, [other_run])
     held = built.report.calibration

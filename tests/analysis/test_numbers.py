@@ -545,7 +545,7 @@ def test_steps_come_back_from_their_columns(steps: list[GateStep]) -> None:
 
 
 def test_a_chart_of_many_questions_draws_some() -> None:
-    """With many questions the chart draws every n-th question by rank, over the whole axis."""
+    """With many questions, the chart draws every n-th question by rank, over the whole axis."""
     groups = tuple(GroupRate(f"q{n}", 10, n % 11, 0.0, 1.0) for n in range(4000))
     steps = [GateStep("observed", Decision("accept", 0.2, "q"), False)]
     few = rate_control(steps, StatedGuarantee("aci", "", "", ""), ())

@@ -48,7 +48,7 @@ def engine(
 
 @dataclass(frozen=True)
 class Planted:
-    """A pair of toy models with one known correct recommendation."""
+    """A pair of toy models and the recommendation that is known to be correct for it."""
 
     draft: Skill
     target: Skill
@@ -176,8 +176,8 @@ def test_a_gate_that_costs_more_than_the_target_is_not_recommended() -> None:
 
 
 def test_a_pilot_needs_both_models_alone() -> None:
-    """A missing baseline, a single problem and problems without references are errors that name the
-    cause.
+    """A pilot with a missing baseline, a single problem, or problems without references is refused
+    with an error that names the cause.
     """
     alone = made("draft-only", [0.5], 0)
     with pytest.raises(UsageError, match="target-only"):

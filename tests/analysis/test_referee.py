@@ -36,7 +36,7 @@ RULES = {rule.name: rule for rule in ONE_BY_ONE}
 
 
 def used(name: str, labels: list[int]) -> int:
-    """Return the number of rollouts that a rule uses before it stops."""
+    """Return the number of rollouts that a stopping rule uses."""
     return RULES[name].play(Arrivals(labels)).used
 
 
@@ -87,7 +87,9 @@ def test_each_rule_stops_where_hand_computation_says(
 
 
 def test_the_beta_rule_equals_a_sum_of_binomials() -> None:
-    """P(p > 1/2) equals a sum of binomial probabilities that the test computes itself."""
+    """The beta rule's probability P(p > 1/2) equals a sum of binomial probabilities that the test
+    computes itself.
+    """
     random = Random(2)
     for _ in range(50):
         labels = [random.choice([0, 0, 0, 1, 2]) for _ in range(20)]
@@ -124,7 +126,9 @@ def test_scores_select_weigh_or_rank_votes() -> None:
 
 
 def test_deepconf_offline_counts_only_confident_rollouts() -> None:
-    """The more confident half outvotes the majority; if all rollouts vote, the majority wins."""
+    """In offline DeepConf, the votes of the more confident half decide against the majority; if all
+    rollouts vote, the majority wins.
+    """
     arrivals = Arrivals([0, 0, 0, 1, 1, 0], {"c": [1.0, 1.0, 1.0, 5.0, 5.0, 5.0]})
     assert deepconf_offline("c", 0.5).play(arrivals).label == 1
     assert deepconf_offline("c", 1.0).play(Arrivals([0, 0, 1], {"c": [2.0, 2.0, 3.0]})).label == 0
@@ -230,7 +234,9 @@ def test_needed_problems_grow_with_the_variance_of_the_difference() -> None:
 def test_unknown_rules_and_unrecorded_units_are_refused(
     options: dict[str, object], problem: str
 ) -> None:
-    """The error names the unknown stopping rule, or the unit that the run did not record."""
+    """The error about an unknown stopping rule names the rule; the error about a cost that the run
+    did not record names its unit.
+    """
     with pytest.raises(OptionError, match=problem):
         referee(planted(3, 4), RefereeOptions(**options))  # type: ignore[arg-type]
 

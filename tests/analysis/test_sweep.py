@@ -56,8 +56,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SweepReport:
 
 
 def test_every_setting_is_a_run_and_two_baselines_are_added(made: SweepReport) -> None:
-    """Each finished run has its own folder, its accuracy with an interval, and its difference from
-    the target alone.
+    """Each finished run of a sweep has its folder, its accuracy with an interval, and its
+    difference from the target alone.
+
+    Two baselines are added to the requested settings.
     """
     names = [point.name for point in made.points]
     assert names[:2] == ["target-only", "draft-only"]
@@ -263,7 +265,7 @@ def test_new_values_are_added_to_finished_runs(tmp_path: Path) -> None:
 def test_a_key_that_cannot_vary_is_refused_first(
     tmp_path: Path, over: dict[str, Any], says: str
 ) -> None:
-    """The error names the key that cannot vary, and nothing is written."""
+    """A key that cannot vary is refused with an error that names it, before anything is written."""
     with pytest.raises(OptionError) as refused:
         plan_sweep(over, {**WORDS, "seed": 0, "out": str(tmp_path / "set")})
     assert says in str(refused.value)
@@ -271,7 +273,9 @@ def test_a_key_that_cannot_vary_is_refused_first(
 
 
 def test_the_sweep_page_is_self_contained(made: SweepReport) -> None:
-    """Three charts show all points, bands and baselines, and the page contains no network address."""
+    """The sweep page has three charts with all points, bands and baselines, and contains no network
+    address.
+    """
     page = render_sweep(read_sweep(Path(made.directory)))
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(pictures) == 3
@@ -302,7 +306,10 @@ def test_the_terminal_shows_a_table_and_a_chart(made: SweepReport) -> None:
     "text", ["", "{", '{"over": 3}', '{"over": {}, "settings": {}, "points": [], "schema": 2}']
 )
 def test_a_damaged_sweep_is_refused(tmp_path: Path, text: str) -> None:
-    """The error names the path; a run folder that points outside the sweep is refused too."""
+    """A damaged sweep is refused with an error that names the path.
+
+    A run folder that points outside the sweep is refused too.
+    """
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(JournalCorrupt, match=r"sweep\.json"):
         load_run_set(tmp_path)

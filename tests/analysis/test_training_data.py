@@ -89,8 +89,8 @@ def test_records_have_the_documented_columns(
 def test_opd_holds_the_recorded_tokens_and_log_probabilities(
     recorded: Path, tmp_path: Path
 ) -> None:
-    """Token ids are those of the rollout, and the log-probabilities of both models equal the
-    recorded ones.
+    """The `opd` export has the token ids of the rollout, and its log-probabilities of both models
+    equal the recorded ones.
     """
     whole = outcomes(recorded)
     scored: dict[tuple[str, int, int], tuple[float, ...]] = {}
@@ -188,8 +188,8 @@ def taught(run: Path, out: Path, teacher: str, top: int) -> list[dict[str, Any]]
 
 
 def test_a_teacher_lists_its_likeliest_tokens(recorded: Path, tmp_path: Path) -> None:
-    """The likeliest token comes first at every position, and the drawn token has its recorded
-    log-probability.
+    """A teacher's list of likely tokens begins with the likeliest at every position, and the drawn
+    token has its recorded log-probability.
     """
     records = taught(recorded, tmp_path / "opd.jsonl", "embedded:target", 30)
     listed = 0
@@ -250,7 +250,9 @@ class Stranger:
 
 
 def test_an_impossible_teacher_is_refused(recorded: Path, tmp_path: Path) -> None:
-    """If a teacher cannot be used, the error states the reason before a file is written."""
+    """A teacher that cannot be used is refused with an error that states the reason, before a file
+    is written.
+    """
     stranger: Teacher = Stranger()
     out = tmp_path / "data.jsonl"
     with pytest.raises(
@@ -300,8 +302,9 @@ def planted(run_import: Import, tmp_path: Path) -> Path:
 
 
 def test_preferences_are_pairs_within_a_problem(run_import: Import, tmp_path: Path) -> None:
-    """A correct rollout is preferred to a wrong one; a problem with only correct or only wrong
-    rollouts has no pair.
+    """The export of preferences pairs a correct rollout with a wrong one of the same problem.
+
+    A problem with only correct or only wrong rollouts has no pair.
     """
     run = planted(run_import, tmp_path)
     records = read(run, tmp_path, "preference", pairs=10)
@@ -400,7 +403,7 @@ def test_a_run_without_a_finished_problem_exports_nothing(tmp_path: Path, record
 def test_the_command_prints_the_file_and_its_contents(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`atts export` prints the path and the number of records."""
+    """`atts export` prints the path of the exported file and its number of records."""
     out = tmp_path / "opd.jsonl"
     assert command(["export", str(recorded), "--as", "opd", "--out", str(out), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

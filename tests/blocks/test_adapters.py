@@ -219,8 +219,8 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], s
 def test_an_adapter_that_does_not_fit_its_base_is_refused(
     case: str, base: Path, tmp_path: Path
 ) -> None:
-    """An adapter that does not fit its base is refused with a message, without a traceback, and the
-    zoo is unchanged.
+    """An adapter that does not fit its base is refused with a message and without a traceback, and
+    the zoo is unchanged.
     """
     settings, change, says, kind = BAD[case]
     adapter = save_adapter(tmp_path / "lora", base, "q_proj", "v_proj", **settings)

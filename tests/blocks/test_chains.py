@@ -105,7 +105,7 @@ def requests(rng: random.Random, count: int) -> list[SampleRequest | ScoreReques
 
 
 def run(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dict[int, Reply], object]:
-    """Return a loop's replies to commands that arrive at given steps."""
+    """Return a loop's replies to commands that arrive at the given steps."""
     replies = dict[int, Reply]()
 
     def tell(report: LoopReport) -> None:
@@ -120,7 +120,7 @@ def run(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dict[i
 def schedule(
     rng: random.Random, asked: Mapping[int, Submit], late: float = 0.6
 ) -> list[list[Command]]:
-    """Let the same requests arrive at random steps, in groups of random size."""
+    """Submit the same requests at random steps, in groups of random size."""
     steps: list[list[Command]] = [[]]
     for number in sorted(asked):
         while rng.random() < late:
@@ -133,7 +133,7 @@ def schedule(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_a_model_in_a_shared_loop_gives_its_own_replies(seed: int, family: Zoo) -> None:
-    """Replies are bit-identical if the model runs from its own folder, alone in the zoo's loop, and
+    """A model gives bit-identical replies from its own folder, alone in the zoo's loop, and
     together with five other models.
     """
     rng = random.Random(seed)
@@ -249,8 +249,8 @@ def test_shared_blocks_run_once_per_step(family: Zoo) -> None:
 
 
 def test_rows_of_shared_blocks_are_contiguous(family: Zoo) -> None:
-    """Models are ordered so that rows of shared blocks are adjacent, whatever the order in which
-    the models were opened.
+    """Rows of shared blocks are contiguous in a batch, whatever the order in which the models were
+    opened.
     """
     names = ["base", "end", "middle", "head", "narrow", "wide"]
     for seed in range(4):
@@ -309,7 +309,9 @@ def test_a_draft_of_first_layers_runs_in_its_targets_blocks(
 
 
 def test_cancelling_requests_of_one_model_changes_no_other(family: Zoo) -> None:
-    """Requests of other models get the same replies as without the cancellation."""
+    """If requests of one model are cancelled, requests of other models get the same replies as
+    without the cancellation.
+    """
     asks = dict(enumerate(requests(random.Random(7), 12), 1))
     submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in asks.items()]
     added = [AddModel(config_of(family, "end"))]

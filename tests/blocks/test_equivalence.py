@@ -48,7 +48,7 @@ def pair(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
 
 
 def loss_of(zoo: Zoo, nats: float, name: str = "tuned") -> Loss:
-    """Make a loss as if it had been measured."""
+    """Make a measurement of a replacement's loss, as if it had been measured."""
     marks = zoo.model(name).marks[1]
     stands = {MLP: f"base/{MLP}"}
     return Loss(name, marks, stands, "toys", 30, 900, nats, 0.1, (0.5, 0.4), (-0.3, 0.1))
@@ -64,8 +64,10 @@ def kept(zoo: Zoo, name: str = "lean", nats: float = 0.005) -> dict[str, str]:
 
 
 def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
-    """The search for the nearest blocks compares blocks of all models by their parameters and
-    leaves out equal blocks; a count and a distance limit the list.
+    """The search for similar blocks compares blocks of all models by their parameters and leaves
+    out equal blocks.
+
+    A number of blocks and a distance limit the list.
     """
     near = pair.likenesses("tuned", 1, 1.0)
     assert [(one.place, one.other) for one in near] == [
@@ -259,8 +261,10 @@ def test_a_folder_with_other_weights_is_not_a_shortened_model(
 
 
 def test_relatives_of_the_embedded_target_are_measured(tmp_path: Path) -> None:
-    """Among the embedded target's relatives, one pair of blocks is close enough to be replaced; the
-    loss is measured, stored and reported with the number of problems.
+    """Among the embedded target's relatives, one pair of blocks is similar enough to replace one by
+    the other.
+
+    The loss is measured, stored and reported with the number of problems.
     """
     zoo = Zoo(tmp_path / "zoo")
     zoo.add("base", path("target"))

@@ -1,4 +1,6 @@
-"""Tests of the embedded target's relatives: the shipped ones, and the start of training one."""
+"""Tests of related models of the embedded target: the shipped ones, and the start of training
+one.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def relatives(make_zoo: MakeZoo) -> Zoo:
 
 
 class Loop:
-    """A step loop of some models that the test drives by hand."""
+    """A step loop of several models that the test drives step by step."""
 
     def __init__(
         self, zoo: Zoo, *names: str, kv_tokens: int = 4096, chunk_tokens: int = 2048
@@ -73,7 +73,7 @@ class Loop:
 
     @property
     def ledger(self) -> SlotLedger:
-        """Return the ledger of slots."""
+        """Return the loop's ledger of slots."""
         assert isinstance(self.loop._model, ChainModel)
         return self.loop._model._ledger
 
@@ -99,8 +99,10 @@ def test_a_slot_without_kept_states_is_not_shared(relatives: Zoo) -> None:
 
 
 def test_a_new_model_shares_no_slot_that_is_itself_borrowed(relatives: Zoo) -> None:
-    """A slot that a running sequence has borrowed is not shared with a new model. The new model is
-    added in the middle of that sequence's prompt, and differs from the base in the same layer.
+    """A slot that a running sequence has borrowed is not shared with a new model.
+
+    The new model is added while that sequence's prompt is computed, and differs from the base in
+    the same layer.
     """
     loop = Loop(relatives, "base", "forward", "asks", chunk_tokens=16)
     loop.answer(0, sample(OTHERS[:9]), 1)

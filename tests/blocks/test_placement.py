@@ -34,8 +34,10 @@ SECONDS = st.floats(0, 10)
     )
 )
 def test_a_request_goes_where_it_finishes_first(instances: list[Instance]) -> None:
-    """The chosen server finishes the request first, counting waiting, computing, moving keys and
-    values, and the next hop; in a tie the server that owns the block is chosen.
+    """A request goes to the server that finishes it first, counting waiting, computing, moving keys
+    and values, and the next hop.
+
+    In a tie, it goes to the server that owns the block.
     """
     chosen = instances[dispatched(instances)]
 
@@ -66,8 +68,8 @@ def test_blocks_are_placed_within_each_servers_memory(seed: int, count: int, ser
 
 
 def test_a_busy_block_is_replicated_near_its_neighbours() -> None:
-    """A busy block is placed on three servers with its successors next to it, and an unrelated
-    block is on a less busy server.
+    """A busy block is placed on three servers with its successors next to it; an unrelated block is
+    placed on a less busy server.
     """
     blocks = {"trunk": Demand(4, 2.5), "own": Demand(1, 0.2), "else": Demand(4, 0.4)}
     found = placed(blocks, {("trunk", "own"): 9}, [6.0] * 4)

@@ -64,8 +64,9 @@ def asks(count: int, tokens: int = 12) -> list[SampleRequest]:
 
 @pytest.mark.anyio
 async def test_replicas_give_the_replies_of_one_engine(zoo: Zoo) -> None:
-    """Replicas give the replies of one engine; each replica has its own loop, which other models of
-    the zoo share.
+    """Replicas give the same replies as one engine.
+
+    Each replica has its own loop, which other models of the zoo may use too.
     """
     async with accelerated(zoo.folder("base"), options=SHARED) as one:
         wanted = await collect([partial(one.sample, ask) for ask in asks(8)])
@@ -83,7 +84,7 @@ async def test_replicas_give_the_replies_of_one_engine(zoo: Zoo) -> None:
 
 
 class Loop:
-    """A stand-in for a replica, with only what the dispatcher reads."""
+    """A stand-in for a replica, with only the attributes that the dispatcher reads."""
 
     def __init__(self, in_loop: int, stats: EngineStats) -> None:
         self.in_loop = in_loop
@@ -107,8 +108,10 @@ def turn(tokens: int, rollout: str = "p/0") -> ScoreRequest:
 
 
 def test_a_request_goes_where_it_costs_least() -> None:
-    """Each request is sent to the cheapest replica: a rollout stays where its cache is, until
-    waiting there takes longer than computing the prefix again.
+    """A rollout stays at the replica with its cache, until waiting there takes longer than
+    computing the prefix elsewhere.
+
+    Each request goes to the replica with the lowest cost.
     """
     dispatch, loads = dispatch_of(0, 0)
     assert dispatch.choose(loads, turn(300)) == 0
@@ -137,8 +140,10 @@ def _with(dispatch: Dispatch, *in_loop: int) -> Dispatch:
 
 
 def test_siblings_go_where_their_prompt_is_cached() -> None:
-    """A new sibling is sent to the replica that has its prompt, while the prompt is most of the
-    sibling's work; an unrelated rollout may use any replica.
+    """A new rollout of a problem goes to the replica with the problem's prompt, while the prompt is
+    most of its work.
+
+    An unrelated rollout may use any replica.
     """
     dispatch, loads = dispatch_of(0, 1, 0)
     assert dispatch.choose(loads[2:], turn(200, "p/0")) == 0

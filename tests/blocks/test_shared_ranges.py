@@ -78,8 +78,10 @@ def driven(
 def test_models_that_share_ranges_keep_their_own_replies(
     stages: int, replicas: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replies of six models under a random schedule are bit-identical to replies of each model
-    alone, whichever worker is chosen; equal ranges are loaded once.
+    """Six models that share ranges of layers give bit-identical replies to each model alone,
+    whichever worker is chosen.
+
+    Equal ranges are loaded once.
     """
     rng = random.Random(stages)
     chosen = {
@@ -290,7 +292,9 @@ def test_a_reloaded_range_has_the_adapters_of_all_its_models(
 
 
 def test_a_released_range_leaves_nothing_in_its_worker(family: Zoo, here: type[StageHere]) -> None:
-    """A released range is not loaded again, neither by late replies nor by a pending reload."""
+    """A released range of layers is not loaded again, neither by late replies nor by a pending
+    reload.
+    """
     config = staged(family, "base", kv_tokens=64)
     line = StageExecutor(config, build_stage, 1, is_shared=True)
     line.start("one")

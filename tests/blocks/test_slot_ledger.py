@@ -33,7 +33,7 @@ Ask = SampleRequest | ScoreRequest
 
 
 def shallow(folder: Path, layers: int) -> Path:
-    """Keep only a model's first layers."""
+    """Copy a model with only its first layers."""
     cut = [f"layers.{at}." for at in range(layers, 9)]
     tensors = {
         key: part

@@ -37,7 +37,7 @@ def zoo(tmp_path: Path) -> Zoo:
 
 
 def blocks_of(zoo: Zoo) -> dict[str, str]:
-    """Return the digests of the block files."""
+    """Return the digests of the block files of a zoo."""
     return contents(zoo.directory / "blocks")
 
 
@@ -103,8 +103,8 @@ def _place(tensor: str) -> str:
 
 
 def test_exchanged_layers_are_stored_once(zoo: Zoo, base: Path, tune: Tune, tmp_path: Path) -> None:
-    """A model with two layers exchanged shares all blocks with the original, and is exported with
-    the layers exchanged.
+    """A model with two layers exchanged shares all blocks with the original, and its export has the
+    layers exchanged.
     """
     folder = tune("swapped")
     tensors = load_file(folder / "model.safetensors")
@@ -168,8 +168,9 @@ def test_removing_a_model_deletes_only_unshared_blocks(
 
 
 def flat(parts: Iterable[SharedPart]) -> Iterator[SharedPart]:
-    """Yield parts of models and the parts below them; each lower part is shared by fewer models
-    than the part above.
+    """Yield parts of the tree of models and the parts below them.
+
+    Each lower part is shared by fewer models than the part above.
     """
     for part in parts:
         assert all(set(lower.models) < set(part.models) for lower in part.below)

@@ -49,7 +49,9 @@ def test_binomial_p_value_is_super_uniform_by_enumeration(n: int) -> None:
 
 @pytest.mark.parametrize("values", [(0, 1), (0, 0.5, 1), (0, 0.25)])
 def test_betting_p_values_are_super_uniform_by_enumeration(values: tuple[float, ...]) -> None:
-    """P(p <= a) <= a holds for two- and three-valued losses with mean epsilon, over all sequences."""
+    """For all sequences of two- and three-valued losses with mean epsilon, the betting p-value
+    satisfies P(p <= a) <= a.
+    """
     laws: dict[tuple[float, ...], tuple[float, ...]] = {
         (0, 1): (0.8, 0.2), (0, 0.5, 1): (0.7, 0.2, 0.1), (0, 0.25): (0.2, 0.8)
     }  # fmt: skip
@@ -76,7 +78,9 @@ def test_betting_beats_hoeffding_on_fractions() -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=7), st.sampled_from([0.05, 0.1, 0.4]))
 def test_fixed_sequence_testing_equals_its_definition(p_values: list[float], delta: float) -> None:
-    """A hypothesis is rejected only if all hypotheses before it are rejected."""
+    """In fixed-sequence testing, a hypothesis is rejected only if all hypotheses before it are
+    rejected.
+    """
     expected = [k for k in range(len(p_values)) if all(p <= delta for p in p_values[: k + 1])]
     assert rejected(p_values, delta) == expected
 
@@ -236,8 +240,8 @@ def test_impossible_certificates_are_refused(
 
 
 def test_binomial_for_zero_one_losses_and_betting_for_fractions() -> None:
-    """Losses of 0 and 1 get the exact binomial test and fractions get betting; the binomial test
-    refuses fractions.
+    """Losses of 0 and 1 get the exact binomial test, and fractions get the betting test; the
+    binomial test refuses fractions.
     """
     assert risk_p_value([0.0, 1.0], 0.1) == binomial_p_value([0.0, 1.0], 0.1)
     assert risk_p_value([0.5, 0.0], 0.1) == betting_p_value([0.5, 0.0], 0.1)
@@ -416,8 +420,9 @@ def test_too_few_correct_answers_certify_no_threshold() -> None:
 
 
 def test_answers_that_are_often_wrong_are_never_certified() -> None:
-    """If the most certain answers are wrong in two of three cases, atts certifies no threshold and
-    says that no number of problems suffices.
+    """If the most certain answers are wrong in two of three cases, atts certifies no threshold.
+
+    The message says that no number of problems suffices.
     """
     found = certify_abstention([1.0] * 90, ([True] + [False] * 2) * 30, 0.1)
     assert (found.threshold, found.needed) == (None, None)

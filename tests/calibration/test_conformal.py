@@ -125,7 +125,7 @@ def test_the_table_of_training_conditional_rates(
 
 @pytest.mark.parametrize("bad", [math.nan])
 def test_nan_is_refused_everywhere(bad: float) -> None:
-    """NaN is refused as a stored score and as a new one."""
+    """NaN is refused both as a stored score and as a new score."""
     with pytest.raises(CalibrationInputError):
         split_threshold([bad], 0.5)
     for scale in (PERPLEXITY, REAL):

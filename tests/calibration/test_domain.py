@@ -39,8 +39,9 @@ def stored(random: Random, questions: int) -> StoredScores:
 
 
 def test_questions_like_the_stored_ones_are_seldom_doubted() -> None:
-    """For questions like the stored ones, at most one in twenty raises a warning at every level,
-    within a binomial tolerance over 1,000 draws.
+    """For questions like the stored ones, at most one in twenty raises a warning at every level.
+
+    The test draws 1,000 questions and allows a binomial tolerance.
     """
     random = Random(0)
     doubted = 0

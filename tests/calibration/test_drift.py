@@ -288,8 +288,10 @@ def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:
 
 
 def test_draws_of_one_distribution_are_rarely_called_different() -> None:
-    """If stored and live questions are both samples of one distribution, the permutation test keeps
-    its level; the first test need not.
+    """If stored and live questions are samples of one distribution, the permutation test keeps its
+    level.
+
+    The first test need not keep it.
     """
     draw = np.random.default_rng(1)
     found = [looked(law(draw, 12), law(draw, 8)).exchangeable <= 0.1 for _ in range(150)]
@@ -362,8 +364,8 @@ def test_the_mixture_ratio_is_low_without_change_and_high_with_it() -> None:
 
 
 def test_the_mixture_accepts_single_scores_and_constant_columns() -> None:
-    """Single scores have no spread and equal scores no width; neither case is an error, and a shift
-    is still noticed.
+    """The mixture accepts single scores, which have no spread, and equal scores, which have no
+    width; a shift is still noticed.
     """
     one = np.arange(20.0)[:, None] / 6
     same = np.zeros((20, 2))
@@ -455,8 +457,10 @@ def test_copied_stored_scores_are_noticed_if_the_run_repeats_none(
 
 
 def test_a_published_array_with_copied_questions_is_an_error(array_of: ArrayOf) -> None:
-    """A published array with copied questions is an error: two of its fifteen questions have two
-    distinct scores among sixteen, and the others repeat no score.
+    """A published array with copied questions is an error.
+
+    Two of its fifteen questions have only two distinct scores among sixteen; the other questions
+    repeat no score.
     """
     found = DuplicateScores.of(array_of("e0abbf88"))
     assert found.within == pytest.approx(1 - 212 / 240)

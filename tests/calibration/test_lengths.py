@@ -187,7 +187,9 @@ def test_stored_scores_without_lengths_are_refused() -> None:
 
 
 def test_equal_lengths_stay_one_stratum_and_infinite_scores_rank_worst() -> None:
-    """Chunks cut at the limit have equal lengths, so they are ranked among each other."""
+    """Chunks that were cut at the limit have equal lengths and are ranked among each other;
+    infinite scores rank worst.
+    """
     strata = LengthStrata()
     for place in range(500):
         strata.add(float(place), 128.0)

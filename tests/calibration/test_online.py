@@ -74,8 +74,8 @@ def test_deciding_changes_no_state(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_decision_records_what_an_audit_needs(mode: Mode) -> None:
-    """A decision has question, turn, sample, issue, score, p in [0, 1], the nominal rate and a
-    reason.
+    """A decision records its question, turn, sample, issue number, score, p-value in [0, 1], the
+    nominal rate and a reason.
     """
     decision = fresh(mode).decide(1.3, "q7", 2, 5, 11)
     assert (decision.question, decision.turn, decision.sample, decision.issue) == ("q7", 2, 5, 11)
@@ -113,8 +113,10 @@ def test_aci_bound_holds_for_any_sequence(scores: list[float], rate: float, seed
 
 
 def test_siblings_share_one_step_of_the_level() -> None:
-    """All siblings of a question together change the level by one step. With a step for each of 64
-    siblings, the first escalations of a hard problem would prevent its later escalations.
+    """All rollouts of a question together change the level by one step.
+
+    With a step for each of 64 rollouts, the first escalations of a hard problem would prevent its
+    later escalations.
     """
     levels: list[float] = []
     for samples in (1, 8, 64):
@@ -252,8 +254,8 @@ def test_infinite_scores_rank_worst_and_do_no_harm(mode: Mode) -> None:
 
 
 def test_overruled_decisions_count_as_what_was_done() -> None:
-    """If every chunk is accepted against the calibrator's decisions, these actions count, so the
-    calibrator decides to escalate more and more.
+    """If every chunk is accepted against the calibrator's decisions, the calibrator counts the
+    acceptances and decides to escalate more and more.
     """
     calibrator = Calibrator(0.4, "question-turn")
     draw = random.Random(0)
@@ -420,8 +422,8 @@ def test_impossible_options_are_refused(call: Any, error: type[Exception], words
 
 
 def test_a_mismatched_fingerprint_is_refused() -> None:
-    """Scores of another model, or of conditions that were not recorded, are refused as calibration
-    of this run.
+    """Calibration scores of another model, or of conditions that were not recorded, are refused for
+    this run.
     """
     stored = StoredScores.of(STORED, fingerprint={"model": "QwQ-32B", "temperature": 0.8})
     assert Calibrator(

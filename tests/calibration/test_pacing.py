@@ -106,8 +106,10 @@ def test_a_small_run_of_known_size_ends_at_its_rate(
 def test_a_rough_forecast_keeps_any_sequence_within_a_decision(
     wishes: list[bool], rate: float, slack: float, data: st.DataObject
 ) -> None:
-    """The count stays within 1 + slack of rate * n, although an adversary chooses the scores and
-    the forecast of remaining decisions is 0.2 to 2 times the true number.
+    """The number of escalations stays within 1 + slack of rate * n, although an adversary chooses
+    the scores.
+
+    The forecast of remaining decisions is 0.2 to 2 times the true number.
     """
     controller = Adaptive(rate, 0.002)
     total = 0
@@ -129,8 +131,10 @@ def test_a_rough_forecast_keeps_any_sequence_within_a_decision(
 def test_decisions_that_never_come_add_at_most_one_each(
     wishes: list[bool], rate: float, extra: int
 ) -> None:
-    """With a forecast of twice the remaining decisions and `extra` more, the count is off by at
-    most 1 + max(rate, 1 - rate) extra.
+    """Decisions that never come add at most one error each to the number of escalations.
+
+    With a forecast of twice the remaining decisions and `extra` more, the number is off by at most
+    1 + max(rate, 1 - rate) extra.
     """
     controller = Adaptive(rate, 0.002)
     total = 0

@@ -79,8 +79,8 @@ def test_a_stored_score_takes_ten_bytes() -> None:
 
 
 def test_absent_scores_and_ranks_are_errors() -> None:
-    """Removing an absent score raises KeyError, and selecting a rank outside the pool raises
-    IndexError.
+    """Removing a score that is not in the pool raises KeyError, and selecting a rank outside the
+    pool raises IndexError.
     """
     pool = Ranks([1.0])
     with pytest.raises(KeyError):
@@ -143,7 +143,9 @@ def test_memories_are_rebuilt_from_their_scores(memory: ScoreHistory) -> None:
 
 
 def test_memory_of_a_fading_pool_is_bounded() -> None:
-    """However many scores are added, about 21 / (1 - decay) are kept."""
+    """However many scores are added to a fading pool, it keeps only about 21 / (1 - decay)
+    scores.
+    """
     memory = Fading(0.9)
     for step in range(20_000):
         memory.add(float(step % 7))

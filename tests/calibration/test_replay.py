@@ -74,7 +74,7 @@ def test_replay_equals_the_calibrator_in_a_loop() -> None:
 
 
 def test_undefined_metrics_of_a_short_stream_are_nan() -> None:
-    """A short stream has no rolling rate, and an empty one has no metric at all."""
+    """A short stream of scores has no rolling rate, and an empty stream has no metric at all."""
     assert math.isnan(replay_scores(FEW, rate=0.4).metrics["worst_rolling_500"])
     empty = replay_scores([], rate=0.4)
     assert empty.decisions == ()
@@ -109,8 +109,8 @@ def test_numpy_columns_are_accepted() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_states_its_guarantee_with_numbers(mode: Mode) -> None:
-    """In every mode the guarantee has the rate, the counts so far and what voids it, and no
-    placeholder is left.
+    """In every mode the guarantee states the rate, the number of decisions so far and what voids
+    it, and no placeholder is left.
     """
     stored = StoredScores.of([1.1 + 0.01 * k for k in range(64)], 16)
     done = replay_scores(FEW, rate=0.35, mode=mode, stored=stored, drift="report")
@@ -327,7 +327,7 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
 
 @pytest.mark.parametrize("bad", ["abc", [3], True, 10**400])
 def test_impossible_lengths_and_shares_are_refused(bad: Any) -> None:
-    """The error names the record with the impossible length or share."""
+    """The error about an impossible length or share names its record."""
     rows = [{"question": 1, "turn": 0, "score": 1.5, "length": length} for length in (3, bad)]
     with pytest.raises(CalibrationInputError, match="length of record 2"):
         StoredScores.from_records(rows)

@@ -49,7 +49,7 @@ def play(calibrator: Calibrator, part: list[tuple[float, str, int]], first: int 
 def test_a_saved_calibrator_continues_exactly(
     mode: Mode, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """All later decisions are the same after a save to a file with scores in flight."""
+    """A calibrator that is saved to a file with scores in flight makes the same later decisions."""
     whole = Calibrator(0.3, mode, stored=STORED, seed=7, **options)
     half = Calibrator(0.3, mode, stored=STORED, seed=7, **options)
     scores = stream(301)
@@ -66,8 +66,8 @@ def test_a_saved_calibrator_continues_exactly(
 
 @pytest.mark.parametrize("mode", ["marginal", "aci", "question", "question-turn"])
 def test_calibrators_of_two_shards_can_be_merged(mode: Mode) -> None:
-    """Pools and counts add up to those of both streams, and the merged calibrator continues
-    deciding.
+    """The calibrators of two shards can be merged: their pools and counts add up, and the merged
+    calibrator continues to decide.
     """
     left, right = (Calibrator(0.4, mode, stored=STORED) for _ in range(2))
     both = Calibrator(0.4, mode, stored=STORED)
@@ -117,8 +117,8 @@ def test_calibrators_with_different_settings_are_not_merged() -> None:
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    """A missing, truncated, edited or foreign file is refused with an error that names the file,
-    without a traceback of json.
+    """A missing, truncated, edited or foreign calibrator file is refused with an error that names
+    the file, without a traceback of json.
     """
     path = tmp_path / "calibrator.json"
     with pytest.raises(CalibrationInputError, match="read"):

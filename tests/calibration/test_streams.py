@@ -42,7 +42,7 @@ def test_question_turn_mode_meets_every_limit_at_once(
 def test_metrics_equal_an_outside_definition(
     mode: Mode, arrivals: dict[str, Records], reference_metrics: Callable[..., dict[str, float]]
 ) -> None:
-    """Names and values of the metrics equal those of an independent definition."""
+    """The names and values of the metrics equal those of an independent definition."""
     records = arrivals["sim"]
     done = replay_scores(records, rate=0.2, mode=mode, seed=1)
     columns = [[record[name] for record in records] for name in ("question", "turn", "score")]
@@ -130,8 +130,8 @@ def test_good_stored_scores_raise_no_alarm_and_help_the_start(
 def test_the_published_rule_has_its_known_errors(
     arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
 ) -> None:
-    """On this run the published rule with a frozen pooled array misses the rate by 0.41 overall,
-    0.066 by turn and 0.27 by question.
+    """With a frozen pooled array, the published rule misses the rate by 0.41 overall, 0.066 by turn
+    and 0.27 by question on this run.
     """
     metrics = replay_scores(arrivals["lock"], rate=0.4, mode="split", stored=array_of()).metrics
     assert metrics["overall_error"] == pytest.approx(0.012, abs=2e-3)

@@ -103,8 +103,10 @@ def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(
 
 
 def test_files_and_flags_win_over_the_pair(tmp_path: Path) -> None:
-    """A file may name the servers, and a flag the number of tokens; the number of turns follows,
-    and each origin is reported.
+    """A file may name the pair's servers, and a flag the number of tokens; both have priority over
+    the pair.
+
+    The number of turns follows, and the origin of each value is reported.
     """
     (tmp_path / "atts.toml").write_text(
         'pair = "r1-8b/qwq-32b"\ntarget = "sglang:http://gpu7:8000/Qwen/QwQ-32B"\n'
@@ -136,8 +138,10 @@ def test_files_and_flags_win_over_the_pair(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("card", CARDS)
 def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None:
-    """Shares, weights and one rollout's cache fit on every card, and a placement with fewer cards
-    would not fit.
+    """For every card, a printed placement has room for the shares, the weights and one rollout's
+    cache.
+
+    With fewer cards it would not fit.
     """
     for pair in known_pairs().values():
         found = gpu_placement(pair, card, 16_000)
@@ -193,7 +197,7 @@ def test_commands_have_only_flags_that_the_version_knows(
     atts: Any, version: str, has: bool
 ) -> None:
     """A flag that exists since version 0.30 is not printed for an older server, and a note says
-    what is lost without the flag.
+    what is lost without it.
     """
     words = ("pairs", "r1-1.5b/r1-7b", "--card", "h100")
     said = atts(*words, *(("--server-version", version) if version else ()))
@@ -206,7 +210,9 @@ def test_commands_have_only_flags_that_the_version_knows(
 
 @pytest.mark.parametrize("version", ["0.9.1", "0.10.1", "new", ""])
 def test_a_version_that_cannot_be_used_is_refused(atts: Any, version: str) -> None:
-    """A server version that returns no token ids, and a text that is not a version, are errors."""
+    """A server version that returns no token ids is refused, and so is a text that is not a
+    version.
+    """
     said = atts("pairs", "r1-1.5b/r1-7b", "--card", "h100", f"--server-version={version or ' '}")
     assert said.code == 2
     assert "--server-version" in said.err
@@ -246,8 +252,9 @@ def test_a_share_of_memory_is_larger_than_the_weights_in_it() -> None:
 def test_a_card_that_is_not_here_is_never_ok(
     atts: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU that this machine lacks, named or guessed, gives a warning; a GPU of this machine is ok
-    for the models that the method uses.
+    """A GPU that this machine lacks, named or guessed, gives a warning.
+
+    A GPU of this machine is ok for the models that the method uses.
     """
     words = ("--pair", "r1-1.5b/r1-7b", "--draft", serve("draft"), "--target", serve("target"))
 
@@ -288,8 +295,9 @@ def test_a_cache_of_one_rollout_is_written_in_the_singular(atts: Any) -> None:
 def test_the_doctor_predicts_the_memory_of_local_models(
     atts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`atts doctor` predicts the memory of local models without loading them; if the models do not
-    fit, its advice names an `atts pairs` command.
+    """`atts doctor` predicts the memory of local models without loading them.
+
+    If the models do not fit, its advice names an `atts pairs` command.
     """
     cards = [("h100", 80.0)]
     monkeypatch.setattr("atts.api.preflight._cards_here", lambda: iter(cards))
@@ -339,8 +347,9 @@ def statuses(said: Any) -> dict[str, list[str]]:
 
 
 def test_two_good_servers_pass_and_the_settings_are_saved(atts: Any, serve: Serve) -> None:
-    """With two good servers all checks pass and the settings are saved. The saved file starts a
-    run; the same command overwrites its own file, but no other file.
+    """With two good servers all checks pass and the settings are saved to a file that starts a run.
+
+    The same command overwrites its own file, but no other file.
     """
     words = (
         "--draft",
@@ -408,12 +417,12 @@ def thinking(folder: Path) -> Path:
 def test_each_problem_of_a_server_is_one_line_with_advice(
     atts: Any, serve: Serve, case: str, code: int, name: str, status: str, told: str, tmp_path: Path
 ) -> None:
-    """Each fault has its line, status and exit code, and the other checks still run."""
+    """Each fault of a server has its line, status and exit code, and the other checks still run."""
     words = {"--max-tokens": "900", "--draft": serve("draft", "sglang" if case == "processed" else "vllm", **(
         {"logprobs": "processed"} if case == "processed" else {}))}  # fmt: skip
     words["--target"] = serve("target", "llamacpp" if case == "scores" else "vllm")
     if case == "processed":
-        # Only a score made of the draft's log-probabilities needs raw log-probabilities.
+        # Only a score computed from the draft's log-probabilities needs raw log-probabilities.
         words["--set"] = "score.kind=speculative"
     elif case == "context":
         del words["--max-tokens"]
@@ -451,8 +460,10 @@ def test_each_problem_of_a_server_is_one_line_with_advice(
 def test_a_start_command_is_suggested_only_if_no_server_answers(
     atts: Any, serve: Serve, tmp_path: Path
 ) -> None:
-    """A server that runs although its tokenizer is missing on this machine needs the tokenizer's
-    folder instead of a start command.
+    """A start command is suggested only if no server answers.
+
+    If a server runs but its tokenizer is missing on this machine, the advice asks for the
+    tokenizer's folder.
     """
     draft = serve("draft").partition("?")[0]
     words = (

@@ -29,7 +29,9 @@ WORDS = ("--column", "text=out", "--column", "cost=price", "--out", "run")
 
 
 def test_an_import_prints_what_it_read(atts: Atts, theirs: Path) -> None:
-    """`atts import` prints counts, recorded columns, the cost, and what is missing for grading."""
+    """`atts import` prints the number of records, the recorded columns, the cost, and what is
+    missing for grading.
+    """
     said = atts("import", "jsonl", str(theirs), *WORDS)
     assert said.code == 0
     assert said.out.splitlines() == [

@@ -27,7 +27,7 @@ def nothing(folder: Path) -> None:
 
 
 def text(name: str, content: str | bytes) -> Callable[[Path], None]:
-    """Return a function that writes a file."""
+    """Return a function that writes a text to a file."""
 
     def write(folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -849,8 +849,10 @@ def test_a_second_process_in_a_run_directory_is_refused(atts: Any, runs: Path) -
 def test_other_settings_are_refused_before_a_model_is_loaded(
     atts: Any, runs: Path, words: str, named: str
 ) -> None:
-    """Other settings are refused before an engine is used (neither engine can be reached), and the
-    error names the flags that the user typed.
+    """Other settings for a run are refused before an engine is used, with an error that names the
+    flags that the user typed.
+
+    The test's engines cannot be reached.
     """
     before = (runs / "atts/journal.jsonl").read_bytes()
     run = "eval arithmetic[:3] --samples 3 --report none --out runs/atts"

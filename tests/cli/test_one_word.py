@@ -38,7 +38,7 @@ RIVALS = {
     r"(?<![\d.,/-])1 (?:problems|rollouts|records|samples|questions|chunks|runs|sessions|scores)\b": "a singular",
     r"(?<![\w\d.])-0(?:\.0*)? %": "0 %",
 }
-"""Words and forms that no printed text has, each with its replacement."""
+"""Words and forms that no printed text may contain, each with its replacement."""
 
 ALLOWED = ("Answer with the letter of the right choice.",)
 """Rival words in printed text that is not atts' own wording, such as a prompt for models."""

@@ -24,7 +24,7 @@ def atts(
     file_bytes: int | None = None,
 ) -> subprocess.CompletedProcess[Any]:
     """Run the command line in a process without a terminal, whose files may have at most
-    `file_bytes`.
+    `file_bytes` bytes.
     """
 
     def limit() -> None:
@@ -65,7 +65,9 @@ def test_a_full_disk_behind_stdout_is_an_error(tmp_path: Path) -> None:
 
 
 def test_no_space_for_the_journal(tmp_path: Path, scripted: tuple[str, ...]) -> None:
-    """A full disk ends the run with an error that names the file, and the directory can be resumed."""
+    """If the journal's disk is full, the run ends with an error that names the file, and the run
+    can be resumed.
+    """
     words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "run")
     done = atts(*words, cwd=tmp_path, file_bytes=20_000)
     said = done.stderr.decode().splitlines()
@@ -86,7 +88,7 @@ def test_without_a_terminal_there_are_no_escapes(tmp_path: Path, scripted: tuple
 
 
 def test_no_color_turns_colours_off(tmp_path: Path) -> None:
-    """NO_COLOR wins over a terminal that supports colours."""
+    """NO_COLOR turns colours off even on a terminal that supports them."""
     plain = atts("--help", cwd=tmp_path, environment={"FORCE_COLOR": "1", "NO_COLOR": "1"})
     bright = atts("--help", cwd=tmp_path, environment={"FORCE_COLOR": "1"})
     assert f"{ESCAPE}[3" not in plain.stdout.decode()

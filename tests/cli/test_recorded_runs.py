@@ -93,8 +93,8 @@ def test_a_replay_at_another_rate_flags_unrecorded_turns(atts: Atts, runs: Path)
 
 
 def test_columns_stay_separate_for_large_counts(runs: Path) -> None:
-    """The columns stay separate although the counts of a large run are wider than the first column
-    of a small run.
+    """The columns of the table stay separate although numbers of a large run are wider than the
+    column headings.
     """
     found = replay(runs / "atts")
     wide = replace(found.recorded, rate=share_estimate([(148_597, 742_662)] * 2))
@@ -197,8 +197,9 @@ def test_a_run_directory_is_read_like_a_file_of_scores(atts: Atts, runs: Path) -
 
 
 def test_check_exits_with_5_if_the_rate_was_missed(atts: Atts, runs: Path) -> None:
-    """The exit code is 0 if the rate is on target, and 5 with the reason for a missed rate or a
-    drift alarm.
+    """`atts check` exits with 0 if the rate is on target.
+
+    If the rate was missed or has a drift alarm, it exits with 5 and prints the reason.
     """
     run = runs / "atts"
     assert "on target; no alarm" in atts("calibration", "check", str(run)).out
@@ -250,7 +251,9 @@ def test_a_run_whose_problems_all_failed_says_why(atts: Atts) -> None:
 
 
 def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:
-    """The error names the field of the fingerprint that differs."""
+    """Scores of another model are refused with an error that names the differing field of the
+    fingerprint.
+    """
     atts(
         "calibration",
         "import",
@@ -474,7 +477,9 @@ def test_merging_shards_merges_their_calibrators(atts: Atts, tmp_path: Path) -> 
 
 def test_runs_are_certified_against_the_target_alone(atts: Atts, tmp_path: Path) -> None:
     """A policy is certified against the target alone with exit code 0, or refused with 5 and the
-    number of problems needed; runs of other problems are refused.
+    number of problems needed.
+
+    Runs of other problems are refused.
     """
     for method, rate, problems in (
         ("target-only", 0.2, 12),
@@ -686,7 +691,7 @@ def test_cancelled_turns_count_as_spent(tmp_path: Path) -> None:
 
 
 def test_listed_runs_show_the_numbers_of_their_summaries(atts: Any, runs: Path) -> None:
-    """The list has the numbers that the run printed at its end."""
+    """The list of runs has the same numbers that each run printed at its end."""
     lines = [json.loads(line) for line in atts("runs", str(runs), "--json").out.splitlines()]
     assert [(Path(line["directory"]).name, line["method"]) for line in lines] == [
         ("atts", "atts"),
@@ -724,7 +729,9 @@ def test_the_list_tells_killed_runs_from_running_ones(runs: Path) -> None:
 
 
 def test_a_run_that_cannot_be_read_is_listed_with_the_reason(atts: Any, runs: Path) -> None:
-    """The unreadable run is listed with the reason, and the other runs are listed as usual."""
+    """A run that cannot be read is listed with the reason, and the other runs are listed as
+    usual.
+    """
     (runs / "atts" / "manifest.json").write_text("{")
     said = atts("runs", str(runs))
     assert said.code == 0
@@ -840,7 +847,9 @@ def test_imported_scores_are_read_everywhere(atts: Any, name: str) -> None:
 
 
 def test_a_record_without_a_score_is_quoted_briefly(atts: Any) -> None:
-    """The error lists the fields of the record without a score, and shortens long values."""
+    """The error about a record without a score lists the record's fields and shortens long
+    values.
+    """
     with open("wrong.jsonl", "w") as file:
         file.write(json.dumps({"scores": list(range(5000)), "text": "x" * 5000}) + "\n")
     with open("long.jsonl", "w") as file:
@@ -853,8 +862,10 @@ def test_a_record_without_a_score_is_quoted_briefly(atts: Any) -> None:
 
 
 def test_benchmark_names_of_metrics_are_printed(atts: Any, scripted: tuple[str, ...]) -> None:
-    """avg@16 is pass@1 and cons@16 is the accuracy of the vote; a run that cancelled rollouts has
-    no avg.
+    """The metrics have their benchmark names: avg@16 is pass@1, and cons@16 is the accuracy of the
+    vote.
+
+    A run that cancelled rollouts has no avg.
     """
     words = ("eval", "arithmetic[:2]", "--samples", "16", *scripted, "--method", "draft-only")
     said = atts(*words, "--early-stop", "none", "--out", "all")

@@ -42,7 +42,7 @@ def test_impossible_serving_options_are_refused(
     ],
 )
 def test_a_source_that_cannot_be_viewed_is_named(atts: Atts, source: str, problem: str) -> None:
-    """A folder without a run and an address without a server are named in the error."""
+    """If a folder has no run or an address no server, the error of `atts view` names it."""
     done = atts("view", source)
     assert done.code != 0
     assert problem in done.err
@@ -51,7 +51,7 @@ def test_a_source_that_cannot_be_viewed_is_named(atts: Atts, source: str, proble
 def test_view_json_prints_the_status_of_the_page(
     atts: Atts, scripted: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """`--json` prints the status once, as JSON for programs."""
+    """`atts view --json` prints the status of the page once, as JSON for programs."""
     assert atts("eval", "arithmetic[:2]", *scripted, "--out", "run", "--samples", "2").code == 0
     status = json.loads(atts("view", "run", "--json").out)
     assert status["counts"]["finished"] == 2

@@ -65,7 +65,7 @@ async def test_speculation_changes_no_token_of_a_run(
 def check_told(result: RunResult, way: str) -> None:
     """Check that all counters of proposals agree, or that the output has no counters.
 
-    In so small a run, the draft proposes many tokens, most of which are correct.
+    The draft proposes many tokens, most of which are correct.
     """
     assert result.directory is not None
     told = build_report(result.directory).report

@@ -53,7 +53,9 @@ FROZEN = (
     "--method", "coin", "--rate", "0.3", "--samples", "4", "--seed", "5", "--set", "early_stop=none",
     "--concurrency", "6", "--draft", "scripted", "--target", "scripted", "--report", "none",
 )  # fmt: skip
-"""Every run has the same result: the gate learns nothing, and votes cancel no rollout."""
+"""Settings under which every run has the same result: the gate learns nothing, and votes cancel no
+rollout.
+"""
 CTRL_C = b"\x03"
 
 
@@ -195,7 +197,9 @@ def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -
 
 
 def test_a_terminal_shows_a_table_that_is_redrawn(tmp_path: Path) -> None:
-    """The table has problems, rollouts by stage, chunks, the rate and the tokens of both models."""
+    """On a terminal the progress is a table that is redrawn, with problems, rollouts by stage,
+    chunks, the rate and the tokens of both models.
+    """
     with Terminal("eval", "arithmetic[:3]", *FROZEN, "--out", "run", cwd=tmp_path) as terminal:
         assert terminal.end() == 0
         text = terminal.shown.decode()
@@ -270,7 +274,9 @@ def test_a_run_without_a_gate_prints_no_rate(atts: Any, scripted: tuple[str, ...
 def test_a_method_that_aims_at_no_rate_prints_none(
     atts: Any, scripted: tuple[str, ...], method: str
 ) -> None:
-    """A fixed threshold or a cue decides, so the default of --rate is not the rate of the run."""
+    """A method with a fixed threshold or a cue prints no nominal rate, because it does not use the
+    default of --rate.
+    """
     words = ("eval", "arithmetic[:2]", *scripted, "--samples", "2", "--report", "none")
     said = atts(*words, "--method", method)
     assert said.code == 0

@@ -91,7 +91,9 @@ def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_text_beyond_a_limit_is_unscored() -> None:
-    """The verdict names the limit that the text exceeds, instead of calling the answer different."""
+    """A text that exceeds a limit is unscored instead of different, and the verdict names the
+    limit.
+    """
     verdict = equivalent("1", "+".join(["x"] * 15_000))
     assert (verdict.status, verdict.rule) == ("unscored", "limits")
     small = Limits(characters=10)

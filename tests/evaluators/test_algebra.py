@@ -78,8 +78,8 @@ def worker() -> Iterator[algebra.Worker]:
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL.values(), ids=EQUAL)
 def test_sympy_proves_answers_equal(gold: str, answer: str) -> None:
-    """sympy proves the answers equal whichever side is the reference, and a vote puts them into one
-    class.
+    """sympy proves the listed answers equal whichever side is the reference, and a vote puts them
+    into one class.
     """
     verdicts = [equivalent(gold, answer), equivalent(answer, gold)]
     assert [verdict.status for verdict in verdicts] == ["equal", "equal"]
@@ -110,7 +110,7 @@ def test_a_timeout_is_unscored(worker: algebra.Worker, monkeypatch: pytest.Monke
 
 
 def test_a_killed_worker_is_replaced(worker: algebra.Worker) -> None:
-    """The next question after a kill starts another worker."""
+    """After sympy's worker was killed, the next question starts another worker."""
     assert equivalent(*EQUAL["integral"]).is_equal
     assert worker.process is not None
     worker.process.kill()
@@ -149,7 +149,7 @@ def test_the_worker_runs_inside_event_loops() -> None:
 
 
 def test_a_fork_starts_its_own_worker(worker: algebra.Worker) -> None:
-    """A child process does not use its parent's pipes."""
+    """A forked child process starts its own worker and does not use its parent's pipes."""
     assert equivalent(*EQUAL["integral"]).is_equal
     worker.owner = os.getpid() - 1  # simulates the state of a forked child
     assert equivalent(*EQUAL["limit"]).is_equal

@@ -128,7 +128,9 @@ def test_a_users_judge_prompt_is_filled_in_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{answer} alone", None])
 def test_a_judge_prompt_without_its_fields_is_refused(tmp_path: Path, text: str | None) -> None:
-    """A judge prompt without a needed field is refused, and the error names the file and the field."""
+    """A judge prompt without a needed field is refused with an error that names the file and the
+    field.
+    """
     file = tmp_path / "prompt.txt"
     if text is not None:
         file.write_text(text)

@@ -40,7 +40,9 @@ def test_an_unknown_name_is_refused() -> None:
 
 
 def test_no_name_is_hidden_by_a_folder() -> None:
-    """Importing a folder first does not replace the function of the same name."""
+    """If a folder with the name of a public function is imported first, the name still gives the
+    function.
+    """
     folders = {path.stem for path in Path(str(evaluators.__file__)).parent.iterdir()}
     assert not folders & set(evaluators.__all__)
 

@@ -53,7 +53,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_json(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows inside an object, as many exports are."""
+    """Write rows inside an object, as in many exported files."""
     path.write_text(json.dumps({"version": 1, "data": rows}))
     return path
 
@@ -187,7 +187,7 @@ def message(action: Callable[[], object]) -> str:
 def test_bad_files_say_what_is_wrong_and_where(
     tmp_path: Path, name: str, content: bytes, says: list[str]
 ) -> None:
-    """The message is one clear sentence with the file, the line and the remedy."""
+    """The error about a bad file is one clear sentence with the file, the line and the remedy."""
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
     (tmp_path / name).write_bytes(content)
@@ -214,7 +214,7 @@ def test_a_missing_column_lists_the_existing_ones(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message names the extra to install."""
+    """Without pyarrow, the error about a Parquet file names the extra to install."""
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(cast(dict[str, object], __import__("sys").modules), "pyarrow", None)
     assert "pip install 'atts-llm[parquet]'" in message(
@@ -223,7 +223,9 @@ def test_parquet_without_pyarrow_says_how_to_install_it(
 
 
 def test_problems_without_reference_are_kept_only_when_asked(tmp_path: Path) -> None:
-    """Problems without reference are noted, because they cannot be graded."""
+    """Problems without a reference are kept only on request, and then noted, because they cannot be
+    graded.
+    """
     path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "p"}, {"problem": "q"}])
     found = load_dataset(path, options=LoadOptions(answers="optional"))
     assert [it.answer for it in found] == [None, None]
@@ -250,7 +252,9 @@ def test_an_unknown_option_is_an_error(tmp_path: Path, option: str, value: objec
 
 
 def test_an_unknown_name_suggests_a_known_one() -> None:
-    """The error suggests the most similar known name and has no traceback."""
+    """The error about an unknown benchmark name suggests the most similar known name and has no
+    traceback.
+    """
     with pytest.raises(OptionError, match="did you mean 'math500'"):
         load_dataset("mathh500")
 
@@ -394,7 +398,9 @@ def test_a_selection_that_selects_nothing_says_why(selection: Selection, says: s
 def test_a_slice_in_a_name_is_pythons_slice(
     start: int | None, stop: int | None, step: int | None
 ) -> None:
-    """A slice in brackets follows Python's rules, negative ends included."""
+    """A slice in brackets after a dataset's name follows Python's rules, including negative
+    ends.
+    """
     words = ":".join(
         "" if end is None else str(end) for end in (start, stop, *([step] if step else []))
     )

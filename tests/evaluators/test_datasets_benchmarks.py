@@ -52,8 +52,9 @@ def test_real_files_load_whole(name: str, shared_data: Path) -> None:
 
 
 def test_olympiadbench_rows_have_tolerances_and_units(shared_data: Path) -> None:
-    """One row has a tolerance of a tenth; in eight rows the unit may be left out, but another unit
-    is wrong.
+    """One row of OlympiadBench has a tolerance of a tenth.
+
+    In eight rows the unit may be left out, but another unit is wrong.
     """
     found = from_file("olympiadbench", shared_data)
     assert {it.grading for it in found} == {
@@ -72,8 +73,8 @@ def test_olympiadbench_rows_have_tolerances_and_units(shared_data: Path) -> None
 
 @pytest.mark.parametrize("name", ["aime24", "aime25", "amc23", "gsm8k"])
 def test_whole_number_benchmarks_have_whole_number_references(name: str, shared_data: Path) -> None:
-    """Whole-number references have no leading zero, ".0" or comma; the few other references are
-    unchanged.
+    """References of benchmarks with whole-number answers have no leading zero, ".0" or comma; the
+    few other references are unchanged.
     """
     answers = [it.answer for it in from_file(name, shared_data)]
     assert all(answer == str(int(answer)) for answer in answers if answer)
@@ -351,8 +352,8 @@ def test_two_configurations_are_read_in_order(tmp_path: Path) -> None:
 
 
 def test_a_copy_without_an_optional_column_loads_with_a_note(tmp_path: Path) -> None:
-    """Copies on the hub may lack columns: a copy without an optional column loads with a note, but
-    a copy without text or reference is refused.
+    """A copy of a benchmark without an optional column loads with a note; a copy without text or
+    reference is refused.
     """
     hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "P", "answer": "1"}])})
     found = cached("aime25", tmp_path)
@@ -377,7 +378,10 @@ def test_half_of_two_configurations_is_not_the_benchmark(tmp_path: Path) -> None
 
 
 def test_amc_keeps_2023_of_a_mixed_source(tmp_path: Path) -> None:
-    """The year of a problem is read from its url, and answers that are floats become whole numbers."""
+    """Only problems of 2023 are loaded from AMC's mixed source.
+
+    The year is read from the url, and answers that are floats become whole numbers.
+    """
     rows = [
         {
             "id": at,

@@ -81,7 +81,9 @@ def test_show_prints_the_record_and_the_problems(tmp_path: Path, rows: Path) -> 
 def test_errors_are_one_message_and_code_two(
     tmp_path: Path, rows: Path, words: list[str], says: str
 ) -> None:
-    """The message is on stderr, stdout is empty, and there is no traceback."""
+    """An error of `atts datasets` is one message on stderr with exit code 2, without a traceback,
+    and stdout is empty.
+    """
     done = atts(tmp_path, "show", *(word.format(rows=rows) for word in words))
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr

@@ -164,7 +164,7 @@ def test_distinct_answers_stay_distinct(one: str, two: str) -> None:
 @CASES
 @given(ANSWERS)
 def test_every_answer_equals_itself_and_differs_from_its_negative(answer: str) -> None:
-    """Equality is reflexive and respects the sign."""
+    """Every answer equals itself and differs from its negative."""
     assert equivalent(answer, answer).is_equal
     assert equivalent(answer, f" {answer} ").is_equal
     assert equivalent(answer, f"-({answer})").status == "different"
@@ -181,7 +181,7 @@ TERMS = st.lists(
 @CASES
 @given(TERMS, st.randoms(use_true_random=False))
 def test_sums_commute(terms: list[str], order: object) -> None:
-    """The order of terms does not matter."""
+    """A sum equals the same sum with its terms in another order."""
     shuffled = sorted(terms, key=lambda term: hash((term, str(order))))
     assert equivalent("+".join(terms), " + ".join(shuffled)).is_equal
 
@@ -205,7 +205,7 @@ def test_order_is_free_in_sets_and_kept_in_tuples(items: list[Written], turn: in
     st.sampled_from(["()", "[]", "[)", "(]"]),
 )
 def test_intervals_keep_their_ends(low: Written, high: Written, one: str, two: str) -> None:
-    """Intervals are different if only one of them includes an end."""
+    """Two intervals are different if only one of them includes an end."""
     first, second = (f"{ends[0]}{low.text};{high.text}{ends[1]}" for ends in (one, two))
     assert equivalent(first, second).is_equal == (one == two)
 

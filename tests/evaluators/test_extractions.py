@@ -24,7 +24,7 @@ KINDS = _kinds()
 
 
 def is_found(kind: AnswerKind, text: str, answer: str) -> bool:
-    """Return whether the answer is extracted, or no answer if the text has none."""
+    """Return whether the expected answer is extracted, or no answer if none is expected."""
     found = extract(text, kind)
     if found is None or answer == "∅":
         return found is None and answer == "∅"

@@ -162,7 +162,9 @@ def test_every_rule_is_explained() -> None:
 
 
 def test_a_missing_file_and_a_misspelt_option_are_usage_errors(atts: Callable[..., Done]) -> None:
-    """The exit code is 2, and the message names the file or the option."""
+    """For a missing file or a misspelt option, `atts grade` exits with code 2, and the message
+    names the file or the option.
+    """
     assert atts("nowhere.jsonl").returncode == 2
     assert atts("-", "--fallback", "last", stdin="").returncode == 2
 

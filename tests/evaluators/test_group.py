@@ -32,7 +32,7 @@ POOL = [
 
 
 def partition(answers: Sequence[str | None]) -> set[frozenset[str | None]]:
-    """Return the classes as sets of texts."""
+    """Return the classes of a grouping as sets of texts."""
     classes = group(answers)
     return {
         frozenset(a for a, c in zip(answers, classes, strict=True) if c == which)

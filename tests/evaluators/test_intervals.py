@@ -27,7 +27,7 @@ Counted = NDArray[np.int64]
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 60), st.data())
 def test_wilson_of_single_samples_is_the_textbook_interval(n: int, data: st.DataObject) -> None:
-    """The interval equals scipy's for every count."""
+    """For single samples, Wilson's interval equals scipy's for every number of correct samples."""
     right = data.draw(st.integers(0, n))
     found = mean_estimate([1.0] * right + [0.0] * (n - right), n)
     expected = stats.binomtest(right, n).proportion_ci(method="wilson")
@@ -35,8 +35,9 @@ def test_wilson_of_single_samples_is_the_textbook_interval(n: int, data: st.Data
 
 
 def test_effective_n_lies_between_problems_and_samples() -> None:
-    """Effective n is the number of problems if all samples of a problem agree, and the number of
-    samples if there is no clustering.
+    """The effective sample size is the number of problems if all samples of a problem agree.
+
+    Without clustering it is the number of samples.
     """
     alike = np.array([1.0, 0.0, 1.0, 0.0])
     assert effective_n(0.5, float(alike.var(ddof=1) / 4), 4, 64) == 4
@@ -59,7 +60,7 @@ def test_every_interval_contains_its_value_within_0_and_1(right: list[int]) -> N
 
 
 def test_one_problem_has_no_interval_over_problems() -> None:
-    """The interval of a single problem is wider than 0.7, whatever the number of its samples."""
+    """The interval over a single problem is wider than 0.7, whatever the number of its samples."""
     found = mean_estimate([0.75], 64)
     assert found.high - found.low > 0.7
 
@@ -99,9 +100,7 @@ def test_an_estimate_prints_its_basis() -> None:
     ],
 )
 def test_unknown_methods_and_units_are_errors(wrong: Callable[[], object]) -> None:
-    """Unknown methods and units are errors that name the unknown word, and no default replaces the
-    word.
-    """
+    """An unknown method or unit raises an error that names it, and no default replaces it."""
     with pytest.raises(OptionError):
         wrong()
 

@@ -62,8 +62,8 @@ def test_pass_metrics_equal_brute_force(case: tuple[list[bool], int]) -> None:
 
 
 def test_g_pass_takes_its_share_exactly() -> None:
-    """The share 0.28 of 25 samples counts as 7, although 0.28 * 25 is more than 7 in floating
-    point.
+    """G-pass@k computes its share exactly: 0.28 of 25 samples is 7, although 0.28 * 25 exceeds 7 in
+    floating point.
     """
     assert math.ceil(0.28 * 25) == 8
     assert g_pass_at_k([25], [7], 25, 0.28)[0] == 1
@@ -227,7 +227,7 @@ def test_maj_at_k_survives_thousands_of_samples() -> None:
 def test_a_vote_does_not_depend_on_the_order_of_finishing(
     labels: list[str | None], chance: random.Random
 ) -> None:
-    """Another order does not change even the last digits of maj@k."""
+    """Another order of the samples does not change even the last digits of maj@k."""
     order = list(range(len(labels)))
     chance.shuffle(order)
     shuffled = [labels[at] for at in order]

@@ -11,8 +11,8 @@ from tests.evaluators.mutants import BUILT_IN, mutants
 
 
 def test_mutants_are_not_equal() -> None:
-    """Signs, bounds, branches, conditions, units, qualifiers and order are changed in built-in
-    answers, and no change is called equal.
+    """If a sign, bound, branch, condition, unit, qualifier or order in a built-in answer is
+    changed, the grader calls no changed answer equal.
     """
     made = mutants(BUILT_IN, 1_500, seed=3)
     kinds = Counter(mutant.kind for mutant in made)

@@ -24,7 +24,7 @@ from atts.evaluators.metrics.paired import (
     st.lists(st.integers(-4, 4), min_size=2, max_size=40), st.sampled_from([0.8, 0.9, 0.95, 0.99])
 )
 def test_interval_and_p_never_disagree(differences: list[int], level: float) -> None:
-    """The p-value is below 1 - level exactly if the interval excludes 0."""
+    """The p-value is below 1 - level exactly if the confidence interval excludes 0."""
     delta = np.array(differences, dtype=float) / 4
     found = compare_runs(np.zeros(delta.size), delta, level=level)
     excludes = found.difference.low > 0 or found.difference.high < 0

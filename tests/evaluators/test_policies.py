@@ -42,13 +42,15 @@ UNITS = Grading(units="required")
 def test_a_policy_tolerates_only_what_it_names(
     grading: Grading, gold: str, answer: str, is_equal: bool
 ) -> None:
-    """Each policy accepts its own examples and nothing else."""
+    """Each grading policy accepts its own examples and nothing else."""
     assert equivalent(gold, answer, grading=grading).is_equal == is_equal
     assert not grading.relative or not equivalent(gold, answer).is_equal
 
 
 def test_the_text_of_a_choice_counts_only_by_policy() -> None:
-    """Only the text of the correct choice counts, and only under the policy that allows it."""
+    """The text of the correct choice is accepted only under the policy that allows it, and the text
+    of a wrong choice never.
+    """
     asked = Problem("1", "?", "B", "choice", choices=("nucleus", "mitochondria"))
     assert not judge(asked, "mitochondria").is_equal
     lenient = Problem(

@@ -21,8 +21,8 @@ def rows(draw: np.random.Generator, accuracy: np.ndarray, samples: int) -> list[
 
 
 def test_the_split_is_unbiased_with_two_samples() -> None:
-    """Over many small runs, the mean estimates of both parts of the variance equal the
-    distribution's true values.
+    """With two samples per problem, the mean estimates of both parts of the variance equal the true
+    values over many small runs.
     """
     draw = np.random.default_rng(0)
     splits: list[VarianceSplit] = []

@@ -119,7 +119,9 @@ def test_programs_get_a_clean_environment(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_limits_end_a_program(program: str, end: str) -> None:
-    """Time, memory and output are bounded, and the verdict names the limit."""
+    """Time, memory and output of a program are limited, and the verdict names the limit that ended
+    it.
+    """
     began = time.monotonic()
     [run] = run_program(program, [""], SHORT)
     assert run.end == end, run
@@ -127,7 +129,7 @@ def test_limits_end_a_program(program: str, end: str) -> None:
 
 
 def test_threads_and_deep_recursion_work() -> None:
-    """Contest solutions may use threads and a deep stack."""
+    """A program may use threads and a deep stack, as contest solutions do."""
     program = (
         "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 26)\n"
         "def f(n): return 0 if n == 0 else 1 + f(n - 1)\n"

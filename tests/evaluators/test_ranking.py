@@ -77,7 +77,9 @@ def test_one_mixed_question_has_no_interval(alike: int) -> None:
 
 @pytest.mark.parametrize(("count", "shift"), [(10, 0.0), (30, 0.0), (30, 0.7), (100, 0.7)])
 def test_intervals_cover(count: int, shift: float) -> None:
-    """Intervals over questions cover the true value in at least nine of ten simulated runs."""
+    """Confidence intervals over questions cover the true value in at least nine of ten simulated
+    runs.
+    """
     truth = chunks(2_000, shift, 1)
     values = within_question_auroc(truth).value, gain_over_coin(truth, 0.2).value
     covered = np.zeros(2)

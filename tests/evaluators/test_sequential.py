@@ -57,7 +57,9 @@ def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_mos
 
 
 def test_a_difference_of_twenty_points_is_seen_within_a_hundred_problems() -> None:
-    """The median delay over 21 runs is below a hundred problems if three in ten problems differ."""
+    """If three in ten problems differ, a difference of twenty points is detected within a hundred
+    problems in the median of 21 runs.
+    """
     draw = np.random.default_rng(6)
     found = [
         compare_in_order(draw.choice([-1.0, 0.0, 1.0], 400, p=[0.05, 0.7, 0.25]).tolist())

@@ -52,8 +52,8 @@ def test_units_are_read_by_dimension_and_scale() -> None:
 
 
 def test_small_parts_of_datasets() -> None:
-    """The order of choices, the status of a sample, a changed policy and a worked solution's answer
-    are correct.
+    """Small helpers of datasets give correct results: the order of choices, the status of a sample,
+    a changed policy, and a worked solution's answer.
     """
     names = [found.name for text in ("MATH-500", "aime_2025") if (found := find_benchmark(text))]
     assert names == ["math500", "aime25"]
@@ -67,7 +67,7 @@ def test_small_parts_of_datasets() -> None:
 
 
 def test_small_parts_of_metrics() -> None:
-    """Counts, classes and intervals of a few samples are correct."""
+    """Small helpers of metrics give correct counts, classes and intervals for a few samples."""
     counts = count([[True, False, None], [True]])
     assert (counts.n.tolist(), counts.c.tolist()) == ([3, 1], [1, 1])
     assert answer_classes(["7", None, "8", "7"], lambda texts: range(len(texts))) == (0, None, 1, 0)

@@ -48,7 +48,7 @@ def tree(text: str) -> Node:
     ],
 )
 def test_rational_values(text: str, value: Fraction) -> None:
-    """Rational values equal those computed by hand."""
+    """The exact values of rational expressions equal those computed by hand."""
     assert exact(tree(text), LIMITS) == value
 
 
@@ -100,7 +100,7 @@ TERMS = st.recursive(
 
 
 def approximation(node: Node, bits: int) -> Approx:
-    """Return the value of an expression at this precision, with its error bound."""
+    """Return the value of an expression at this precision in bits, with its error bound."""
     evaluator = Evaluator(bits, LIMITS)
     return evaluator.approximate(evaluator.value(node))
 

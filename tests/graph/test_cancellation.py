@@ -93,7 +93,7 @@ class Disturbed:
         )
 
     def tick(self, step: int) -> None:
-        """Do what the test planned for this step of the run."""
+        """Do what the test planned for this step of the engine."""
         what = self.at.get(step)
         if what in ERRORS:
             raise ERRORS[what]
@@ -213,7 +213,9 @@ def test_a_run_survives_several_disturbances(
     admit: Literal["each", "together"],
     timeouts: tuple[float | None, float | None],
 ) -> None:
-    """Cancellations, failures, votes and deadlines are combined at random."""
+    """Random combinations of cancellations, failures, votes and deadlines leave no task or slot
+    behind.
+    """
     engine.steps = 0
     run = Disturbed(engine, at, admit, *timeouts)
     run_virtual(run.main, backend=anyio_backend)

@@ -87,7 +87,9 @@ def test_results_are_in_order_although_events_are_not(
 
 
 def test_times_and_edges_equal_hand_computation(virtually: Virtually[None]) -> None:
-    """Queue times, compute times and edges of two rollouts on one slot were computed by hand."""
+    """The queue times, compute times and edges of two rollouts on one slot equal values computed by
+    hand.
+    """
     recording = Recording()
 
     async def main() -> None:

@@ -23,8 +23,8 @@ def node(
 
 
 def test_timing_of_a_run_equals_hand_computation() -> None:
-    """The timing covers stages, engines, the critical path, time lost to siblings, and the
-    intensity r.
+    """The timing of a run equals hand computation: stages, engines, the critical path, time lost to
+    siblings, and the intensity r.
     """
     nodes = [
         node(0, 0, 0.0, 2.0),

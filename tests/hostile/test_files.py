@@ -50,7 +50,7 @@ WRITERS: dict[str, tuple[str, ...]] = {
 
 
 def writes(name: str, recorded: Path, out: str) -> int:
-    """Return a command line that writes a file."""
+    """Return a command line that writes the given file."""
     return run([*(word.replace("{}", str(recorded)) for word in WRITERS[name]), "--out", out])
 
 
@@ -151,8 +151,9 @@ def test_a_run_needs_a_directory(
 
 
 def test_a_link_in_a_run_directory_is_not_followed(recorded: Path, tmp_path: Path) -> None:
-    """The file that the link points to is not written, because the directory may come from someone
-    else.
+    """A link in a run directory is not followed, so its target is not written.
+
+    The directory may come from another person.
     """
     precious = tmp_path / "precious"
     precious.write_text("mine")
@@ -301,7 +302,9 @@ def test_arrays_with_false_headers_are_refused_unallocated(tmp_path: Path) -> No
 
 
 def test_a_compression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decompression stops at a limit, and a damaged archive is reported as damaged."""
+    """Decompression of a compression bomb stops at a limit; a damaged archive is reported as
+    damaged.
+    """
     monkeypatch.setattr("atts.evaluators.datasets.tables._MOST_BYTES", 1 << 20)
     (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(b" " * (4 << 20)))
     with pytest.raises(DatasetError, match="more than 1 MiB"):

@@ -36,8 +36,9 @@ def test_a_key_in_place_of_a_variable_name_is_refused_unprinted(
 def test_a_variable_that_is_not_set_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The error for a variable that is not set names the variable; a lower-case name works too, and
-    the default variable may be missing.
+    """The error about a variable that is not set names the variable.
+
+    A lower-case name works too, and the default variable may be missing.
     """
     monkeypatch.delenv("ATTS_API_KEY", raising=False)
     assert ApiKey().read() == ""

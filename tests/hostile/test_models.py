@@ -112,7 +112,9 @@ def test_an_endless_template_is_stopped(template: str) -> None:
 def test_a_templates_process_sees_no_secrets_and_ends_with_its_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The child process of a template gets no keys from the environment, and ends with its owner."""
+    """The child process of a template gets no keys from the environment, and ends together with its
+    owner.
+    """
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     owner = TemplateProcess()
     child = owner.start()
@@ -123,7 +125,10 @@ def test_a_templates_process_sees_no_secrets_and_ends_with_its_owner(
 
 
 def test_huge_token_ids_are_refused_before_allocation(folder: Path) -> None:
-    """A single added or learned token has an id for which a list would take gigabytes."""
+    """A model folder in which a token has a huge id is refused before allocation.
+
+    A list up to this id would take gigabytes.
+    """
     whole = json.loads((folder / "tokenizer.json").read_text())
     last = list(whole["model"]["vocab"])[-1]
     added = deepcopy(whole)
@@ -192,7 +197,9 @@ def test_weights_with_a_false_header_are_refused(what: str, folder: Path) -> Non
 
 @pytest.mark.parametrize("power", [40, 33])
 def test_weights_larger_than_any_memory_are_refused_unread(power: int, folder: Path) -> None:
-    """The files are mostly holes; one file cannot be mapped, and the other has another shape than
+    """Weights larger than any memory are refused unread.
+
+    The test's files are mostly holes; one cannot be mapped, and the other has another shape than
     the model.
     """
     config = read_model_config(folder, "mine")

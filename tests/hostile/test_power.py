@@ -84,8 +84,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_a_replaced_file_is_the_old_or_the_new_one_at_every_moment(
     tmp_path: Path, disk: Disk
 ) -> None:
-    """At every moment the name gives the old or the new file, and after the call returns the new
-    file is on disk.
+    """At every moment, the name of a replaced file gives the old or the new file.
+
+    When the call returns, the new file is on disk.
     """
     write_atomic(tmp_path / "f", b"old")
     assert disk.left_of(tmp_path) == {"f": b"old"}
@@ -138,13 +139,15 @@ def _plan() -> RunSpec:
 
 
 def _finished(journal: bytes, folder: Path) -> set[str]:
-    """Return the problems whose outcome is in the remaining journal."""
+    """Return the problems whose outcome is in the journal that remains after the power loss."""
     (folder / JOURNAL).write_bytes(journal)
     return {outcome.problem.id for outcome in read_outcomes(read_entries(folder / JOURNAL))}
 
 
 def test_a_problem_is_reported_after_its_outcome_is_on_disk(tmp_path: Path, disk: Disk) -> None:
-    """With every event synced, a power loss right after the report loses no part of the problem."""
+    """With every event synced, a power loss right after a problem is reported loses no part of the
+    problem.
+    """
     run = tmp_path / "run"
     problems = toy_problems(4)
     watch = Watch(lambda: disk.left_of(run).get(JOURNAL, b""))
@@ -159,7 +162,7 @@ def test_a_problem_is_reported_after_its_outcome_is_on_disk(tmp_path: Path, disk
 
 
 def test_a_new_run_directory_survives_from_its_first_event(tmp_path: Path, disk: Disk) -> None:
-    """The journal's name and the manifest are on the disk before an engine is called."""
+    """The journal's name and the manifest of a new run are on disk before an engine is called."""
     run = tmp_path / "run"
     left = list[set[str]]()
 
@@ -177,7 +180,7 @@ def test_a_new_run_directory_survives_from_its_first_event(tmp_path: Path, disk:
 def test_a_run_resumes_after_power_loss_at_any_sync(
     durability: Any, tmp_path: Path, disk: Disk
 ) -> None:
-    """The resumed run reaches the results of an undisturbed run."""
+    """After a power loss at any sync, the resumed run reaches the results of an undisturbed run."""
     run = tmp_path / "run"
     lefts = list[dict[str, bytes]]()
     disk.after_each = lambda: lefts.append(disk.left_of(run)) if run.is_dir() else None

@@ -54,7 +54,7 @@ QUESTION = [Message("user", "Start at 4. +3. What is the result?")]
 
 
 class Canned:
-    """A client that calls its server in the same process; one path or every path may have a fixed
+    """A client that calls a server in this process; one path or every path may have a fixed
     reply.
     """
 
@@ -269,7 +269,9 @@ async def test_no_reply_raises_anything_but_a_bad_reply(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_servers_description_is_read_strictly(kind: str) -> None:
-    """If any part is replaced, the server is still described, or the error is one of atts' own."""
+    """If any part of a server's description is replaced, atts still describes the server or raises
+    one of its own errors.
+    """
     async with opened(kind) as (client, requests):
         asked = client.heard
         assert asked
@@ -298,7 +300,7 @@ async def test_impossible_gauges_are_ignored(gauge: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in TEXT_KINDS])
 async def test_a_reply_with_too_many_tokens_is_refused(kind: str) -> None:
-    """A reply with one id above the limit is refused; a reply with the requested number is
+    """A reply with one token id too many is refused; a reply with the requested number is
     accepted.
     """
     async with opened(kind) as (client, requests):

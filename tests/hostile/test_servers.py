@@ -46,7 +46,9 @@ QUICK = RemoteOptions(
 
 
 class HostileServer:
-    """A server that replies as its function `answer` decides, and records requests and headers."""
+    """A server whose function `answer` decides each reply, and which records requests and
+    headers.
+    """
 
     def __init__(self, answer: Callable[[str], Reply], certificate: Path | None = None) -> None:
         self.asked: list[tuple[str, Mapping[str, str]]] = []
@@ -94,7 +96,7 @@ class HostileServer:
 
     @contextmanager
     def serving(self) -> Generator[HostileServer]:
-        """Listen as long as the block lasts."""
+        """Listen until the end of the block."""
         thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -180,7 +182,9 @@ async def test_a_replys_size_is_bounded_by_the_request(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client], flood: str
 ) -> None:
     """A reply above the limit of its request is refused as bad, or as lost after the allowed
-    attempts; a compression bomb is inflated only up to the limit.
+    attempts.
+
+    A compression bomb is inflated only up to the limit.
     """
     server = hostile(FLOODS[flood])
     client = connect(server.url)
@@ -214,7 +218,9 @@ async def test_what_is_within_the_limit_is_read(
 async def test_an_endless_error_body_is_cut(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client], status: int
 ) -> None:
-    """The error quotes the beginning of the body in a line of bounded length; the rest is not read."""
+    """The error about an endless error body quotes only its beginning, in a line of limited
+    length.
+    """
     server = hostile(lambda path: endless(b"out of luck", b" and so on" * 1000, status))
     client = connect(server.url)
     with pytest.raises(EngineError, match="out of luck") as refused:
@@ -231,7 +237,9 @@ async def test_redirects_are_not_followed(
     status: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A redirect would send the key to another server, so neither handshakes nor calls follow one."""
+    """Neither handshakes nor calls follow a redirect, which would send the key to another
+    server.
+    """
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
     elsewhere = hostile(lambda path: once(b"[]"))
     client = connect(hostile(lambda path: once(b"", status, Location=f"{elsewhere.url}/steal")).url)
@@ -271,7 +279,9 @@ async def test_retry_after_is_limited_to_half_a_minute(
     connect: Callable[..., Client],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A longer wait is cut to 30 seconds; dates, nonsense and negative numbers are ignored."""
+    """A Retry-After of more than 30 seconds is cut to 30 seconds; dates, nonsense and negative
+    numbers are ignored.
+    """
     slept = list[float]()
 
     async def sleep(seconds: float) -> None:

@@ -45,8 +45,9 @@ def clean(text: str) -> bool:
 
 
 def test_control_codes_in_library_messages_are_escaped() -> None:
-    """Loggers and warnings may quote model files, so codes are escaped; a record that cannot be
-    formatted is unchanged.
+    """Control codes in log messages and warnings, which may quote model files, are escaped.
+
+    A record that cannot be formatted is unchanged.
     """
     written = io.StringIO()
     logger = logging.getLogger("transformers.of.a.test")
@@ -152,7 +153,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 def test_no_command_prints_control_codes(
     name: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Results, errors and JSON show the texts without the codes."""
+    """Results, errors and JSON output show texts without their control codes."""
     code = run([word.replace("{}", str(folder)) for word in COMMANDS[name]])
     said = capfd.readouterr()
     assert code in (0, 2, 3, 4, 5)
@@ -185,8 +186,10 @@ def test_control_codes_in_engine_errors_are_escaped(
 def test_control_codes_in_tracebacks_are_escaped(
     error: type[Exception], monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Internal errors with causes and notes are escaped, in the command and in threads; the exit
-    code is 1.
+    """Control codes in tracebacks of internal errors, with causes and notes, are escaped in the
+    command and in threads.
+
+    The exit code is 1.
     """
 
     def broken(words: object) -> int:
@@ -223,7 +226,7 @@ def test_the_progress_table_shows_names_literally() -> None:
 def test_a_report_on_a_terminal_is_escaped(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report is escaped on a terminal, but unchanged in a file or a pipe."""
+    """A report is escaped on a terminal, but unchanged in a file or a pipe."""
     shown = bytearray()
     ours, theirs = pty.openpty()
 
@@ -253,7 +256,9 @@ def _read(handle: int) -> bytes:
 
 
 def test_no_text_becomes_markup_of_a_page(folder: Path, tmp_path: Path) -> None:
-    """Directory, dataset, ids, texts and answers are all on the page, but none of them as markup."""
+    """The directory, dataset, ids, texts and answers of a run are all on its page, but none of them
+    as markup.
+    """
     assert (
         run(
             [

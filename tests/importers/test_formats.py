@@ -25,7 +25,7 @@ from tests.importers.conftest import (
 
 
 def read(directory: Path) -> tuple[dict[str, FinishedProblem], dict[str, Outcome], RecordedRun]:
-    """Return the problems of a run by name, in brief and whole, and the run."""
+    """Return the problems of a run by name, in brief and in full, and the run."""
     run = open_run(directory)
     return run.state().finished, {one.problem.id: one for one in run.outcomes()}, run
 
@@ -76,7 +76,9 @@ def test_an_eval_archive_is_imported(tmp_path: Path, run_import: Import) -> None
 
 
 def test_an_inspect_log_in_json_is_imported(tmp_path: Path, run_import: Import) -> None:
-    """The log is one object, and its list of samples is read one by one."""
+    """An inspect_ai log in JSON is imported: the log is one object, and its list of samples is read
+    one by one.
+    """
     log = {"version": 2, "eval": {"samples": 3, "x": ["{", '"samples"', {}]}, "samples": SAMPLES}
     path = tmp_path / "log.json"
     path.write_text(json.dumps({**log, "reductions": [{"samples": [{"value": 1}]}]}, indent=2))
@@ -86,8 +88,10 @@ def test_an_inspect_log_in_json_is_imported(tmp_path: Path, run_import: Import) 
 def test_an_eval_archive_compressed_with_zstandard_is_imported(
     tmp_path: Path, run_import: Import
 ) -> None:
-    """Current logs are compressed in frames of Zstandard, which are read; a damaged frame is an
-    error.
+    """Logs whose entries are compressed in Zstandard frames, as inspect_ai writes now, are
+    imported.
+
+    A damaged frame is an error.
     """
     path = pack_again(write_eval(tmp_path / "log.eval", SAMPLES))
     made = run_import("inspect", path)
@@ -108,7 +112,7 @@ def test_an_eval_archive_compressed_with_zstandard_is_imported(
 def test_without_a_reader_of_zstandard_the_fix_is_named(
     tmp_path: Path, run_import: Import, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If no installed package reads Zstandard, the message names a package and a way without it."""
+    """If no installed package reads Zstandard, the error names a package and a way without it."""
     path = pack_again(write_eval(tmp_path / "log.eval", SAMPLES))
 
     def missing(data: bytes) -> bytes:
@@ -120,8 +124,10 @@ def test_without_a_reader_of_zstandard_the_fix_is_named(
 
 
 def test_an_answer_that_is_the_whole_text_is_extracted(tmp_path: Path, run_import: Import) -> None:
-    """Scorers that search the text record all of it, some in lower case, so atts extracts the
-    answer for the votes.
+    """If a log records the whole text as the answer, atts extracts the answer from it for the
+    votes.
+
+    Scorers that search the text record it like this, some in lower case.
     """
     texts = ["Say\nANSWER: 2", "say\nANSWER: 2", "2", "no idea of what this could be about " * 3]
     samples = [inspect_sample(1, number, text.lower(), "C") for number, text in enumerate(texts, 1)]
@@ -144,8 +150,9 @@ def test_a_short_text_is_its_own_answer(tmp_path: Path, run_import: Import) -> N
 
 
 def test_an_inspect_score_can_be_chosen(tmp_path: Path, run_import: Import) -> None:
-    """If the chosen score is not a grade, atts grades the answers; an unknown score is an error
-    that lists the known ones.
+    """If the chosen score is not a grade, atts grades the answers.
+
+    An unknown score is an error that lists the known scores.
     """
     path = write_eval(tmp_path / "log.eval", SAMPLES[:2])
     finished, _, _ = read(run_import("inspect", path, metric="length").directory)
@@ -184,8 +191,9 @@ def lm_eval_row(name: int, replies: list[str], answer: Any, grade: float, filter
 
 
 def test_lm_eval_samples_are_imported(tmp_path: Path, run_import: Import) -> None:
-    """A single reply has lm_eval's verdict; of several replies lm_eval graded only the one that its
-    filter returned.
+    """A single reply in lm_eval's log has its recorded verdict.
+
+    Of several replies, lm_eval graded only the one that its filter returned.
     """
     path = write_lines(
         tmp_path / "out" / "m" / "samples_gsm8k_2026-01-02T03-04-05.678901.jsonl",
@@ -357,7 +365,9 @@ def test_a_pickle_is_refused(tmp_path: Path, run_import: Import) -> None:
 
 
 def test_columns_are_mapped_or_guessed(tmp_path: Path, run_import: Import) -> None:
-    """A line may have one rollout, or lists with all rollouts of a problem."""
+    """Columns are mapped by the user or guessed; a line may have one rollout, or lists with all
+    rollouts of a problem.
+    """
     rows = [
         {"Q": "1 + 1?", "out": ["\\boxed{2}", "\\boxed{3}"], "gold": 2, "rm": [0.9, 0.1]},
         {"Q": "1 + 2?", "out": "\\boxed{3}", "gold": "3", "rm": 0.4},
@@ -396,13 +406,13 @@ def test_columns_are_mapped_or_guessed(tmp_path: Path, run_import: Import) -> No
 def test_a_missing_column_is_refused(
     tmp_path: Path, run_import: Import, columns: dict[str, str], problem: str
 ) -> None:
-    """The error names the missing column and the existing ones."""
+    """The error about a missing column names it and lists the existing columns."""
     path = write_lines(tmp_path / "mine.jsonl", [{"Q": "1?", "a": ["x", "y"], "b": ["z"]}])
     with pytest.raises(DatasetError, match=problem):
         run_import("jsonl", path, columns=columns)
 
 
 def test_an_unknown_field_is_refused(run_import: Import, tmp_path: Path) -> None:
-    """The unknown field is refused before anything is read."""
+    """An unknown field in a column mapping is refused before anything is read."""
     with pytest.raises(OptionError, match="there is no field 'txt'; did you mean 'text'"):
         run_import("jsonl", tmp_path, columns={"txt": "a"})

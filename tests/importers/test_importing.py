@@ -58,7 +58,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, run_import: Import, line: str, pr
 
 
 def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, run_import: Import) -> None:
-    """The error names file and line, as for any other fault."""
+    """The error about a line that is not UTF-8 names the file and the line."""
     path = tmp_path / "mine.jsonl"
     path.write_bytes(b'{"question": "\xff\xfe"}\n')
     with pytest.raises(DatasetError, match="mine.jsonl: line 1: the record is not JSON"):
@@ -66,7 +66,7 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, run_import: Import) -
 
 
 def test_a_cut_json_file_is_refused(tmp_path: Path, run_import: Import) -> None:
-    """The error names the list item in which the file ends."""
+    """The error about a JSON file that is cut off names the list item in which the file ends."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(list(rows(3, 1)))[:-30])
     with pytest.raises(DatasetError, match="mine.json: the file ends within item 3, so it is cut"):
@@ -94,7 +94,9 @@ def test_unreadable_kinds_of_files_are_refused(
 
 
 def test_a_folder_without_matching_files_is_refused(tmp_path: Path, run_import: Import) -> None:
-    """The error lists the file names that the import looks for."""
+    """The error about a folder without matching files lists the file names that the import looks
+    for.
+    """
     with pytest.raises(
         DatasetError, match=r"the directory has no file named output-rs\*.jsonl or output"
     ):
@@ -113,7 +115,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, run_import: Import) -> None:
 def test_json_items_may_cross_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    """Strings, escapes and brackets may be cut anywhere between the blocks that are read."""
+    """JSON strings, escapes and brackets may be split anywhere between the blocks that are read."""
     monkeypatch.setattr("atts.importers.records._BLOCK", block)
     values = [
         {"a": 'quote " brace } bracket ] back \\'},
@@ -179,7 +181,9 @@ def facts(directory: Path) -> list[Any]:
 
 
 def test_an_interrupted_import_continues(tmp_path: Path, run_import: Import) -> None:
-    """After a cut at any line the same command imports the rest, and the run is the same."""
+    """If an import is interrupted at any line, the same command imports the rest and gives the same
+    run.
+    """
     path = write_lines(tmp_path / "mine.jsonl", rows(4, 3))
     whole = run_import("jsonl", path, tmp_path / "whole").directory
     expected = open_run(whole).state().finished
@@ -188,7 +192,7 @@ def test_an_interrupted_import_continues(tmp_path: Path, run_import: Import) -> 
         cut = tmp_path / f"cut-{kept}"
         cut.mkdir()
         (cut / "manifest.json").write_bytes((whole / "manifest.json").read_bytes())
-        # the last line is torn
+        # the last line is incomplete
         (cut / JOURNAL).write_bytes(b"".join(lines[:kept]) + lines[kept][:20])
         made = run_import("jsonl", path, cut)
         assert made.problems == 4
@@ -218,7 +222,9 @@ def test_changed_files_are_another_run(tmp_path: Path, run_import: Import) -> No
 
 
 def test_an_import_can_be_graded_by_atts(tmp_path: Path, run_import: Import) -> None:
-    """atts can grade again what the tool graded; a verdict that comes from the tool is marked."""
+    """atts can grade an imported run again; a verdict that comes from the other tool is marked as
+    such.
+    """
     row = {"question": "1?", "text": "\\boxed{0.5}", "gold": "1/2", "correct": False}
     path = write_lines(tmp_path / "mine.jsonl", [row])
     for grades, verdict in (("recorded", "wrong"), ("again", "correct")):

@@ -93,7 +93,7 @@ def through_file(path: Path, *events: Event) -> list[Event]:
 
 
 def any_of(kind: type[Event]) -> st.SearchStrategy[Event]:
-    """Draw events of a kind, with the fields left empty that only lines of a journal have."""
+    """Draw events of a kind, without the fields that only lines of a journal have."""
     hints = get_type_hints(kind)
     left_out = IN_LINES_ONLY.get(kind, set[str]())
     drawn = {
@@ -121,7 +121,7 @@ def test_every_event_survives_a_round_trip(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(width=64) | st.floats(width=32), max_size=40).map(tuple))
 def test_log_probabilities_are_exact(numbers: tuple[float, ...]) -> None:
-    """Packing loses no bit, so a resumed run computes the same perplexity."""
+    """Packing log-probabilities loses no bit, so a resumed run computes the same perplexity."""
     [_, line] = lines_of([Scored("p", "k", Scores(numbers, 0, Beginning((1,), numbers)))])
     event = json.loads(line)["event"]
     for packed in (event.get("logprobs"), event.get("beginning_logprobs")):
@@ -161,8 +161,8 @@ def test_special_characters_survive(text: str, tmp_path: Path) -> None:
 
 
 def test_a_packed_tuple_is_small() -> None:
-    """500 ids and log-probabilities take under 6 KB if they were 32-bit numbers, and under 9 KB if
-    they were 64-bit numbers.
+    """500 ids and log-probabilities take under 6 KB as 32-bit numbers, and under 9 KB as 64-bit
+    numbers.
     """
     ids = tuple(range(500))
     for step, limit in ((0.5, 6_000), (0.1, 9_000)):
@@ -216,8 +216,8 @@ TURNS = {
 
 @pytest.mark.parametrize("name", TURNS)
 def test_a_turn_is_stored_by_reference_to_its_calls(name: str, tmp_path: Path) -> None:
-    """The line of a turn is short if the journal's calls already have its chunks, and the turn is
-    complete after reading.
+    """The line of a turn is short if the journal's calls already contain its chunks, and reading
+    gives the complete turn.
     """
     turn, limit = TURNS[name]
     events: list[Event] = [

@@ -68,7 +68,9 @@ def read(path: Path) -> tuple[list[Event], tuple[int, int, int]]:
 
 
 def test_reading_gives_what_was_written(tmp_path: Path, story: list[Event]) -> None:
-    """Events, order, numbers, session and clocks are read unchanged."""
+    """Events, their order, line numbers, session and clocks are read from a journal as they were
+    written.
+    """
     lines = write(tmp_path / "j", story)
     entries = list(read_entries(tmp_path / "j"))
     assert [entry.event for entry in entries] == [OPENED, *story]
@@ -87,7 +89,9 @@ def test_every_line_is_strict_json(tmp_path: Path, story: list[Event]) -> None:
 
 @pytest.mark.parametrize("text", ["\ud800 alone", "😀", "\ud800 long " * 20, "\\ud800", "é" * 200])
 def test_any_text_is_read_unchanged(tmp_path: Path, text: str) -> None:
-    """The text is read unchanged, even half of a surrogate pair, whether it is short or long."""
+    """Any text is read unchanged from a journal, even half of a surrogate pair, whether it is short
+    or long.
+    """
     write(tmp_path / "j", [Warned("w", text)])
     assert read(tmp_path / "j")[0] == [Warned("w", text)]
 
@@ -118,7 +122,9 @@ def test_any_text_is_read_unchanged(tmp_path: Path, text: str) -> None:
 def test_a_line_with_wrong_fields_is_damage(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    """The error names the line and the field."""
+    """A line with a wrong field is reported as damage, and the error names the line and the
+    field.
+    """
     opened, line = write(tmp_path / "j", [Warned("w", "text")])
     row = json.loads(line)
     del row["crc"]
@@ -202,7 +208,9 @@ def test_a_last_line_of_rubbish_does_not_count(tmp_path: Path, story: list[Event
 def test_damage_in_the_middle_is_refused(
     tmp_path: Path, story: list[Event], harm: Callable[[bytes], bytes]
 ) -> None:
-    """The error names the line, after all earlier events were returned."""
+    """Damage in the middle of a journal is refused with an error that names the line, after all
+    earlier events were returned.
+    """
     lines = write(tmp_path / "j", story)
     (tmp_path / "j").write_bytes(b"".join([*lines[:3], harm(lines[3]), *lines[4:]]))
     place = 5 if harm(lines[3]) == lines[3] * 2 else 4
@@ -212,7 +220,9 @@ def test_damage_in_the_middle_is_refused(
 
 
 def test_a_changed_digit_is_noticed(tmp_path: Path, story: list[Event]) -> None:
-    """The checksum shows the changed digit although the line is still a valid event."""
+    """A changed digit in a line is noticed by its checksum, although the line is still a valid
+    event.
+    """
     data = b"".join(write(tmp_path / "j", story))
     (tmp_path / "j").write_bytes(data.replace(b'"score":1.5', b'"score":2.5', 1))
     with pytest.raises(JournalCorrupt, match="checksum"):
@@ -257,7 +267,9 @@ def test_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
 
 
 def test_a_file_that_is_not_a_journal_is_refused(tmp_path: Path, story: list[Event]) -> None:
-    """Lines before a session and unknown kinds are damage."""
+    """A file with lines before the first session, or with unknown kinds of events, is refused as
+    damaged.
+    """
     lines = write(tmp_path / "j", story)
     (tmp_path / "j").write_bytes(b"hello\n" + lines[0])
     with pytest.raises(JournalCorrupt, match="line 1"):

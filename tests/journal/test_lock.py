@@ -83,13 +83,16 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path
             assert lock.read_text() == f"{os.getpid()}\n"
         assert parent.stdin is not None
         parent.stdin.close()
-        # The child leaves its block without closing a file a second time.
+        # The child leaves its block without closing the file a second time.
         assert parent.stdout.read() == b"child left the block\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_frees_no_lock_and_writes_no_line(tmp_path: Path) -> None:
-    """The parent continues writing, and the child's copy of the journal refuses to write."""
+    """A forked child neither frees the lock nor writes a line.
+
+    The parent continues writing, and the child's copy of the journal refuses to write.
+    """
 
     def fork(journal: Journal) -> None:
         child = os.fork()

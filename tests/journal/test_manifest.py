@@ -129,7 +129,9 @@ def test_origins_versions_and_dates_may_differ(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_not_a_manifest_is_refused(tmp_path: Path, text: str) -> None:
-    """A damaged or foreign file is an error with advice, and is not changed."""
+    """A damaged or foreign file in place of a manifest is an error with advice, and is not
+    changed.
+    """
     (tmp_path / "m").write_text(text)
     with pytest.raises(JournalCorrupt, match="not a manifest"):
         load_manifest(tmp_path / "m")
@@ -152,7 +154,9 @@ def test_a_new_directory_has_no_manifest(tmp_path: Path) -> None:
 
 
 def test_the_dataset_digest_sees_every_field_and_the_order() -> None:
-    """Equal problems have equal digests, and any change gives another one."""
+    """The digest of a dataset depends on every field and the order of its problems; equal problems
+    have equal digests.
+    """
     one = Problem("1", "a", answer="3")
     two = Problem("2", "b", choices=("x",))
     digests = [
@@ -184,7 +188,9 @@ def test_numpy_values_have_the_digest_of_plain_ones() -> None:
 
 
 def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
-    """The checksum finds damage that leaves valid JSON, and values edited by hand."""
+    """A changed manifest is refused, because its checksum detects damage that leaves valid JSON and
+    values edited by hand.
+    """
     save_manifest(tmp_path / "m", Manifest(seed=3))
     text = (tmp_path / "m").read_text()
     assert load_manifest(tmp_path / "m") is not None
@@ -204,7 +210,8 @@ def test_a_model_is_recognised_by_its_log_probabilities(tmp_path: Path) -> None:
     """
     known = Manifest(known_logprobs={"target": (-1.0, -9.0, -0.2)})
     known.check(Manifest(known_logprobs={"target": (-1.05, -9.1, -0.2)}), tmp_path)
-    # nothing is compared if the run is older and stored no log-probabilities, or used another model
+    # log-probabilities are not compared if an older run stored none, or if the run used another
+    # model
     known.check(Manifest(), tmp_path)
     known.check(Manifest(known_logprobs={"draft": (-5.0,)}), tmp_path)
     for others in ((-1.4, -8.0, -0.2), (-1.0, -9.0), (1e308, -1e308, 0.0), (math.nan, -9.0, -0.2)):

@@ -51,7 +51,9 @@ def test_brief_problems_agree_with_whole_outcomes(kind: str, runs: Path) -> None
 
 
 def test_judged_chunks_are_counted(runs: Path) -> None:
-    """The counts include only decisions that were carried out, in total and escalated."""
+    """The reader counts all judged chunks and the escalated ones, and only decisions that were
+    carried out.
+    """
     for kind in ("finished", "rounds"):
         run = open_run(runs / kind)
         decisions = [event.decision for event in run.decisions()]
@@ -63,7 +65,9 @@ def test_judged_chunks_are_counted(runs: Path) -> None:
 
 
 def test_calls_of_all_sessions_share_one_clock(runs: Path) -> None:
-    """Times of a later session follow those of an earlier one, and recalled calls are left out."""
+    """Calls of all sessions have times on one clock: a later session's times follow an earlier
+    session's, and recalled calls are left out.
+    """
     run = open_run(runs / "merged")
     nodes = list(run.nodes())
     assert {node.source for node in nodes} == {"live"}
@@ -93,8 +97,8 @@ def test_sessions_without_an_end_are_counted() -> None:
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, runs: Path) -> None:
-    """A missing or empty folder, and one without journal or manifest, give one sentence and one
-    exit code.
+    """A missing or empty folder, and one without journal or manifest, is refused with one sentence
+    and one exit code.
     """
     for name, files in (
         ("none", ()),
@@ -126,8 +130,9 @@ def test_damaged_and_other_versions_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_last_verdict_counts() -> None:
-    """If an answer has several verdicts, the last one counts; agreement is the winner's share of
-    the votes.
+    """If an answer has several verdicts, the last one counts.
+
+    The agreement is the winner's share of the votes.
     """
     rollouts = (
         Rollout("p", 0, Prompt((), ()), finish="answer", answer="4"),

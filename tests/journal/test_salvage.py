@@ -173,7 +173,9 @@ def gap(path: Path) -> None:
 def test_salvage_saves_the_part_before_the_damage(
     run: Path, capsys: pytest.CaptureFixture[str], harm: Harm, code: int
 ) -> None:
-    """The saved beginning is a run of its own, and the damaged run is not changed."""
+    """Salvage saves the undamaged beginning as a separate run, and does not change the damaged
+    run.
+    """
     harm(run / JOURNAL)
     before = (run / JOURNAL).read_bytes()
     assert command(["journal", "check", str(run), "--json"]) == code

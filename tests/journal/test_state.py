@@ -48,7 +48,7 @@ def entries(events: list[Event]) -> list[Entry]:
 
 
 def test_a_finished_problem_is_whole(story: list[Event]) -> None:
-    """The outcome of a finished problem has each rollout turn by turn, in the outcome's order."""
+    """The outcome of a finished problem has each rollout turn by turn, in the recorded order."""
     (outcome,) = read_outcomes(entries(story))
     assert [rollout.sample for rollout in outcome.rollouts] == [1, 0]
     turns = [event.turn for event in story if isinstance(event, TurnFinished) and event.sample == 0]
@@ -61,7 +61,9 @@ def test_a_finished_problem_is_whole(story: list[Event]) -> None:
 
 
 def test_every_prefix_is_a_state(story: list[Event]) -> None:
-    """After any number of events, the rollouts of an open problem are those recorded so far."""
+    """After any number of events, the state has exactly the rollouts of the open problem that were
+    recorded so far.
+    """
     for count in range(1, len(story)):
         state = RunState()
         for entry in entries(story[:count]):
@@ -108,8 +110,9 @@ def open_problem(story: list[Event], steps: list[Event]) -> OpenProblem:
 
 
 def test_recorded_calls_are_found_by_key(story: list[Event]) -> None:
-    """Results are found by key, and the gate's calls in order within their turn; calls of other
-    problems are not included.
+    """Recorded results are found by key, and the gate's calls in order within their turn.
+
+    Calls of other problems are not included.
     """
     first, second = (Decision("accept", 0.4, "p0", turn=1, score=score) for score in (1.0, 2.0))
     scored = Scored("p0", "b", Scores((-2.0,)), rollout="p0/0")
@@ -205,8 +208,8 @@ def test_a_key_contains_all_that_decides_the_reply(other: SampleRequest) -> None
 
 
 def test_a_score_key_knows_where_the_suffix_begins() -> None:
-    """The same ids divided into another prefix and suffix have another key, because the score is
-    for the suffix.
+    """The same ids divided into another prefix and suffix have another score key, because a score
+    is for the suffix.
     """
     keys = [
         ScoreRequest((1, 2), (3,)),

@@ -53,7 +53,9 @@ def texts(directory: Path) -> list[str]:
 
 
 async def test_a_resume_continues_the_journal(tmp_path: Path, story: list[Event]) -> None:
-    """Numbers continue, sessions are counted, and the resumed process gets all events in order."""
+    """After a resume line numbers continue, sessions are counted, and the resumed process gets all
+    events in order.
+    """
     run = tmp_path / "deep" / "run"
     async with open_journal(run, SETTINGS) as journal:
         for event in story[:5]:
@@ -84,7 +86,7 @@ async def test_saved_means_written(tmp_path: Path) -> None:
 
 
 async def test_many_tasks_keep_the_order_of_recording(tmp_path: Path) -> None:
-    """Lines are in the order of the calls, however many tasks wait."""
+    """However many tasks record events, the lines of the journal have the order of the calls."""
     order: list[str] = []
     async with open_journal(tmp_path, SETTINGS) as journal:
 
@@ -109,7 +111,7 @@ async def test_recorded_events_are_written_at_once(tmp_path: Path) -> None:
 
 
 async def test_short_writes_are_completed(tmp_path: Path, small_disk: Callable[..., Any]) -> None:
-    """A file that accepts seven bytes at a time receives all bytes."""
+    """If a file accepts only seven bytes at a time, all bytes of the journal are still written."""
     _, opener = small_disk(bite=7)
     async with open_journal(tmp_path, SETTINGS, JournalOptions(opener=opener)) as journal:
         for number in range(20):
@@ -130,7 +132,7 @@ async def fill(directory: Path, options: JournalOptions, acknowledged: list[str]
 async def test_a_full_disk_loses_nothing_saved(
     tmp_path: Path, small_disk: Callable[..., Any], room: int
 ) -> None:
-    """Everything acknowledged before the disk was full is in the file, and the directory continues
+    """Every acknowledged event is in the file when the disk becomes full, and the run continues
     once there is space.
     """
     _, opener = small_disk(room=room)
@@ -148,7 +150,9 @@ async def test_a_full_disk_loses_nothing_saved(
 async def test_a_full_disk_stops_every_writer(
     tmp_path: Path, small_disk: Callable[..., Any]
 ) -> None:
-    """Callers who never wait get the error, and so do callers who were waiting."""
+    """On a full disk, callers that wait for `saved` get the error, and so do callers that never
+    wait.
+    """
     _, opener = small_disk(room=1_000)
     errors: list[StorageError] = []
 
@@ -174,7 +178,7 @@ async def test_a_full_disk_stops_every_writer(
 
 
 async def test_cancelled_runs_keep_what_was_recorded(tmp_path: Path) -> None:
-    """Cancellation ends the block but not the file, and the journal says that the run was
+    """If a run is cancelled, its recorded events stay in the journal, which says that the run was
     interrupted.
     """
     with anyio.CancelScope() as scope:
@@ -207,7 +211,9 @@ async def test_a_failed_run_says_why(tmp_path: Path) -> None:
 async def test_each_durability_syncs_as_documented(
     tmp_path: Path, small_disk: Callable[..., Any], durability: Durability, least: int, most: int
 ) -> None:
-    """The file is synced before each acknowledgement, about once an interval, or once at the end."""
+    """With each durability setting the file is synced as documented: before each acknowledgement,
+    about once an interval, or once at the end.
+    """
     files, opener = small_disk()
     now = 0.0
     options = JournalOptions(
@@ -242,7 +248,7 @@ async def test_an_idle_journal_is_synced_in_time(
 
 
 async def test_an_unknown_durability_is_refused() -> None:
-    """The error lists the known values of durability, before a file is opened."""
+    """The error about an unknown durability lists the known values, before a file is opened."""
     wrong: Any = "sometimes"
     with pytest.raises(OptionError, match="durability: unknown value 'sometimes'; known: always"):
         JournalOptions(durability=wrong)
@@ -258,7 +264,7 @@ async def test_closing_twice_keeps_the_first_reason(tmp_path: Path) -> None:
 
 
 async def test_a_second_writer_is_refused(tmp_path: Path) -> None:
-    """The refused second writer changes no file of the directory."""
+    """A second writer on a directory is refused and changes no file."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         journal.record(Warned("w", "mine"))
         with pytest.raises(JournalLocked):
@@ -316,7 +322,7 @@ async def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) ->
 
 
 async def test_a_torn_last_line_is_removed_on_resume(tmp_path: Path) -> None:
-    """However the last line is torn, the journal resumes and can be read."""
+    """However the last line of a journal is torn, the journal resumes and can be read."""
     async with open_journal(tmp_path, SETTINGS) as journal:
         journal.record(Warned("w", "first"))
         await journal.close(SessionClosed("finished"))
@@ -360,7 +366,7 @@ async def test_an_interval_is_waited_for_between_syncs(
         for place in range(100):
             times[0] = place / 10
             journal.record(Warned("line", str(place)))
-            # let the worker thread that syncs the file run
+            # give the worker thread time to sync the file
             for _ in range(20):
                 await anyio.sleep(0.0005)
         during = len(synced) - before

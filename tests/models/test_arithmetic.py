@@ -73,7 +73,9 @@ def test_every_number_stays_within_the_limit(many: list[Exercise]) -> None:
 
 
 def test_every_equation_of_every_solution_holds(many: list[Exercise]) -> None:
-    """Both sides of each `=` are equal, and each result is used later or is the answer."""
+    """In every solution, both sides of each `=` are equal, and each result is used later or is the
+    answer.
+    """
     for exercise in many:
         for chunk in exercise.chunks[:-1]:
             line = re.search(r"\d+ [-+*/] \d+( = [\d +*/-]*\d)+", chunk)
@@ -84,7 +86,9 @@ def test_every_equation_of_every_solution_holds(many: list[Exercise]) -> None:
 
 
 def test_expressions_have_the_value_in_their_solutions_box(many: list[Exercise]) -> None:
-    """The question, evaluated by Python, has the value in the box of the solution."""
+    """The question of an expression problem, evaluated by Python, has the value in the box of its
+    solution.
+    """
     found = [exercise for exercise in many if exercise.kind == "expression"]
     assert len(found) > 100
     for exercise in found:
@@ -104,7 +108,7 @@ def test_variables_have_the_value_in_their_solutions_box(many: list[Exercise]) -
 
 
 def test_every_number_used_first_is_in_the_question(many: list[Exercise]) -> None:
-    """A solution computes only with numbers of the question and results of earlier steps."""
+    """A solution computes only with numbers of the question and results of its earlier steps."""
     for exercise in many:
         known = {int(found) for found in re.findall(r"\d+", exercise.text)}
         for step in exercise.steps:

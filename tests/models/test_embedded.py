@@ -113,7 +113,9 @@ def test_the_embedded_models_fit_servers_and_laptops() -> None:
 
 
 def test_the_draft_costs_a_twentieth_of_the_target() -> None:
-    """The ratio includes the output matrix, and attention up to the length of a typical solution."""
+    """The draft's cost per token is a twentieth of the target's, including the output matrix and
+    attention over a typical solution's length.
+    """
     draft = info("draft")
     target = info("target")
     assert target.flops_per_token() >= 20 * draft.flops_per_token()
@@ -180,8 +182,9 @@ def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
 
 
 def test_the_target_solves_and_the_draft_often_fails(tokenizer: Any) -> None:
-    """This check of the two models in `transformers` is quick; a study measures the documented
-    accuracies.
+    """In `transformers`, the target solves most problems and the draft often fails.
+
+    A study measures the documented accuracies; this check is quick.
     """
     assert _solved("target", tokenizer, 5) >= 0.8
     assert _solved("draft", tokenizer, 5) >= 0.2

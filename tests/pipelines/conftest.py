@@ -21,7 +21,7 @@ SLOTS = {"draft": Limit(slots=16), "target": Limit(slots=4)}
 
 @pytest.fixture
 def answers() -> Answers:
-    """Return extraction and grouping of answers for the toy language."""
+    """Return functions that extract and group answers of the toy language."""
     return Answers(toy_answer, toy_groups)
 
 

@@ -54,8 +54,8 @@ def test_a_warm_up_escalates_nothing_and_counts_its_cost(attempt: Solve) -> None
 
 
 def test_after_the_warm_up_the_gate_ranks_among_its_scores() -> None:
-    """With warm-up scores 1 to 4 at rate 0.2, a score above all of them escalates and one below all
-    of them does not.
+    """After a warm-up with scores 1 to 4, at rate 0.2, a score above all of them escalates and one
+    below all of them does not.
     """
     gate = warming_gate(4, 0.4, "split")
     for number, score in enumerate([1.0, 2.0, 3.0, 4.0]):
@@ -85,7 +85,9 @@ def test_a_warm_up_may_escalate_everything() -> None:
 
 
 def test_decisions_of_the_warm_up_do_not_count_for_the_rate() -> None:
-    """The calibrator observes only its own decisions."""
+    """The calibrator does not count decisions of the warm-up; it observes only its own
+    decisions.
+    """
     gate = warming_gate(2, 0.5, "marginal")
     for score in (1.0, 1.5):
         gate.observe(gate.decide(Features("q"), score), False)
@@ -128,8 +130,8 @@ def test_a_certified_gate_decides_as_it_was_tested(attempt: Solve) -> None:
 
 
 def test_a_certified_gate_learns_nothing() -> None:
-    """A certified gate decides the same after a thousand observations, because it was certified in
-    its first state.
+    """A certified gate stays in the state in which it was certified, so it decides the same after a
+    thousand observations.
     """
     target = [_solved(str(number)) for number in range(300)]
     certificate = certify_runs(target, [LabelledRun("split", 0.3, target)], right, epsilon=0.05)
@@ -155,7 +157,7 @@ def test_a_lossy_policy_and_runs_of_other_problems_are_not_certified() -> None:
 
 
 def test_balanced_losses_and_gains_pass_the_net_test_only() -> None:
-    """The policy loses six of 300 answers and wins as many, so only the net loss is within 1.5
+    """A policy that loses six of 300 answers and wins as many passes only the net test at 1.5
     points.
     """
     target = [_solved(str(number)) for number in range(300)]
@@ -177,8 +179,8 @@ def test_balanced_losses_and_gains_pass_the_net_test_only() -> None:
 
 @pytest.mark.parametrize("rollouts", [4, 64, 256])
 def test_scores_wait_for_as_many_issues_as_a_run_has_in_flight(rollouts: int) -> None:
-    """If the first requested chunk gets its score last, all other scores wait, so the calibrator's
-    pool keeps the order of requests.
+    """If the first requested chunk gets its score last, all other scores wait, so they join the
+    calibrator's pool in order of requests.
     """
     gate, calibrator = Setup(concurrency=rollouts).decider()
     issued = [gate.preview(Features("q", sample=sample, tokens=7)) for sample in range(rollouts)]  # type: ignore[union-attr]
@@ -197,7 +199,9 @@ def _solved(name: str) -> Outcome:
 
 
 def test_a_resumed_warm_up_stores_only_the_rest(tmp_path: Path) -> None:
-    """After a cut in the middle of the warm-up, the second session does not start it again."""
+    """If a run is cut during its warm-up, the second session continues the warm-up and does not
+    start it again.
+    """
 
     def setup() -> Setup:
         base = Setup(draft="scripted", target="scripted", rate=0.4, concurrency=4)

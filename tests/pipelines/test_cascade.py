@@ -78,7 +78,7 @@ def test_the_problems_that_agree_least_escalate(attempt: Solve) -> None:
 
 
 def test_an_accepted_problem_says_how_many_rollouts_agree(attempt: Solve) -> None:
-    """The number of agreeing rollouts is the reason in the problem's outcome."""
+    """The outcome of an accepted problem gives the number of agreeing rollouts as the reason."""
     outcome = attempt(CASCADE, FixedGate("accept"), problems=1)[0]
     leading = int(max(outcome.votes.values()))
     assert outcome.why == f"{leading} of 4 rollouts agree"
@@ -149,7 +149,9 @@ def test_a_gate_of_rounds_cannot_judge_a_problem(attempt: Solve) -> None:
     ],
 )
 def test_policies_that_leave_nothing_to_escalate_are_refused(changes: dict[str, object]) -> None:
-    """The message names the key because of which nothing could escalate."""
+    """A policy under which nothing could escalate is refused with a message that names the
+    responsible key.
+    """
     with pytest.raises(OptionError, match="first_wave|escalates"):
         replace(CASCADE, **changes)  # type: ignore[arg-type]
 
@@ -171,10 +173,11 @@ def test_the_score_orders_votes_from_agreement_to_no_answer_at_all() -> None:
 @pytest.mark.parametrize("order", ["random", "easy first", "hard first", "drifting"])
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 def test_the_share_of_problems_is_the_nominal_rate_in_any_order(order: str, rate: float) -> None:
-    """The test simulates 10^5 problems of eight rollouts, whose agreement gives one of nine scores.
+    """In any order of problems, the share of escalated problems is the nominal rate.
 
-    The error of the count is at most the distance between the first and the last level of the gate.
-    If the scores only fall, this is about 400 decisions.
+    The test simulates 10^5 problems of eight rollouts, whose agreement gives one of nine scores.
+    The error of the number of escalations is at most the distance between the first and the last
+    level of the gate. If the scores only fall, this is about 400 decisions.
     """
     rng = random.Random(f"{order} {rate}")
     number = 100_000
@@ -291,7 +294,9 @@ def test_a_rollout_written_again_keeps_no_chunk() -> None:
 
 @pytest.mark.parametrize("latency", ["quick problems first", "slow problems first"])
 def test_a_small_run_meets_its_rate_in_whatever_order_problems_end(latency: str) -> None:
-    """Problems that agree end early, so scores rise during the run, but the number of remaining
+    """A small run meets its rate in any order of problems.
+
+    Problems that agree end early, so scores rise during the run, but the number of remaining
     problems corrects the rate.
     """
     problems = toy_problems(40, 5)

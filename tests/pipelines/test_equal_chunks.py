@@ -110,8 +110,10 @@ def test_a_lost_score_is_not_shared(attempt: Solve) -> None:
 
 
 def test_an_escalated_chunk_with_a_recalled_score_is_read_again(attempt: Solve) -> None:
-    """A target that draws while scoring must read such a chunk again; the texts equal those of a
-    target that cannot draw.
+    """If an equal chunk with a recalled score escalates, a target that draws while scoring reads it
+    again.
+
+    The texts equal those of a target that cannot draw.
     """
     nothing = ThresholdGate(0.5)
     drawing = Heedful(draws=True)

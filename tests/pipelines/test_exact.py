@@ -56,7 +56,7 @@ def texts(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], tuple[TokenIds, 
 
 
 def used(outcomes: Sequence[Outcome], kind: str) -> int:
-    """Count the tokens of one kind over all problems."""
+    """Return the number of tokens of one kind over all problems."""
     return sum(getattr(outcome.usage, kind) for outcome in outcomes)
 
 
@@ -145,8 +145,10 @@ def test_a_text_in_two_requests_equals_one_request(cut: int) -> None:
 
 
 def test_an_engine_that_draws_other_tokens_is_found() -> None:
-    """The planted bugs use the random stream of another attempt, or restart the stream for the rest
-    of the text.
+    """An engine that draws other tokens while scoring is detected.
+
+    The planted bugs use the random stream of another attempt, or restart the stream for the rest of
+    the text.
     """
 
     class OtherStream(ScriptedEngine):
@@ -241,7 +243,7 @@ def test_draft_length_grows_with_acceptance() -> None:
 def timed(
     attempt: Solve, method: str, problems: int, draft: ScriptedEngine, target: ScriptedEngine
 ) -> float:
-    """Return the virtual seconds of a run."""
+    """Return the duration of a run in virtual seconds."""
     events = list[Any]()
     attempt(
         preset(method).policy(PLAIN),
@@ -282,7 +284,9 @@ def test_if_drafts_are_rarely_accepted_the_target_writes_alone(
 def test_if_drafts_are_accepted_and_the_target_is_slow_the_draft_writes(
     attempt: Solve,
 ) -> None:
-    """The target writes only at the beginning, when it takes all requests at once."""
+    """If drafts are accepted and the target is slow, the target writes only at the beginning, when
+    it takes all requests at once.
+    """
     draft = ScriptedEngine("target", latency=Latency(sampled_token=0.001))
     target = ScriptedEngine("target", latency=Latency(per_score=0.03, sampled_token=0.03))
     exact = attempt(
@@ -297,8 +301,8 @@ def test_if_drafts_are_accepted_and_the_target_is_slow_the_draft_writes(
 
 
 def test_a_better_writer_is_found_again_when_it_has_changed() -> None:
-    """In the middle of a run the draft's tokens per second fall to a quarter, and method exact then
-    chooses the target as writer.
+    """If the draft becomes four times slower during a run, method exact chooses the target as
+    writer.
     """
     choice = WriterChoice()
     now = 0.0
@@ -324,7 +328,9 @@ def test_a_piece_that_failed_is_no_longer_in_flight() -> None:
 def test_a_piece_that_is_given_up_is_finished_by_the_target(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text is the target's own, whichever engine wrote which part of the given-up piece."""
+    """If an unfinished piece is given up, the target finishes it and the text is the target's own,
+    whichever engine wrote which part.
+    """
     only_drafts(monkeypatch)
     monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, 3))
     asked = count()

@@ -23,7 +23,7 @@ Method = Literal["target-only", "exact", "drafts alone"]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A number of tokens to read and then a number of tokens to write, one per step."""
+    """A job with a number of tokens to read and then a number of tokens to write, one per step."""
 
     reads: int
     writes: int = 0
@@ -31,8 +31,8 @@ class Job:
 
 @dataclass(slots=True)
 class SimulatedEngine:
-    """A simulated engine, given the seconds of a step, of each text's token in the step, and of
-    each token read.
+    """A simulated engine, given the seconds per step, the seconds per text in a step, and the
+    seconds per token read.
     """
 
     step: float
@@ -88,7 +88,9 @@ class OnlyDrafts(WriterChoice):
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A simulated pair: the acceptance of drafted tokens, and the step times of both models."""
+    """A simulated pair: the acceptance of drafted tokens, and the step times of both models in
+    seconds.
+    """
 
     acceptance: float
     draft: tuple[float, float, float]
@@ -194,7 +196,7 @@ class Run:
 
 
 def relative(models: str, shape: Sequence[int], method: Method) -> list[float]:
-    """Return a method's times relative to those of the target alone, for three runs."""
+    """Return the times of a method relative to those of the target alone, for three runs."""
     at_once, rollouts, chunks = shape
     times: list[float] = []
     for seed in range(3):
@@ -230,7 +232,9 @@ def test_drafts_that_do_not_pay_lose_little(
 
 @pytest.mark.parametrize("shape", [(1, 8, 10), (4, 16, 10), (32, 160, 6)])
 def test_most_of_what_drafts_save_is_kept(shape: tuple[int, int, int]) -> None:
-    """The target writes the first chunks; then a draft that saves time writes nearly all others."""
+    """Most of the time that drafts save is kept: the target writes the first chunks, and then the
+    draft writes nearly all others.
+    """
     kept = fmean(relative("cheap", shape, "exact"))
     best = fmean(relative("cheap", shape, "drafts alone"))
     assert 1 - kept >= 0.75 * (1 - best)

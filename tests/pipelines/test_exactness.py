@@ -250,7 +250,7 @@ ESCALATE = FixedGate("escalate")
 
 
 def texts(draft: TableEngine, target: TableEngine, policy: Policy, gate: Gate) -> Counter[str]:
-    """Count the texts up to the length that rollouts wrote, with "." for an earlier end."""
+    """Count the texts that rollouts wrote, up to a fixed length, with "." for an earlier end."""
     context = Context(
         draft,
         target,
@@ -291,7 +291,9 @@ def cells(probability: Callable[[str], float]) -> dict[str, float]:
 
 
 def p_value(seen: Counter[str], exact: dict[str, float]) -> float:
-    """Compute the chi-square test against exact probabilities, with cells below 5 expected pooled."""
+    """Return the p-value of a chi-square test against exact probabilities; texts with an expected
+    number below 5 are pooled.
+    """
     total = sum(seen.values())
     big = [text for text, p in exact.items() if p * total >= 5]
     observed = [*(seen[text] for text in big), total - sum(seen[text] for text in big)]
@@ -432,8 +434,10 @@ def stays(piece: str, target: TableEngine, last: str) -> bool:
 
 @pytest.mark.parametrize("kind", [TableEngine, Drawing])
 def test_a_replacement_is_drawn_from_the_target(kind: type[TableEngine]) -> None:
-    """The gate reads the chunk and its score, but the random numbers of the takeover depend on
-    neither.
+    """A replacement is drawn from the target's distribution, although the gate reads the chunk and
+    its score.
+
+    The random numbers of the takeover depend on neither.
     """
     draft = TableEngine(DRAFT)
     target = kind(TARGET, "target")
@@ -445,8 +449,9 @@ def test_a_replacement_is_drawn_from_the_target(kind: type[TableEngine]) -> None
 def test_a_takeover_with_its_chunks_stream_fails_the_test(
     kind: type[TableEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A takeover with the random numbers of the rejected chunk would depend on the rejection, also
-    if the takeover began before it.
+    """A takeover that uses the random numbers of the rejected chunk fails the chi-square test.
+
+    Its text would depend on the rejection, also if the takeover began before it.
     """
     draft = TableEngine(DRAFT)
     target = kind(TARGET, "target")

@@ -43,7 +43,9 @@ SCORES = st.floats(1.0, 50.0, allow_nan=False)
 
 
 def test_the_conformal_gate_returns_the_calibrators_decision() -> None:
-    """The conformal gate numbers the chunks in the order of requests, across sessions."""
+    """The conformal gate returns the calibrator's decision, and numbers the chunks in the order of
+    requests across sessions.
+    """
     calibrator = Calibrator(0.5, "marginal", stored=[1.1, 1.2, 1.3])
     gate = ConformalGate(calibrator)
     assert gate.preview(Features("q")).action == "verify"
@@ -63,7 +65,9 @@ def test_the_conformal_gate_returns_the_calibrators_decision() -> None:
 
 @pytest.mark.parametrize("score", [math.nan, 0.5, -1.0])
 def test_a_value_that_is_not_a_perplexity_is_refused(score: float) -> None:
-    """The calibrator raises an error for such a value, which the pipeline turns into an escalation."""
+    """The calibrator raises an error for a value that is not a perplexity, and the pipeline
+    escalates the chunk.
+    """
     with pytest.raises(CalibrationInputError):
         ConformalGate(Calibrator(0.5, "marginal")).decide(Features("q"), score)
 
@@ -82,7 +86,7 @@ def test_a_threshold_gate_escalates_nan() -> None:
 def test_the_published_rule_equals_its_formula(
     stored: list[float], score: float, rate: float
 ) -> None:
-    """A chunk escalates if c/N >= tau, where c does not count ties."""
+    """The published rule escalates a chunk if c/N >= tau, where c does not count ties."""
     decision = StaticRankGate.of(stored, rate).decide(Features("q"), score)
     assert decision.escalate == (bisect_left(sorted(stored), score) / len(stored) >= 1 - rate)
 
@@ -94,8 +98,8 @@ def test_the_published_rule_equals_its_formula(
 def test_the_round_gate_takes_the_worst_and_carries_its_remainder(
     rounds: list[list[float]], rate: float
 ) -> None:
-    """After any number of rounds the count of escalations is within one half of the budget, unless
-    a round was too small.
+    """After any number of rounds, the number of escalations is within one half of the budget,
+    unless a round was too small.
     """
     gate = TopGate.of(rate)
     total = count = 0
@@ -110,7 +114,9 @@ def test_the_round_gate_takes_the_worst_and_carries_its_remainder(
 
 
 def test_the_coin_depends_on_the_chunk_and_meets_the_rate() -> None:
-    """The same chunk gets the same coin, and many chunks escalate at the rate."""
+    """The coin's decision depends only on the chunk, and many chunks escalate at the nominal
+    rate.
+    """
     gate = CoinGate(0.3, seed=2)
     coins = [gate.preview(Features("q", t, s)).escalate for t in range(40) for s in range(40)]
     assert coins == [
@@ -275,7 +281,8 @@ def agreement_run(
 ) -> dict[bool, tuple[int, int]]:
     """Run sixteen rollouts of eight chunks, whose siblings agree in half of the problems.
 
-    Return (escalated, all) for both halves.
+    Return (number of escalated chunks, number of all chunks) for the problems that agree and for
+    the others.
     """
     draw = random.Random(seed)
     handed = Counter[bool]()
@@ -302,8 +309,10 @@ def agreement_run(
 
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 def test_escalations_saved_on_agreement_are_spent_on_disagreement(rate: float) -> None:
-    """The total stays within a hundredth; where siblings agree, nothing escalates after the third
-    equal answer.
+    """Escalations that are saved where siblings agree are spent where they disagree, so the total
+    stays within a hundredth.
+
+    Where siblings agree, nothing escalates after the third equal answer.
     """
     conformal = ConformalGate(Calibrator(rate, "aci", seed=1))
     found = agreement_run(AgreementGate(conformal, 0.9), seed=2)
@@ -349,8 +358,7 @@ def test_a_rollout_is_compared_with_its_siblings_only() -> None:
         count, share, is_among = siblings.agreement(9, answer)
         assert (count, is_among) == (3, belongs)
         assert share == pytest.approx(2 / 3)
-    # the own answer of the first rollout does not count, so two siblings with different answers
-    # remain
+    # the first rollout's own answer does not count, so two siblings with different answers remain
     count, share, _ = siblings.agreement(0, "9")
     assert count == 2
     assert share == pytest.approx(1 / 2)

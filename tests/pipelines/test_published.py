@@ -88,11 +88,11 @@ def test_questions_are_ranked_among_their_own_scores(
     rate: float,
     spread: float,
 ) -> None:
-    """The gate is calibrated on one draw of sixteen scores per question and decides on another
-    draw.
+    """For questions with their own stored scores, the preset's rate and its variation over
+    questions equal those measured for the released rule.
 
-    Rate and spread over questions equal those measured for the released rule, and each decision
-    follows its formula.
+    The gate is calibrated on one draw of sixteen scores per question and decides on another draw.
+    Each decision follows its formula.
     """
     scores = load(flat, 16)
     names = [str(place // 16) for place in range(len(scores.scores))]

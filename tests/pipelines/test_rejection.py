@@ -58,14 +58,16 @@ def conformal(rate: float) -> Gate:
 
 
 def test_at_rate_0_only_the_draft_writes(attempt: Solve) -> None:
-    """Each chunk is the draft's, and the target neither scores nor writes."""
+    """At rate 0 each chunk is the draft's, and the target neither scores nor writes."""
     outcomes = attempt(POLICY, FixedGate("accept"))
     assert {chunk.author for turn in turns(outcomes) for chunk in turn.chunks} == {"draft"}
     assert all(o.usage.target_tokens == o.usage.scored_tokens == 0 for o in outcomes)
 
 
 def test_continue_keeps_the_chunk_and_appends_the_targets(attempt: Solve) -> None:
-    """As in the paper, the target's chunk follows the draft's, with nothing discarded or inserted."""
+    """With takeover `continue`, as in the paper, the target's chunk follows the draft's, with
+    nothing discarded or inserted.
+    """
     outcomes = attempt(replace(POLICY, takeover="continue"), FixedGate("escalate"))
     judged = [turn for turn in turns(outcomes) if turn.decision]
     assert judged
@@ -89,8 +91,10 @@ def test_replace_discards_the_chunk(attempt: Solve) -> None:
 def test_repair_keeps_the_part_before_the_first_rejected_token(
     attempt: Solve, answers: Answers
 ) -> None:
-    """The part before the first rejected token is kept token for token, the target continues after
-    it, and each token counts once.
+    """With takeover `repair`, the part before the first rejected token is kept and the target
+    continues after it.
+
+    Each token counts once.
     """
     policy = replace(POLICY, takeover="repair", score=ScoreRule("speculative"))
     outcomes = attempt(policy, ThresholdGate(0.0))
@@ -182,7 +186,9 @@ def test_an_answer_ends_a_rollout_unjudged(attempt: Solve) -> None:
 
 
 def test_every_limit_ends_a_rollout_and_says_so(attempt: Solve) -> None:
-    """Turns and tokens are hard limits, and an answer that a limit cut does not count."""
+    """The limits on turns and tokens end a rollout, which reports the limit; an answer that a limit
+    cut does not count.
+    """
     few = lines(attempt(replace(POLICY, turns=1), FixedGate("accept")))
     assert {r.finish for r in few} <= {"turns", "answer"}
     assert all(len(r.turns) == 1 for r in few)
@@ -273,7 +279,7 @@ def test_text_without_an_answer_is_searched_once(attempt: Solve) -> None:
 
 
 def test_the_context_is_a_limit_too(attempt: Solve) -> None:
-    """A rollout that fills the smaller context ends instead of overflowing it."""
+    """A rollout that fills the smaller of the two contexts ends instead of overflowing it."""
     tight = ScriptedEngine("target", context_length=150)
     short = lines(attempt(POLICY, FixedGate("escalate"), target=tight))
     assert {r.finish for r in short} <= {"tokens", "answer"}
@@ -286,8 +292,9 @@ def test_the_context_is_a_limit_too(attempt: Solve) -> None:
 
 
 def test_budget_forcing_extends_a_rollout(attempt: Solve) -> None:
-    """After its first answer the rollout is prompted to wait; the first answer counts if no other
-    follows.
+    """With budget forcing, a rollout is prompted to wait after its first answer.
+
+    The first answer counts if no other follows.
     """
     plain = lines(attempt(POLICY, FixedGate("accept")))
     forced = lines(attempt(replace(POLICY, budget_forcing=1, turns=30), FixedGate("accept")))
@@ -299,8 +306,8 @@ def test_budget_forcing_extends_a_rollout(attempt: Solve) -> None:
 
 
 def test_drafting_ahead_changes_nothing_but_time(attempt: Solve) -> None:
-    """The texts are the same for the same seeds, because a chunk drafted ahead is discarded only if
-    the earlier chunk escalates.
+    """Drafting ahead changes no text for the same seeds, because a chunk drafted ahead is discarded
+    only if the earlier chunk escalates.
     """
     gate = CoinGate(0.4, seed=3)
     plain = attempt(POLICY, _scoring(gate))
@@ -318,8 +325,8 @@ class Broken(ScriptedEngine):
 
 
 def test_a_failed_takeover_wastes_the_drafted_chunks_once(attempt: Solve) -> None:
-    """Each written token is in a turn or counts as wasted, including the tokens of the chunk
-    drafted ahead.
+    """After a failed takeover each written token is in a turn or counts as wasted, including those
+    of the chunk drafted ahead.
     """
     target = Broken("target", latency=Latency(per_score=5.0))
     policy = replace(POLICY, optimistic=True, takeover="replace")
@@ -335,7 +342,7 @@ def test_a_failed_takeover_wastes_the_drafted_chunks_once(attempt: Solve) -> Non
 
 
 def _scoring(gate: Gate) -> Gate:
-    """Return a gate with the same coins whose preview requests every chunk's score."""
+    """Return a gate with the same coin decisions whose preview requests every chunk's score."""
 
     class Scoring(CoinGate):
         def preview(self, features):  # type: ignore[no-untyped-def]
@@ -401,7 +408,7 @@ def test_the_rate_is_met_in_a_live_run(attempt: Solve) -> None:
 
 
 def test_the_usage_adds_up(attempt: Solve) -> None:
-    """Tokens of kept and discarded chunks add up to the tokens that were charged."""
+    """In the usage, tokens of kept and discarded chunks add up to the tokens that were charged."""
     for outcome in attempt(replace(POLICY, takeover="replace"), CoinGate(0.5)):
         for rollout in outcome.rollouts:
             chunks = [c for t in rollout.turns for c in (*t.chunks, *t.discarded)]

@@ -43,7 +43,9 @@ def conformal(rate: float) -> Gate:
 def test_the_same_frozen_gate_replays_to_the_same_decisions_and_answers(
     attempt: Solve, answers: Answers
 ) -> None:
-    """Each decision and vote is as recorded, and no turn is off-policy."""
+    """With the same frozen gate, a replay has each recorded decision and vote, and no turn is
+    off-policy.
+    """
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     again = replay_policy(outcomes, ThresholdGate(1.8), POLICY, answers.group)
     assert again.off_policy == 0
@@ -127,7 +129,9 @@ def test_another_rate_is_off_policy_where_it_differs(attempt: Solve, answers: An
 def test_a_replay_with_fewer_samples_and_turns_cuts_the_record(
     attempt: Solve, answers: Answers
 ) -> None:
-    """Samples beyond m do not vote, and answers after the last turn do not count."""
+    """In a replay with m samples and fewer turns, later samples do not vote and answers after the
+    last turn do not count.
+    """
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     one = replay_policy(outcomes, ThresholdGate(1.8), changed(POLICY, samples=1), answers.group)
     assert [p.answer for p in one.problems] == [o.rollouts[0].answer for o in outcomes]
@@ -176,14 +180,14 @@ def test_inserted_tokens_are_not_counted_as_written(attempt: Solve, answers: Ans
 
 
 def test_a_round_gate_replays_over_whole_rounds(attempt: Solve, answers: Answers) -> None:
-    """The round gate escalates its share of each problem's scored chunks."""
+    """A replay of a round gate escalates its share of each problem's scored chunks."""
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     again = replay_policy(outcomes, TopGate.of(0.25), POLICY, answers.group)
     assert abs(again.rate - 0.25) < 0.05
 
 
 def run_of(problems: int, samples: int, directory: Path) -> None:
-    """Record a run of scripted models that write whole rollouts, with a rate that learns."""
+    """Record a run of scripted models that write whole rollouts, with a gate that learns."""
     setup = Setup(draft="scripted", target="scripted", rate=0.3, concurrency=8)
     policy = changed(setup.policy, samples=samples, early_stop="none")
     evaluate_sync(toy_problems(problems, 4), changed(setup, policy=policy), directory=directory)
@@ -226,7 +230,7 @@ class Reading:
     """A gate that escalates by the text alone."""
 
     def preview(self, features: Features) -> Decision:
-        """Decide by whether the text has a given letter."""
+        """Escalate or accept depending on whether the text has a given letter."""
         return features.decision("escalate" if "e" in features.text else "accept")
 
     def decide(self, features: Features, score: float) -> Decision:
@@ -297,7 +301,10 @@ def test_a_run_without_scores_cannot_be_replayed_at_another_rate(tmp_path: Path)
 
 
 def test_a_replay_keeps_the_rule_that_accepts_what_siblings_agree_on(tmp_path: Path) -> None:
-    """At the recorded rate the run's gate, made again from its manifest, repeats all decisions."""
+    """A replay keeps the rule that accepts chunks on which siblings agree.
+
+    At the recorded rate, the gate made again from the manifest repeats all decisions.
+    """
     policy = Policy(samples=8, early_stop="none")
     setup = Setup(
         "scripted", "scripted", rate=0.5, accept_when_agreeing=0.4, policy=policy, concurrency=1

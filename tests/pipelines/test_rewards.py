@@ -115,8 +115,8 @@ async def test_a_separator_inside_a_step_adds_no_step(start: Start) -> None:
 
 @pytest.mark.anyio
 async def test_models_of_whole_texts_are_asked_over_classify(start: Start) -> None:
-    """A vLLM server without /pooling, and SGLang with the template of its tokenizer, are called
-    over /classify.
+    """Reward models of whole texts are called over /classify: a vLLM server without /pooling, and
+    SGLang with its tokenizer's template.
     """
     classifier = start(route="/classify")
     async with RemoteRewardModel(classifier.address) as rewards:
@@ -153,15 +153,17 @@ async def test_models_of_whole_texts_are_asked_over_classify(start: Start) -> No
 def test_a_server_that_gives_no_rewards_is_refused_before_the_run(
     start: Start, settings: dict[str, Any], words: str
 ) -> None:
-    """The message names the problem and the fix, and the run begins no problem."""
+    """A server that gives no rewards is refused before the run, with a message that names the
+    problem and the fix.
+    """
     server = start(**settings)
     with pytest.raises(UnsupportedByEngine, match=words):
         run(f"vllm:{server.url}/toy-prm")
 
 
 def test_impossible_addresses_and_missing_servers_are_named(start: Start) -> None:
-    """A missing address, another kind of engine, and a port without a server are named in the
-    error.
+    """The error about a missing address, another kind of engine, or a port without a server names
+    the fault.
     """
     with pytest.raises(OptionError, match=r"score.kind prm needs the address of a reward model"):
         run("")
@@ -187,8 +189,10 @@ def test_a_resumed_run_asks_for_no_reward_twice(start: Start, tmp_path: Path) ->
 
 
 def test_each_form_of_reward_becomes_a_probability() -> None:
-    """A reward may be probabilities or logits of two classes, or a single logit; atts refuses any
-    other form.
+    """A reward of any form becomes a probability: probabilities or logits of two classes, or a
+    single logit.
+
+    atts refuses any other form.
     """
     assert chance_of([0.2, 0.8]) == 0.8
     assert chance_of([1.0, 3.0]) == pytest.approx(1 / (1 + math.exp(-2.0)))

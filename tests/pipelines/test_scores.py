@@ -119,7 +119,9 @@ def auroc(
 
 @pytest.mark.parametrize("kind", OF_CHUNKS)
 def test_a_score_with_skill_finds_planted_mistakes(kind: ScoreKind, attempt: Solve) -> None:
-    """The toy target knows the correct sums, and the toy draft is less certain where it makes
+    """A score with skill finds planted mistakes.
+
+    The toy target knows the correct sums, and the toy draft is less certain where it makes
     mistakes.
     """
     draft = Wavering(0.0) if source_of(ScoreRule(kind)) == "entropy" else None
@@ -142,7 +144,9 @@ def test_entropies_without_skill_find_nothing(kind: ScoreKind, attempt: Solve) -
 
 @pytest.mark.parametrize("kind", ["entropy", "entropy-worst"])
 def test_entropies_need_a_draft_that_shows_its_distributions(kind: ScoreKind) -> None:
-    """The run is refused before any request, and the message says what to use instead."""
+    """Entropies are refused before any request if the draft shows no distributions, and the message
+    says what to use instead.
+    """
     hidden = frozenset[Capability]({"sample", "score"})
     setup = Setup(
         ScriptedEngine("draft", capabilities=hidden),
@@ -165,8 +169,8 @@ def mute(judge: float = 0.8) -> ScriptedEngine:
 def test_a_target_without_log_probabilities_is_asked_in_text(
     kind: ScoreKind, attempt: Solve
 ) -> None:
-    """The target's replies in text find planted mistakes about as often as its planted skill
-    allows.
+    """A target without log-probabilities is asked in text, and its replies find planted mistakes
+    about as often as its planted skill allows.
     """
     assert auroc(kind, attempt, target=mute()) > 0.7
     if kind != "continuation":
@@ -175,7 +179,9 @@ def test_a_target_without_log_probabilities_is_asked_in_text(
 
 @pytest.mark.parametrize("kind", ["rating", "verdict", "continuation"])
 def test_scores_without_log_probabilities_beat_a_coin_at_equal_rate(kind: ScoreKind) -> None:
-    """Over whole runs the rate is met, and single rollouts are correct more often than with a coin."""
+    """Over whole runs, scores without log-probabilities meet the rate, and single rollouts are
+    correct more often than with a coin.
+    """
 
     def run(method: str, score: ScoreKind) -> RunResult:
         policy = Policy(samples=4, early_stop="none", score=ScoreRule(score))
@@ -188,7 +194,7 @@ def test_scores_without_log_probabilities_beat_a_coin_at_equal_rate(kind: ScoreK
     assert found.unscored == 0
     difference = compare_runs(_shares(coin), _shares(found)).difference
     assert difference.low > 0
-    # replies to questions are discarded, but the target wrote them
+    # the target's replies to questions are discarded, but count as written by the target
     assert found.usage.target_tokens > coin.usage.target_tokens
     assert found.usage.wasted_tokens > coin.usage.wasted_tokens
     assert found.usage.scored_tokens == 0
@@ -227,7 +233,7 @@ def test_a_question_without_an_answer_escalates(attempt: Solve) -> None:
 
 
 def test_every_score_is_at_least_one_and_worse_is_higher() -> None:
-    """Every score is in the domain on which calibrators and reports rely."""
+    """Every score is at least 1 and higher is worse, as calibrators and reports require."""
     assert rating_score([[-50.0] * 9 + [0.0]]) == pytest.approx(1.0)
     assert rating_score([[0.0] + [-50.0] * 9]) == pytest.approx(10.0)
     assert verdict_score([[0.0, -50.0], [0.0, -50.0]]) == pytest.approx(1.0)
@@ -349,7 +355,9 @@ def test_the_speculative_score_is_the_chance_of_acceptance_at_temperature_1(
 def test_a_run_warns_if_the_speculative_score_is_not_a_probability(
     draft: float, target: float | None, kind: ScoreKind, warns: bool
 ) -> None:
-    """The warning is printed before the run, with both temperatures and the flag that changes them."""
+    """If the speculative score is not a probability, the run begins with a warning that gives both
+    temperatures and the flag to change.
+    """
     policy = Policy(
         score=ScoreRule(kind),
         sampling=Sampling(temperature=draft),

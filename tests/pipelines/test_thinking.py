@@ -47,7 +47,9 @@ def thoughts(rollout: Rollout) -> int | None:
 def test_no_rollout_thinks_longer_than_its_budget(
     attempt: Solve, gate: Gate, takeover: Takeover, optimistic: bool
 ) -> None:
-    """The thinking stops at the budget, whichever model writes, and the answer follows."""
+    """In no rollout does the thinking exceed its budget, whichever model writes, and the answer
+    follows.
+    """
     policy = replace(POLICY, takeover=takeover, optimistic=optimistic)
     rollouts = lines(attempt(policy, gate))
     stopped = [rollout for rollout in rollouts if thoughts(rollout) is not None]
@@ -107,7 +109,9 @@ def test_the_budget_does_not_limit_the_answer(attempt: Solve) -> None:
 
 
 def test_the_whole_length_still_bounds_the_rollout(attempt: Solve) -> None:
-    """If the text that ends the thinking does not fit, the rollout ends at its token limit."""
+    """If the text that ends the thinking does not fit into the rollout's length, the rollout ends
+    at its token limit.
+    """
     policy = replace(POLICY, max_tokens=BUDGET + 4)
     for rollout in lines(attempt(policy, FixedGate("accept"))):
         assert len(rollout.ids("target")) - len(rollout.prompt.target_ids) <= BUDGET + 4
@@ -115,7 +119,7 @@ def test_the_whole_length_still_bounds_the_rollout(attempt: Solve) -> None:
 
 
 def test_a_stopped_rollout_is_not_asked_to_wait(attempt: Solve) -> None:
-    """A thinking budget cannot be combined with budget forcing, which would make a rollout think
+    """A thinking budget is refused together with budget forcing, which would make a rollout think
     longer.
     """
     policy = replace(POLICY, budget_forcing=3)
@@ -126,7 +130,9 @@ def test_a_stopped_rollout_is_not_asked_to_wait(attempt: Solve) -> None:
 
 
 def test_an_impossible_budget_is_refused() -> None:
-    """The budget must leave room for the answer, and the end of the thinking must be a text."""
+    """A thinking budget is refused if it leaves no room for the answer, or if the end of the
+    thinking is not a text.
+    """
     with pytest.raises(OptionError, match="leaves none for the answer"):
         Policy(thinking_tokens=100, max_tokens=100)
     with pytest.raises(OptionError, match="0 is below 1"):
@@ -136,8 +142,8 @@ def test_an_impossible_budget_is_refused() -> None:
 
 
 def test_a_cut_run_resumes_to_the_same_texts(tmp_path: Path) -> None:
-    """Recorded calls are recalled under the same budget, and the end of the thinking is inserted
-    again.
+    """A run that was cut resumes to the same texts: recorded calls are recalled, and the end of the
+    thinking is inserted again.
     """
     gate = CoinGate(0.3, seed=2)  # a gate whose decisions do not depend on the order of calls
     setup = Setup(draft="scripted", target="scripted", gate=gate, policy=POLICY, seed=4)

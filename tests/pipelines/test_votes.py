@@ -45,8 +45,10 @@ BALLOTS = st.lists(st.integers(0, 8), min_size=1, max_size=8)
 def test_the_count_does_not_depend_on_spelling_or_on_order(
     numbers: list[int], rng: random.Random
 ) -> None:
-    """Shuffling changes no class's weight, only the spelling that represents the class; a tie goes
-    to the class seen first.
+    """Spelling and order of the answers change no class's weight, only the spelling that represents
+    the class.
+
+    A tie goes to the class seen first.
     """
     count = tally([Ballot(str(n)) for n in numbers], modulo)
     shuffled = numbers[:]
@@ -156,7 +158,9 @@ def test_a_first_wave_that_agrees_ends_the_problem(attempt: Solve) -> None:
 
 
 def test_waves_grow_until_they_agree(attempt: Solve) -> None:
-    """Easy problems end after the first wave, and the hardest problems use all samples."""
+    """With growing waves, easy problems end after the first wave and the hardest problems use all
+    samples.
+    """
     policy = replace(POLICY, samples=16, first_wave=2, growth=2.0, agreement=0.7)
     sizes = [len(outcome.rollouts) for outcome in attempt(policy, FixedGate("accept"), problems=20)]
     assert set(sizes) <= {2, 4, 8, 16}

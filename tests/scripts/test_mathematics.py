@@ -158,7 +158,9 @@ def test_the_page_agrees_with_what_is_run() -> None:
 def test_misuse_is_one_helpful_line(
     line: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error is one line, the exit code is 2, and stdout is empty."""
+    """A mistake in the arguments gives an error of one line and exit code 2, and stdout is
+    empty.
+    """
     assert main(line) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.checkout
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_each_fault_fits_its_file_and_names_existing_tests(mutant: Mutant) -> None:
-    """The old line of each fault occurs once in the file, the new line parses there, and the tests
-    exist.
+    """The old line of each planted fault occurs once in its file, the new line parses there, and
+    the listed tests exist.
     """
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
     assert text.count(mutant.old) == 1

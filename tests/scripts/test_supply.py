@@ -35,7 +35,9 @@ def constrained() -> dict[str, str]:
 
 
 def test_the_lock_has_the_tested_versions_with_hashes() -> None:
-    """Lock and constraints agree on each package, and each requirement of the project is locked."""
+    """The lock file and the constraints agree on each package, and each requirement of the project
+    is locked.
+    """
     locked = {pin.name: pin.version for pin in read_lock(LOCK.read_text())}
     tested = constrained()
     differing = {name for name in locked.keys() & tested.keys() if locked[name] != tested[name]}

@@ -1,4 +1,4 @@
-"""Tests of speculation lengths chosen by goodput, on a simulated machine with a virtual clock."""
+"""Tests of proposal lengths chosen by goodput, on a simulated machine with a virtual clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that files are replaced whole or not at all."""
+"""Tests that files are replaced completely or not at all."""
 
 from __future__ import annotations
 

@@ -837,7 +837,7 @@ def _is_unbeaten(one: Sum, found: Mapping[str, Sum]) -> bool:
     )
 
 
-PRICED_BATCH = 64  # number of sequences decoded in one step
+PRICED_BATCH = 64  # number of sequences that are decoded in one step
 PRICED_CONTEXT = 1000  # number of cached tokens of each sequence
 
 

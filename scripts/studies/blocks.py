@@ -303,7 +303,8 @@ def compared(
 ) -> Iterator[tuple[Serving, Outcome]]:
     """Compare shared blocks with whole models on the same requests.
 
-    `at` is (shared fraction of layers, skew of the tenants' popularity, number of requests, seed).
+    `at` is a tuple of the shared fraction of layers, the skew of the tenants' popularity, the
+    number of requests, and the seed.
     """
     sharing, skew, count, seed = at
     for serving in get_args(Serving):
@@ -420,7 +421,7 @@ class Served(NamedTuple):
     """The total time of the core, and the time of each request from arrival to end."""
 
     seconds: float
-    tokens: int  # tokens written
+    tokens: int  # number of tokens written
     waits: tuple[float, ...]
     weight_bytes: int
     kv_tokens: int  # peak number of cached tokens, summed over all step loops
@@ -428,7 +429,9 @@ class Served(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the written tokens divided by the core's time, idle time included."""
+        """Return the number of written tokens divided by the core's time in seconds, idle time
+        included.
+        """
         return self.tokens / self.seconds
 
 

@@ -809,7 +809,7 @@ class WatchedGate(ConformalGate):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Counts of decisions, escalations and escalated worst chunks of a run, with its answers."""
+    """Numbers of decisions, escalations and escalated worst chunks of a run, and its answers."""
 
     decisions: int
     escalated: int

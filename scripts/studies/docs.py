@@ -177,7 +177,7 @@ def cli_page() -> str:
 
 
 def configuration_page() -> str:
-    """Return the site's separate page of configuration keys."""
+    """Return the page of configuration keys, which only the site has as a separate page."""
     opening = [
         "# Configuration keys",
         "",

@@ -136,7 +136,7 @@ class Lab:
         self.device = torch.device(device)
         self.sizes = sizes
         self.parts = parts
-        # `time.time`, because a process that replaces this process has the same clock
+        # `time.time`, because its value continues in a process that replaces this process
         self._own_until = until
         self._until = until
 
@@ -155,7 +155,7 @@ class Lab:
 
     @property
     def left(self) -> float:
-        """Return the seconds that are left for the current part."""
+        """Return the seconds that are left for the current part of the study."""
         return self._own_until - time.time()
 
     def begin(self, share: float) -> None:
@@ -163,11 +163,11 @@ class Lab:
         self._own_until = time.time() + share * (self._until - time.time())
 
     def missing(self, names: Iterable[str], seconds: float) -> list[str]:
-        """Return the names of unfinished cells.
+        """Return the names of cells without a measurement.
 
-        `seconds` is the approximate time until the first unfinished cell is measured.
+        `seconds` is the approximate time until the first of these cells is measured.
 
-        :raises OutOfTime: a cell is unfinished, and too little time is left.
+        :raises OutOfTime: a cell has no measurement, and too little time is left.
         """
         found = [name for name in names if name not in self.parts]
         if found and self.left < seconds:
@@ -175,7 +175,7 @@ class Lab:
         return found
 
     def cell(self, name: str, measure: Callable[[], Any], seconds: float = 0.0) -> Any:
-        """Return the value of a cell, and measure the cell first if it is unfinished.
+        """Return the value of a cell; measure it first if it has no value.
 
         `seconds` is the approximate duration of the measurement.
 
@@ -192,7 +192,9 @@ class Lab:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds of one call, including the work that the call started on the device."""
+        """Return the duration of one call in seconds, including the work that it started on the
+        device.
+        """
         self.synchronize()
         began = time.perf_counter()
         work()
@@ -851,7 +853,7 @@ def tables(lab: Lab) -> list[Table]:
 
 
 def _found(lab: Lab, kind: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield the finished cells of a kind: the rest of the cell's name, and the cell's value."""
+    """Yield the end of the name and the value of each finished cell of a kind."""
     for name, value in lab.parts.items():
         first, *rest = name.split(" | ")
         if first == kind and value:

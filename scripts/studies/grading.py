@@ -200,8 +200,8 @@ def _give_up(number: int, frame: object) -> None:
 
 
 def beside(name: str, pairs: Sequence[Pair]) -> Table:
-    """Run every installed checker on every pair, in turn, so that background load slows all
-    checkers equally.
+    """Run every installed checker on every pair, one after another, so that background load slows
+    all checkers equally.
     """
     scores = dict[str, Score]()
     for checker, make in _CHECKERS.items():

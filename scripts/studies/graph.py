@@ -95,8 +95,10 @@ def conserved() -> list[Table]:
 
 
 def lower_bound(timing: Timing) -> float:
-    """Return a lower bound of the seconds of any schedule on these slots: the work of the most
-    loaded engine, or the longest chain of calls.
+    """Return a lower bound, in seconds, for any schedule on these slots.
+
+    The bound is the work of the most loaded engine, or the longest chain of calls if this is
+    greater.
     """
     return max(
         timing.critical_path.seconds,
@@ -428,8 +430,10 @@ _MEASURES: Mapping[str, Callable[[Level], float]] = {
 
 
 def _is_flat(name: str, first: float, last: float) -> bool:
-    """Return whether a measure is flat. Counts must not rise, except that of worker threads by
-    one; memory and objects may rise by as much as noise.
+    """Return whether a resource does not grow.
+
+    The number of worker threads may rise by one and other counts must not rise. Memory and objects
+    may rise by as much as noise.
     """
     if name.startswith(("memory", "Python")):
         return last - first <= _NOISE * first

@@ -242,14 +242,16 @@ Row = tuple[Cell, ...]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The effort, the seed, and the folder for files (None: the study writes no files)."""
+    """The effort of a study, the seed, and the folder for files (None: the study writes no
+    files).
+    """
 
     effort: Effort = "default"
     seed: int = 0
     out: Path | None = None
 
     def pick(self, quick: T, default: T, full: T) -> T:
-        """Return the value for this effort."""
+        """Return the value that is given for this effort."""
         return {"quick": quick, "default": default, "full": full}[self.effort]
 
     def file(self, name: str) -> Path | None:

@@ -86,8 +86,8 @@ CACHE_TOKENS = 60_000
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Problem names in two halves: scores are chosen on the first half and confirmed on the second
-    half.
+    """Names of problems in two halves: scores are chosen on the first half and confirmed on the
+    second half.
     """
 
     development: tuple[str, ...]
@@ -153,7 +153,7 @@ class Recorder:
     async def missing(
         self, problem: Problem, recorded: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return the records that a problem lacks until it is complete."""
+        """Return the kinds of records that a problem still lacks."""
         prompt = self.prompt(problem)
         drafts = [one for one in recorded if one["kind"] == "draft"]
         before = [one for one in recorded if one["kind"] == "takeover"]
@@ -1104,12 +1104,12 @@ def _ranks(values: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The results of one policy: for each problem the probability that the vote is correct, and the
-    tokens of draft and target.
+    """The results of one policy: for each problem, the probability that the vote is correct, and
+    the numbers of draft and target tokens.
     """
 
     name: str
-    rollouts: str  # number of rollouts of each model on a problem
+    rollouts: str  # number of rollouts that each model writes for a problem
     rate: float  # share of problems that are escalated
     right: Floats
     target_tokens: Floats
@@ -1165,8 +1165,10 @@ def cascade_arms(
 
 
 def _escalated(scores: Floats, rate: float) -> Floats:
-    """Return for each problem the probability that it is among the share `rate` with the worst
-    scores, if ties are broken at random.
+    """Return for each problem the probability that it is among the share `rate` of problems with
+    the worst scores.
+
+    Ties are broken at random.
     """
     wanted = rate * len(scores)
     chances = np.zeros(len(scores))

@@ -88,9 +88,9 @@ def generated(model: Any, ids: Tensor, count: int, **settings: Any) -> Tensor:
 
 
 PROMPT = 64
-"""Tokens of a prompt in every decoding table."""
+"""Number of tokens of a prompt in every decoding table."""
 _RANDOM = {"random 20M": (384, 8, 1024), "random 200M": (1024, 14, 2816)}
-"""Width, layers and feed-forward width of the random models."""
+"""Width, number of layers and feed-forward width of the random models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +234,8 @@ async def written(
 
 
 class Fresh:
-    """Requests with new prompts, which no cache knows; atts and transformers write the same number
-    of tokens.
+    """Requests with new prompts, which no cache contains; atts and transformers write the same
+    number of tokens.
     """
 
     def __init__(
@@ -362,7 +362,7 @@ def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
 
 
 def _race(lab: Lab, subject: Subject, batch: int) -> dict[str, list[float]]:
-    """Measure the seconds of every arm in turn, round by round.
+    """Measure the seconds of every arm, one after another in each round.
 
     "decode" is the time of all tokens except the first.
     """

@@ -71,12 +71,14 @@ class Cost:
         return self.step + self.sequence * batch + self.cached * cached + self.prefilled * fed
 
     def steps(self, count: int, batch: int, cached: float) -> float:
-        """Return the seconds of `count` decoding steps; each step adds one token to every sequence."""
+        """Return the duration of `count` decoding steps in seconds; each step adds one token to
+        every sequence.
+        """
         grown = cached * count + batch * count * (count - 1) / 2
         return count * (self.step + self.sequence * batch) + self.cached * grown
 
     def steps_within(self, seconds: float, batch: int, cached: float) -> int:
-        """Return the number of consecutive decoding steps that end within some seconds."""
+        """Return the number of consecutive decoding steps that end within this many seconds."""
         linear = self.step + self.sequence * batch + self.cached * cached - self.cached * batch / 2
         square = self.cached * batch / 2
         if square <= 0:
@@ -379,7 +381,7 @@ class Law(Protocol):
 
 @dataclass(slots=True)
 class Load:
-    """The work that an engine has done, and the largest number of KV tokens in use at once."""
+    """The work that an engine has done, and the largest number of KV tokens in use at one time."""
 
     peak: float = 0.0
     busy: float = 0.0

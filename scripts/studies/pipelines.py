@@ -255,7 +255,7 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
 TIMED_SAMPLES = 8
 TIMED_ROUNDS = 5
 Rates = Mapping[Literal["draft", "scored", "target"], float]
-"""Seconds per token of each kind."""
+"""Seconds per token: written by the draft, scored by the target, and written by the target."""
 
 
 async def timed(options: Options) -> list[Table]:
@@ -1002,7 +1002,7 @@ class Figures:
 
     @classmethod
     def of(cls, solved: Sequence[Solved], seconds: float) -> Figures:
-        """Add up the results of all problems."""
+        """Add up the results of all problems of a block."""
         sums = {
             kind: sum(getattr(one, kind) for one in solved)
             for kind in ("draft", "scored", "target")
@@ -1035,7 +1035,7 @@ class Measured:
         return self.figures.get(f"{method}|{draft}") or self.figures.get(f"{method}|")
 
     def best(self, draft: str, *methods: str) -> float:
-        """Return the seconds of the fastest of these methods; at least one of the methods must be
+        """Return the duration in seconds of the fastest of these methods; at least one must be
         measured.
         """
         figures = [self.of(method, draft) for method in methods]
@@ -1063,11 +1063,15 @@ class Group(NamedTuple):
 
     @property
     def lead(self) -> tuple[str, str]:
-        """Return the setting and the target, as the tables name them."""
+        """Return the first columns of the group's rows: the setting and the target, as the tables
+        name them.
+        """
         return _panel(self.cell.how, self.draft), _target(self.cell.target)
 
     def over(self, method: str, *rivals: str) -> list[float]:
-        """Return the method's time relative to the fastest rival, for every repeat with the method."""
+        """Return the method's time divided by that of the fastest rival, for every repeat with the
+        method.
+        """
         ratios = list[float]()
         for repeat in self.repeats:
             figures = repeat.of(method, self.draft)

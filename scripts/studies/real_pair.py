@@ -459,7 +459,7 @@ def score_table(runs: Mapping[str, Sequence[PartRun]], count: int) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Wall and processor seconds of a run, its tokens, and its texts."""
+    """Wall seconds and processor seconds of a run, the number of its tokens, and its texts."""
 
     wall: float
     processor: float
@@ -597,10 +597,10 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Tokens that one arm wrote in one round, with their seconds."""
+    """Number of tokens that one arm wrote in one round, and the time that it took."""
 
     seconds: float
-    processor: float  # seconds, summed over all processes
+    processor: float  # processor seconds, summed over all processes
     tokens: int
     texts: list[list[int]]
     proposed: int = 0

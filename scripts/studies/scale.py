@@ -75,8 +75,8 @@ from scripts.studies.modelled import (
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A measured piece of work: its steps, its seconds, and the total number of tokens that its
-    steps processed.
+    """A measured piece of work: its steps, its duration in seconds, and the number of tokens that
+    its steps processed.
     """
 
     steps: float
@@ -263,13 +263,13 @@ class Live:
 
     @property
     def name(self) -> str:
-        """Return the name that tables use."""
+        """Return the name of this kind of run in tables."""
         return f"{self.method}, {self.samples} samples, {self.in_flight} in flight"
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Wall seconds, and processor seconds of the engines and of the event loop."""
+    """Wall seconds, processor seconds of the engines, and processor seconds of the event loop."""
 
     wall: float
     engines: Mapping[Role, float]

@@ -280,7 +280,7 @@ ARMS = (
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """The time, waiting time, accuracy and cost of one run."""
+    """The duration, the waiting time, the accuracy and the cost of one run."""
 
     seconds: float
     waiting: float  # share of the calls' time in which rollouts waited for siblings

@@ -387,7 +387,7 @@ def grouped_drafting(layers: int, group: int, attention: float, mlp: float) -> f
     return (min(2, layers) + ceil(max(0, layers - 2) / group)) * attention + layers * mlp
 
 
-_MOST_RANKS = 1 << 16  # number of ranks distinguished at one position
+_MOST_RANKS = 1 << 16  # number of ranks that are distinguished at one position
 
 
 class Work(NamedTuple):
@@ -467,8 +467,10 @@ def _other(place: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a target step by rows, of a draft step by branches, and of a message between
-    devices.
+    """Costs in seconds.
+
+    A target step's cost depends on its number of rows, and a draft step's on its number of
+    branches. A message is sent between two devices.
     """
 
     draft: Callable[[int], float]
@@ -503,8 +505,8 @@ class Timeline:
 
     @property
     def rate(self) -> float:
-        """Return tokens per second, which is the speed-up if plain decoding takes a second per
-        token.
+        """Return the number of tokens per second; this is the speed-up if plain decoding takes a
+        second per token.
         """
         return self.tokens / self.seconds
 
@@ -1035,7 +1037,7 @@ def _costs() -> list[tuple[str, Costs, float]]:
 
 
 def _fitted() -> Costs:
-    """Return costs from published fits of a 70B target and an 8B draft."""
+    """Return the costs of a 70B target and an 8B draft, from published fits."""
     rise = _TARGET_MS_A_TOKEN / _TARGET_MS
     return Costs(partial(_even, _TARGET_MS / _DRAFT_MS), lambda rows: 1 + (rows - 1) * rise)
 
@@ -1153,7 +1155,7 @@ _ARMS: Mapping[str, Mapping[str, Any]] = {
     "deep, k=8": _DEEP,
     "easy: deep in groups of 4": {**_DEEP, "fuzzy": 4},
 }
-_GROUPS = (1, 2, 3, 4, 6)  # numbers of attentions computed together
+_GROUPS = (1, 2, 3, 4, 6)  # numbers of attentions that are computed together
 _CONTEXTS = (60, 150, 250)  # numbers of tokens before the first drafted token
 _TOKENS = 8
 _DRAWS = 10  # number of drafts per round
@@ -1274,8 +1276,8 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
 
 
 def _shares(found: OverlapStats | None) -> tuple[Cell, ...]:
-    """Return hit rate, share of late guesses, wasted tokens and passes; None for values without
-    guesses.
+    """Return the hit rate, the share of late guesses, the wasted tokens and the passes; values
+    without guesses are None.
     """
     guessed = found.hits + found.misses if found else 0
     passes = found.passes / found.drafted if found and found.drafted else None
@@ -1333,7 +1335,9 @@ def groups(options: Options) -> Table:
 
 
 def _times(context: int, rounds: int) -> dict[str, list[float]]:
-    """Return drafting seconds for each group size, measured in turn."""
+    """Return the drafting time in seconds for each group size; the group sizes are measured in
+    turn.
+    """
     config = read_model_config(path("deep"), "deep")
     weights = load_weights(path("deep"), config, torch.float32, torch.device("cpu"), "deep")
     library = native_library("deep", config)[0]
@@ -1348,7 +1352,7 @@ def _times(context: int, rounds: int) -> dict[str, list[float]]:
 
 
 def _draft(model: NativeModel, context: int) -> float:
-    """Return the processor seconds of several drafting calls."""
+    """Return the processor time of several drafting calls, in seconds."""
     table = np.arange(1, 1023, dtype=np.int32)[None]
     row = np.zeros(1, dtype=np.int64)
     total = 0.0

@@ -838,7 +838,7 @@ def _assist(batches: Sequence[Batch], learned: int) -> tuple[float, list[Tensor]
     ]
 
 
-_RANK = 64  # rank of the exit adapter
+_RANK = 64  # rank of the exit adapter's matrices
 _HEADS = 2
 _WIDTH = 256
 _FADE = 0.8  # weight of each next head's loss, relative to the head before
@@ -1085,7 +1085,7 @@ def _following(states: States) -> Tensor:
 
 
 def _descent(parts: list[Tensor], places: int, steps: int) -> Iterator[Tensor]:
-    """Yield the row numbers of each training step.
+    """Yield the row indices of each training step.
 
     Advancing the iterator applies the gradients of the last batch.
     """

@@ -85,7 +85,7 @@ def test_reading_the_exit_changes_no_bit_of_a_step(kernel: str, make_model: Make
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 def test_an_exit_guesses_at_the_requested_rows(kernel: str, make_model: Make) -> None:
-    """The exit's guess at each requested row is the most likely token of a model that ends at the
+    """At each requested row, the exit guesses the most likely tokens of a model that ends at the
     exit.
 
     The test reads several neighbouring rows of two sequences, so that it would notice an answer

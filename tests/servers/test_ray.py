@@ -171,7 +171,7 @@ def stage_actors() -> list[int]:
 async def test_stages_in_actors_give_the_bits_of_one_process(cluster: Any) -> None:
     """Stages in actors give the same bits as one process.
 
-    After an actor was killed, the engine works again once it is reopened.
+    If an actor is killed, a call fails and the engine becomes available again.
     """
     words = "embedded:target?threads=1&kv_tokens=4096"
     law = Sampling(0.8)

@@ -49,12 +49,14 @@ class Machine:
         self.expected = self.came = 0.0  # seconds of the steps that have a forecast
         # true and reported seconds that the same number of tokens would take without proposals
         self.plain = self.saved = 0.0
-        self.looked: list[int] = []  # number of steps that each forecast represents
+        self.looked: list[int] = []  # number of steps that each forecast stands for
 
     def steps(
         self, number: int, sequences: int, acceptance: float, others: int = 0
     ) -> Iterator[list[int]]:
-        """Yield the lengths of each step; sometimes a sequence ends and another replaces it."""
+        """Yield the proposal lengths of each step; sometimes a sequence ends and another replaces
+        it.
+        """
         for _ in range(number):
             self._keys = [key for key in self._keys if self._random.random() > self.ends][
                 :sequences
@@ -123,7 +125,7 @@ class Machine:
 
 
 def straight(start: float, slope: float) -> Table:
-    """Return step times that rise linearly."""
+    """Return step times, in seconds, that rise linearly with the number of rows."""
     return lambda rows: start + slope * rows
 
 
@@ -142,8 +144,10 @@ def random_table(seed: int, most: int) -> Table:
 def test_chosen_lengths_are_near_the_best_on_random_step_times(
     sequences: int,
 ) -> None:
-    """Goodput is at least 0.97 of the best fixed length and of plain decoding, except that gains
-    below 6 % may be missed.
+    """On random step times, goodput with chosen lengths is at least 0.97 of the best fixed length
+    and of plain decoding.
+
+    Gains below 6 % may be missed.
     """
     best_lengths = set[int]()
     for seed in range(6):
@@ -167,7 +171,10 @@ def test_chosen_lengths_are_near_the_best_on_random_step_times(
 
 
 def test_a_drafter_with_a_high_fixed_cost_gets_long_requests() -> None:
-    """The cost of proposing one token does not predict the cost of eight, so both are learned."""
+    """A drafter with a high fixed cost gets long requests.
+
+    The cost of proposing one token does not predict the cost of eight, so both are learned.
+    """
     machine = Machine(straight(1e-3, 2e-5), 2e-5, once=1e-3)
     machine.rate(400, 2, 0.9)
     fixed = [machine.fixed(length, 2, 0.9) for length in range(MOST + 1)]
@@ -227,7 +234,7 @@ def test_repeated_decisions_are_made_less_often(
 
 
 def mean(lengths: list[list[int]]) -> float:
-    """Return the mean over all steps and sequences."""
+    """Return the mean proposal length over all steps and sequences."""
     return float(np.mean(lengths))
 
 
@@ -257,7 +264,10 @@ def test_less_is_proposed_with_more_sequences() -> None:
 
 
 def test_waiting_prompts_leave_no_room_for_unlikely_proposals() -> None:
-    """Rows that cost nothing with a few sequences cost time in a step with a prompt."""
+    """In a step with a prompt, no unlikely tokens are proposed.
+
+    Rows that cost nothing in a step with a few sequences cost time in such a step.
+    """
     machine = Machine(lambda rows: 1e-3 * max(1.0, rows / 16), 1e-5)
     alone = mean(list(machine.steps(400, 2, 0.6))[-100:])
     beside = mean(list(machine.steps(400, 2, 0.6, others=64))[-100:])
@@ -266,8 +276,9 @@ def test_waiting_prompts_leave_no_room_for_unlikely_proposals() -> None:
 
 
 def test_one_step_in_eight_is_measured_between_decisions() -> None:
-    """Measuring takes a good part of a small model's step, so one measured step represents the
-    steps between.
+    """Between decisions, one step in eight is measured and represents the steps between.
+
+    Measuring takes a good part of a small model's step.
     """
     machine = Machine(lambda rows: 1e-3 + 1e-5 * rows, 1e-5)
     assert np.mean([any(lengths) for lengths in [*machine.steps(600, 4, 0.95)][-200:]]) > 0.9
@@ -299,8 +310,8 @@ def test_predicted_step_times_are_accurate() -> None:
 
 @pytest.mark.parametrize("acceptance", [0.8, 0.3])
 def test_the_reported_gain_is_the_real_one(acceptance: float) -> None:
-    """The gain is relative to steps without proposals for as many tokens, a few of which are
-    measured.
+    """The reported gain equals the real gain over steps without proposals for as many tokens,
+    although only a few of these steps are measured.
     """
     machine = Machine(straight(1e-3, 5e-5), 2e-5)
     list(machine.steps(2000, 2, acceptance))
@@ -309,8 +320,9 @@ def test_the_reported_gain_is_the_real_one(acceptance: float) -> None:
 
 
 def test_acceptance_is_not_biased_by_untested_positions() -> None:
-    """Accepted over proposed would give 0.54 instead of 0.8 for five tokens, because positions
-    after a rejection are untested.
+    """Positions after a rejection are not tested, and the estimated acceptance leaves them out.
+
+    Dividing accepted by proposed tokens would give 0.54 instead of 0.8 for five tokens.
     """
     survival = Survival(8)
     random = np.random.default_rng(1)
@@ -327,8 +339,9 @@ def test_acceptance_is_not_biased_by_untested_positions() -> None:
 
 
 def test_estimated_step_times_rise_with_the_number_of_rows() -> None:
-    """Estimates rise between and beyond measured sizes; one outlier changes little, and a new load
-    starts from the nearest.
+    """Estimated step times rise between and beyond the measured numbers of rows.
+
+    One outlier changes little, and a new load starts from the most similar load.
     """
     costs = StepCosts(wanders=False)
     where = condition(is_mixed=False, context=100, sequences=1)

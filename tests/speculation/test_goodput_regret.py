@@ -1,8 +1,9 @@
-"""Tests of what the choice of lengths loses against plain decoding and the best fixed length,
-learning included.
+"""Tests of the tokens per second that chosen proposal lengths lose against plain decoding and the
+best fixed length.
 
-The simulated machine is like a small model on one core: texts end and others begin, a drafter must
-read what it missed, and measuring a step takes a good part of a step.
+The loss includes the time for learning. The simulated machine is like a small model on one core:
+texts end and others begin, and a drafter must read the text that it missed. Measuring a step takes
+a good part of a step.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Text:
 
 
 class Machine:
-    """A simulated machine that writes texts, with chosen or fixed lengths of proposals."""
+    """A simulated machine that writes texts, with chosen or fixed proposal lengths."""
 
-    # seconds that measuring a step takes; a step that is not measured takes an eighth of this
+    # Seconds that measuring a step takes; a step that is not measured takes an eighth of this.
     looking = 4e-5
 
     def __init__(
@@ -110,9 +111,7 @@ class Machine:
         return length if stands.all() else int(stands.argmin())
 
     def _noisy(self, seconds: float) -> float:
-        """Add a tenth to some times, a half to one time in fifty, and much more on a shared
-        machine.
-        """
+        """Add a tenth to some times, a half to one in fifty, and much more on a shared machine."""
         if self._is_shared:
             if self._random.random() < 0.01:
                 self._slowness = float(np.exp(0.35 * self._random.normal()))
@@ -125,7 +124,7 @@ class Machine:
 
 @cache
 def fixed(draft: str, sequences: int) -> dict[int, float]:
-    """Return the tokens per second of lengths that never change."""
+    """Return the tokens per second with proposal lengths that never change."""
     return {k: Machine(k, draft).rate(400, sequences) for k in (0, 2, 4, 8, 12)}
 
 
@@ -148,7 +147,9 @@ def test_little_is_lost_against_the_best_length(draft: str, sequences: int) -> N
     ("draft", "sequences"), [("embedded", 1), ("embedded", 4), ("embedded", 16), ("weak", 4)]
 )
 def test_little_is_lost_on_a_shared_machine(draft: str, sequences: int) -> None:
-    """On a shared machine times vary by half, and its speed changes every fifty steps."""
+    """On a shared machine little is lost, although step times vary by half and the machine's speed
+    changes every fifty steps.
+    """
     kept = list[float]()
     for seed in range(4):
         machine = Machine(GoodputControl(MOST), draft, seed, is_shared=True)
@@ -161,8 +162,8 @@ DEAR = {
     1: (1.0, 1.99, 2.8, 4.28, 5.4), 2: (1.0, 2.55, 3.75, 6.2, 8.2), 4: (1.0, 3.13, 4.72, 7.57, 9.6),
     8: (1.0, 3.33, 4.91, 7.75, 9.9),
 }  # fmt: skip
-"""Time of the embedded target's steps with 1, 3, 5, 9 and 13 rows a sequence, relative to 1 row, by
-number of sequences.
+"""Seconds of the embedded target's steps with 1, 3, 5, 9 and 13 rows per sequence, relative to 1
+row, by number of sequences.
 """
 
 
@@ -329,7 +330,7 @@ class Prompts(Machine):
         ("weaker", 1, 0.04, 0.97),
         ("weaker", 8, 0.04, 0.97),
         ("embedded", 4, 0.04, 0.97),
-        ("embedded", 4, 0.01, 0.97),  # proposals that nearly pay are rarely stopped
+        ("embedded", 4, 0.01, 0.97),  # proposals that nearly gain time are rarely stopped
         # the loss by these proposals is as small as the error of the estimated time of a plain step
         ("embedded", 4, 0.003, 0.96),
     ],
@@ -337,8 +338,9 @@ class Prompts(Machine):
 def test_a_run_loses_little_whatever_misleads_the_forecasts(
     draft: str, sequences: int, reading: float, least: float
 ) -> None:
-    """Reading prompts is not part of a proposal's time, so forecasts promise a gain although whole
-    runs lose; measured losses stop the proposals.
+    """If forecasts promise a gain but whole runs lose, measured losses stop the proposals.
+
+    The forecasts leave out the time in which the drafter reads prompts.
     """
     for seed in range(3):
         plain = Prompts(0, draft, seed, reading).rate(8000, sequences)

@@ -60,7 +60,9 @@ def test_outcomes_are_ranked_by_probability(
 def test_the_continued_branches_have_the_highest_expected_value(
     chances: list[float], acceptance: list[float], budget: int
 ) -> None:
-    """No other number and length of branches that fits into the time has a higher expected value."""
+    """No other number and length of branches that fits into the time has a higher expected value
+    than the chosen branches.
+    """
     chances = sorted(chances, reverse=True)
 
     def length(count: int) -> int:

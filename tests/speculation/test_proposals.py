@@ -39,8 +39,9 @@ def test_a_hint_is_followed_and_found_again_after_a_difference() -> None:
 
 
 def test_a_suffix_is_looked_up_in_its_own_text_and_in_siblings() -> None:
-    """The longest match is continued, texts of other problems are not searched, and texts of
-    finished siblings remain available.
+    """A proposal continues the longest match in the text or its siblings, also finished ones.
+
+    Texts of other problems are not searched.
     """
     suffixes = SuffixProposer()
     leader = (1, 2, 3, *range(40, 60))
@@ -111,7 +112,7 @@ class Sure(HintProposer):
 
 
 def test_a_confident_proposer_is_the_last_one_asked() -> None:
-    """A confident proposal saves the other proposers' work, and acceptance is reported to the
+    """After a confident proposal no further proposer is called, and acceptance is reported to the
     proposer whose proposal was used.
     """
     unsure = Sure(5, 0.2)

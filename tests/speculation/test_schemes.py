@@ -22,7 +22,7 @@ def expected_tokens(accepted: float, proposed: int) -> float:
 def used(
     control: SchemeControl, rates: Rates, steps: int, sequences: int = 1, seed: int = 1
 ) -> Counter[int]:
-    """Count the steps of each scheme while step times vary by a fifth."""
+    """Return how often each scheme is used if step times vary by a fifth."""
     draw = random.Random(seed)
     found = Counter[int]()
     for step in range(steps):
@@ -34,7 +34,7 @@ def used(
 
 @pytest.mark.parametrize("best", [0, 1, 2])
 def test_the_fastest_scheme_gets_nearly_all_steps(best: int) -> None:
-    """The fastest scheme gets nearly all steps, whichever it is, with rates a tenth apart."""
+    """The fastest scheme gets nearly all steps, whichever it is, if speeds are a tenth apart."""
     control = SchemeControl(3)
     found = used(
         control, lambda step: [1.1 if scheme == best else 1.0 for scheme in range(3)], 6000
@@ -94,11 +94,11 @@ def test_a_single_scheme_is_always_used() -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """A simulated sequence with independently accepted tokens, and each scheme's guesses, length
-    and seconds.
+    """A simulated sequence whose tokens are accepted independently, with guesses, length and
+    seconds for each scheme.
 
-    The first scheme always has a proposal, the others only after a guessed outcome; the last uses
-    the target's early exit.
+    The first scheme always has a proposal, and the others only after a correct guess. The last
+    scheme uses the target's early exit.
     """
 
     accepted: float

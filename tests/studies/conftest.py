@@ -12,7 +12,7 @@ soak = pytest.importorskip("scripts.studies.graph", reason="needs a checkout")
 
 @pytest.fixture(scope="session")
 def law() -> Any:
-    """Draw reasoning from the synthetic library, the same on every machine."""
+    """Make simulated reasoning from the synthetic library, which is the same on every machine."""
     return work.TraceLaw(work.synthetic_library(questions=20), seed=3)
 
 

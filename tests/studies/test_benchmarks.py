@@ -56,15 +56,15 @@ def test_a_page_is_filled_from_records_and_says_what_is_missing(tmp_path: Path) 
 
 
 def test_the_newer_of_two_records_counts(tmp_path: Path) -> None:
-    """If a study was run again, its newer record replaces its tables."""
+    """If a study was run again, its newer record replaces its tables on the page."""
     _emit(tmp_path / "first")
     _emit(tmp_path / "second", ((1, 9.0, "b"),))
     assert pages.read(tmp_path)["toy"].tables[0].rows == ((1, 9.0, "b"),)
 
 
 def test_more_effort_counts_more_than_news(tmp_path: Path) -> None:
-    """A later quick run does not replace the record of a long run, even if the quick run's title
-    has a larger number.
+    """A later quick run does not replace the record of a long run, even if its title has a larger
+    number.
     """
     _emit(tmp_path / "long", ((1, 9.0, "b"),), "full", "Growth of 9 things")
     _emit(tmp_path / "quick", ((1, 2.0, "b"),), "quick", "Growth of 2 things")
@@ -75,7 +75,9 @@ def test_more_effort_counts_more_than_news(tmp_path: Path) -> None:
 
 
 def test_numbers_of_another_embedded_pair_are_called_so(tmp_path: Path) -> None:
-    """Records of weights that were replaced later are marked as results of another pair."""
+    """Records made with other weights of the embedded pair are marked as results of another
+    pair.
+    """
     here = machine.look(1)
     page = "<!-- machine against -->\n<!-- end -->\n"
     table = harness.Table("Any", ("n",), ((1,),))

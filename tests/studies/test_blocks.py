@@ -45,8 +45,8 @@ WRITING = "import sys; print(flush=True); sys.stdin.readline(); held = b'1' * 20
 
 
 def test_a_process_takes_what_it_has_written() -> None:
-    """A megabyte that is written adds to the memory of the process, measured in kilobytes as its
-    share of pages.
+    """A megabyte that a process has written adds to its memory, measured in kilobytes as its share
+    of pages.
     """
     with subprocess.Popen(
         [sys.executable, "-S", "-c", WRITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.checkout
 
 
 def trip(kl: float, escalated: list[float], correct: list[float]) -> dict[str, Any]:
-    """Return the measures of a finished training trip, for two problems that are alike."""
+    """Return the measurements of a finished training trip, for two problems that are alike."""
     return {
         name: {"KL": [kl, kl], "escalated": escalated, "correct": correct} for name in ("a", "b")
     }
@@ -23,7 +23,9 @@ def trip(kl: float, escalated: list[float], correct: list[float]) -> dict[str, A
 def test_the_table_has_both_drafts_and_finished_trips_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Differences are the value after training minus the value before, in points if the value is a
+    """The table has both drafts, and finished trips are kept.
+
+    A difference is the value after training minus the value before, in points if the value is a
     share.
     """
     import examples.distil

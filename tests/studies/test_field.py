@@ -84,8 +84,8 @@ def test_a_chart_with_bands_draws_one_around_each_line() -> None:
 
 
 def test_every_method_of_the_field_is_a_run() -> None:
-    """The quick study has one point of each method but DeepConf, and the default study has several
-    points of all methods.
+    """The quick study of the field has one point for each method except DeepConf; the default study
+    has several points for all methods.
     """
     names = {method for method, _ in arms.field_arms(harness.Options())}
     assert len(names) == 8

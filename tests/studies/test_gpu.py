@@ -25,7 +25,7 @@ ALLOWED = {"torch", "transformers", "safetensors", "numpy", "anyio", "triton"}
 
 
 def lab(folder: Path, seconds: float = 600.0) -> Any:
-    """Make a lab on the CPU, with the cells in the folder."""
+    """Make a lab on the CPU that keeps its measured cells in the folder."""
     return gpu.Lab("cpu", gpu.TINY, harness.Parts(folder / "cells.jsonl"), time.time() + seconds)
 
 
@@ -147,8 +147,8 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
 def test_a_device_that_answers_no_more_is_left_to_a_new_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new process runs the same command without the job that broke the device, in the remaining
-    time.
+    """If a job breaks the device, a new process runs the same command without this job, in the
+    remaining time.
     """
 
     def fail(own: Any) -> None:

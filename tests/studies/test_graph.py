@@ -1,5 +1,5 @@
-"""Tests that a recording of a graph returns its events, and that no ready work waits for a free
-slot on real rollouts.
+"""Tests that a recording of a graph returns its events, and that no slot is idle while work is
+ready, on real rollouts.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ def questions(shared_data: Path) -> Any:
 
 
 def test_no_slot_is_idle_on_real_rollouts(questions: Any, anyio_backend: Backend) -> None:
-    """The time is within 3 % of max(work / slots, longest rollout), 1.35 times shorter than with
-    the barrier, and no rollout loses time waiting.
+    """On real rollouts no slot is idle while work is ready.
+
+    The time is within 3 % of max(work / slots, longest rollout), 1.35 times shorter than with the
+    barrier, and no rollout waits for siblings.
     """
     rollouts = [stages for samples in questions.values() for stages in samples]
     seconds, recording = run_virtual(

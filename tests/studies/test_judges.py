@@ -181,7 +181,9 @@ def test_a_bank_of_an_earlier_version_gets_what_it_lacks(
 
 
 def test_the_split_shares_both_halves_among_both_sources() -> None:
-    """Problems of the two sources alternate, and two of every four problems are for development."""
+    """The split of problems has both sources in both halves: they alternate, and two of every four
+    problems are for development.
+    """
     names = [f"{source}/{index}" for index in range(8) for source in ("gsm8k", "math500")]
     parts = judges.split(names)
     assert not set(parts.development) & set(parts.confirmation)
@@ -214,8 +216,9 @@ def rollout(answer: str | None, correct: bool, length: int = 1) -> dict[str, Any
 
 
 def test_a_tied_vote_is_right_by_the_chance_of_a_lot() -> None:
-    """A tie is correct with the probability of a random choice; weights break ties, and without an
-    answer there is no vote.
+    """A tied vote is correct with the probability of a random choice.
+
+    Weights break ties, and without an answer there is no vote.
     """
     problem = judges.BankProblem("p")
     split = [rollout("1", True), rollout("2", False), rollout(None, False)]

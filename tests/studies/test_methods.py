@@ -14,7 +14,9 @@ arms = pytest.importorskip("scripts.studies.arms", reason="needs a checkout")
 
 
 def test_a_finished_run_is_not_repeated_and_counts_what_it_spent(tmp_path: Path) -> None:
-    """The sums equal those of the run's journal, and include the tokens of a second session."""
+    """A finished run is not repeated, and its sums equal those of its journal, including the tokens
+    of a second session.
+    """
     made = arms.arm("draft-only-2", "draft-only", samples=2)
     scripted = replace(made, setup=replace(made.setup, draft="scripted", target="scripted"))
     first, again = (

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.checkout
 
 PLACES = 6_000
 CELLS = ((0.6, 3, 2), (0.8, 5, 4), (0.9, 10, 7))
-"""Acceptance, draft steps per target step, tokens proposed."""
+"""Cases of the test: acceptance, draft steps per target step, and number of proposed tokens."""
 
 
 def trace(accepted: float, seed: int = 1) -> AcceptanceTrace:
@@ -53,7 +53,9 @@ def even(ratio: float, message: float = 0.0) -> Costs:
 def waiting_speedup(
     accepted: float, hit: float, proposed: int, ratio: float, branching: float
 ) -> float:
-    """Return the speed-up of guessed outcomes if the target waits for a new draft after a miss;
+    """Return the speed-up of guessed outcomes if the target waits for a new draft after a wrong
+    guess.
+
     `branching` is the time to draft all branches.
     """
     return expected_tokens(accepted, proposed) / (
@@ -87,11 +89,10 @@ def test_devices_come_to_the_closed_forms(accepted: float, ratio: int, proposed:
 
 @pytest.mark.parametrize(("depth", "message"), [(0.5, 0.02), (0.25, 0.0), (0.75, 0.1)])
 def test_mirror_takes_what_its_equation_says(depth: float, message: float) -> None:
-    """In the simulation, a step of Mirror takes the time of the paper's equation (10), plus the
-    time of a new draft if the early exit missed the token.
+    """In the simulation, a step of Mirror takes the time of the paper's equation (10).
 
-    The share of hits equals the probability of the exit's first choices, and more choices hit more
-    often.
+    If the exit missed the token, the time of a new draft is added. The share of correct guesses
+    equals the probability of the exit's first choices, and more choices are correct more often.
     """
     line = mirror(trace(0.8), even(5, message), 4, 3, depth)
     tokens = line.tokens / line.steps
@@ -129,8 +130,8 @@ def test_grouped_attentions_take_the_time_of_the_formula(layers: int, group: int
 
 
 def test_a_schedule_changes_no_token() -> None:
-    """Every scheme verifies each position of the same text once, in order, so steps end at the same
-    tokens.
+    """Every drafting scheme verifies each position of the same text once, in order, so steps end at
+    the same tokens.
     """
     places = trace(0.7)
     costs = even(4)

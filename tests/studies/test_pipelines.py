@@ -26,7 +26,7 @@ def piece(arm: str, shard: int, right: float = 1.0) -> Any:
 
 
 def test_pieces_come_back_as_they_were(tmp_path: Path) -> None:
-    """The next session reads the finished parts that this session added to the record."""
+    """Finished parts that a session adds to the record of a study are read by the next session."""
     path = tmp_path / "ledger.jsonl"
     first = Ledger(path)
     first.add(Piece("atts", 8, 0, 3, [SOLVED], [1.25]))
@@ -60,7 +60,9 @@ def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
 
 
 def test_the_claim_is_read_from_what_is_there() -> None:
-    """The verdict lists each requirement with its number, met or not."""
+    """The verdict on the claim lists each requirement with its measured number, whether met or
+    not.
+    """
     ledger = Ledger()
     for shard in range(2):
         ledger.add(piece("atts", shard))

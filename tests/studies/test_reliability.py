@@ -39,8 +39,8 @@ def test_runs_under_faults_leave_nothing_and_their_journals_tell_what_happened(t
     ],
 )
 def test_what_grows_run_by_run_is_called_so(field: str, name: str, step: float) -> None:
-    """The soak reports only the resource that grows; the same growth during the warm-up is
-    ignored.
+    """The soak reports only the resource that grows from run to run; the same growth during the
+    warm-up is ignored.
     """
     start = getattr(LEVEL, field)
     later = [

@@ -74,7 +74,9 @@ def test_a_request_costs_its_step_and_its_host_once_each(law: Any) -> None:
 
 
 def test_a_step_serves_the_whole_batch(law: Any) -> None:
-    """Eight requests take eight times the per-sequence part of a step, and its fixed part once."""
+    """Eight requests in one step take eight times the time per sequence, and the step's fixed time
+    once.
+    """
     ends, load = run_virtual(_timed, law, [(0.0, 15, 4)] * 8)
     fed = 15 * law.grain
     written = 4 * law.grain
@@ -127,8 +129,9 @@ def test_a_cancelled_request_gives_its_place_up(law: Any) -> None:
 
 
 def test_the_closed_form_of_many_steps_is_the_sum_of_single_ones() -> None:
-    """The inverse of the closed form gives the number of steps that have ended after a given
-    time.
+    """The closed form of many steps equals the sum of single steps.
+
+    Its inverse gives the number of steps that have ended by a given time.
     """
     for batch, cached in ((1, 0), (7, 300), (64, 9000)):
         total = 0.0
@@ -189,7 +192,7 @@ def test_all_methods_write_equally_much_and_only_rounds_wait(law: Any) -> None:
 
 
 def test_replicas_share_the_work(law: Any) -> None:
-    """Four replicas of each engine end sooner than one, and do the same work."""
+    """Four replicas of each engine finish sooner than one and do the same work."""
     one = scale.Cell(_pair(), "atts", problems=6, samples=8, in_flight=48)
     few, many = (scale.run_cell(replace(one, replicas=n, in_flight=48 // n), law) for n in (1, 4))
     assert many.seconds < few.seconds
@@ -199,7 +202,9 @@ def test_replicas_share_the_work(law: Any) -> None:
 
 
 def test_the_budget_of_the_graph_bounds_the_memory_of_the_engine(law: Any) -> None:
-    """The number of KV tokens in use never exceeds the budget."""
+    """The graph's token budget bounds the engine's memory: the number of KV tokens in use never
+    exceeds it.
+    """
     cell = scale.Cell(
         _pair(), "target-only", problems=4, samples=8, in_flight=32, room="without end"
     )
@@ -211,7 +216,9 @@ def test_the_budget_of_the_graph_bounds_the_memory_of_the_engine(law: Any) -> No
 
 
 def test_finished_cells_are_not_run_again(law: Any, tmp_path: Path) -> None:
-    """A second session reads the cells of the first, and runs only a cell with other settings."""
+    """A second session reads the finished cells of the first, and runs only a cell with other
+    settings.
+    """
     cell = scale.Cell(_pair(), "draft-only", problems=2, samples=2)
     file = tmp_path / "scale.jsonl"
     first = scale.Results(law, file).get(cell)

@@ -36,8 +36,8 @@ def test_virtual_and_live_runs_write_the_same() -> None:
 
 
 async def _conversation(law: Any) -> list[int]:
-    """Return the cached tokens of a prompt, of its continuation, of a chunk to score, and of a
-    sibling.
+    """Return the numbers of cached tokens of a prompt, of its continuation, of a chunk to score,
+    and of a sibling.
     """
     async with servers.engine("target", PAIR, law) as engine:
         prompt = tuple(range(10, 30))
@@ -65,8 +65,8 @@ def test_requests_without_names_find_their_prefix() -> None:
 
 
 async def _equal_siblings(law: Any) -> list[int]:
-    """Return the cached tokens of two rollouts that wrote the same and continue when both have
-    finished.
+    """Return the numbers of cached tokens of two rollouts that wrote the same text and continue
+    when both have finished.
 
     Over HTTP all of these tokens are cached.
     """

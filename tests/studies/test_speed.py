@@ -63,7 +63,9 @@ def test_the_map_compares_with_the_best_of_the_others() -> None:
 
 
 def test_wall_times_stand_alone_where_there_are_any() -> None:
-    """If there are wall times, processor times of a busy machine are not mixed with them."""
+    """If a cell has wall times, they are not mixed with processor times, which are measured on a
+    busy machine.
+    """
     busy = measured("4M", 1, 1.0, 5.0, "processor")
     assert "processor time" in pipelines.tables([busy], AGREEMENT)[0].notes[0]
     table = pipelines.tables([busy, measured("4M", 1, 20.0, 5.0)], AGREEMENT)[0]
@@ -75,7 +77,7 @@ def test_wall_times_stand_alone_where_there_are_any() -> None:
 def test_what_to_take_is_what_was_fastest() -> None:
     """The study names the fastest method for each number of rollouts.
 
-    Times within a twentieth are equal, and a method that is never the fastest is named.
+    Times within 5 % count as equal, and a method that is never the fastest is listed as such.
     """
     found = [
         measured("200M", samples, atts, 5.0)

@@ -123,8 +123,9 @@ def test_training_makes_a_folder_that_drafts(
 
 
 def test_the_shipped_one_is_small_and_mostly_right() -> None:
-    """Calibrated groups of four attentions lose little acceptance; groups of six, which are all
-    between first and last layer, lose more.
+    """With calibration, groups of four attentions lose little acceptance.
+
+    Groups of six, which contain all attentions between the first and the last layer, lose more.
     """
     plain = run(path("target"), [asked(3)])
     exact, four, six = (
@@ -140,7 +141,9 @@ def test_the_shipped_one_is_small_and_mostly_right() -> None:
 
 
 def test_the_study_of_groups_says_what_stands_with_calibration_and_without() -> None:
-    """The table has a row for each size of a group; the exact one needs no calibration."""
+    """The table of the study has a row for each group size, with calibration and without; the exact
+    size needs no calibration.
+    """
     rows = groups(Options("quick")).rows
     assert [row[0] for row in rows] == [1, 2, 3, 4, 6]
     assert rows[0][2] is None

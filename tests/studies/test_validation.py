@@ -16,8 +16,10 @@ scale = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
     reason="needs Linux's counters of the processor time of threads",
 )
 def test_the_processor_time_of_live_runs_is_predicted() -> None:
-    """The prediction is within a third for every kind of run on a shared machine; the study
-    requires a tenth on a quiet machine.
+    """The predicted processor time of live runs is within a third of the measured time, for every
+    kind of run on a shared machine.
+
+    The study requires a tenth on a quiet machine.
     """
     costs, predicted = scale.local_validation(Options("quick"))
     assert [row[0] for row in costs.rows] == ["draft", "target"]

@@ -26,7 +26,7 @@ def backend(request: pytest.FixtureRequest) -> Literal["asyncio", "trio"]:
 
 
 def test_a_day_passes_at_once(backend: Backend) -> None:
-    """Sleeps for a day take no real time and end exactly when they should."""
+    """In virtual time, sleeping for a day takes no real time and ends exactly on time."""
 
     async def main() -> float:
         await anyio.sleep(86_400 * 3 + 0.125)
@@ -99,8 +99,8 @@ def test_work_does_not_move_the_clock(backend: Backend) -> None:
 
 @pytest.mark.parametrize("kind", ["default", "limited"])
 def test_a_thread_is_waited_for(backend: Backend, kind: str) -> None:
-    """A timer later than a thread's real work fires after this work, whichever limiter the thread
-    runs under.
+    """A timer that is due after a thread's real work fires after this work, whichever limiter the
+    thread runs under.
     """
     log: list[str] = []
 

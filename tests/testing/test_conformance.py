@@ -34,7 +34,7 @@ SLOW = Latency(per_sample=0.01, per_score=0.005, sampled_token=0.002, jitter=0.2
 
 
 class Rig(ScriptedEngine):
-    """A correct engine with a queue and some latency, from which the faulty engines are made."""
+    """A correct engine with a queue and some latency, from which the tests make faulty engines."""
 
     def __init__(self) -> None:
         super().__init__(latency=SLOW, concurrency=3, context_length=1024)
@@ -81,7 +81,7 @@ def counts(change: Callable[[EngineStats], EngineStats]) -> type[Rig]:
 
 
 def claims(**fields: Any) -> type[Rig]:
-    """Make an engine with a false spec."""
+    """Make an engine whose spec is false."""
 
     class Saboteur(Rig):
         @property
@@ -530,7 +530,7 @@ def only(check: str, options: CheckOptions = QUICK) -> CheckOptions:
 
 @pytest.mark.parametrize(("check", "what"), SABOTEURS)
 def test_each_fault_is_found_by_its_check(check: str, what: str) -> None:
-    """Each planted bug fails the check of the promise that it breaks."""
+    """Each faulty engine fails the check of the promise that it breaks."""
     report = run_virtual(
         partial(check_engine, SABOTEURS[check, what], options=only(check), broken="report")
     )
@@ -595,7 +595,9 @@ async def test_an_open_engine_is_checked_and_stays_open() -> None:
 
 
 def test_a_broken_engine_raises_with_a_list() -> None:
-    """The error lists each broken promise with the observation, and no promise that was kept."""
+    """The error about a broken engine lists each broken promise with the observation, and no kept
+    promise.
+    """
 
     class TwoFlaws(Rig):
         @property

@@ -56,7 +56,7 @@ ways = pytest.mark.parametrize("make", [inside, around])
 
 
 async def what_happens(engine: Engine, verb: Literal["sample", "score"]) -> tuple[str, float]:
-    """Return a word for the end of a call, and the seconds that the call took."""
+    """Return a word for how the call ended, and the seconds that it took."""
     began = anyio.current_time()
     with anyio.move_on_after(1000) as patience:
         try:
@@ -96,8 +96,9 @@ def test_each_kind_does_what_its_name_says(
     verb: Literal["sample", "score"],
     backend: Literal["asyncio", "trio"],
 ) -> None:
-    """After nine calls, one of each kind, a tenth call works, so the failed calls left no slot
-    taken.
+    """Each kind of fault does what its name says.
+
+    After nine calls, one of each kind, a tenth call works, so the failed calls left no slot taken.
     """
 
     async def main() -> None:
@@ -117,8 +118,9 @@ def test_each_kind_does_what_its_name_says(
 
 @ways
 def test_shares_strike_the_same_calls_under_any_schedule(make: Callable[[Faults], Engine]) -> None:
-    """About the requested share of calls fails: the same calls in any order, and other calls for
-    another attempt or seed.
+    """The requested share of calls fails, and they are the same calls in any order.
+
+    For another attempt or seed, other calls fail.
     """
 
     async def struck(order: list[int], attempt: int = 0, seed: int = 0) -> set[int]:

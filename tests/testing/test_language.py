@@ -151,7 +151,9 @@ def filtered(raw: Vector, sampling: Sampling) -> Vector:
 def test_sparse_filtering_equals_dense_filtering(
     table: dict[int, float], sampling: Sampling
 ) -> None:
-    """The filtered sparse distribution equals the dense one filtered step by step, and sums to one."""
+    """A distribution that is filtered in sparse form equals the dense distribution filtered step by
+    step, and sums to one.
+    """
     distribution = Distribution.of(table, 12, 1e-3)
     assert dense(distribution).sum() == pytest.approx(1)
     assert dense(distribution.under(sampling)) == pytest.approx(
@@ -244,7 +246,7 @@ def test_distributions_that_were_forgotten_are_made_again(monkeypatch: pytest.Mo
 
 def test_problems_are_seeded_and_their_answers_correct() -> None:
     """The same seed gives the same problems, another seed gives others, and each answer is the sum
-    of the chain.
+    computed in the problem.
     """
     problems = toy_problems(200, seed=4)
     assert problems == toy_problems(200, seed=4)
@@ -326,8 +328,8 @@ def test_a_target_that_takes_over_repairs() -> None:
 def step_scores(
     target: Skill, draft: Skill = DRAFT, tokens: int = 40
 ) -> list[tuple[str, float, bool]]:
-    """Return (problem, target's mean surprise, whether the draft made a mistake) for every first
-    chunk.
+    """Return (problem, the target's mean surprise in nats, whether the draft made a mistake) for
+    every first chunk.
     """
     author = Writer(ToyModel(draft, PLAIN))
     scorer = Writer(ToyModel(target, PLAIN))

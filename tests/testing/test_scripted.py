@@ -42,8 +42,10 @@ def request(engine: ScriptedEngine, sample: int = 0, tokens: int = 20) -> Sample
 
 
 def test_latency_is_a_sum_of_its_parts(backend: Backend) -> None:
-    """Overhead, sampled, scored and prefilled tokens cost their configured times, and cached tokens
-    nothing.
+    """The latency of a call is the sum of the configured times for overhead and for sampled, scored
+    and prefilled tokens.
+
+    Cached tokens cost nothing.
     """
     latency = Latency(
         per_sample=1.0, per_score=2.0, sampled_token=0.5, scored_token=0.25, prefilled_token=0.125
@@ -64,8 +66,8 @@ def test_latency_is_a_sum_of_its_parts(backend: Backend) -> None:
 
 
 def test_jitter_spreads_times_the_same_way_every_time() -> None:
-    """Times differ between requests, but one request always takes the same time, whatever else is
-    running.
+    """Jitter changes times between requests, but a request always takes the same time, whatever
+    else is running.
     """
 
     async def times(order: list[int]) -> dict[int, float]:

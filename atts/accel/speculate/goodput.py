@@ -336,7 +336,7 @@ class Survival:
             self._own = {key: self._own[key] for key in keys if key in self._own}
 
     def fade(self, most: float) -> None:
-        """Reduce the weight of old observations to at most `most` tested tokens per position."""
+        """Shrink the weight of old observations to at most `most` tested tokens per position."""
         self._count()
         self._pool = self._pool * most / np.maximum(self._pool[0], most)
         self._own = {}

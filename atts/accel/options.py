@@ -57,17 +57,17 @@ class SpeculationOptions:
             `speculate`.
         """
         if self.speculate is not None and self.speculate not in SPECULATE:
-            problem = f"{self.speculate!r} is not a way to speculate"
+            problem = f"{self.speculate!r} is not a value of speculate"
             raise OptionError("speculate", problem, SPECULATE, self.speculate)
         if self.beside not in get_args(Beside):
-            raise OptionError(str(self.beside), "no such beside", get_args(Beside))
+            raise OptionError(str(self.beside), "is not a value of beside", get_args(Beside))
         if self.k is not None and not 0 <= self.k <= MOST_PROPOSED:
             raise OptionError("k", f"is {self.k}, expected 0 to {MOST_PROPOSED}, or auto")
         if self.fuzzy < 1:
             raise OptionError("fuzzy", f"is {self.fuzzy}, expected a number of at least 1")
         if not fullmatch(r"(cpu|cuda(:\d+)?)?", self.drafter_device, ASCII):
             known = ("cpu", "cuda", "cuda:1")
-            raise OptionError(self.drafter_device, "no such drafter_device", known)
+            raise OptionError(self.drafter_device, "is not a value of drafter_device", known)
         for option in fields(self):
             is_given = getattr(self, option.name) != option.default
             if not is_given or option.name in ("speculate", *_BELONGS[self.way]):

@@ -692,8 +692,8 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
         coin = coins.get(data.rate)
         if coin is None:
             yield (
-                f"It is not known if the score helps at rate {data.rate:g}: also make a "
-                f"run with --method coin --rate {data.rate:g}, and plan from both runs."
+                f"It is not known whether the score helps at rate {data.rate:g}: also make a run "
+                f"with --method coin --rate {data.rate:g}, and plan from both runs."
             )
             continue
         ours = _shares(data)
@@ -701,9 +701,8 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
         common = [name for name in ours if name in theirs]
         gain = compare_runs([theirs[name] for name in common], [ours[name] for name in common])
         yield (
-            f"Gain of {data.method} over a coin at rate {data.rate:g}: "
-            f"{gain.difference.signed()} in accuracy of single rollouts ({len(common):,} "
-            "problems)."
+            f"Gain of {data.method} over random escalation (coin) at rate {data.rate:g}: "
+            f"{gain.difference.signed()} in accuracy of single rollouts ({len(common):,} problems)."
         )
 
 
@@ -728,15 +727,19 @@ def _power_notes(runs: Sequence[PlanData]) -> Iterator[str]:
         )
     samples = max(len(case.rollouts) for case in first.cases)
     power = paired_power(split, len(first.cases), samples, spread or 0.0)
-    basis = "computed from the variation of the difference over problems, in the first two runs"
+    basis = (
+        "computed from how much the difference between the first two runs varies from "
+        "problem to problem"
+    )
     if spread is None:
         basis = (
-            "a lower bound, because a single run does not show how differences vary over problems"
+            "a lower bound, because a single run does not show how much differences vary from "
+            "problem to problem"
         )
     yield f"Power: {power}; {basis}."
     yield (
-        "With the same number of tokens, more problems detect smaller differences than "
-        "more samples: use all problems, then as many samples as the tokens allow."
+        "For the same number of tokens, more problems reveal smaller differences than more "
+        "samples per problem: use all problems, then as many samples as the tokens allow."
     )
 
 
@@ -753,16 +756,16 @@ def _shares(data: PlanData) -> dict[str, float]:
 def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | None) -> list[str]:
     notes = [
         "Accuracies are averages over all subsets of the recorded "
-        f"rollouts; the accuracy of the best of {len(found)} options is slightly overestimated.",
+        f"rollouts; the best of {len(found)} options is chosen by its accuracy, which is therefore "
+        "slightly overestimated.",
         "Costs are upper bounds, because they include rollouts that would be cancelled "
-        "once the vote is settled. Seconds are as measured at the load of the recorded "
-        "runs.",
+        "once the vote is settled. Seconds were measured at the load of the recorded runs.",
     ]
     if censored := sum(data.censored for data in runs):
         notes.append(
-            f"{censored} rollouts are left out that were cancelled because the vote was "
-            "settled, so accuracies of fewer samples favour fast rollouts. A run with "
-            "--early-stop none avoids this bias."
+            f"{censored} rollouts that were cancelled because the vote was settled are left out. "
+            "Accuracies for fewer samples therefore favour fast rollouts; a run with --early-stop "
+            "none avoids this bias."
         )
     notes += _gain_notes(runs)
     notes += _power_notes(runs)
@@ -928,11 +931,11 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
     by_name = {row.arm.name: row for row in rows}
     draft = by_name["draft-only"]
     target = by_name["target-only"]
-    whole = f"headroom {headroom.signed()} in accuracy of single rollouts"
+    whole = f"the headroom is {headroom.signed()} in accuracy of single rollouts"
     if not headroom.low > 0:
         if headroom.high < _SMALL:
             return "draft-only", draft, f"the target is not better than the draft: {whole}"
-        more = f"{whole}; more problems may show a headroom of up to {headroom.high:.2f}"
+        more = f"{whole}; with more problems, it may turn out to be up to {headroom.high:.2f}"
         return "draft-only", draft, f"the pilot does not show that the target is better: {more}"
     alone: Take = "target-only"
     whole_target = target
@@ -953,7 +956,7 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
         f"{whole_target.cost_per_point:,.1f} with {alone}"
     )
     if best.cost_per_point < whole_target.cost_per_point:
-        return "gate", best, f"{best.arm.name} escalates better than a coin ({gain}); {prices}"
+        return "gate", best, f"{best.arm.name} chooses chunks better than a coin ({gain}); {prices}"
     return (
         alone,
         whole_target,
@@ -992,10 +995,10 @@ def pilot_lines(report: PilotReport) -> list[str]:
     tried = sum(row.gain is not None for row in report.rows)
     return [
         *lines,
-        "Accuracy is of single rollouts; brackets are 95 % intervals over problems. A "
-        "gain is over a coin (escalation at random) with the same policy and rate;",
-        f"p is corrected by Holm's method for {tried} gates. The accuracy of the best of "
-        "several methods is slightly overestimated.",
+        "Accuracies are those of single rollouts; brackets are 95 % intervals over problems. A "
+        "coin escalates at random; gains compare with a coin of the same policy and rate.",
+        f"p: p-value of the gain, corrected by Holm's method for {tried} gates. The accuracy of "
+        "the best of several methods is slightly overestimated.",
         "Cost: tokens per problem that the target decodes, plus a tenth of the tokens "
         "that the target scores or draws while scoring, plus a tenth of the draft's "
         "tokens.",

@@ -209,12 +209,12 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
         _one_by_one(_is_beta_sure), "Adaptive-Consistency; named Beta in its_hub",
     ),
     StoppingRule(
-        "doubling", f"checks after 2, 4, 8, ...; stops at {100 * _DOUBLING_SHARE:g} % equal "
-            "answers",
+        "doubling", f"checks after 2, 4, 8, ... rollouts; stops if {100 * _DOUBLING_SHARE:g} % of "
+                    "the answers are equal",
         _doubling, "Adaptive in its_hub",
     ),
     StoppingRule(
-        "windows", f"stops when a window of {_ESC_WINDOW} rollouts has equal answers", _windows,
+        "windows", f"stops when all {_ESC_WINDOW} answers of a window of rollouts are equal", _windows,
         "ESC",
     ),
     StoppingRule(
@@ -244,7 +244,9 @@ def weighted_vote(score: str) -> StoppingRule:
     def play(arrivals: Arrivals) -> Taken:
         return Taken(len(arrivals), heaviest(arrivals.labels, arrivals.scores[score]))
 
-    return StoppingRule(f"weighted by {score}", "each vote counts with its score as weight", play)
+    return StoppingRule(
+        f"weighted by {score}", "each vote is weighted by the score of its rollout", play
+    )
 
 
 def borda_vote(score: str) -> StoppingRule:
@@ -261,7 +263,7 @@ def borda_vote(score: str) -> StoppingRule:
 
     return StoppingRule(
         f"Borda vote with {score}",
-        "each vote counts with the rank of its score as weight",
+        "each vote is weighted by the rank of its rollout's score",
         play,
         "self-certainty",
     )
@@ -447,7 +449,9 @@ class RefereeOptions:
 
     def __post_init__(self) -> None:
         if self.orders is not None and self.orders < 1:
-            raise OptionError("--orders", f"{self.orders} orders are too few; give at least 1")
+            raise OptionError(
+                "--orders", f"{self.orders} random orders are too few; give at least 1"
+            )
         if self.samples is not None and self.samples < 2:
             raise OptionError(
                 "--samples", f"{self.samples} is too few rollouts for a rule; give at least 2"

@@ -733,7 +733,8 @@ def _policy(run: RecordedRun, change: PolicyChange) -> Policy:
         if wanted is not None and wanted > most:
             raise OptionError(
                 name,
-                f"{wanted} is more than the recorded {most} {name}; a replay cannot add {name}",
+                f"{wanted} is too many, because the run recorded only {most} {name}; a replay "
+                f"cannot add {name}",
             )
     return Policy(
         samples=samples if change.samples is None else change.samples,
@@ -746,13 +747,13 @@ def _capped(gate: Gate | RoundGate, budget: int) -> Gate:
     if budget < 0:
         raise OptionError(
             "budget",
-            f"{budget} takeovers per problem are not possible; give a number of at least 0",
+            f"{budget} escalations per problem are not possible; give 0 or more",
         )
     if isinstance(gate, RoundGate):
         raise OptionError(
             "budget",
-            "a gate that ranks whole rounds takes its budget from the rate; leave budget "
-            "or rate out",
+            "this gate ranks the chunks of a round, and the rate sets how many of them escalate; "
+            "leave budget out",
         )
     spent = Counter[str]()
 
@@ -840,7 +841,7 @@ def _accuracy(recorded: _Recorded, problems: Sequence[ReplayedProblem], undecide
         return recorded.accuracy({})
     low = mean_estimate([worst for worst, _ in bounds], len(bounds))
     high = mean_estimate([best for _, best in bounds], len(bounds))
-    note = f"the record does not determine {undecided:,} votes"
+    note = f"the recorded rollouts do not determine {undecided:,} of the votes"
     return replace(low, value=math.nan, high=high.high, method="bounds", note=note)
 
 

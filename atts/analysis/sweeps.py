@@ -547,8 +547,8 @@ def sweep_notes(report: SweepReport) -> Iterator[str]:
     yield (
         "Brackets are 95 % intervals over problems. A difference is the accuracy of the "
         "vote minus that of method target-only. A gain is the accuracy of single "
-        "rollouts minus that of a coin with the same policy and rate. Differences and "
-        "gains are paired by problem."
+        "rollouts minus that of a coin with the same policy and rate. Both compare runs problem "
+        "by problem."
     )
     compared = (("differences", "difference"), ("gains", "gain"))
     counts = {
@@ -560,8 +560,8 @@ def sweep_notes(report: SweepReport) -> Iterator[str]:
         yield f"p-values are corrected by Holm's method, for {' and for '.join(several)}."
     yield (
         "Best of all: share of problems that at least one rollout solved, an upper "
-        "bound for every vote. Rollouts that were cancelled because the vote was "
-        "settled count as not correct for this share."
+        "bound for every vote. In this share, rollouts that were cancelled because the vote was "
+        "settled count as not correct."
     )
     calls, shared = (
         sum(getattr(point, name) for point in report.points) for name in ("calls", "shared")
@@ -652,8 +652,8 @@ def _picture(report: SweepReport) -> Iterator[str]:
     if report.along is not None:
         named = (f"{marks[points[0].name]}: {name}" for name, points in report.curves.items())
         yield (
-            f"{'':>8} along {report.along}; {'; '.join(named)}; T, D, C: target alone, draft "
-            "alone, coin"
+            f"{'':>8} each curve varies {report.along}; {'; '.join(named)}; T, D, C: target alone, "
+            "draft alone, coin"
         )
 
 
@@ -755,7 +755,7 @@ def _chart(
         "Bands and whiskers: 95 % intervals over problems. Dashed lines: the baselines. "
         "Dotted lines: the share of problems that at least one rollout solved."
     )
-    along = f" Along each curve: {report.along}." if report.along else ""
+    along = f" Each curve varies {report.along}." if report.along else ""
     return replace(
         Chart.of(title, words + along, plot, marks, (columns, rows)),
         wide=True,

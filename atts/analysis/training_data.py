@@ -166,7 +166,9 @@ def export_run(
         _check_tokenizers(run, teacher)
     elif teacher is not None:
         raise OptionError(
-            "--teacher", f"records of {options.kind} do not have a teacher's tokens; use --as opd"
+            "--teacher",
+            f"records of {options.kind} do not contain a teacher's tokens; leave "
+            "--teacher out, or use --as opd",
         )
     made = Exported(path, options.kind)
     records: Iterable[dict[str, Any]] = _records(run, options, made)
@@ -344,7 +346,9 @@ def _preference(
     wrong = [one for one in rollouts if case.verdicts[one.sample] == "wrong"]
     pairs = [(good, bad) for good in correct for bad in wrong]
     if not pairs:
-        made.skipped["all rollouts of the problem are correct, or none is"] += len(rollouts)
+        made.skipped[
+            "all or none of the problem's rollouts are correct, so they give no pair"
+        ] += len(rollouts)
         return
     name = case.outcome.problem.id
     random = generator(Seed(run=options.seed, problem=name, purpose="preference pairs"))

@@ -128,7 +128,7 @@ def choose_model(
         raise UnsupportedByEngine(
             config.name,
             "the native kernels compute only float32 on a CPU",
-            "Write ?kernel=torch behind the engine's name",
+            "Add ?kernel=torch to the engine's address",
         )
     trouble = ""
     if config.options.kernel != "torch" and is_fit:
@@ -139,7 +139,7 @@ def choose_model(
                 )
             library, trouble = native_library(config.name, config.model)
             if rounds and not library.atts_has_pairs():
-                problem = "this processor does not multiply bfloat16 numbers"
+                problem = "this processor has no instructions that multiply bfloat16 numbers"
                 raise UnsupportedByEngine(config.name, problem, "Leave scores=bfloat16 out")
         except UnsupportedByEngine as error:
             if is_needed:

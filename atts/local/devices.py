@@ -35,7 +35,7 @@ def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> 
     count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if wanted.startswith("cuda") and int(wanted[5:] or 0) >= count:
         problem = f"there is no usable CUDA device{f' {wanted}' if named else ''}"
-        advice = f"Write ?{option}=cpu behind the engine's name, or install a torch build with CUDA"
+        advice = f"Add ?{option}=cpu to the engine's address, or install a torch build with CUDA"
         raise ModelLoadError(config.name, problem, advice)
     if wanted == "auto":
         wanted = "cuda" if count else "cpu"

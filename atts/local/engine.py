@@ -252,7 +252,10 @@ class LocalEngine:
         try:
             worker = self._accelerator.worker(self.model, self._options)
         except OSError as error:
-            advice = "End other processes, or write ?worker=thread behind the engine's name"
+            advice = (
+                "End other processes to free resources, or add ?worker=thread to the "
+                "engine's address"
+            )
             raise EngineUnavailable(
                 self._name, f"the engine's process cannot be started ({error})", advice
             ) from error

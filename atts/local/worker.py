@@ -427,7 +427,8 @@ def _read_reports(
         except (EOFError, pickle.UnpicklingError):
             code = process.wait()
     advice = (
-        "A negative exit code is the number of a signal; -9 often means that memory ran out"
+        "A negative exit code is a signal that ended the process; -9 often means that memory ran "
+        "out"
         if code
         else ""
     )

@@ -366,7 +366,8 @@ def test_impossible_exports_are_refused(
         read(other, tmp_path, "sft")
     with pytest.raises(
         UsageError,
-        match=r"of kind preference \(all rollouts of the problem are correct, or none is: 1\)",
+        match=r"of kind preference \(all or none of the problem's rollouts are correct, so they "
+               "give no pair: 1\)",
     ):
         read(other, tmp_path, "preference")
     assert command(["export", str(run), "--as", "dpo", "--out", "x.jsonl"]) == 2

@@ -239,7 +239,7 @@ def test_an_adapter_alone_needs_its_base(base: Path, tmp_path: Path) -> None:
     """
     zoo = Zoo(tmp_path / "zoo")
     adapter = save_adapter(tmp_path / "lora", base, "q_proj")
-    with pytest.raises(OptionError, match="add the base first"):
+    with pytest.raises(OptionError, match="first add the base"):
         zoo.add("tuned", adapter)
     zoo.add("base", base)
     zoo.add("tuned", adapter)

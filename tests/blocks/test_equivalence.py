@@ -195,7 +195,7 @@ def test_a_lossy_variant_opens_only_on_request(pair: Zoo, base: Path) -> None:
         f"{words}/lean": "is a lossy replacement of 'tuned'",
         f"{words}/tuned?lossy=.001": r"lean diverges by 0\.005",
         f"{words}/tuned?lossy=little": "not a number",
-        f"{words}/base?lossy=1": "the zoo has no stand-in",
+        f"{words}/base?lossy=1": "the zoo has no lossy replacement",
         "embedded?lossy=1": "not a setting of a local engine",
     }
     for engine, says in refused.items():
@@ -203,7 +203,7 @@ def test_a_lossy_variant_opens_only_on_request(pair: Zoo, base: Path) -> None:
             build_engine(engine, "target")
     pair.remove("tuned")
     pair.add("tuned", base)
-    with pytest.raises(OptionError, match="the zoo has no stand-in"):
+    with pytest.raises(OptionError, match="the zoo has no lossy replacement"):
         build_engine(f"{words}/tuned?lossy=1", "target")
     with pytest.raises(OptionError, match="already the name"):
         compare_blocks(pair.directory, "base", keep="lean")

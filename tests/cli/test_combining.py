@@ -71,7 +71,7 @@ def test_combining_a_recorded_run_equals_combining_during_the_run(
     assert report.code == 0
     text = (Path("after") / "report.md").read_text()
     assert "Where votes split" in text
-    assert "| what combined | select |" in text
+    assert "| how answers were combined | select |" in text
     compared = atts("compare", "voted", "after", "--json")
     assert compared.code == 0
 

@@ -26,7 +26,7 @@ HERE = LocalOptions(worker="thread", kv_tokens=2048, threads=1, device="cpu")
 TEXTS = [tuple(range(5 + 7 * n, 45 + 9 * n)) for n in range(6)]
 needs_pairs = pytest.mark.skipif(
     not native_library("target", read_model_config(path("target"), "target"))[0].atts_has_pairs(),
-    reason="this processor does not multiply bfloat16 numbers",
+    reason="this processor has no instructions that multiply bfloat16 numbers",
 )
 
 
@@ -130,6 +130,6 @@ async def test_a_processor_without_bfloat16_products_is_refused(
     library, trouble = native_library("target", read_model_config(path("target"), "target"))
     lesser = SimpleNamespace(atts_has_pairs=lambda: 0, atts_forward=library.atts_forward)
     monkeypatch.setattr("atts.local.builder.native_library", lambda *_: (lesser, trouble))
-    with pytest.raises(UnsupportedByEngine, match="does not multiply bfloat16"):
+    with pytest.raises(UnsupportedByEngine, match="instructions that multiply bfloat16"):
         async with build_engine("embedded:target?scores=bfloat16", "target", HERE):
             pass

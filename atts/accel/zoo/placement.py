@@ -90,7 +90,9 @@ def placed(
             mine.append(max(close, key=lambda at: (beside[at], -loads[at], -at)))
             left[mine[-1]] -= demand.bytes
         if not mine:
-            raise ValueError(f"{name} of {demand.bytes / 1e9:.1f} GB fits on no server")
+            raise ValueError(
+                f"{name} needs {demand.bytes / 1e9:.1f} GB, and no server has so much memory left"
+            )
         for at in mine:
             loads[at] += demand.load / len(mine)
         found[name] = mine

@@ -82,7 +82,10 @@ class SharedWorker:
             try:
                 host = _HOSTS[key] = _HOSTS.get(key) or _Host(shared)
             except OSError as error:
-                advice = "End other processes, or write ?worker=thread behind the engine's name"
+                advice = (
+                    "End other processes to free resources, or add ?worker=thread to the "
+                    "engine's address"
+                )
                 raise EngineUnavailable(
                     config.name, f"the engine's process cannot be started ({error})", advice
                 ) from error

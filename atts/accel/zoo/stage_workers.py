@@ -137,7 +137,8 @@ class StageProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         advice = (
-            "A negative exit code is the number of a signal; -9 often means that memory ran out"
+            "A negative exit code is a signal that ended the process; -9 often means that memory "
+            "ran out"
         )
         return EngineUnavailable(
             self._name, f"{self._label} ended with exit code {self._process.returncode}", advice
@@ -242,7 +243,7 @@ def _ray(name: str) -> Any:
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         problem = "stages can be Ray actors only if their engine is a Ray actor too"
-        advice = "Write ray: before the engine's name"
+        advice = "Write ray: before the engine's address"
         raise UnsupportedByEngine(name, problem, advice)
     return ray
 

@@ -284,7 +284,7 @@ def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
             )
         except (ValueError, LookupError, TypeError) as error:
             raise ModelLoadError(
-                name, f"the weights in {folder} are damaged ({error})", "Download it again"
+                name, f"the weights in {folder} are damaged ({error})", "Download the weights again"
             ) from error
         block = completed(own, theirs, layers if isinstance(layers, int) else len(theirs))
         write_atomic(whole / "model.safetensors", block.parts)
@@ -634,10 +634,14 @@ class Zoo:
             if model.source in places or model.name == said:
                 return model
         names = (
-            ", ".join(model.name for model in known) or "the zoo is empty, so add the base first"
+            ", ".join(model.name for model in known)
+            or "the zoo is empty, so first add the base model"
         )
-        problem = f"the base of {folder} is {said or 'not named'}, and the zoo has no model from this source"
-        raise OptionError("--base", f"{problem}; name the base: {names}")
+        problem = (
+            f"{folder} is an adapter whose base model is {said or 'not named'}, and the zoo "
+            "has no such model"
+        )
+        raise OptionError("--base", f"{problem}; name its base model: {names}")
 
     def remove(self, name: str) -> int:
         """Remove a model, and delete all blocks that no other model uses.
@@ -755,12 +759,13 @@ class Zoo:
             return kept[max(fits)]
         known = (
             ", ".join(f"{one.name} diverges by {nats:.3g}" for nats, one in kept.items())
-            or "the zoo has no stand-in of this model"
+            or "the zoo has no lossy replacement of this model"
         )
         advice = f"make one: atts zoo compare {name} --zoo {self.directory} --lossy {bound:g} --keep NAME"
         raise OptionError(
             "lossy",
-            f"no stand-in for {name!r} diverges by at most {bound:g} nats a token ({known}); {advice}",
+            f"no lossy replacement of {name!r} diverges by at most {bound:g} nats per token "
+            f"({known}); {advice}",
         )
 
     def _known(self) -> list[StoredModel]:

@@ -66,19 +66,19 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
     elif check is not None and check.standing == "left":
         points.append(("care", f"if a calibrator decides on the scores in file order, {check}"))
     points.extend(
-        ("bad", f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}")
+        ("bad", f"drift alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}")
         for alarm in control.alarms
     )
     if _is_reached(control.drift) and not control.alarms:
         points.append(
             (
                 "care",
-                "the drift statistic passed the alarm level: later questions score "
-                "differently from earlier questions",
+                "the drift statistic passed the alarm level: scores of later questions differ "
+                "from scores of earlier questions",
             )
         )
     if control.forced:
-        points.append(("care", f"{control.forced:,} decisions were made without a score"))
+        points.append(("care", f"the gate took {control.forced:,} decisions without a score"))
     if kind != "run":
         worst = health.repeats.fault
         points.extend(
@@ -97,7 +97,7 @@ def _sentence(kind: str, health: Health, control: RateControl) -> str:
         asked = percent(check.nominal)
         ends = {
             "held": "on target",
-            "unclear": "too few questions to say whether the difference is chance",
+            "unclear": "too few questions to say whether the difference is due to chance",
             "left": "off target",
         }
         return f"{counts} at a nominal rate of {asked}: {ends[check.standing]}"
@@ -157,7 +157,7 @@ _LABELS: Mapping[LabelSource, str] = {
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
     """Return the first number that the report shows: the gain of the score over a coin."""
     what = (
-        "gain over a coin: share of chunks of wrong rollouts that the score escalates, "
+        "gain over random escalation: share of chunks of wrong rollouts that the score escalates, "
         "minus the share that a coin of the same rate escalates"
     )
     if labelled is None:
@@ -171,7 +171,7 @@ def _auroc(labelled: LabelledScores | None) -> ShownNumber:
     """Return the AUROC of the score, which measures how well it separates wrong from correct
     rollouts of a question.
     """
-    what = "within-question AUROC of the score; 0.5 is a coin"
+    what = "AUROC of the score within questions; random scores have 0.5"
     if labelled is None:
         return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
     if math.isnan(labelled.auroc.value):
@@ -201,7 +201,9 @@ def _alarms(control: RateControl) -> ShownNumber:
     what = "drift alarm" if count == 1 else "drift alarms"
     if drift is None:
         return ShownNumber(
-            f"{count:,}", what, "too few questions to compare early with late questions"
+            f"{count:,}",
+            what,
+            "too few questions to compare earlier questions with later questions",
         )
     won = f"{10 ** min(drift.peak, 9):,.1f} (alarm at {10**drift.alarm:,.0f})"
     return ShownNumber(f"{count:,}", what, f"largest drift statistic {won}")
@@ -436,8 +438,8 @@ def _first(report: CalibrationReport) -> Chart:
     asked = "" if report.control.nominal is None else " The dashed line is the nominal rate."
     caption = (
         "The thick line is the share of chunks escalated so far, and the thin line is "
-        f"this share among the latest {report.control.window} chunks.{asked} Independent "
-        "coins would stay in the grey band with 95 % probability."
+        f"this share among the latest {report.control.window} chunks.{asked} The share of "
+        "independent coin tosses would be in the grey band with 95 % probability."
     )
     return replace(
         over_time_chart(report.control), title="Share of chunks escalated", caption=caption

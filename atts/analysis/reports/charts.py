@@ -237,14 +237,14 @@ def _by_turn(control: RateControl) -> Chart:
         plot.bar(n - 0.3, n + 0.3, group.share, "bar" if group.inside else "bar off", _tip(group))
         for n, group in enumerate(shown)
     ]
-    words = "Each bar is the share of the decisions in a turn that escalated."
+    words = "Each bar is the share of a turn's chunks that were escalated."
     if control.nominal is not None:
         marks.append(
             plot.line([(-0.5, control.nominal), (len(shown) - 0.5, control.nominal)], "nominal")
         )
         words += (
-            " If every decision were a coin of the nominal rate, the grey band would contain all "
-            "turns with 95 % probability."
+            " If every decision were a coin toss at the nominal rate, all bars would be in the "
+            "grey band with 95 % probability."
         )
     return Chart.of(
         "Rate by turn", words, plot, marks, _group_data(control.turns), "Realised rate by turn"
@@ -303,7 +303,9 @@ def _by_question(control: RateControl) -> Chart:
         f"{control.question_rms:.3f}"
     )
     words += (
-        f"; fair coins would give {control.coin_rms:.3f}." if control.nominal is not None else "."
+        f"; coin tosses at the nominal rate would give {control.coin_rms:.3f}."
+        if control.nominal is not None
+        else "."
     )
     data = _group_data(ordered if step > 1 else control.by_question)
     return Chart.of("Rate by question", words, plot, marks, data, "Realised rate by question")
@@ -338,8 +340,8 @@ def over_time_chart(control: RateControl) -> Chart:
     marks.append(plot.line([(m.decisions, m.share) for m in moments], "main"))
     words = (
         f"Thick line: all decisions so far. Thin line: the latest {control.window} "
-        "decisions. Band: the share of heads among as many independent coins is inside "
-        "with 95 % probability."
+        "decisions. Band: contains the share of as many independent coin tosses with 95 % "
+        "probability."
     )
     rows = [
         (m.decisions, m.share, m.low, m.high, m.rolling)
@@ -367,8 +369,8 @@ def reliability_chart(found: Uniformity) -> Chart:
         f"{found.distance:.3f}, {'inside' if found.inside else 'OUTSIDE'} the "
         f"simultaneous 95 % band of ±{found.band:.3f} for {found.n:,} p-values "
         f"(effective sample size {found.effective:,.0f}). Feedback corrects the rate if "
-        "the p-values are not uniform, so for a mode with feedback the guarantee does "
-        "not depend on this chart."
+        "the p-values are not uniform, so for a rate scope with feedback the guarantee does not "
+        "depend on this chart."
     )
     data = ("nominal rate", "rate by the p-values"), curve[::5]
     return Chart.of(
@@ -377,7 +379,7 @@ def reliability_chart(found: Uniformity) -> Chart:
         plot,
         marks,
         data,
-        "Nominal rate against the rate that the p-values give",
+        "Nominal rate against the rate computed from the p-values",
     )
 
 
@@ -439,7 +441,7 @@ def _drift(found: DriftTest) -> Chart:
     thin = max(1, len(found.path) // 1000)
     plot = Plot(
         Axis(0, found.questions, "questions", values="whole"),
-        Axis(low * 1.05, high * 1.1, "log10 of wealth"),
+        Axis(low * 1.05, high * 1.1, "log10 of capital"),
     )
     marks = [
         plot.line([(0, found.alarm), (found.questions, found.alarm)], "alarm"),
@@ -450,16 +452,16 @@ def _drift(found: DriftTest) -> Chart:
     ]
     said = "reached" if found.peak >= found.alarm else "stayed below"
     words = (
-        "A martingale bets that later questions score differently from earlier "
-        "questions. If the questions are exchangeable, the capital of the martingale "
-        f"ever reaches the upper line ({10**found.alarm:,.0f} times the initial capital) "
-        f"with probability at most 1 %. The capital {said} the line: at its peak it was "
-        f"{10 ** min(found.peak, 9):,.1f} times the initial capital."
+        "A martingale bets that scores of later questions differ from scores of earlier "
+        "questions. If the questions are exchangeable, the probability that its capital ever "
+        f"reaches the upper line ({10**found.alarm:,.0f} times the initial capital) is at most 1 "
+        f"%. The capital {said} the line: at its peak it was {10 ** min(found.peak, 9):,.1f} times "
+        "the initial capital."
     )
     step = max(1, len(found.path) // 20)
     rows = [(n + 1, found.path[n]) for n in range(0, len(found.path), step)]
     return Chart.of(
-        "Drift", words, plot, marks, (("questions", "log10 of wealth"), rows), "Drift martingale"
+        "Drift", words, plot, marks, (("questions", "log10 of capital"), rows), "Drift martingale"
     )
 
 
@@ -467,19 +469,19 @@ def timeline_chart(found: TimeBreakdown) -> Chart:
     """Return the data of the timeline of all engines, which the template of the page draws."""
     columns = (
         "engine",
-        "most at once",
-        "mean in flight",
+        "most calls at the same time",
+        "mean number of calls in flight",
         "share of time busy",
-        "longest bubble (s)",
+        "longest idle time (s)",
     )
     rows = [
         (e.engine, e.peak, e.mean_in_flight, e.busy_share, e.longest_bubble) for e in found.engines
     ]
     return Chart(
         "Engines over time",
-        "Filled area: calls in flight. Line: calls that wait for a slot. Gap: the "
-        "engine is idle (a bubble). Rows below: calls in flight, coloured by stage; a "
-        "row has one call at a time, and only the first rows are shown.",
+        "Filled area: calls in flight. Line: calls that wait for a slot. Gap: the engine is idle. "
+        "Rows below: calls in flight, coloured by stage; each row shows one call at a time, and "
+        "only the first rows are drawn.",
         "",
         ReportTable.of("", columns, rows),
         wide=True,
@@ -500,7 +502,7 @@ _LEGEND = (
     ("own", THIS_RUN),
     ("run", "other runs"),
     ("samples", "votes of fewer rollouts"),
-    ("turns", "every rollout is cut after this number of turns"),
+    ("turns", "every rollout is cut after the stated number of turns"),
 )
 _LETTER = 6.6
 _LINE = 13.0
@@ -556,9 +558,9 @@ def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
     caption = (
         "Whiskers are 95 % intervals over problems. Points for fewer rollouts are "
         "averages over all subsets of the recorded rollouts, with the mean cost of as "
-        "many complete rollouts. Points for complete runs have the recorded cost, so "
-        "votes that ended early cost less. The axis of accuracies is stretched towards "
-        "1, where runs differ by few answers."
+        "many complete rollouts. Points for complete runs have the recorded cost, which is lower "
+        "for votes that ended early. The accuracy axis is stretched near 1, where runs differ by "
+        "only a few answers."
     )
     kinds = {"own" if point.label == THIS_RUN else point.kind for point in points}
     legend = tuple(entry for entry in _LEGEND if entry[0] in kinds)

@@ -345,8 +345,8 @@ def _session(data: RunData) -> Iterator[Caveat]:
     is_decided = COMPARED in data.state.said and not data.state.open
     if planned is not None and done < planned and not is_decided:
         text = (
-            f"of {planned:,} problems are not finished: all numbers are about the "
-            f"{done:,} finished problems, which are the fastest"
+            f"of {planned:,} problems are not finished: all numbers describe the {done:,} finished "
+            "problems, which are the fastest problems"
         )
         yield Caveat("unfinished", "bad", planned - done, text)
     killed = data.state.killed + (data.state.ended is None)
@@ -355,7 +355,7 @@ def _session(data: RunData) -> Iterator[Caveat]:
             "killed",
             "good",
             killed,
-            "sessions ended without closing the journal (killed, or still running)",
+            "sessions did not close the journal, because they were killed or are still running",
         )
     for error, count in data.failed_calls.items():
         yield Caveat("failed calls", "care", count, f"engine calls failed: {error}")
@@ -416,7 +416,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
         return
     if calibration.forced:
         yield Caveat(
-            "forced decisions", "care", calibration.forced, "decisions were made without a score"
+            "forced decisions", "care", calibration.forced, "decisions were taken without a score"
         )
     for alarm in calibration.alarms:
         acted = f"; {alarm.acted}" if alarm.acted else ""
@@ -432,7 +432,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
             "turns",
             "care",
             len(outside),
-            f"turns have a rate outside the band of the nominal rate: {', '.join(outside)}",
+            f"turns have a rate outside the 95 % band of the nominal rate: {', '.join(outside)}",
         )
 
 
@@ -480,7 +480,7 @@ def _gains(baselines: Sequence[Baseline]) -> Iterator[ShownNumber]:
     """
     for other in baselines:
         if other.method == "coin":
-            what = "gain over a coin, in accuracy of the vote"
+            what = "gain in vote accuracy over random escalation (coin)"
             note = f"compared with {other.name} on {other.problems:,} problems"
             yield ShownNumber(other.difference.signed(), what, note)
 
@@ -546,7 +546,7 @@ def _right(vote: Estimate | None, count: int) -> ShownNumber:
             "no answer is graded, because no problem has a reference answer",
         )
     problems = "problem" if vote.n_problems == 1 else "problems"
-    note = f"{right_of(vote)} {problems}, each by the vote of its rollouts; {span(vote)}"
+    note = f"the vote of the rollouts is correct on {right_of(vote)} {problems}; {span(vote)}"
     return ShownNumber(percent(vote.value), "of the answers are correct", note)
 
 
@@ -571,8 +571,8 @@ def _escalated(cost: Spend, calibration: RateControl | None) -> ShownNumber:
             else f"{cost.tokens_per_second:,.0f} tokens per second"
         )
         if not cost.seconds:
-            return ShownNumber("unknown", "seconds", "the run was imported")
-        return ShownNumber(f"{cost.seconds:,.3g} s", "in all sessions", per_second)
+            return ShownNumber("unknown", "run time", "the imported files contain no times")
+        return ShownNumber(f"{cost.seconds:,.3g} s", "run time, all sessions", per_second)
     share = calibration.escalated / calibration.decisions
     check = calibration.check()
     asked = "the gate has no nominal rate"

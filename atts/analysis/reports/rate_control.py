@@ -157,8 +157,8 @@ def repeats_in_words(engines: Mapping[str, Mapping[str, Json]]) -> str:
         return ""
     return (
         "with the same seed, a text may differ where two tokens are almost equally "
-        f"likely: {' and '.join(rounding)} computed in bfloat16 (?dtype=float32 behind a "
-        "local engine's name avoids this)"
+        f"likely: {' and '.join(rounding)} computed in bfloat16 (?dtype=float32 in a local "
+        "engine's address avoids this)"
     )
 
 
@@ -178,25 +178,26 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
     if match is None and not _has_ranks(data):
         return StatedGuarantee(
             gate,
-            f"no guarantee is known: {gate} is not a gate of atts, and does not have a `promise`",
+            f"no guarantee is known, because {gate} is not a gate of atts and has no attribute "
+            "`promise`",
             "nothing, because the gate does not give a guarantee",
             "",
         )
     if match is None:
         return StatedGuarantee(
             str(named or "unknown"),
-            "not known: the run directory does not name the mode of the gate, and none "
-            "of the modes without stored scores takes the recorded decisions",
-            "not known, because the mode of the gate is not known",
-            "none of the modes reproduces the recorded p-values; a calibrator cannot be "
-            "rebuilt if the manifest does not name its stored scores",
+            "not known: the run directory does not name the rate scope, and no rate scope without "
+            "stored scores leads to the recorded decisions",
+            "not known, because the rate scope is not known",
+            "no rate scope reproduces the recorded p-values; atts can rebuild a calibrator only "
+            "if the manifest names its stored scores",
         )
     missing = match.checked - match.same
     audit = (
         f"atts repeated {match.checked:,} recorded decisions from the journal; "
         f"{match.same:,} of them had the recorded result"
         + (f"; {missing:,} of them had a different result" if missing else "")
-        + ("" if named else "; this repetition identified the mode of the gate")
+        + ("" if named else "; this repetition identified the rate scope")
     )
     return StatedGuarantee(
         match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit

@@ -109,7 +109,7 @@ def accuracy_table(report: RunReport) -> ReportTable:
     ]  # fmt: skip
     return ReportTable.of(
         "Accuracy",
-        ("rate", "value [95 % interval]", "problems", "samples", "what it is"),
+        ("rate", "value [95 % interval]", "problems", "samples", "meaning"),
         rows,
     )
 
@@ -137,7 +137,7 @@ def spend_table(report: RunReport) -> ReportTable:
     if spend.dollars is not None:
         rows.append(("cost in dollars, at the prices of the models", f"${spend.dollars:,.4f}"))
     if spend.dollars_per_right is not None:
-        rows.append(("money per correct answer", f"${spend.dollars_per_right:,.6f}"))
+        rows.append(("dollars per correct answer", f"${spend.dollars_per_right:,.6f}"))
     return ReportTable.of(
         "Tokens, calls and seconds of the run", ("what", "how much"), rows, "facts"
     )
@@ -151,7 +151,10 @@ def combination_table(report: RunReport) -> ReportTable:
     rows: list[tuple[object, object]] = []
     if combined is not None:
         rows = [
-            ("what combined", " and ".join(combined.actions) or "the vote on every problem"),
+            (
+                "how answers were combined",
+                " and ".join(combined.actions) or "the vote on every problem",
+            ),
             ("problems whose votes split", f"{combined.split:,} of {combined.problems:,}"),
             (
                 "a vote counts as split if its leading answer has at most this share of "
@@ -159,15 +162,22 @@ def combination_table(report: RunReport) -> ReportTable:
                 cell(combined.below),
             ),
             (
-                "split votes that were trials, in which the vote stays the answer",
+                "split votes on which the target was only tried, and the vote stayed the answer",
                 cell(combined.trials),
             ),
             ("answers changed", cell(combined.changed)),
             ("changed from wrong to correct", cell(combined.gained)),
             ("changed from correct to wrong", cell(combined.lost)),
             ("gain in accuracy [95 % interval]", combined.gain.signed()),
-            ("largest possible gain: an oracle on the same problems", cell(combined.ceiling)),
-            ("same verdict in both orders", f"{combined.consistent:,} of {combined.pairs:,} pairs"),
+            (
+                "largest possible gain: an oracle that always finds a correct answer among the "
+                "rollouts",
+                cell(combined.ceiling),
+            ),
+            (
+                "pairs of answers with the same verdict in both presentation orders",
+                f"{combined.consistent:,} of {combined.pairs:,}",
+            ),
             (
                 "tokens that the target wrote for selection or synthesis",
                 cell(combined.usage.target_tokens),
@@ -190,7 +200,7 @@ def speculation_table(report: RunReport) -> ReportTable:
     speculated = report.speculated
     drawn = report.spend.usage.drawn_tokens
     rows: list[tuple[object, object]] = (
-        [("tokens that the target drew while scoring", cell(drawn))] if drawn else []
+        [("tokens that the target sampled while scoring", cell(drawn))] if drawn else []
     )
     if speculated is not None:
         rows += [
@@ -202,8 +212,8 @@ def speculation_table(report: RunReport) -> ReportTable:
                 f"({100 * speculated.accepted / max(1, speculated.proposed):.1f} %)",
             ),
             (
-                "share of accepted tokens by position in a proposal, if all earlier "
-                "tokens were accepted",
+                "share of tokens accepted at each position of a proposal, if all earlier tokens "
+                "were accepted",
                 " ".join(f"{x:.2f}" for x in speculated.accepted_share[:16]),
             ),
             (
@@ -218,7 +228,7 @@ def speculation_table(report: RunReport) -> ReportTable:
             ("seconds saved compared with steps without proposals", cell(speculated.saved_seconds)),
         ]
     return ReportTable.of(
-        "Speculation: the same text in fewer steps", ("what", "how much"), rows, "facts"
+        "Speculation: steps that write several tokens", ("what", "how much"), rows, "facts"
     )
 
 
@@ -268,9 +278,9 @@ def calibration_table(control: RateControl) -> ReportTable:
             "questions",
             control.questions
             if control.questions < control.decisions
-            else "a question for each chunk, or not known",
+            else "one question per chunk, or not known",
         ),
-        ("forced without a score", control.forced),
+        ("decisions without a score", control.forced),
         ("effective sample size", control.effective),
         ("rate scope", control.promise.mode),
         (
@@ -305,7 +315,7 @@ def turn_table(control: RateControl) -> ReportTable:
     ]
     return ReportTable.of(
         "Escalated chunks, by turn",
-        ("turn", "decisions", "escalated", "rate", "coin's band"),
+        ("turn", "decisions", "escalated", "rate", "95 % band of a coin"),
         rows,
     )
 
@@ -322,16 +332,16 @@ def health_table(health: Health) -> ReportTable:
         ("infinite scores", health.infinite),
         ("threshold: escalate above", shown_score(health, health.threshold)),
         (
-            "long-run rate of the threshold, if scores were independent (90 %)",
+            "long-run rate of the threshold, if scores were independent (90 % interval)",
             _range(health.long_run),
         ),
         (
-            "long-run rate of the threshold, at the effective sample size (90 %)",
+            "long-run rate of the threshold, at the effective sample size (90 % interval)",
             _range(health.long_run_clustered),
         ),
         (
-            "standard deviation of the rate on one half of the questions, with the "
-            "threshold from the other half",
+            "standard deviation of the rate on one half of the questions, if the other half sets "
+            "the threshold",
             health.half_split,
         ),
     ]
@@ -398,7 +408,7 @@ def _examples(caveat: Caveat, places: Mapping[str, int]) -> Cell:
 def time_table(found: TimeBreakdown) -> ReportTable:
     """Return the table of the run's time, computed from its task graph."""
     rows: list[tuple[object, object, object]] = [
-        ("wall seconds", found.seconds, "from the first call to the end of the last call"),
+        ("run time", found.seconds, "from the first call to the end of the last call"),
         (
             "critical path",
             found.critical_path,
@@ -409,24 +419,25 @@ def time_table(found: TimeBreakdown) -> ReportTable:
         (
             "Ts, waiting for siblings",
             found.sibling_seconds,
-            "waits of rollouts for their round, and waits of equal chunks for the same score",
+            "time that rollouts wait for their round to end, or for the score of an equal chunk",
         ),
         (
             "edges between siblings",
             found.sibling_edges,
-            "waits for another rollout of the same problem, including waits for the "
-            "score of an equal chunk",
+            "number of waits for another rollout of the same problem, or for the score of an "
+            "equal chunk",
         ),
         ("r = Tc / (Tm + Ts)", found.intensity, "asynchronous arithmetic intensity"),
     ]
     if found.calls > found.nodes:
-        meaning = f"this table counts only the first {found.nodes:,} of {found.calls:,} calls"
+        meaning = (
+            f"only the first {found.nodes:,} of {found.calls:,} calls are counted in this table"
+        )
         rows.append(("calls", found.nodes, meaning))
     rows += [
-        (f"{engine.engine}: share of time busy", engine.busy_share,
+        (f"{engine.engine}: busy share of the time", engine.busy_share,
          f"{engine.mean_in_flight:.1f} calls in flight on average, at most {engine.peak}; longest "
-         f"bubble "
-         f"{engine.longest_bubble:.2f} s")
+         f"idle time {engine.longest_bubble:.2f} s")
         for engine in found.engines
     ]  # fmt: skip
     return ReportTable.of(
@@ -478,7 +489,10 @@ def problem_digest(report: RunReport) -> ReportTable:
         return table
     kept = [(place, row) for place, row in enumerate(report.problems) if row.verdict != "correct"]
     shown = tuple(_problem(*row) for row in kept[:_PROBLEMS])
-    title = f"Problems that are not correct: {len(shown)} of {len(kept)}, of {count} in all"
+    title = (
+        f"Problems that are not correct: {len(shown)} of {len(kept)} are shown (the run has "
+        f"{count} problems)"
+    )
     return ReportTable(title, table.columns, shown)
 
 

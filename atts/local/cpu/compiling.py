@@ -169,7 +169,7 @@ AVX2, but nothing newer. generic: instructions that every processor of this arch
 """
 _SOURCES = Path(__file__).with_name("kernels")
 _FLAGS = ("-O3", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
-_INSTEAD = "Write ?kernel=torch behind the engine's name"
+_INSTEAD = "Add ?kernel=torch to the engine's address"
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
 # C types of each function: first the type of its result, then the types of its arguments
@@ -214,7 +214,7 @@ def native_library(
         )
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        advice = "Install gcc, or write ?kernel=torch behind the engine's name"
+        advice = "Install gcc, or add ?kernel=torch to the engine's address"
         raise UnsupportedByEngine(engine, "no C compiler for the native kernels", advice)
     try:
         library, trouble = cached_library(

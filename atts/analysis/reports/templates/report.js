@@ -47,7 +47,7 @@
   const words = { correct: "correct", wrong: "wrong", unscored: "unscored" };
   const ends = {
     answer: "ended with its answer", end: "ended without an answer", turns: "cut at the limit of turns",
-    tokens: "cut at the limit of tokens", settled: "spared: the vote was settled", cancelled: "cancelled",
+    tokens: "cut at the limit of tokens", settled: "cancelled: the vote was settled", cancelled: "cancelled",
   };
 
   const chunk = ([author, fate, text, tokens, ended]) => {

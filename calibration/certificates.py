@@ -45,7 +45,7 @@ def checked_losses(losses: ArrayLike, low: float = 0.0) -> Losses:
     array = np.asarray(losses, float)
     if array.ndim != 1 or not len(array):
         raise CalibrationInputError(
-            "losses", array.shape, "one number per problem, for at least one problem"
+            "losses", array.shape, "at least one problem, and one number for each problem"
         )
     outside = ~((array >= low) & (array <= 1))  # True for NaN too
     if outside.any():
@@ -407,7 +407,7 @@ def _chains(
         raise CalibrationInputError(
             "candidates",
             "losses that differ in length",
-            "losses on the same problems for every candidate",
+            "every candidate's losses on the same problems",
         )
     check_fraction("epsilon", epsilon)
     check_fraction("delta", delta)
@@ -524,7 +524,7 @@ def certify_abstention(
         raise CalibrationInputError(
             "labelled problems",
             problems,
-            "at least one problem, each with a confidence and a label",
+            "at least one problem, and a confidence and a label for each problem",
         )
     outside = (confidences < 0) | (confidences > 1)
     if outside.any():

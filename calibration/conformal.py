@@ -89,19 +89,23 @@ class RateCheck:
             f"({100 * self.share:.1f} %), nominal rate {100 * self.nominal:g} %"
         )
         if self.standing == "left":
-            return f"{share}: off target, because the share is outside the band {_interval_text(self.band)}"
+            return (
+                f"{share}: off target, because the rate is outside {_interval_text(self.band)}, "
+                "which contains 99 % of on-target rates"
+            )
         if self.standing == "unclear":
             return (
-                f"{share}: too few questions to say whether the rate is on target. The rate of independent coins stays in "
-                f"{_interval_text(self.coin)}; the rate of {self.questions:,} questions with this variance stays "
-                f"in {_interval_text(self.band)}"
+                f"{share}: too few questions to say whether the rate is on target. Independent "
+                f"coin tosses have rates in {_interval_text(self.coin)} (95 %); {self.questions:,} "
+                f"questions that differ as much as these have rates in {_interval_text(self.band)} "
+                "(99 %)"
             )
         low, high = self.coin
         # After few decisions the interval is wide, so a rate inside it proves little. The text
         # therefore contains the interval.
         is_wide = (high - low) / 2 > min(self.nominal, 1 - self.nominal) / 2
         width = (
-            f"; with so few decisions, the rate of a coin would be in {_interval_text(self.coin)}"
+            f"; with so few decisions, coin tosses have rates in {_interval_text(self.coin)} (95 %)"
             if is_wide
             else ""
         )

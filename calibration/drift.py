@@ -503,9 +503,9 @@ class DomainCheck:
         if p > LEVEL:
             return ""
         return (
-            f"out of domain: the {len(scores)} chunks of this problem score worse than {100 * (1 - p):.1f} % of the "
-            f"{len(self.means)} questions of the calibration run; the gate and the models may "
-            "be unsuitable for this problem"
+            f"out of domain: the {len(scores)} chunks of this problem score worse than those of "
+            f"{100 * (1 - p):.1f} % of the {len(self.means)} questions of the calibration run; the "
+            "gate and the models may be unsuitable for this problem"
         )
 
 
@@ -722,7 +722,9 @@ class DriftMonitor(Persisted):
         self._ranked.add(mean)
         if self._martingale.alarm(self.significance * _MARTINGALE):
             p = math.exp(-self._martingale.log_peak)
-            self._alarm("martingale", p, "later questions score differently from earlier questions")
+            self._alarm(
+                "martingale", p, "scores of later questions differ from scores of earlier questions"
+            )
 
     def _look(self, significance: float) -> None:
         live = list(self._live.values())
@@ -812,7 +814,7 @@ class Health:
             warnings.append(f"infinite scores: {self.infinite}")
         if math.isinf(self.threshold) and self.rate:
             warnings.append(
-                f"too few scores ({self.scores}) for rate {self.rate:g}: no chunk would escalate"
+                f"{self.scores} scores are too few for rate {self.rate:g}: no chunk would escalate"
             )
         if self.clusters.effective < 0.5 * self.scores:
             warnings.append(
@@ -822,7 +824,7 @@ class Health:
         if len(self.turns) == 1 and self.scores:
             warnings.append(
                 f"all scores are of turn {self.turns[0].turn}, but chunks of other turns score differently; "
-                "use mode question-turn"
+                "use rate scope question-turn"
             )
         return tuple(warnings)
 

@@ -218,5 +218,8 @@ def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[s
         )
     for event in facts.events:
         # a drift alarm voids the guarantee
-        voided_by += f"; ALREADY VOID after {event.scores} scores: {event.message} ({event.action})"
+        voided_by += (
+            f"; THE GUARANTEE IS ALREADY VOID after {event.scores} scores: "
+            f"{event.message} ({event.action})"
+        )
     return f"{realised} {guarantee[:1].upper()}{guarantee[1:]}", voided_by

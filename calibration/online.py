@@ -306,7 +306,7 @@ class Calibrator(Persisted):
         wants_target = rate >= 1 or (rate > 0 and p > 1 - rate)
         action: Action = "escalate" if wants_target else "accept"
         origin: Origin = "gate"
-        why = f"p {p:.4f} {'>' if wants_target else '<='} {1 - rate:.4f}"
+        why = f"p-value {p:.4f} {'>' if wants_target else '<='} {1 - rate:.4f}"
         if wants_target and self._is_cap_reached():
             action = "accept"
             origin = "budget"

@@ -136,7 +136,9 @@ class StageOptions:
         :raises OptionError: an option has an unknown or impossible value.
         """
         if self.stage_worker not in get_args(StageWorker):
-            raise OptionError(str(self.stage_worker), "no such stage_worker", get_args(StageWorker))
+            raise OptionError(
+                str(self.stage_worker), "is not a value of stage_worker", get_args(StageWorker)
+            )
         for name in ("stages", "stage_steps", "block_rows"):
             value = getattr(self, name)
             if value is not None and value < 1:

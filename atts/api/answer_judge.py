@@ -108,7 +108,9 @@ async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) 
     before = record.verdict
     if status is None:
         return _left_open(record, reason)
-    detail = f"{name} says {reason}; the grading rules left the answer unscored ({before.rule})"
+    detail = (
+        f"judged by {name}: {reason}; the grading rules left the answer unscored ({before.rule})"
+    )
     return replace(record, verdict=Verdict(status, "judged", f"{detail}; {before.detail}"))
 
 
@@ -137,4 +139,4 @@ def _decision(reply: str, is_cut: bool) -> tuple[Status | None, str]:
         case ["UNSURE"]:
             return None, "the judge is unsure"
         case _:
-            return None, f"the judge's last line states no verdict: {shown!r}"
+            return None, f"the last line of the judge's reply states no verdict: {shown!r}"

@@ -267,8 +267,8 @@ def _check_same_rollouts(run: RecordedRun, recorded: str, method: str) -> None:
         if name not in _SAME_ROLLOUTS and was != wanted:
             raise OptionError(
                 "method",
-                f"{method} has another value of {name} than the recorded run, so it would write "
-                f"other texts. Run {method} instead",
+                f"{method} and the recorded run have different values of {name}, so {method} would "
+                f"write other texts. Run {method} instead of replaying it",
             )
 
 

@@ -436,7 +436,7 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
         if model.loss:
             advice = (
                 f"write zoo:DIR/{model.loss.model}?lossy=NATS with {model.loss.nats:.3g} or more, "
-                "or use it as a drafter"
+                f"or use {name!r} only as a drafter"
             )
             raise OptionError(
                 "engine", f"{name!r} is a lossy replacement of {model.loss.model!r}: {advice}"
@@ -453,7 +453,7 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
         if kept.loss
         else ""
     )
-    loss = f"{kept.name} replaces the model ({stands}): {kept.loss}"
+    loss = f"{kept.name}, a lossy replacement, is used instead of the model ({stands}): {kept.loss}"
     return found._replace(folder=str(zoo.folder(kept.name)), loss=loss)
 
 

@@ -126,8 +126,8 @@ def common_problems(
     if not both:
         raise DatasetError(
             comparison.against,
-            "that run graded none of the problems that this run would solve",
-            "Compare with a run on the same problems",
+            "the earlier run graded none of the problems of this run",
+            "Compare with an earlier run on the same problems",
         )
     return drawn_order(both, seed)
 

@@ -430,7 +430,8 @@ def _disk(directory: Path) -> Iterator[Check]:
     if free < _TIGHT_GB:
         status = "fail" if free < _FULL_GB else "warn"
         advice = (
-            "Free some space, or write the run elsewhere with --out; a journal keeps every token"
+            "Free some space, or write the run elsewhere with --out; the run's journal stores "
+            "every token"
         )
     yield Check("disk", status, f"{free:,.1f} GB free for {directory}", advice)
 
@@ -461,7 +462,7 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
             yield Check("memory", "fail", f"{pair.name} does not fit on eight {kind}")
             continue
         count = "1 rollout" if placement.rollouts == 1 else f"{placement.rollouts} rollouts"
-        seen = f"{placement}; the cache holds {count}"
+        seen = f"{placement}; the cache has room for {count}"
         start = f"`atts pairs {pair.name} --card {kind}` prints the commands of the servers"
         if kind not in here:
             advice = f"Run `atts doctor` on the machine of the servers; {start}"
@@ -489,8 +490,12 @@ def _memory_elsewhere(configuration: Configuration, pair: Pair) -> Check:
             is_quantized = isinstance(placement, GpuPlacement) and placement.is_quantized
             form = " (target in fp8)" if is_quantized else ""
             fitting.append(f"{placement.count} x {kind}{form}")
-    held_by = f"{' or '.join(fitting)} would hold" if fitting else "no usual card holds"
-    seen = f"this machine has no GPU; {held_by} {pair.name}"
+    held_by = (
+        f"{pair.name} needs {' or '.join(fitting)}"
+        if fitting
+        else f"no usual card has room for {pair.name}"
+    )
+    seen = f"this machine has no GPU; {held_by}"
     return Check(
         "memory", "warn", seen, "Name a card with --card to see each model's share of its memory"
     )
@@ -507,7 +512,7 @@ def _local_memory(pair: Pair, setup: Setup, kind: str, here: Sequence[str]) -> C
     if placement is None:
         seen = f"{pair.name} does not fit on {counts[-1]} x {kind} in this process"
         return Check("memory", "fail" if kind in here else "warn", seen, f"Serve it: {serve}")
-    seen = f"{placement}; {placement.rollouts} rollouts at once"
+    seen = f"{placement}; {placement.rollouts} rollouts fit at the same time"
     if kind not in here:
         return Check("memory", "warn", f"{seen}; this machine has no {kind}", serve)
     return Check("memory", "ok", seen)

@@ -152,14 +152,14 @@ class Setup:
     # "aci" meets the rate over the whole run, so it may escalate more chunks of hard problems
     rate_scope: Annotated[
         CalibrationMode,
-        "chunks over which the rate is met: each question (question), each turn of each question "
-        "(question-turn), or all chunks together (aci corrects deviations during the run; "
+        "scope of rate control: chunks of each question (question), chunks of each turn of a "
+        "question (question-turn), or all chunks (aci corrects deviations during the run; "
         "marginal and split do not)",
     ] = "aci"
     by_length: Annotated[
         bool | None,
-        "whether scores are ranked only among chunks of similar length; none: yes for rate scope "
-        "marginal, else no",
+        "whether a score is compared only with scores of chunks of similar length; none: true for "
+        "rate scope marginal, else false",
     ] = None
     cap: Annotated[
         float | None,
@@ -187,8 +187,8 @@ class Setup:
     ] = GIVE_UP_AFTER
     warmup: Annotated[
         int,
-        "number of first scores of the run that calibrate its gate, instead of stored scores; 0: "
-        "none",
+        "warm-up: the gate is calibrated with this number of first scores of the run instead of "
+        "stored scores; 0: no warm-up",
     ] = 0
     grader: Annotated[
         str | None,
@@ -489,8 +489,8 @@ class Setup:
         if self.cap is not None and not isinstance(gate, ConformalGate):
             raise OptionError(
                 "cap",
-                f"the gate of method {self.method!r} cannot keep a cap; use method atts, without "
-                "a warm-up",
+                f"method {self.method!r} cannot limit escalations by a hard cap; use method atts, "
+                "without a warm-up",
             )
         return self._sparing(gate), calibrator
 
@@ -506,7 +506,7 @@ class Setup:
         if not isinstance(gate, ConformalGate):
             raise OptionError(
                 "accept_when_agreeing",
-                f"the gate of method {self.method!r} does not control a rate; use method atts",
+                f"method {self.method!r} does not control the rate of escalations; use method atts",
             )
         return AgreementGate(gate, self.accept_when_agreeing)
 

@@ -214,7 +214,8 @@ def _values(
         )
     if flags.get(name) is not None or any(pair.partition("=")[0].strip() == name for pair in pairs):
         raise OptionError(
-            "--over", f"{name} varies, but is set by a flag as well; leave the flag out"
+            "--over",
+            f"{name} varies in this sweep, but another flag sets it too; leave the other flag out",
         )
     unique = tuple(dict.fromkeys(_read(known[name], value) for value in values))
     if not unique:

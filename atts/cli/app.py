@@ -24,7 +24,7 @@ EXIT_CODES: dict[int, str] = {
     2: "the command line, the dataset or the calibration input is wrong",
     3: "an engine is missing or was lost; the same command continues with the unfinished work",
     4: "the run directory or the disk cannot be used",
-    5: "a requested check failed",
+    5: "a check that you requested failed",
     130: "interrupted; finished work is kept, and the same command continues the run",
     141: "the reader of the output closed the pipe, as `| head` does",
 }
@@ -230,7 +230,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "config": Command("atts.cli.preparation", "config_app", "Show every setting with its origin."),
     "datasets": Command(
-        "atts.cli.datasets", "datasets_app", "List datasets, or show the problems of one."
+        "atts.cli.datasets", "datasets_app", "List datasets, or show the problems of one dataset."
     ),
     "doctor": Command(
         "atts.cli.preparation",
@@ -265,16 +265,20 @@ COMMANDS: dict[str, Command] = {
     "pilot": Command(
         "atts.cli.evaluations",
         "pilot",
-        "Measure on some problems whether a gate helps a pair of models.",
+        "Run a few problems to measure whether escalation helps a pair of models.",
     ),
     "plan": Command(
         "atts.cli.comparisons",
         "plan",
         "Advise on rate, samples and turns; the advice is computed from recorded runs.",
     ),
-    "probe": Command("atts.cli.preparation", "probe", "Print what a server can do for a run."),
+    "probe": Command(
+        "atts.cli.preparation", "probe", "Print which features for runs a server has."
+    ),
     "replay": Command(
-        "atts.cli.comparisons", "replay", "Apply another policy to a recorded run, without a model."
+        "atts.cli.comparisons",
+        "replay",
+        "Compute the results of a recorded run under another policy, without a model.",
     ),
     "report": Command("atts.cli.recorded_runs", "report", "Write the report of a run."),
     "runs": Command("atts.cli.recorded_runs", "runs", "List runs with their status and accuracy."),
@@ -298,6 +302,12 @@ COMMANDS: dict[str, Command] = {
         "tune",
         "Time a server, and advise how many tokens it should propose per step.",
     ),
-    "view": Command("atts.cli.serving", "view", "Show a run or a server as a live page."),
-    "zoo": Command("atts.cli.zoo", "app", "Store many models, and store equal blocks only once."),
+    "view": Command(
+        "atts.cli.serving", "view", "Show the progress of a run or a server as a live web page."
+    ),
+    "zoo": Command(
+        "atts.cli.zoo",
+        "app",
+        "Store many models in a folder (a zoo) that keeps equal blocks only once.",
+    ),
 }

@@ -54,7 +54,7 @@ ByLength = Annotated[
     bool,
     typer.Option(
         "--by-length",
-        help="Rank each score only among the scores of chunks with about the same length.",
+        help="Compare each score only with scores of chunks of about the same length.",
     ),
 ]
 Condition = Annotated[
@@ -172,7 +172,8 @@ def replay(
         ),
     ] = "recalibrate",
     window: Annotated[
-        int | None, typer.Option(help="Rank each score only among this many of the latest scores.")
+        int | None,
+        typer.Option(help="Compare each score only with this many of the latest scores."),
     ] = None,
     decay: Annotated[
         float | None,
@@ -229,7 +230,7 @@ def import_scores(
     report_written(
         json_line(facts)
         if as_json
-        else f"{facts['scores']} scores of {facts['questions']} questions: {out}"
+        else f"{out}: {facts['scores']} scores of {facts['questions']} questions"
     )
 
 
@@ -278,7 +279,7 @@ def judge(
     rate: Annotated[
         float,
         typer.Option(
-            help="Share of chunks that the judge and a coin escalate when they are compared."
+            help="Share of chunks that the judge and a coin escalate in their comparison."
         ),
     ] = 0.2,
     seed: Annotated[int, typer.Option(help="Random seed of the cross-validation.")] = 0,
@@ -303,11 +304,11 @@ def judge(
     gain, low, high = (100 * value for value in made.over_coin)
     report_written(f"{out}: a judge fitted on {made.chunks} chunks of {made.problems} problems")
     report_written(
-        f"gain over a coin at rate {rate:g}, cross-validated by problem: {gain:+.2f} points of "
-        f"correct rollouts per chunk [{low:+.2f}, {high:+.2f}]"
+        f"gain over a coin at rate {rate:g}, cross-validated by problem: {gain:+.2f} percentage "
+        f"points in the accuracy of rollouts per chunk [{low:+.2f}, {high:+.2f}]"
     )
     if not made.beats_coin:
-        report_written("not shown to be better than a coin: the interval contains 0")
+        report_written("the judge is not shown to be better than a coin: the interval contains 0")
 
 
 @app.command("report")
@@ -426,7 +427,7 @@ def check(
         noticed = f" (noticed after {events[0]['scores']} scores)" if live is not None else ""
         raise CheckFailed(f"{file}: {events[0]['message']}{noticed}")
     if not as_json:
-        watched = f", {len(other)} live scores checked for drift" if live is not None else ""
+        watched = f", {len(other)} scores of the run checked for drift" if live is not None else ""
         say(f"{file}: no problem found ({len(stored)} scores{watched})")
 
 
@@ -443,7 +444,7 @@ def check_run(directory: Path, as_json: bool) -> None:
             f"{directory}: the gate of this run took no decisions, so the run has no rate to check"
         )
     problems = [
-        f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}"
+        f"drift alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}"
         for alarm in calibration.alarms
     ]
     share = calibration.escalated / calibration.decisions
@@ -491,7 +492,7 @@ def _print_decisions(done: ReplayResult) -> None:
 def _print_replay(done: ReplayResult) -> None:
     count = sum(decision.escalate for decision in done.decisions)
     say(
-        f"{count} of {len(done.decisions)} decisions escalated: {done.escalated:.4f} (nominal "
+        f"{count} of {len(done.decisions)} chunks escalated: rate {done.escalated:.4f} (nominal "
         f"{done.rate:g})"
     )
     for name, value in done.metrics.items():
@@ -552,7 +553,7 @@ def _print_health(health: Health) -> None:
     say(
         health.clusters
         if health.repeats.clustered
-        else f"{health.scores} scores; their questions are not known"
+        else f"{health.scores} scores, without the questions to which they belong"
     )
     scope = "equal within a question" if health.repeats.clustered else "equal scores"
     say(f"  {scope:<28}{100 * health.repeats.within:.1f} %")
@@ -562,14 +563,14 @@ def _print_health(health: Health) -> None:
         f"{health.rate:g})"
     )
     for words, (low, high) in (
-        ("long-run rate, independent", health.long_run),
-        ("long-run rate, clustered", health.long_run_clustered),
+        ("rate if independent", health.long_run),
+        ("rate if clustered", health.long_run_clustered),
     ):
-        say(f"  {words:<28}{low:.3f} to {high:.3f} (90 %)")
+        say(f"  {words:<28}{low:.3f} to {high:.3f} (90 % interval of the long-run rate)")
     if not math.isnan(health.half_split):
         say(
-            f"  {'rate on unseen questions':<28}SD {health.half_split:.3f} (threshold "
-            "from one half of the questions, rate on the other half)"
+            f"  {'rate on unseen questions':<28}standard deviation {health.half_split:.3f} "
+            "(threshold from one half of the questions, rate on the other half)"
         )
     for row in health.turns:
         median = shown_score(health, row.median)

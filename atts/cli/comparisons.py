@@ -103,18 +103,18 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         first, second = comparison.unscored
         between = comparison.if_right.difference.signed()
         lines.append(
-            f"{'':16}unscored answers count as wrong: {first} in the first run, {second} "
-            f"in the second; if they counted as correct: difference {between}"
+            f"{'':16}answers that the grader could not score count as wrong: {first} in the first "
+            f"run, {second} in the second; if they counted as correct: difference {between}"
         )
     if comparison.mcnemar is not None:
         pairs = comparison.mcnemar
         lines.append(
-            f"{'':16}problems correct in both runs {pairs.both}, only in the first "
-            f"{pairs.first_only}, only in the second {pairs.second_only}, in neither "
+            f"{'':16}problems answered correctly by both runs {pairs.both}, only by the first "
+            f"{pairs.first_only}, only by the second {pairs.second_only}, by neither "
             f"{pairs.neither}"
         )
     if comparison.sequential is not None:
-        lines.append(f"{'one by one':16}second {comparison.sequential}")
+        lines.append(f"{'one by one':16}second run {comparison.sequential}")
     if comparison.single is not None and not is_one:
         lines += _accuracy_lines("one rollout", comparison.single)
     lines += _coin_lines(comparison.methods)
@@ -123,12 +123,12 @@ def _comparison_lines(comparison: Compared) -> list[str]:
     for cost in comparison.costs:
         ratio = f"{cost.ratio:.3f} [{cost.low:.3f}, {cost.high:.3f}]"
         if math.isinf(cost.ratio):
-            ratio = "none in the first"
+            ratio = "the first has none"
         elif math.isnan(cost.ratio):
-            ratio = "none in either"
+            ratio = "both have none"
         elif math.isnan(cost.low):
             ratio = f"{cost.ratio:.3f} (no interval for a single problem)"
-        name = "seconds it took" if cost.name == "seconds" else cost.name.replace("_", " ")
+        name = "seconds" if cost.name == "seconds" else cost.name.replace("_", " ")
         form = ",.6f" if cost.name == "dollars" else ",.1f"
         lines.append(f"{name:<16}{cost.first:>12{form}}{cost.second:>12{form}}   {ratio}")
     if any(cost.name == "seconds" for cost in comparison.costs):
@@ -213,8 +213,8 @@ def certify(
         bool,
         typer.Option(
             "--lost",
-            help="Bound the share of the target's correct answers that a run loses, without "
-            "subtracting the answers that the run wins.",
+            help="Certify the share of problems that only the target answers correctly, without "
+            "subtracting problems that only the run answers correctly.",
         ),
     ] = False,
     as_json: Json = False,
@@ -270,9 +270,8 @@ def replay(
     rate_scope: Annotated[
         str | None,
         typer.Option(
-            help="Chunks over which the rate is met: all chunks (aci, marginal, split), the "
-            "chunks of each question (question), or the chunks of each turn of a "
-            "question (question-turn).",
+            help="Scope of rate control: all chunks (aci, marginal, split), the chunks of each "
+            "question (question), or the chunks of each turn of a question (question-turn).",
             show_default="as recorded",
         ),
     ] = None,
@@ -428,7 +427,7 @@ def _rule_lines(found: Referee) -> Iterator[str]:
     wide = max(len(row.rule) for row in found.rows)
     head = f"{'rule':<{wide}}  {'samples':>17}" + "".join(f"{unit:>10}" for unit in costs)
     yield (
-        f"{head}  {'changed':>8}  {'accuracy':<20}  {'less all':<23}  {'less fixed':<23}  "
+        f"{head}  {'changed':>8}  {'accuracy':<20}  {'minus all':<23}  {'minus fixed':<23}  "
         f"{'1 point':>7}"
     )
     for row in found.rows:
@@ -472,12 +471,12 @@ def _difference(compared: Comparison | None) -> str:
 def _rule_notes(found: Referee) -> Iterator[str]:
     """Yield the meaning of the columns, and notes on omitted rollouts and rules."""
     yield (
-        "changed: share of answers that differ from the vote of all rollouts. less all: "
-        "accuracy minus the accuracy of the vote of all rollouts."
+        "changed: share of answers that differ from the vote of all rollouts. minus all: accuracy "
+        "minus the accuracy of the vote of all rollouts."
     )
     yield (
-        "less fixed: accuracy minus the accuracy of a fixed number of rollouts with as "
-        f"many {found.unit}. 1 point: number of problems needed to show a"
+        "minus fixed: accuracy minus the accuracy of a fixed number of rollouts with as many "
+        f"{found.unit}. 1 point: number of problems needed to show a"
     )
     yield (
         "difference of 1 point from the vote of all rollouts with 80 % power. Brackets "
@@ -490,9 +489,8 @@ def _rule_notes(found: Referee) -> Iterator[str]:
     if found.censored:
         yield ""
         yield (
-            f"{found.censored:,} rollouts were stopped before an answer and are left out. "
-            "This favours fast rollouts; a run with --early-stop none records all "
-            "rollouts"
+            f"{found.censored:,} rollouts that were stopped before an answer are left out, which "
+            "favours fast rollouts; a run with --early-stop none records all rollouts"
         )
     if found.ungraded:
         yield f"{found.ungraded:,} problems have no verdict and are left out"
@@ -576,8 +574,8 @@ def _off_policy_lines(replayed: Replay) -> Iterator[str]:
     """Yield notes on results that the recorded run does not determine."""
     if replayed.off_policy > 0:
         yield (
-            f"{100 * replayed.off_policy:.1f} % of the rollouts leave the recorded path, "
-            "so their later text is unknown."
+            f"{100 * replayed.off_policy:.1f} % of the rollouts would be decided differently at "
+            "some chunk, so their text after this chunk is unknown."
         )
     if replayed.undecided:
         yield (
@@ -647,8 +645,8 @@ def _advice_lines(advice: Advice) -> list[str]:
     if advice.other_rates:
         lines += ["", "Estimates for rates without a run, from decisions on the recorded scores:"]
         lines.append(
-            f"  {'rate':>5}{'realised':>10}{'target tokens':>15}   accuracy between     rollouts "
-            f"unknown"
+            f"  {'rate':>5}{'realised':>10}{'target tokens':>15}   accuracy between     unknown "
+            "rollouts"
         )
         for guess in advice.other_rates:
             between = f"{guess.low:.3f} and {guess.high:.3f}"
@@ -667,9 +665,8 @@ def _advice_lines(advice: Advice) -> list[str]:
     for speed in advice.speeds:
         scored = f", {speed.scored_per_second:,.0f} scored" if speed.scored_per_second else ""
         lines.append(
-            f"  {speed.engine:<8}{speed.written_per_second:,.0f} tokens a second written{scored}, "
-            f"while busy "
-            f"({speed.busy_seconds:,.1f} s, {speed.calls:,} calls of "
+            f"  {speed.engine:<8}{speed.written_per_second:,.0f} tokens per second "
+            f"written{scored}, while busy ({speed.busy_seconds:,.1f} s, {speed.calls:,} calls of "
             f"{speed.seconds_per_call * 1000:,.0f} ms)"
         )
     return [*lines, "", *advice.notes]
@@ -688,8 +685,8 @@ def _best_lines(advice: Advice) -> list[str]:
         return [
             f"{under}: no recorded setting stays below the cap.",
             f"The cheapest setting takes {cheapest.target_tokens:,.0f} target tokens, "
-            f"{cheapest.tokens:,.0f} tokens, "
-            f"{cheapest.seconds:,.1f} s with accuracy {cheapest.accuracy.value:.3f}.",
+            f"{cheapest.tokens:,.0f} tokens in all and {cheapest.seconds:,.1f} s; its accuracy is "
+            f"{cheapest.accuracy.value:.3f}.",
         ]
     best = advice.best
     return [
@@ -739,7 +736,8 @@ def _chunk_lines(advice: ChunkAdvice) -> list[str]:
     ]
     for choice in advice.choices:
         lines.append(
-            f"  limit {choice.limit:>5}: turns x {choice.turns:.2f}, seconds x {choice.seconds:.2f}"
+            f"  limit {choice.limit:>5}: {choice.turns:.2f} times the turns, {choice.seconds:.2f} "
+            "times the seconds"
         )
     return [
         *lines,

@@ -247,9 +247,9 @@ def grade(
     fallback: Annotated[
         Literal["none", "statement", "number"],
         typer.Option(
-            help="How to find the answer in a text without a box or a mark (such as Answer: "
-            "5): none (no answer), statement (a value that the last sentence states), "
-            "number (the last number)."
+            help="How to find the answer in a text that has no \\boxed{} and no mark such as "
+            "Answer: 5: none (no answer), statement (a value that the last sentence "
+            "states), number (the last number)."
         ),
     ] = "statement",
     relative: Annotated[
@@ -407,7 +407,7 @@ def _words(summary: dict[str, Any]) -> str:
     counts = ", ".join(
         f"{summary[name]} {name.replace('_', ' ')}" for name in _COUNTS if summary[name]
     )
-    share = f"equal {summary['accuracy']:.4g} [{low:.4g}, {high:.4g}] (95 % Wilson)"
+    share = f"equal {summary['accuracy']:.4g} [{low:.4g}, {high:.4g}] (95 % Wilson interval)"
     return f"{_counted(summary['n'])}: {counts}; {share}{not_graded}"
 
 

@@ -158,9 +158,7 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     """Return the lines that a dry run prints without --json."""
     output = "new"
     if estimate.done:
-        output = (
-            f"{estimate.done} of {estimate.problems} problems are already done in this directory"
-        )
+        output = f"this directory already has {estimate.done} of {estimate.problems} problems"
     lines = [
         f"{estimate.dataset}: {estimate.problems} problems x {configuration['samples']} rollouts, "
         f"method {configuration['method']}, rate {configuration['rate']:g}",
@@ -210,8 +208,8 @@ def _budget_line(configuration: Configuration, key: str, words: str) -> str:
 
 def _tokens(sums: Tokens) -> str:
     return (
-        f"{sums.draft:,.0f} tokens by the draft, {sums.scored:,.0f} scored, "
-        f"{sums.target:,.0f} by the target"
+        f"{sums.draft:,.0f} tokens written by the draft, {sums.scored:,.0f} scored and "
+        f"{sums.target:,.0f} written by the target"
     )
 
 
@@ -245,7 +243,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
     rows = [
         ("without a score", result.unscored_words),
         ("accuracy", f"{_share(summary.answers)}   {_answered_by(result)}"),
-        ("pass@1", f"{_share(summary.samples_right)}   single rollouts{_leaning(result)}"),
+        ("pass@1", f"{_share(summary.samples_right)}   mean of single rollouts{_leaning(result)}"),
         *_by_benchmark_names(result),
         (f"escalated {result.manifest.judged_unit}", _escalated(result, configuration)),
         (
@@ -313,7 +311,7 @@ def _escalated(result: RunResult, configuration: Configuration) -> str:
     from atts.methods import preset
 
     if not preset(configuration["method"]).has_rate:
-        return f"{rate.counted()}   the method has no nominal rate"
+        return f"{rate.counted()}   this method has no nominal rate"
     return f"{rate.counted()}   nominal rate {configuration['rate']:g}"
 
 
@@ -334,8 +332,8 @@ def _leaning(result: RunResult) -> str:
     if not spared:
         return ""
     return (
-        f"; without {spared:,} rollouts, cancelled because the vote was settled, so "
-        "pass@1 favours fast rollouts (--early-stop none runs all rollouts)"
+        f"; {spared:,} rollouts that were cancelled because the vote was settled are not counted, "
+        "so pass@1 favours fast rollouts (--early-stop none runs all rollouts)"
     )
 
 
@@ -383,7 +381,7 @@ def _doubts(result: RunResult) -> str:
 
 
 def _share(estimate: Estimate) -> str:
-    return estimate.brief("nothing to count    ")
+    return estimate.brief("no result yet       ")
 
 
 @options.with_keys(

@@ -99,10 +99,10 @@ OPTIONS: Mapping[str, Parameter] = {
         "certain",
     ),
     "rate_scope": _key(
-        "Chunks over which the rate is met. question: the chunks of each question. "
-        "question-turn: the chunks of each turn of a question. aci, marginal, split: "
-        "all chunks of the run. aci adapts its threshold, marginal ranks among all "
-        "earlier scores, split ranks among stored scores only.",
+        "Scope of rate control. question: the chunks of each question. question-turn: the chunks "
+        "of each turn of a question. aci, marginal, split: all chunks of the run. aci adapts its "
+        "threshold, marginal compares a score with all earlier scores, split compares it with "
+        "stored scores only.",
         "aci",
     ),
     "scores": _key("Calibration scores to start from: a file, or a run directory.", metavar="FILE"),

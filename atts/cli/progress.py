@@ -133,7 +133,7 @@ def line(snapshot: ProgressSnapshot) -> str:
     if snapshot.left:
         time += f", about {duration(snapshot.left)} left"
     if snapshot.state == "draining":
-        parts.insert(0, "stopping: atts waits for the current calls and saves their results")
+        parts.insert(0, "stopping: atts waits for the calls in flight and saves their results")
     elif snapshot.state == "over":
         parts.insert(0, "ended")
     return "; ".join([*parts, time])
@@ -194,7 +194,7 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
         chunks += f", {snapshot.rejected:,} discarded"
     nominal = "" if snapshot.nominal is None else f", nominal {snapshot.nominal:g}"
     busy = (
-        f"{at['draft']} drafting, {at['score']} being scored, {at['target']} at the "
+        f"{at['draft']} drafting, {at['score']} being scored, {at['target']} being written by the "
         f"target, {at['wait']} waiting, {snapshot.rollouts_done:,} ended"
     )
     share = f"{100 * snapshot.target_share:.1f} % written by the target"

@@ -302,11 +302,11 @@ def merge(
         print_json(facts)
         return
     say(out)
-    tell(f"{made.problems} problems of {len(made.parts)} runs. Next: atts report {out}")
+    tell(f"Merged {made.problems} problems of {len(made.parts)} runs. Next: atts report {out}")
     if facts["calibrator"] is None:
         tell(f"No calibrator: {facts['why']}")
     else:
-        tell(f"Their merged calibrator: {facts['calibrator']}")
+        tell(f"Merged calibrator of the runs: {facts['calibrator']}")
 
 
 journal_app = typer.Typer(no_args_is_help=True)
@@ -353,7 +353,7 @@ def salvage(
         as_json,
         lambda _: [
             *_journal_lines(saved),
-            f"Saved in {out}: run the same command with --out {out}",
+            f"Saved in {out}. To continue the run, repeat its command with --out {out}",
         ],
     )
 
@@ -362,12 +362,12 @@ def _journal_lines(checked: JournalCheck) -> list[str]:
     """Return lines that describe a checked journal: its directory, its lines, its problems and its
     damage.
     """
-    after = "damaged" if checked.damage else "a torn last line"
+    after = "damaged" if checked.damage else "an incomplete last line"
     sessions = "1 session" if checked.sessions == 1 else f"{checked.sessions:,} sessions"
     return [
         f"{checked.directory}: {checked.lines:,} undamaged lines of {sessions}; "
         f"{checked.complete:,} {'problem' if checked.complete == 1 else 'problems'} "
-        f"complete, {checked.open:,} open",
+        f"complete, {checked.open:,} unfinished",
         *([f"{checked.lost:,} bytes after these lines are {after}"] if checked.lost else []),
     ]
 
@@ -483,7 +483,7 @@ def _lines(made: Imported) -> Iterator[str]:
         f"{f' ({made.model})' if made.model else ''}"
     )
     if made.already:
-        yield f"imported before: {_count(made.already, 'problem')}"
+        yield f"skipped, because imported before: {_count(made.already, 'problem')}"
     parts = {
         "answers": made.with_answer,
         "verdicts": made.graded,
@@ -492,7 +492,7 @@ def _lines(made: Imported) -> Iterator[str]:
         "costs": made.with_dollars,
     }
     known = [f"{name} of {count:,}" for name, count in parts.items() if count]
-    yield f"recorded by the tool: {', '.join(known) if known else 'texts only'}"
+    yield f"the tool recorded: {', '.join(known) if known else 'only texts'}"
     if made.scores:
         yield f"scores: {', '.join(made.scores)}"
     if made.dollars:
@@ -505,7 +505,7 @@ def _lines(made: Imported) -> Iterator[str]:
     if made.unknown:
         yield (
             "problems that are not in the dataset keep the ids of the files: "
-            "{_count(made.unknown, 'problem')}"
+            f"{_count(made.unknown, 'problem')}"
         )
 
 

@@ -67,8 +67,8 @@ def serve(
     share: Annotated[
         list[str] | None,
         typer.Option(
-            help="Weight of a user if the server is overloaded: with alice=2, alice gets "
-            "twice the capacity of a user with weight 1; repeatable.",
+            help="Share of a user if the server is overloaded: with alice=2, alice gets twice "
+            "the capacity of a user with share 1; repeatable.",
             metavar="USER=SHARE",
             show_default="1 for each user",
         ),

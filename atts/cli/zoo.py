@@ -64,11 +64,11 @@ def add(
         lambda _: [
             f"{name}: {megabytes(model.bytes)}, {len(model.digests)} blocks, "
             + (
-                "the zoo had none of these blocks, so all blocks are stored"
+                "the zoo had none of them, so it stores all these blocks"
                 if model.is_whole
-                else "some blocks are shared"
+                else "some of them shared with other models"
             ),
-            f"Engine name of the model: zoo:{zoo}/{name}",
+            f"Engine address of the model: zoo:{zoo}/{name}",
         ],
     )
 
@@ -205,8 +205,8 @@ def compare(
             f"below {apart:g}; give a larger --apart"
         )
     elif compared.kept is not None:
-        say(f"{keep} has {len(compared.kept.stands)} replaced blocks: {compared.kept}")
-        say(f"Engine name of the model: zoo:{zoo}/{name}?lossy={lossy:g}")
+        say(f"{keep}: model with {len(compared.kept.stands)} replaced blocks, {compared.kept}")
+        say(f"Engine address of the model: zoo:{zoo}/{name}?lossy={lossy:g}")
     if keep is not None and compared.kept is None:
         raise CheckFailed(
             "no new model was stored, because every replacement has a divergence above "
@@ -217,7 +217,7 @@ def compare(
 def _compared(pair: MeasuredPair) -> str:
     near = pair.likeness
     return (
-        f"{near.place} by {near.other}: distance of parameters {near.distance:.3f}, "
+        f"{near.place} replaced by {near.other}: distance of parameters {near.distance:.3f}, "
         f"cosine {near.cosine:.3f}\n  {pair.loss}"
     )
 

@@ -263,7 +263,9 @@ def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
     chosen = [name for name in ours if parted(name, split)]
     chosen = chosen or (ours if len(ours) == 1 else [])
     if len({Path(name).parent for name in chosen}) != 1:
-        problem = f"{'no' if not chosen else 'more than one'} set of files is split {split!r}"
+        problem = (
+            f"{'no' if not chosen else 'more than one'} set of files belongs to split {split!r}"
+        )
         raise DatasetError(
             here.repo,
             problem,
@@ -334,7 +336,7 @@ def load_dataset(
         worked, _ = problems_of(Reader(table, Columns(answer="solution"), shot, LoadOptions()))
         examples = tuple((each.text, each.answer or "") for each in worked)
         problems = tuple(replace(it, examples=examples) for it in problems)
-        notes.append(f"{len(worked)} worked examples before every problem")
+        notes.append(f"{len(worked)} worked examples precede every problem")
     return replace(
         whole, name=str(name), problems=problems, digest=digest(problems), notes=tuple(notes)
     )
@@ -400,7 +402,7 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
         if not kept:
             raise DatasetError(
                 table.source,
-                f"no row has {part!r} in column {column!r}",
+                f"no row of the dataset has {part!r} in column {column!r}",
                 "The layout of the dataset has changed",
             )
         table = replace(

@@ -540,7 +540,7 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
         ]
         detail = f"{' and '.join(places[:2])} have the same id {repeated[0]!r} ({len(repeated)} ids are not unique)"
         raise DatasetError(
-            table.source, detail, "Map another column to 'id', or delete the repeated rows"
+            table.source, detail, "Map another column to 'id', or delete rows with repeated ids"
         )
     return problems, _notes(reader, problems)
 
@@ -666,7 +666,7 @@ def _notes(reader: Reader, problems: Sequence[Problem]) -> list[str]:
     unanswered = sum(problem.answer is None for problem in problems)
     if unanswered:
         of = f"{unanswered} of {len(problems)} problems"
-        notes.append(f"{of} have no reference answer and cannot be graded")
+        notes.append(f"{of} have no reference answer, so their answers cannot be graded")
     level = reader.columns.level
     stated = [reader.text(index, level) for index in range(len(problems))]
     unread = sum(bool(text) and _level(text) is None for text in stated)

@@ -286,8 +286,14 @@ class Sequential:
     level: float = 0.95
 
     def __str__(self) -> str:
-        interval = f"difference in [{self.low:+.3f}, {self.high:+.3f}] ({self.level * 100:g} % after every problem)"
-        words = {"alike": f"within {self.points:g} points, decided", "undecided": "undecided"}
+        interval = (
+            f"difference in [{self.low:+.3f}, {self.high:+.3f}] ({self.level * 100:g} % "
+            "interval, valid after every problem)"
+        )
+        words = {
+            "alike": f"differs by at most {self.points:g} points, decided",
+            "undecided": "undecided",
+        }
         result = words.get(self.settled, f"{self.settled}, decided")
         return f"{result} after {self.problems:,} problems; {interval}"
 
@@ -408,11 +414,11 @@ class VarianceSplit:
         if math.isnan(self.share_between):
             return (
                 f"all rollouts of {self.problems:,} problems had the same result; without "
-                f"variance the power is not known"
+                "variance, the power cannot be computed"
             )
         return (
-            f"{100 * self.share_between:.0f} % of the variance of single rollouts lies between "
-            f"problems, {100 * (1 - self.share_between):.0f} % between samples of a problem "
+            f"{100 * self.share_between:.0f} % of the variance of single rollouts is between "
+            f"problems, {100 * (1 - self.share_between):.0f} % between samples of the same problem "
             f"({self.problems:,} problems)"
         )
 
@@ -458,8 +464,8 @@ class Power:
         if self.detectable >= 100:
             shown = "show no difference, however large"
         return (
-            f"{self.problems:,} problems x {self.samples} samples {shown} "
-            f"(80 % power, single rollouts); {takes} x {self.samples}"
+            f"{self.problems:,} problems x {self.samples} samples {shown} between methods (80 % "
+            f"power, single rollouts); {takes} x {self.samples}"
         )
 
 

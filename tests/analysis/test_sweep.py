@@ -259,7 +259,7 @@ def test_new_values_are_added_to_finished_runs(tmp_path: Path) -> None:
         ({"rate": [2]}, "[0, 1]"),
         ({"samples": ["many"]}, "whole number"),
         ({"chunking.stop": [["a"]]}, "list"),
-        ({"seed": [1, 2]}, "is set by a flag as well"),
+        ({"seed": [1, 2]}, "another flag sets it too"),
     ],
 )
 def test_a_key_that_cannot_vary_is_refused_first(

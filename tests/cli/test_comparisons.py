@@ -114,11 +114,12 @@ def test_votes_without_a_verdict_are_shown_with_their_possible_effect(
     assert found.if_right is not None
     assert found.if_right.difference.value == pytest.approx(0.25)
     assert (
-        "unscored answers count as wrong: 1 in the first run, 2 in the second; if they counted as "
-        "correct: difference +0.250 [" in atts("compare", str(a), str(b)).out
+        "answers that the grader could not score count as wrong: 1 in the first run, 2 in the "
+        "second; if they counted as correct: difference +0.250 ["
+        in atts("compare", str(a), str(b)).out
     )
     assert (
-        "unscored"
+        "could not score"
         not in atts(
             "compare", str(results(tmp_path / "c.jsonl", [{"id": 1, "correct": 1}])), str(a)
         ).out
@@ -144,7 +145,9 @@ def test_accuracy_of_rollouts_reports_cancelled_ones(atts: Any, scripted: tuple[
     command = ("eval", "arithmetic[:3]", "--samples", "8", *scripted)
     some = atts(*command, "--out", "runs/some").out
     every = atts(*command, "--early-stop", "none", "--out", "runs/every").out
-    leaning = r"pass@1 .*without \d+ rollouts, cancelled because the vote was settled, so pass@1 favours fast"
+    leaning = (
+        r"pass@1 .*\d+ rollouts that were cancelled because the vote was settled are not counted"
+    )
     assert re.search(leaning, some)
     assert "favours fast" not in every
 
@@ -160,7 +163,8 @@ def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path:
     printed = atts("compare", str(a), str(b)).out
     assert printed.count("p = ") == 1
     assert (
-        "correct in both runs 0, only in the first 0, only in the second 5, in neither 7" in printed
+        "answered correctly by both runs 0, only by the first 0, only by the second 5, by neither 7"
+        in printed
     )
     assert "one rollout" not in printed
 

@@ -277,7 +277,7 @@ def test_a_dry_run_prints_the_detectable_difference(atts: Any, tmp_path: Path) -
     text = atts("eval", str(problems), *words, "--dry-run").out
     assert "  power     30 problems x 8 samples show a difference of " in text
     assert "1 point with " in text
-    assert "of the variance of single rollouts lies between problems" in text
+    assert "of the variance of single rollouts is between problems" in text
 
 
 def test_a_sweeps_dry_run_prints_one_object_per_run(atts: Any) -> None:

@@ -37,13 +37,13 @@ def test_an_import_prints_what_it_read(atts: Atts, theirs: Path) -> None:
     assert said.out.splitlines() == [
         "run",
         "6 rollouts of 2 problems, up to 3 each, from 1 file of jsonl",
-        "recorded by the tool: costs of 6",
+        "the tool recorded: costs of 6",
         "cost: $3.0000",
         "no answer could be graded, because the files have no reference answers; name a dataset with --dataset",
     ]
     assert "Next: atts report run" in said.err
     again = atts("import", "jsonl", str(theirs), *WORDS)
-    assert "imported before: 2 problems" in again.out
+    assert "skipped, because imported before: 2 problems" in again.out
 
 
 def test_an_import_takes_ids_and_references_from_a_dataset(atts: Atts, theirs: Path) -> None:

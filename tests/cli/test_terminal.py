@@ -281,7 +281,7 @@ def test_a_method_that_aims_at_no_rate_prints_none(
     said = atts(*words, "--method", method)
     assert said.code == 0
     assert "escalated chunks" in said.out
-    assert "the method has no nominal rate" in said.out
+    assert "this method has no nominal rate" in said.out
     assert "nominal rate 0.2" not in said.out
 
 

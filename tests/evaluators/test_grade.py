@@ -124,7 +124,7 @@ def test_a_bad_record_is_reported_and_the_rest_is_graded(atts: Callable[..., Don
     assert [summary["n"], summary["bad_records"], summary["accuracy"]] == [1, 2, 1.0]
     assert done.stderr.count("not graded:") == 2
     words = atts("-", stdin=stdin)
-    assert words.stdout.endswith("(95 % Wilson); 2 records not graded\n")
+    assert words.stdout.endswith("(95 % Wilson interval); 2 records not graded\n")
 
 
 def test_nothing_but_bad_records_is_a_usage_error(atts: Callable[..., Done]) -> None:

@@ -431,7 +431,7 @@ def test_a_plan_reports_the_gain_over_a_coin_and_the_power(recorded: Path, tmp_p
     both = "\n".join(plan([recorded, tmp_path / "coin"]).notes)
     gain = compare(tmp_path / "coin", recorded).single
     assert gain is not None
-    assert f"over a coin at rate 0.3: {gain.difference.signed()}" in both
+    assert f"(coin) at rate 0.3: {gain.difference.signed()}" in both
     assert "computed from how much the difference" in both
 
 

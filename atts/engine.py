@@ -385,8 +385,8 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
         raise UsageError(f"max_tokens is {request.max_tokens}, expected at least 1")
     if not 0 <= request.num_begun < len(request.ids):
         raise UsageError(
-            f"{request.num_begun} of {len(request.ids)} ids cannot be the first ids of the "
-            "completion"
+            f"num_begun is {request.num_begun}, expected 0 to {len(request.ids) - 1}, fewer than "
+            "the request's ids"
         )
     shares = 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1
     if not (0 <= sampling.temperature < math.inf and shares and 0 <= sampling.top_k < _MOST_IDS):
@@ -395,7 +395,7 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
         )
     for stop in request.stop:
         if not stop:
-            raise UsageError("an empty stop string would stop everywhere")
+            raise UsageError("an empty stop string would stop every text at once; leave it out")
         try:
             stop.encode()
         except UnicodeEncodeError:
@@ -638,10 +638,10 @@ class Speculated:
         accepted = 100 * self.accepted / self.proposed
         words = [
             f"{self.proposed:,} tokens proposed",
-            f"{accepted:.0f} % accepted (by position {shares})",
+            f"{accepted:.0f} % accepted (by position in a proposal {shares})",
         ]
         if self.choices:
-            words.append(f"{self.chosen / self.choices:.1f} per step")
+            words.append(f"{self.chosen / self.choices:.1f} proposed per step")
         if self.came_seconds:
             plain = self.came_seconds + self.saved_seconds
             change = "faster" if self.saved_seconds >= 0 else "slower"

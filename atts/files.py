@@ -30,8 +30,8 @@ ADVICE: dict[int, str] = {
     "directory",
     errno.EPERM: "You do not have permission to write to this directory: choose another run directory",
     errno.ENOTDIR: "A file has the name of a needed directory: choose another run directory",
-    errno.ESTALE: "Later records are lost: do not change a run directory while a run is writing "
-    "it; run the command again",
+    errno.ESTALE: "Records written after the change are lost: run the command again, and do not "
+    "change a run directory while a run is writing it",
     errno.ELOOP: "The path is a symbolic link, which atts does not follow: remove the link, or "
     "choose another run directory",
     errno.EEXIST: "A file has the name of a needed directory: choose another run directory",

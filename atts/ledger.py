@@ -213,8 +213,8 @@ def read_prices(path: Path) -> dict[str, Price]:
     except msgspec.ValidationError as error:
         raise OptionError(
             "prices",
-            f"{path}: {error}; give each model the prices input, output and (optional) cached, in "
-            "dollars per million tokens",
+            f"{path}: {error}; give each model the prices input, output and (optionally) cached, "
+            "in dollars per million tokens",
         ) from error
 
 
@@ -419,7 +419,7 @@ class Account:
                 continue
             limit = account.caps.exceeded_by(account.spent + account.reserved + most)
             if limit:
-                raise LimitReached(limit, "a cap does not allow another call")
+                raise LimitReached(limit, "the cap on cost or tokens does not allow another call")
         with self._reservation(most) as reservation:
             yield reservation
 
@@ -630,7 +630,7 @@ class LedgerFile:
     def _write(self, line: bytes) -> None:
         with storage(self._path):
             if os.write(self._handle, line) != len(line):
-                raise OSError(errno.EIO, "the file does not accept more bytes")
+                raise OSError(errno.EIO, "the system did not write all bytes to the file")
         self._lines += 1
 
 

@@ -197,7 +197,8 @@ if the scores are equal.
 PRESETS: tuple[Preset, ...] = (
     Preset(
         "atts",
-        "draft, score, escalate by conformal rank; no rollout waits for another",
+        "the draft writes chunks, and chunks with the worst scores escalate; no rollout waits for "
+        "another",
         {},
         _conformal,
     ),
@@ -209,15 +210,16 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "paper-marginal",
-        "the paper's released rule: ranks among all stored first-turn scores; an escalated chunk "
-        "is kept",
+        "the rule of the paper's code: each score is ranked among all stored first-turn scores; "
+        "an escalated chunk is kept",
         _AS_PUBLISHED,
         _marginal,
         departures=PAPER_DEPARTURES,
     ),
     Preset(
         "paper-conditional",
-        "the released rule with ranks among the stored first-turn scores of the chunk's question",
+        "the rule of the paper's code, with ranks among the stored first-turn scores of the "
+        "chunk's question",
         _AS_PUBLISHED,
         _conditional,
         departures=PAPER_DEPARTURES,
@@ -266,7 +268,7 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "spec-reason",
-        "the target rates each step 0-9 and rewrites those below 7",
+        "the target rates each chunk from 0 to 9, and rewrites chunks rated below 7",
         {"score": ScoreRule("rating"), "takeover": "replace", "answers": "verify"},
         # a score is 10 minus the rating, so ratings below 7 have scores above this threshold
         lambda g: ThresholdGate(3.0),
@@ -281,7 +283,7 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "deep-conf",
-        "a draft rollout ends early if it is less confident than the first (warm-up) rollouts",
+        "a rollout of the draft ends early if it is less confident than most warm-up rollouts",
         {
             "first_wave": 4,
             "agreement": 0.95,

@@ -144,10 +144,13 @@ class Combiner:
         pairs = self.consistent + self.inconsistent
         told_apart = self.better + self.worse if self._is_graded else pairs
         if told_apart == 0:
-            return "nothing is known about the selector yet"
+            return "no selection has been compared with a vote yet"
         if self._is_graded:
             return f"better than the vote on {self.better} problems, worse on {self.worse}"
-        return f"{self.consistent} of {pairs} pairs had the same verdict in both orders"
+        return (
+            f"{self.consistent} of {pairs} pairs of answers had the same verdict in both "
+            "presentation orders"
+        )
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
         """Return the plan for a problem after its vote, from the share of the leading answer and
@@ -527,24 +530,29 @@ class CombineSummary:
     def __str__(self) -> str:
         """Return the summary as a sentence."""
         kind = " and ".join(self.actions) or "select"
-        words = f"{kind} on {self.split:,} of {self.problems:,} problems with split votes"
+        words = f"{kind} on the {self.split:,} of {self.problems:,} problems whose votes split"
         if self.trials:
-            words += f"  ({self.trials:,} of these problems were trials and kept the vote)"
+            words += f"  ({self.trials:,} of them only as a trial, so the vote stayed the answer)"
         words += f": {self.changed:,} answers changed"
         if not math.isnan(self.gain.value):
             points = [100 * value for value in (self.gain.value, self.gain.low, self.gain.high)]
             words += (
-                f", {self.gained:,} to correct, {self.lost:,} to wrong; gain {points[0]:+.1f} points "
-                f"[{points[1]:+.1f}, {points[2]:+.1f}] of {100 * self.ceiling:.1f} possible"
+                f", {self.gained:,} from wrong to correct, {self.lost:,} from correct to wrong; "
+                f"gain in accuracy {points[0]:+.1f} points [{points[1]:+.1f}, {points[2]:+.1f}] of "
+                f"at most {100 * self.ceiling:.1f}"
             )
         if self.pairs:
             words += (
-                f"; {self.consistent:,} of {self.pairs:,} verdicts were the same in both orders"
+                f"; {self.consistent:,} of {self.pairs:,} pairs of answers got the same verdict in "
+                "both presentation orders"
             )
         if self.unusable:
-            words += f"; on {self.unusable:,} problems no request to the target was possible"
+            words += f"; for {self.unusable:,} problems the request to the target failed"
         usage = self.usage
-        return f"{words}; the target wrote {usage.target_tokens:,} tokens for it in {usage.calls:,} calls"
+        return (
+            f"{words}; the target wrote {usage.target_tokens:,} tokens for this in "
+            f"{usage.calls:,} calls"
+        )
 
 
 def summarise_combinations(problems: Iterable[FinishedProblem]) -> CombineSummary | None:

@@ -259,7 +259,8 @@ class StaticRankGate(NonLearningGate):
         if not scores:
             raise OptionError(
                 "calibration scores",
-                "no scores are given, but the published rule needs calibration scores before the run",
+                "the published rule needs calibration scores before the run; give them with "
+                "--scores",
             )
         return cls({"": tuple(sorted(scores))}, 1 - rate)
 
@@ -278,8 +279,8 @@ class StaticRankGate(NonLearningGate):
         if not pools:
             raise OptionError(
                 "calibration scores",
-                "no score names a question, but the published rule by question needs scores "
-                "of the run's questions",
+                "the published rule by question needs scores of the run's questions, but no score "
+                "names a question",
             )
         return cls({name: tuple(sorted(pool)) for name, pool in pools.items()}, 1 - rate)
 
@@ -292,7 +293,7 @@ class StaticRankGate(NonLearningGate):
         pool = self.pools.get("", ()) or self.pools.get(features.question, ())
         rate = 1 - self.tau
         if not pool:
-            why = "no stored score for this question: accepted, as published"
+            why = "accepted, as in the published code, because this question has no stored score"
             return features.decision("accept", rate, why, score=score)
         p = bisect_left(pool, score) / len(pool)
         action: Action = "escalate" if not math.isfinite(score) or p >= self.tau else "accept"
@@ -362,7 +363,7 @@ class TopGate:
         badness = [math.inf if math.isnan(score) else score for _, score in round_]
         worst_first = sorted(range(len(round_)), key=lambda member: -badness[member])
         escalated = set(worst_first[:count])
-        why = f"rank in a round of {len(round_)}"
+        why = f"rank among the {len(round_)} chunks of a round"
         decisions: list[Decision] = []
         for member, (features, score) in enumerate(round_):
             action: Action = "escalate" if member in escalated else "accept"
@@ -507,7 +508,7 @@ class WarmingGate:
         if self.gate is not None:
             return self.gate.preview(features)
         return self._decision(
-            features, "verify", None, "warm-up: the chunk is scored only to store the score"
+            features, "verify", None, "warm-up: the score is only stored for the calibration"
         )
 
     def decide(self, features: Features, score: float) -> Decision:
@@ -520,7 +521,7 @@ class WarmingGate:
         if math.isnan(score):
             raise CalibrationInputError("score", score, "a number")
         self._seen.append(WarmScore(score, features.question, features.turn, features.tokens))
-        why = f"warm-up, {len(self._seen)} of {self._scores}: stored only"
+        why = f"warm-up score {len(self._seen)} of {self._scores}: stored for the calibration"
         decision = self._decision(features, self._meanwhile, score, why)
         if len(self._seen) == self._scores:
             self.gate = self._make(self._seen)

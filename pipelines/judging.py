@@ -368,7 +368,7 @@ async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     builder.usage += Usage(scored_tokens=calls, target_prefill_tokens=read, calls=calls)
     score = verdict_score(answers) if is_verdict else rating_score(answers)
     if math.isnan(score):
-        return replace(proposal, flaw="the target gives none of the expected words any probability")
+        return replace(proposal, flaw="the target gives probability 0 to every expected word")
     return replace(proposal, score=float(f"{score:.5g}"))
 
 

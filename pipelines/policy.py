@@ -38,12 +38,13 @@ class Chunking:
     """
 
     draft_tokens: Annotated[
-        int | None, "most tokens of a draft's chunk; none: the default of the models"
+        int | None,
+        "largest number of tokens in a chunk of the draft; none: the default of the models",
     ] = None
     target_tokens: Annotated[
         int | None,
-        "most tokens that the target writes for an escalated chunk; none: the default of the "
-        "models",
+        "largest number of tokens that the target writes for an escalated chunk; none: the "
+        "default of the models",
     ] = None
     stop: Annotated[
         tuple[str, ...] | None,
@@ -137,18 +138,20 @@ class ConfidenceStop:
 
     warmup: Annotated[
         int,
-        "rollouts that run to their end first; later rollouts may end early if they are less confident",
+        "number of warm-up rollouts, which run to their end first; less confident later rollouts "
+        "may end early",
     ] = 16
-    keep: Annotated[
-        float, "share of the first rollouts whose confidence is above the threshold"
-    ] = 0.9
+    keep: Annotated[float, "share of warm-up rollouts whose confidence is above the threshold"] = (
+        0.9
+    )
     window: Annotated[int, "number of tokens over which confidence is averaged"] = 64
 
     def __post_init__(self) -> None:
         if self.warmup < 1 or self.window < 1 or not 0 < self.keep <= 1:
             raise OptionError(
                 "confidence_stop",
-                f"{self} is not possible; warmup and window must be at least 1, and keep in (0, 1]",
+                f"{self} is not possible; give at least 1 for warmup and window, and a share above "
+                "0 and at most 1 for keep",
             )
 
     def sureness(self, rollout: Rollout) -> float:
@@ -188,11 +191,11 @@ class Policy:
     samples: Annotated[int, "rollouts per problem"] = 8
     turns: Annotated[
         int | None,
-        "most turns of a rollout; a turn is a draft, a score and a decision; none: as many as "
-        "max_tokens needs",
+        "largest number of turns per rollout (a turn drafts, scores and judges one chunk); none: "
+        "as many as max_tokens needs",
     ] = None
     max_tokens: Annotated[
-        int | None, "most tokens of a rollout; none: the default of the models"
+        int | None, "largest number of tokens per rollout; none: the default of the models"
     ] = None
     chunking: Chunking = Chunking()
     drafter: Annotated[
@@ -225,12 +228,13 @@ class Policy:
         "was accepted)",
     ] = "verify"
     budget_forcing: Annotated[
-        int, "how many times `wait_text` is inserted after an answer before the rollout may end"
+        int,
+        "number of times that `wait_text` is inserted after an answer before the rollout may end",
     ] = 0
     wait_text: Annotated[str, "text that `budget_forcing` inserts after an answer"] = "Wait"
     thinking_tokens: Annotated[
         int | None,
-        "most tokens of a rollout before atts closes the think block and asks for the answer; none: "
+        "number of tokens after which atts closes the think block and asks for the answer; none: "
         "no limit",
     ] = None
     thinking_end: Annotated[
@@ -275,10 +279,12 @@ class Policy:
         "rollouts start at once, or half of them if escalates=problem",
     ] = 0
     growth: Annotated[
-        float, "factor by which each wave increases the number of rollouts so far"
+        float, "factor by which each wave multiplies the number of rollouts so far"
     ] = math.inf
     agreement: Annotated[
-        float, "no further wave starts if at least this share of answers is equal"
+        float,
+        "no further wave starts if at least this share of the finished rollouts has the "
+        "same answer",
     ] = 1.0
     barrier: Annotated[
         bool, "whether each turn waits for all rollouts of the problem, as in synchronous methods"
@@ -298,16 +304,22 @@ class Policy:
         "time limit of an engine call in seconds, including the wait at a server; a local engine "
         "that makes progress has no limit",
     ] = 600.0
-    repeats: Annotated[int, "a rollout ends after the same chunk this many times in a row"] = 3
+    repeats: Annotated[
+        int, "a rollout ends if it repeats the same chunk this many times in a row"
+    ] = 3
     combine: Annotated[
         Combine,
-        "how a problem gets its answer: vote; or, if votes split, select (the target selects a "
-        "finalist) or synthesize (the target writes a new solution); auto: select once "
-        "selection is known to help",
+        "how a problem gets its answer: vote; or, if votes split, select (the target chooses one "
+        "of the most frequent answers) or synthesize (the target writes a new solution); auto: "
+        "select once selection is known to help",
     ] = "vote"
-    finalists: Annotated[int, "most answers that the target compares if votes split"] = 3
+    finalists: Annotated[
+        int, "number of most frequent answers that the target compares if votes split"
+    ] = 3
     combine_tokens: Annotated[
-        int | None, "most tokens of a comparison or a synthesis; none: max_tokens"
+        int | None,
+        "largest number of tokens that the target writes for a comparison or a "
+        "synthesis; none: max_tokens",
     ] = None
     select_prompt: Annotated[
         str | None,
@@ -372,7 +384,7 @@ class Policy:
         if not self.growth > 1:
             raise OptionError(
                 "growth",
-                f"with a growth of {self.growth} the next wave never starts; give more than 1",
+                f"growth {self.growth} would start no further wave; give more than 1",
             )
         for name in ("confidence", "agreement"):
             value = getattr(self, name)
@@ -512,11 +524,17 @@ def _check_sampling(name: str, sampling: Sampling) -> None:
             f"{name}.temperature", f"{sampling.temperature} is not a temperature; give 0 or more"
         )
     if not 0 < sampling.top_p <= 1:
-        raise OptionError(f"{name}.top_p", f"{sampling.top_p} is outside (0, 1]")
+        raise OptionError(
+            f"{name}.top_p", f"{sampling.top_p} is not possible; give more than 0 and at most 1"
+        )
     if not 0 <= sampling.min_p <= 1:
-        raise OptionError(f"{name}.min_p", f"{sampling.min_p} is outside [0, 1]")
+        raise OptionError(f"{name}.min_p", f"{sampling.min_p} is not possible; give 0 to 1")
     if sampling.top_k < 0:
-        raise OptionError(f"{name}.top_k", f"{sampling.top_k} is below 0; 0 means all tokens")
+        raise OptionError(
+            f"{name}.top_k",
+            f"{sampling.top_k} is not possible; give a number of "
+            "most likely tokens, or 0 for all tokens",
+        )
 
 
 _LEAST = {
@@ -628,14 +646,14 @@ def _check_entropies(draft: EngineSpec, wants: str) -> None:
 
 def _check_exact(draft: EngineSpec, target: EngineSpec) -> None:
     if "draw" not in target.capabilities:
-        problem = f"{target.engine} cannot draw tokens while it scores, which method exact needs"
+        problem = f"{target.engine} cannot sample tokens while it scores, which method exact needs"
         raise UnsupportedByEngine(
             target.name, problem, "Use a local target (hf:MODEL), or the server's own speculation"
         )
     if target.rounds_scores:
         problem = (
-            "the target rounds scores, but method exact needs the tokens that the target draws "
-            "while scoring"
+            "the target rounds its scores, but method exact needs the exact tokens that the "
+            "target samples while scoring"
         )
         raise UnsupportedByEngine(target.name, problem, "Leave scores=bfloat16 out")
     if draft.tokenizer != target.tokenizer:
@@ -647,8 +665,8 @@ def _check_exact(draft: EngineSpec, target: EngineSpec) -> None:
         )
     if "draw" not in draft.capabilities:
         problem = (
-            f"{draft.engine} cannot continue the target's stream of random draws, which method "
-            "exact needs"
+            f"{draft.engine} cannot sample with the target's random numbers, which method exact "
+            "needs"
         )
         raise UnsupportedByEngine(draft.name, problem, "Use a local draft (hf:MODEL)")
 

@@ -126,7 +126,7 @@ async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
         lengths = DraftLength() if earlier else builder.context.draft_length
         drafted = await _drafted(builder, lengths, rest, earlier or lengths.length(rest.max_tokens))
         scores = await _scored(builder, lengths, rest, drafted)
-        assert scores.beginning is not None, "the engine cannot draw tokens while it scores"
+        assert scores.beginning is not None, "the engine cannot sample tokens while it scores"
         more = scores.beginning
         wasted += len(drafted) - _kept_tokens(drafted, more.ids)
         beginning = Beginning(
@@ -316,7 +316,7 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
         # least one token of the target.
         if part is not None:
             written = await builder.write("target", [part])
-            note = f"{part.tokens} of {chunk.tokens} tokens stay"
+            note = f"the first {part.tokens} of {chunk.tokens} tokens were kept"
             builder.enter([part, written], [chunk], decision, score, note, part.tokens)
             return
     # The chunk is discarded. The target writes a replacement with its own stream of random numbers,
@@ -364,12 +364,15 @@ class RunningVote:
             return False
         current = self.tally
         if cannot_change(current, remaining):
-            self._settled = f"settled: lead {current.lead:.3g} with {remaining} rollouts left"
+            self._settled = (
+                f"vote settled: the leading answer is ahead by {current.lead:.3g} "
+                f"votes, with {remaining} rollouts left"
+            )
         elif self.policy.early_stop == "likely":
             probability = settled_probability(current, remaining)
             if probability >= self.policy.confidence:
                 self._settled = (
-                    f"settled with probability {probability:.3f} (Dirichlet model), "
+                    f"vote settled with probability {probability:.3f} (Dirichlet model), with "
                     f"{remaining} rollouts left"
                 )
         return bool(self._settled)
@@ -385,7 +388,7 @@ class RunningVote:
         if not self._settled and self.ended < self.policy.samples:
             agreeing = self.tally.agreement * len(self._cast)
             if agreeing >= max(1, self.policy.agreement * self.ended):
-                return f"the first {self.ended} agree"
+                return f"the first {self.ended} rollouts agree"
         return self._settled
 
 
@@ -421,7 +424,7 @@ def judge_problem(problem: Problem, vote: RunningVote, context: Context) -> str:
     if decision.escalate:
         return ""
     leading = count.counts[0] if count.counts else 0
-    return f"{leading} of {len(first)} rollouts agree"
+    return f"{leading} of {len(first)} rollouts of the draft agree"
 
 
 def conclude(

@@ -96,7 +96,7 @@ class Pool(SlotQueue):
         raise OutOfMemory(
             self.name,
             f"a call needs {tokens} KV tokens, but the limit is {self.tokens}",
-            "Raise the engine's token limit, or lower the chunk or context length",
+            "Raise the engine's token limit, or lower the length of chunks or of the context",
         )
 
 
@@ -233,8 +233,8 @@ class Admission:
         if group.unit > self.places:
             raise OptionError(
                 "admit",
-                f"{group.unit} rollouts must start together, but the limit on rollouts in flight "
-                f"is {self.places}",
+                f"{group.unit} rollouts must start together, but only {self.places} rollouts may "
+                "be in flight; raise this limit",
             )
         self._submitted += 1
         heappush(self._queue, (priority, problem, self._submitted, group))

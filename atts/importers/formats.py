@@ -339,7 +339,7 @@ def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreign
     for number, reply in enumerate(replies):
         if not isinstance(reply, str):
             raise RecordError(
-                "a reply is not a text; only generation tasks can be read, not tasks that compare "
+                "a reply is not a text; atts reads only generation tasks, not tasks that compare "
                 "likelihoods"
             )
         answer = filtered[number] if is_each else filtered
@@ -366,7 +366,7 @@ def _only(row: Row, name: str) -> Any:
     requests: Sequence[Any] = list_of(row, name)
     if len(requests) != 1:
         raise RecordError(
-            f"the record has {len(requests)} requests; only generation tasks can be read, not tasks "
+            f"the record has {len(requests)} requests; atts reads only generation tasks, not tasks "
             "that compare likelihoods"
         )
     found = requests[0]

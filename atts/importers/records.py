@@ -71,7 +71,7 @@ def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
     if suffix in PACKED:
         raise DatasetError(
             str(path),
-            "the file is compressed, but records are read by their position in the file",
+            "the file is compressed, but atts reads records by their position in the file",
             "Unpack it first",
         )
     if suffix == ".parquet":
@@ -249,7 +249,7 @@ class _Items:
         if depth:
             raise DatasetError(
                 str(self._path),
-                f"the file ends within item {number + 1}, so it is cut or not JSON",
+                f"the file ends within item {number + 1}, so the file is incomplete or not JSON",
                 "Fetch it again",
             )
 
@@ -292,8 +292,8 @@ class _EvalArchive:
         except ImportError:
             raise self._unreadable(
                 entry,
-                "is compressed with Zstandard, which Python can read only from version 3.14 on",
-                "Install a reader (pip install pyarrow), or write it again",
+                "is compressed with Zstandard, which only Python 3.14 or newer can read",
+                "Install a reader (pip install pyarrow), or write the file again",
             ) from None
         except (OSError, ValueError) as error:
             raise self._unreadable(

@@ -462,8 +462,8 @@ def _origin(made: Imported, options: ImportOptions) -> str:
     whose = "atts graded all of them"
     if options.grades == "recorded":
         whose = (
-            f"{made.graded:,} have the verdict of the other tool, and atts graded the rest of "
-            "the rollouts"
+            f"{made.graded:,} rollouts have the verdict of the other tool, and atts graded all "
+            "other rollouts"
         )
     return (
         f"atts did not make these {made.rollouts:,} rollouts: they were imported from files of "

@@ -439,7 +439,7 @@ def write_all(file: FileIO, data: bytes) -> None:
     while view:
         taken = file.write(bytes(view))
         if not taken:
-            raise OSError(errno.EIO, "the file does not accept more bytes")
+            raise OSError(errno.EIO, "the system did not write all bytes to the file")
         view = view[taken:]
 
 
@@ -753,8 +753,8 @@ class LineReader:
     def _count(self, number: int) -> None:
         if number != self.number:
             raise ValueError(
-                f"the line has number {number}, expected {self.number}: lines are missing or "
-                f"repeated"
+                f"the line has the number {number} instead of {self.number}, so lines are missing "
+                "or repeated"
             )
 
     def _corrupt(self, problem: str) -> JournalCorrupt:

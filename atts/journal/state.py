@@ -277,14 +277,14 @@ class Truncation:
         limits = list[str]()
         advice = list[str]()
         if self.at_tokens and 0 < self.context <= self.max_tokens:
-            limits.append(f"{self.at_tokens:,} at the context of {self.context:,}")
+            limits.append(f"{self.at_tokens:,} at the context length of {self.context:,} tokens")
             advice.append("serve models with a longer context")
         elif self.at_tokens:
-            limits.append(f"{self.at_tokens:,} at max_tokens {self.max_tokens:,}")
+            limits.append(f"{self.at_tokens:,} at --max-tokens {self.max_tokens:,}")
             advice.append("raise --max-tokens")
         if self.at_turns:
             limits.append(f"{self.at_turns:,} at the last of {self.turns:,} turns")
-            advice.append("leave --turns out, or raise the number")
+            advice.append("leave --turns out, or raise it")
         sentence = f"{counts} were cut before they could answer"
         if limits:
             sentence += f": {', '.join(limits)}; {', '.join(advice)}"

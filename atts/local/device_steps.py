@@ -375,8 +375,8 @@ class StepGraphs:
             graph = _Graph(inputs, hidden, self._capture(work))
         except Exception as error:  # noqa: BLE001  the step can be computed without a graph after any error
             self.trouble = (
-                f"steps cannot be captured ({type(error).__name__}: {error}): the GPU "
-                f"launches each kernel separately"
+                f"steps cannot be captured as CUDA graphs ({type(error).__name__}: {error}), so "
+                "each kernel is launched separately"
             )
             return None
         return graph

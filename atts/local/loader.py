@@ -188,12 +188,15 @@ def read_adapter(
             for outer, inner in names.items():
                 matched = _NAME.fullmatch(outer)
                 if matched is None or matched[1] not in sizes:
-                    problem = f"the adapter changes {outer!r}, not a matrix of the model's layers"
+                    problem = (
+                        f"the adapter changes {outer!r}, but atts supports only adapters of "
+                        "matrices in the model's layers"
+                    )
                     raise ModelLoadError(name, problem, _SERVE)
                 halves.setdefault(matched[1], {})[matched[2]] = handle.get_tensor(inner).float()
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(
-            name, f"the adapter {file.path} is damaged ({error})", "Download it again"
+            name, f"the adapter {file.path} is damaged ({error})", "Download the adapter again"
         ) from error
     return {
         module: _low_rank(module, pair, sizes[module], (said, name))
@@ -217,7 +220,7 @@ def _low_rank(
     said, name = at
     if set(pair) != {"A", "B"}:
         problem = f"its adapter lacks lora_{'B' if 'A' in pair else 'A'} of {module}"
-        raise ModelLoadError(name, problem, "Download it again")
+        raise ModelLoadError(name, problem, "Download the adapter again")
     down = pair["A"]
     up = pair["B"]
     if (
@@ -696,7 +699,7 @@ class _TensorReader:
             RuntimeError,
             # safe_open raises RuntimeError if the file is too large to be mapped into memory
         ) as error:
-            advice = "Download it again"
+            advice = "Download the weights again"
             raise ModelLoadError(
                 name, f"the weights in {folder} are damaged ({error})", advice
             ) from error

@@ -276,7 +276,7 @@ class StepLoop:
             sequence,
             "broken",
             problem,
-            "Other requests continue; if all fail like this, start the engine again",
+            "Other requests continue; if every request fails like this, start the engine again",
         )
 
     def _sampling_logits(self, ready: list[Sequence], hidden: Tensor | None, count: int) -> Tensor:

@@ -82,7 +82,10 @@ class OverlapStats:
         if self.hits:
             return ""
         if self.misses:
-            return f"the draft guessed none of {self.misses:,} step outcomes"
+            return (
+                f"all {self.misses:,} guesses of the draft about the outcome of a target's "
+                "step were wrong"
+            )
         return "no draft was finished before the target's step ended" if self.late else ""
 
 
@@ -115,7 +118,7 @@ class Proposer(Protocol):
 
     def silence(self) -> str:
         """Return the reason why all proposals so far were empty."""
-        return "the drafter knew no next token of any text"
+        return "the drafter found no token to propose for any text"
 
 
 class NoProposer(Proposer):

@@ -159,7 +159,7 @@ def refuse_ids(folder: Path, name: str) -> None:
         ids += [token.get("id") for token in added if isinstance(token, dict)]
     highest = max((number for number in ids if isinstance(number, int)), default=0)
     if highest > _MOST_IDS:
-        problem = f"{path} cannot be read (the id {highest} in it is too high for a vocabulary)"
+        problem = f"{path} cannot be read (its id {highest} is too high for a vocabulary)"
         raise ModelLoadError(name, problem, "Download or write the file again")
 
 
@@ -189,7 +189,10 @@ def refuse_gguf(folder: Path, name: str) -> None:
     """
     if (folder / "config.json").exists() or not (files := sorted(folder.glob("*.gguf"))):
         return
-    problem = f"{folder} holds {files[0].name} and no config.json: GGUF files are not loaded here"
+    problem = (
+        f"{folder} contains {files[0].name} and no config.json, and atts does not load GGUF "
+        "files itself"
+    )
     advice = (
         f"Serve it (llama-server -m {files[0].name}) and name the server, llamacpp:http://HOST:PORT; "
         "or convert it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER, "
@@ -325,6 +328,8 @@ def _shards(index: Path, name: str) -> list[Path]:
         not isinstance(shard, str) or not shard or Path(shard).name != shard for shard in names
     ):
         raise ModelLoadError(
-            name, f"{index} cannot be read (its weight_map lists no files)", "Download it again"
+            name,
+            f"{index} cannot be read (its weight_map lists no files)",
+            "Download the model again",
         )
     return [index.with_name(shard) for shard in sorted(set(names))]

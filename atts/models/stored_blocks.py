@@ -82,11 +82,9 @@ class Loss:
         """Return a description of the loss in one line."""
         before, after = self.accuracy
         return (
-            f"{self.nats:.4g} nats a token, {100 * self.flips:.2f} % of {self.tokens:,} greedy tokens "
-            f"flip; accuracy "
-            f"{before:.3f} to {after:.3f}, {after - before:+.3f} [{self.change[0]:+.3f}, "
-            f"{self.change[1]:+.3f}] "
-            f"(n = {self.count}, {self.problems})"
+            f"{self.nats:.4g} nats per token, {100 * self.flips:.2f} % of {self.tokens:,} greedy "
+            f"tokens change; accuracy {before:.3f} to {after:.3f}, {after - before:+.3f} "
+            f"[{self.change[0]:+.3f}, {self.change[1]:+.3f}] (n = {self.count}, {self.problems})"
         )
 
 

@@ -239,9 +239,9 @@ class SequentialComparison:
         if self._rule is None:
             return ""
         words = (
-            f"against {self._rule.against}: {self.answer}; the seed draws the order of "
-            "problems. The interval of this difference is valid after every problem; all "
-            "other intervals are valid only for a number of problems fixed in advance"
+            f"against {self._rule.against}: {self.answer}; the order of problems is drawn with the "
+            "seed. The interval of this difference is valid after every problem; all other "
+            "intervals are valid only for a number of problems fixed in advance"
         )
         if COMPARED not in self._state.said:
             self._state.said.add(COMPARED)
@@ -1385,7 +1385,7 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
             f"the reply has {len(ids)} tokens, but at most {request.max_tokens} were requested",
         )
     if ids and not 0 <= min(ids) <= max(ids) < spec.vocabulary:
-        raise BadReply(spec.name, "the reply has a token id outside the vocabulary")
+        raise BadReply(spec.name, "the reply has a token id outside the model's vocabulary")
     if any(map(math.isnan, logprobs)):
         raise BadReply(spec.name, "a log-probability is not a number")
 
@@ -1424,14 +1424,14 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     if draw is None or not follows or not 0 < len(ids) == len(begun.logprobs):
         raise BadReply(
             spec.name,
-            "the tokens that the engine drew while scoring do not begin like the scored text",
+            "the tokens that the engine sampled while scoring do not begin with the scored text",
         )
     # a completion that has not ended needs at least one more token
     most = draw.max_tokens - (begun.ended is None)
     if len(ids) > most or not 0 <= ids[-1] < spec.vocabulary:
         raise BadReply(
             spec.name,
-            "the tokens that the engine drew while scoring are not the beginning of the requested "
+            "the tokens that the engine sampled while scoring cannot begin the requested "
             "completion",
         )
 

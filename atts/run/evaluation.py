@@ -346,7 +346,7 @@ def _short_contexts(run: RunSpec) -> Iterator[tuple[str, str]]:
         if spec.context_length <= most:
             yield (
                 "context",
-                (f"{_holds(spec)}: rollouts end at this length, not at max_tokens {most:,}"),
+                (f"{_holds(spec)}: rollouts end at this length, not at --max-tokens {most:,}"),
             )
 
 

@@ -119,7 +119,7 @@ def check_conditions(
     now = conditions_of(manifest)
     is_judge = what == "the judge"
     if not recorded and is_judge:
-        return "the judge does not say under which conditions it was fitted"
+        return "the judge's file does not record the conditions under which the judge was fitted"
     if not recorded:
         return "the stored scores do not record their conditions, so they may not suit this run"
     try:
@@ -380,10 +380,9 @@ class RunResult:
         if self.manifest.judged_unit != "chunks" or not 0 < judged <= _COARSE * rollouts:
             return ""
         return (
-            f"{judged / rollouts:.1f} chunks per rollout were judged, so a takeover rewrites most "
-            "of a solution. For shorter chunks use --set chunking.draft_tokens=N, or a text "
-            "that ends a chunk: "
-            "--set 'chunking.stop=[\"\\n\\n\"]'"
+            f"{judged / rollouts:.1f} chunks per rollout were judged, so an escalation rewrites "
+            "most of a solution. For shorter chunks use --set chunking.draft_tokens=N, or a text "
+            "that ends a chunk: --set 'chunking.stop=[\"\\n\\n\"]'"
         )
 
     @property

@@ -137,7 +137,9 @@ class TextTokenizer:
         elif len(sizes) < count:
             sizes = _halved(sizes, min(count, len(data)))
         if max(sizes, default=0) > _LONGEST:
-            raise ValueError(f"{len(text)} characters are too many for {count} tokens")
+            raise ValueError(
+                f"the server reports only {count} tokens for a text of {len(text)} characters"
+            )
         ids: list[int] = []
         start = 0
         for size in sizes:

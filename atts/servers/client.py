@@ -137,7 +137,7 @@ def finish_of(word: str | None) -> Literal["stop", "length"]:
         return "stop"
     if word == "length":
         return "length"
-    raise ValueError(f"the text ended because of {word!r:.80}")
+    raise ValueError(f"the server ended the text for an unknown reason, {word!r:.80}")
 
 
 class ModelRow(Struct):
@@ -453,7 +453,7 @@ class _Body:
         except zlib.error as error:
             self.flaw = f"is not compressed as its header states ({error})"
         if max(self._came, len(self.text)) > self.most:
-            self.flaw = f"is longer than {self.most:,} bytes, more than the request can need"
+            self.flaw = f"is longer than {self.most:,} bytes, the most that this request can need"
         return not self.flaw
 
 

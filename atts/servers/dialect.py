@@ -77,8 +77,8 @@ class NoVisibleText(EngineError):
     def __init__(self, engine: str, tokens: int) -> None:
         super().__init__(
             engine,
-            f"all {tokens} tokens were spent on reasoning that the server does not show",
-            "Allow more tokens per chunk, or use a server that shows its reasoning",
+            f"all {tokens} tokens were spent on reasoning that the server does not return",
+            "Allow more tokens per chunk, or use a server that returns the reasoning",
         )
 
 

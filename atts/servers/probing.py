@@ -139,7 +139,12 @@ class ServerProbe:
         written = await self._requests.sample_raw(self._request(_GREEDY))
         evidence = "their log-probs" if written.logprobs else "no log-probs"
         findings.append(
-            Finding("ids", "yes", f"{len(written.ids)} ids came back with {evidence}", "sample")
+            Finding(
+                "ids",
+                "yes",
+                f"the server returned {len(written.ids)} token ids with {evidence}",
+                "sample",
+            )
         )
         findings.append(await self._see_stop(written.ids))
         findings.append(await self._see_seeds())
@@ -238,7 +243,7 @@ class ServerProbe:
                 raise
             sampling = Sampling()
         else:
-            seen = f"{len(written.ids)} ids came back without log-probabilities"
+            seen = f"the server returned {len(written.ids)} token ids without log-probabilities"
             findings.append(Finding("ids", "yes", seen, "sample"))
             return written
         seen = await self._see_answer(sampling)
@@ -261,7 +266,10 @@ class ServerProbe:
                     raise
                 tokens //= 4
             else:
-                return f"{len(written.ids)} ids came back after reasoning that is not shown"
+                return (
+                    f"the server returned {len(written.ids)} token ids after reasoning that it "
+                    "does not show"
+                )
 
     async def _see_tokenizer(self) -> Finding:
         try:
@@ -287,7 +295,7 @@ class ServerProbe:
         stop = self._tokenizer.decode(ids[middle : middle + 1])
         if not stop or "\ufffd" in stop:
             return Finding(
-                "stop", "unknown", "the text has no part that can serve as a stop string"
+                "stop", "unknown", "no part of the sampled text can serve as a stop string"
             )
         cut = await self._requests.sample_raw(replace(self._request(_GREEDY), stop=(stop,)))
         if len(cut.ids) < len(ids) or cut.finish == "stop":
@@ -326,7 +334,9 @@ class ServerProbe:
             return [Finding("scores", "no", str(error), "score")], ()
         findings = [self._compare_scores(written, first, again)]
         gain = spoilt.logprobs[middle] - first.logprobs[middle]
-        seen = f"an unlikely token in place of the greedy one changes the score by {gain:+.2f} nats"
+        seen = (
+            f"an unlikely token in place of the greedy token changes the score by {gain:+.2f} nats"
+        )
         findings.append(Finding("planted", "yes" if gain < 0 else "no", seen, "score"))
         later = max(again.cached_tokens, spoilt.cached_tokens)
         seen = (
@@ -452,7 +462,9 @@ def refuse_broken(name: str, findings: tuple[Finding, ...], needs: frozenset[Cap
     ]
     if reasons:
         raise UnsupportedByEngine(
-            name, "; ".join(reasons), "Use a server that can, or a pipeline that needs less"
+            name,
+            "; ".join(reasons),
+            "Use a server with these abilities, or a method that does not need them",
         )
 
 

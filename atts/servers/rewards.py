@@ -204,8 +204,8 @@ def chance_of(values: Sequence[float]) -> float:
     if not 1 <= len(values) <= 2:
         raise BadReply(
             _NAME,
-            f"a row has {len(values)} numbers instead of one or two, so the server returns "
-            f"embeddings, not rewards",
+            f"a row has {len(values)} numbers instead of one or two, so this server returns "
+            "embeddings, not rewards",
         )
     if not all(map(math.isfinite, values)):
         raise BadReply(_NAME, "a reward is not a number")
@@ -226,8 +226,8 @@ def read_reward_address(address: str) -> ServerAddress:
     if scheme not in _SCHEMES:
         raise OptionError(
             "score.reward",
-            f"{address!r} names no reward model; write vllm:http://HOST:PORT/MODEL or "
-            "sglang:http://HOST:PORT/MODEL",
+            f"{address!r} is not the address of a reward model; write vllm:http://HOST:PORT/MODEL "
+            "or sglang:http://HOST:PORT/MODEL",
             _SCHEMES,
             scheme,
         )

@@ -562,7 +562,7 @@ class Service:
         if limit:
             self.counts.limited += 1
             raise RequestError(
-                f"the server's {limit} is used up",
+                f"the server has used up its cap: {limit}",
                 status=429,
                 kind="insufficient_quota",
                 code="insufficient_quota",

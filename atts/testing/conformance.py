@@ -482,7 +482,11 @@ async def check_alignment(probe: Probe) -> None:
         cut = len(written.ids) // 2
         if cut:
             rest = await probe.score(request.ids + written.ids[:cut], written.ids[cut:])
-            probe.require_close("scores of two parts and of the whole differ", rest, whole[cut:])
+            probe.require_close(
+                "the scores of a text differ if its two parts are scored separately",
+                rest,
+                whole[cut:],
+            )
 
 
 @check("sample", "score")
@@ -500,7 +504,9 @@ async def check_improbable(probe: Probe) -> None:
             probe.prompt, (*written.ids[:position], planted, *written.ids[position + 1 :])
         )
         probe.require_close(
-            "an improbable token changed earlier scores", spoilt[:position], plain[:position]
+            "an improbable token changed the scores of earlier tokens",
+            spoilt[:position],
+            plain[:position],
         )
         gain = spoilt[position] - plain[position]
         require(
@@ -510,8 +516,8 @@ async def check_improbable(probe: Probe) -> None:
         lower += gain < -probe.options.tie
     require(
         lower > 0,
-        "eight arbitrary tokens do not score lower than the greedy token: does the engine score "
-        "the correct position?",
+        "none of eight arbitrary tokens scores lower than the greedy token; check that the engine "
+        "scores the correct position",
     )
 
 
@@ -536,7 +542,7 @@ async def check_greedy(probe: Probe) -> None:
             probe.request(0, 9, GREEDY), ids=probe.prompt + best[:cut], max_tokens=len(best) - cut
         )
         await probe.require_same(
-            "the second part of a greedy text differs when it is sampled alone",
+            "the second part of a greedy text differs if it is sampled in a request of its own",
             rest,
             (await probe.engine.sample(rest)).ids,
             best[cut:],
@@ -662,7 +668,7 @@ async def check_drawing(probe: Probe) -> None:
         if begun is None:
             fail('the spec lists "draw", but scoring returned no drawn tokens')
         same = min(first_difference(whole.ids, mixed) + 1, len(whole.ids))
-        what = "tokens drawn while scoring differ from sampled ones"
+        what = "tokens drawn while scoring differ from tokens of a sampling request"
         await probe.require_same(what, request, begun.ids, whole.ids[:same])
         plain = await probe.score(request.ids, mixed)
         probe.require_close(
@@ -680,14 +686,16 @@ async def check_drawing(probe: Probe) -> None:
         )
         done = await probe.engine.sample(rest)
         await probe.require_same(
-            "continuing the drawn tokens gives another text than sampling at once",
+            "sampling after the drawn tokens gives another text than sampling everything in one "
+            "request",
             request,
             begun.ids + done.ids,
             whole.ids,
         )
         require(
             done.ended == whole.ended,
-            f"ended is {done.ended!r} if drawn tokens are continued, {whole.ended!r} if sampled at once",
+            f"ended is {done.ended!r} if drawn tokens are continued, {whole.ended!r} if all tokens "
+            "are sampled in one request",
         )
 
 
@@ -712,7 +720,8 @@ async def check_context(probe: Probe) -> None:
         for ids, tokens in ((full, 1), (full[:-1], 2), (probe.prompt, limit)):
             call = partial(probe.engine.sample, SampleRequest(ids, tokens))
             await refused(
-                f"{len(ids)} prompt ids and {tokens} new tokens in a context of {limit}",
+                f"a request with {len(ids)} prompt ids and {tokens} new tokens in a context of "
+                f"{limit} tokens",
                 ContextOverflow,
                 call,
             )
@@ -720,7 +729,7 @@ async def check_context(probe: Probe) -> None:
             await probe.engine.sample(SampleRequest(full[:-2], 2))
     if probe.can("score"):
         long = ScoreRequest(full, probe.prompt[:1])
-        what = f"scoring {limit + 1} ids in a context of {limit}"
+        what = f"a request to score {limit + 1} ids in a context of {limit} tokens"
         await refused(what, ContextOverflow, partial(probe.engine.score, long))
         if limit <= probe.options.boundary:
             await probe.score(full[:-1], full[-1:])
@@ -815,7 +824,7 @@ async def check_stats(probe: Probe) -> None:
         ("scored_tokens", scored),
     ):
         counted = getattr(after, name) - getattr(before, name)
-        require(counted == grown, f"{name} grew by {counted}, expected {grown}")
+        require(counted == grown, f"the counter {name} grew by {counted}, expected {grown}")
 
 
 def _require_growth(before: EngineStats, after: EngineStats) -> None:
@@ -823,7 +832,10 @@ def _require_growth(before: EngineStats, after: EngineStats) -> None:
         old = getattr(before, field.name)
         new = getattr(after, field.name)
         require(new >= 0, f"{field.name} is {new}")
-        require(new >= old or field.name == "in_flight", f"{field.name} fell from {old} to {new}")
+        require(
+            new >= old or field.name == "in_flight",
+            f"the counter {field.name} fell from {old} to {new}",
+        )
 
 
 @check("factory")
@@ -901,7 +913,7 @@ async def check_cancellation(probe: Probe) -> None:
     ignored = seen.running and seen.late >= seen.running
     require(
         not ignored,
-        f"all {seen.running} requests that were cancelled in flight were answered",
+        f"the engine answered all {seen.running} requests that were cancelled in flight",
     )
     cancelled = probe.engine.stats().cancelled - before
     what = (

@@ -304,7 +304,7 @@ class ScriptedEngine(BaseEngine):
         if concurrency is not None and concurrency < 1:
             raise OptionError(
                 "concurrency",
-                f"{concurrency} slots cannot serve a request; expected at least 1, or None",
+                f"a concurrency of {concurrency} serves no request; give at least 1, or None",
             )
         super().__init__(role)
         self._model = model or ToyModel(DRAFT if role == "draft" else TARGET, ToyTokenizer())

@@ -367,7 +367,7 @@ def test_impossible_exports_are_refused(
     with pytest.raises(
         UsageError,
         match=r"of kind preference \(all or none of the problem's rollouts are correct, so they "
-               "give no pair: 1\)",
+        r"give no pair: 1\)",
     ):
         read(other, tmp_path, "preference")
     assert command(["export", str(run), "--as", "dpo", "--out", "x.jsonl"]) == 2

@@ -224,5 +224,5 @@ def test_a_folder_with_a_gguf_file_alone_is_refused_for_that_reason(tmp_path: Pa
             read(tmp_path, "draft")
         assert "llamacpp:http://" in str(raised.value)
         assert "gguf_file=" in str(raised.value)
-    with pytest.raises(ModelLoadError, match="GGUF files are not loaded here"):
+    with pytest.raises(ModelLoadError, match="atts does not load GGUF files"):
         ModelTokenizer(tmp_path, "draft")

@@ -192,9 +192,9 @@ def test_engines_that_cannot_draw_while_scoring_are_refused() -> None:
     blind = _spec(ScriptedEngine("target", capabilities=BLIND))
     check_engines(policy, gate, able, able)
     refusals = {
-        "cannot draw tokens while it scores": (able, blind),
-        "the target rounds scores": (able, replace(able, rounds_scores=True)),
-        "cannot continue the target's stream of random draws": (blind, able),
+        "cannot sample tokens while it scores": (able, blind),
+        "the target rounds its scores": (able, replace(able, rounds_scores=True)),
+        "cannot sample with the target's random numbers": (blind, able),
         "draft and target have different tokenizers": (replace(able, tokenizer="other"), able),
     }
     for words, (draft, target) in refusals.items():

@@ -124,7 +124,7 @@ def test_only_first_turns_are_stored_and_unknown_questions_accepted() -> None:
     assert conditional.pools == {"a": (1.0, 2.0), "b": (9.0,)}
     strange = conditional.decide(Features("c"), 100.0)
     assert not strange.escalate
-    assert "no stored score for this question" in strange.why
+    assert "this question has no stored score" in strange.why
     with pytest.raises(OptionError, match="no score names a question"):
         gate_of("paper-conditional", StoredScores.of([1.0, 2.0]))
 

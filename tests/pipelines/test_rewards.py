@@ -167,7 +167,7 @@ def test_impossible_addresses_and_missing_servers_are_named(start: Start) -> Non
     """
     with pytest.raises(OptionError, match=r"score.kind prm needs the address of a reward model"):
         run("")
-    with pytest.raises(OptionError, match="names no reward model; write vllm:http"):
+    with pytest.raises(OptionError, match="is not the address of a reward model; write vllm:http"):
         run("hf:Qwen/Qwen2.5-Math-PRM-7B")
     server = start()
     address = server.address

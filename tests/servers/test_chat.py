@@ -354,7 +354,7 @@ async def test_a_model_with_hidden_reasoning_is_probed_patiently(
     server = reasoner(serve, chat, "hidden")
     async with chat(server, replace(OPTIONS, prefill="ask")) as remote:
         findings = {finding.name: finding for finding in remote.findings}
-        assert "after reasoning that is not shown" in findings["ids"].seen
+        assert "after reasoning that it does not show" in findings["ids"].seen
         before = len(server.calls)
         with pytest.raises(EngineError, match="all 10 tokens were spent on reasoning"):
             await remote.sample(SampleRequest(prompt(remote), 10))

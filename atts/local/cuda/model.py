@@ -41,7 +41,7 @@ def cuda_model(
     except Exception as error:  # noqa: BLE001  no Triton, no compiler, another version: torch can do without
         trouble = (
             f"the paged attention kernel is not used ({type(error).__name__}: {str(error)[:200]}): "
-            "atts gathers the slots with torch instead"
+            "atts reads the cache with torch operations instead"
         )
         return TorchModel(config, weights, cache, capture=capture, group=group), trouble
     model = TorchModel(
@@ -66,7 +66,7 @@ def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple
     from atts.local.cuda.paged_kernel import MOST_ROWS, PagedAttention
 
     if config.attention_cap:
-        raise ValueError("the kernel does not limit scores")
+        raise ValueError("the kernel does not support limits of attention scores (soft caps)")
     forms = {(1, 1)}
     for layers in layer_groups(config, group):
         # the kernel is compiled here for every shape of group, so that no later step waits for the
@@ -76,7 +76,7 @@ def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple
         for form in sorted(forms):
             off = disagreement(config, PagedAttention, cache, window, form)
             if not off <= _TOLERANCE[cache.dtype]:
-                raise ValueError(f"the kernel's result is off by {off:.2g}")
+                raise ValueError(f"the kernel's result differs from that of torch by {off:.2g}")
     return PagedAttention, MOST_ROWS
 
 

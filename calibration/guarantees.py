@@ -104,7 +104,10 @@ class Facts:
             )
         if self.decided * side <= bound:
             return ""
-        return f"{bound:.2f} / T of the nominal rate, so after {self.decided:,} decisions within {bound / self.decided:.4f}"
+        return (
+            f"{bound:.2f} / T of the nominal rate; now, after T = {self.decided:,} decisions, "
+            f"within {bound / self.decided:.4f}"
+        )
 
     @property
     def aci_likely(self) -> str:
@@ -147,8 +150,8 @@ class Facts:
             )
         if not parts:
             return (
-                f"the realised rate approaches {self.rate:g} for ANY sequence of scores; so few decisions "
-                "do not give a bound yet"
+                f"the realised rate approaches {self.rate:g} for ANY sequence of scores; there are "
+                "too few decisions for a bound"
             )
         return ". ".join(part[:1].upper() + part[1:] for part in parts)
 
@@ -175,7 +178,7 @@ class Facts:
         size = f"{effective:,}" if summary else f"{effective:,} if the scores are independent"
         return (
             f"with these stored scores (effective sample size {size}) the long-run rate is in "
-            f"[{low:.3f}, {high:.3f}] (90 %)"
+            f"[{low:.3f}, {high:.3f}] (90 % interval)"
         )
 
     @property

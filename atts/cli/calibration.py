@@ -285,10 +285,10 @@ def judge(
     seed: Annotated[int, typer.Option(help="Random seed of the cross-validation.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Fit a judge that predicts the gain of a takeover, and compare the judge with a coin.
+    """Fit a judge that predicts the gain of escalating a chunk, and compare the judge with a coin.
 
-    A takeover means that the target rewrites a chunk. A coin escalates chunks at random. A run uses
-    the judge with `atts eval --set score.kind=learned --set score.judge=FILE`.
+    The gain is the change in accuracy if the target rewrites the chunk. A coin escalates chunks at
+    random. A run uses the judge with `atts eval --set score.kind=learned --set score.judge=FILE`.
 
     Example: atts calibration judge runs/trial --out judge.json
     """

@@ -330,7 +330,7 @@ def replay(
     """Replay a run's decisions on its recorded scores under another gate, rate, budget or vote.
 
     Fewer rollouts and turns are also possible; this change alone does not change any decision.
-    After a changed decision the text was never written, so the end of the rollout is unknown. If
+    The text after a changed decision was never written, so the end of the rollout is unknown. If
     unknown rollouts could change votes, bounds are printed instead of an accuracy, and the numbers
     of tokens are unknown. The bounds contain the accuracy of a live run 95 % of the time.
 

@@ -433,7 +433,7 @@ def import_run(
 ) -> None:
     """Import the rollouts in another tool's files as a run.
 
-    `atts report`, `compare`, `replay`, `plan` and `export` read the run like one of atts. If the
+    `atts report`, `compare`, `replay`, `plan` and `export` read the run like any other run. If the
     tool did not extract an answer or did not grade a rollout, atts does so. The same command
     continues an interrupted import.
 

@@ -199,12 +199,12 @@ def without_configuration(text: str) -> str:
 
 
 _CONVENTIONS = """\
-Data go to stdout, words to stderr; `--json` prints one JSON object per line; `-` is stdin. Without a terminal, or with
-`NO_COLOR` set, there are no colours. An error is one line that names the trouble and the way out, and one of the exit
-codes below.
+Results go to stdout, messages to stderr; `--json` prints one JSON object per line; `-` is stdin. Without a terminal,
+or with `NO_COLOR` set, there are no colours. An error is one line that says what is wrong and what to do; the exit code
+is one of the codes below.
 
 Completion of commands and options: `atts --install-completion` (bash, zsh, fish, PowerShell), once; it takes effect in
-the next shell. `atts --show-completion` prints the script instead, for those who keep their own.
+the next shell. `atts --show-completion` only prints the script.
 """
 
 
@@ -213,7 +213,7 @@ _CONFIGURATION = """\
 
 Every command that runs something takes its settings from defaults < `atts.toml` (or `--config FILE`, or `ATTS_CONFIG`)
 < `ATTS_*` variables < flags; `--set KEY=VALUE` is a flag for any key. Unknown keys are errors. `atts config show`
-tells each value and who set it; a run keeps both in its `manifest.json`. In Python: `atts.configure({...}).setup()`.
+prints each value and its origin; a run stores both in its `manifest.json`. In Python: `atts.configure({...}).setup()`.
 
 ```toml
 dataset = "math500[:50]"

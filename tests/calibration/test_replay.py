@@ -128,7 +128,7 @@ def test_every_mode_states_its_guarantee_with_numbers(mode: Mode) -> None:
         many = replay_scores([*FEW] * 20, rate=0.35, mode=mode, stored=stored, drift="report")
         bound = (0.65 + DEFAULTS.aci_step) / DEFAULTS.aci_step
         assert (
-            f"/ T of the nominal rate, so after 800 decisions within {bound / 800:.4f}"
+            f"/ T of the nominal rate; now, after T = 800 decisions, within {bound / 800:.4f}"
             in many.guarantee
         )
     if mode in ("question", "question-turn"):
@@ -140,7 +140,7 @@ def test_bounds_that_exclude_no_rate_are_not_printed() -> None:
     printed once it excludes a rate.
     """
     calibrator = Calibrator(0.2, "aci")
-    assert "do not give a bound yet" in calibrator.guarantee
+    assert "there are too few decisions for a bound" in calibrator.guarantee
     assert "within" not in calibrator.guarantee
     facts = Calibrator(0.2, "question").guarantee
     bound = DEFAULTS.limit_at(0.2) + 1

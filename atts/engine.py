@@ -428,8 +428,8 @@ def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> N
             raise UsageError(f"{what} contains ids that are not whole numbers")
         if min(ids) < 0 or max(ids) >= spec.vocabulary:
             raise UsageError(
-                f"{what} contains an id outside 0..{spec.vocabulary - 1}, perhaps of another "
-                "tokenizer"
+                f"{what} contains an id outside 0..{spec.vocabulary - 1}; check that the ids come "
+                "from the engine's tokenizer"
             )
     if needed > spec.context_length:
         raise ContextOverflow(spec.name, needed, spec.context_length)
@@ -565,7 +565,9 @@ def not_open(name: str, state: EngineState) -> EngineUnavailable:
     """Return the error for a request to an engine that is not open yet, or already closed."""
     if state == "closed":
         return EngineUnavailable(name, "it is closed", "Make a new one")
-    return EngineUnavailable(name, "it is not open yet", "Call it inside `async with engine:`")
+    return EngineUnavailable(
+        name, "it is not open yet", "Call the engine inside `async with engine:`"
+    )
 
 
 def opened(value: _Value | None, name: str) -> _Value:

@@ -106,7 +106,7 @@ class Caps:
         for name in ("max_cost", "max_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise OptionError(name, f"{value} is not an amount above 0")
+                raise OptionError(name, f"{value} is not possible; give a number above 0")
 
     def __bool__(self) -> bool:
         return any(getattr(self, field.name) is not None for field in fields(self))
@@ -167,7 +167,9 @@ class Price:
                 raise OptionError(f"prices.{name}", f"{value} is not a price; give 0 or more")
         if self.cached is not None and self.cached > self.input:
             raise OptionError(
-                "prices.cached", f"{self.cached} is above the input price {self.input}"
+                "prices.cached",
+                f"{self.cached} is above the input price {self.input}; give a "
+                "lower price of cached tokens",
             )
 
     def picodollars(self, read: int, cached: int, written: int) -> int:

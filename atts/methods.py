@@ -204,7 +204,7 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "cascade",
-        "the draft's rollouts vote; if they agree too little, the target adds rollouts",
+        "the draft's rollouts vote; if too few of these rollouts agree, the target adds rollouts",
         {"escalates": "problem", "score": ScoreRule("disagreement"), "early_stop": "none"},
         _conformal,
     ),

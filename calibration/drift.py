@@ -93,7 +93,10 @@ class DuplicateScores:
                 "but different chunks have different scores: scores were copied"
             )
         if self.within > FEW and not self.clustered:
-            return f"{within} equal another stored score; they may be copies, because their questions are not known"
+            return (
+                f"{within} equal another stored score; some scores may be copies, because "
+                "their questions are not known"
+            )
         if self.within > FEW and self.distinct >= 0.5:
             few = f"{100 * (1 - self.distinct):.0f} % of the questions"
             return f"{within} equal another score of the same question, but only in {few}: scores were copied"

@@ -553,7 +553,11 @@ class RolloutBuilder:
         if last.chunks[-1].ended == "end":
             return "end", None, ""
         if self._repeats():
-            return "end", None, f"the same chunk {self.policy.repeats} times in a row"
+            return (
+                "end",
+                None,
+                f"the rollout repeated the same chunk {self.policy.repeats} times in a row",
+            )
         if self.turn >= self._bounds.turns:
             return "turns", None, ""
         if self._room < 1:

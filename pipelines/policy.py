@@ -254,7 +254,7 @@ class Policy:
     target_sampling: Annotated[
         Sampling | None,
         {
-            "temperature": "temperature of the target; none: the same as `sampling`",
+            "temperature": "temperature of the target; none: the value of sampling.temperature",
             "top_k": "like sampling.top_k, for the target",
             "top_p": "like sampling.top_p, for the target",
             "min_p": "like sampling.min_p, for the target",
@@ -365,8 +365,8 @@ class Policy:
         if judges_votes != (self.escalates == "problem") and self.drafter == "draft":
             raise OptionError(
                 "score",
-                "score.kind disagreement and escalates=problem need each other; method cascade "
-                "sets both",
+                "score.kind disagreement and escalates=problem must be set together; method "
+                "cascade sets both",
             )
         for name in ("select_prompt", "synthesis_prompt"):
             text = getattr(self, name)
@@ -630,17 +630,21 @@ def _check_scorer(target: EngineSpec) -> None:
         f"{target.engine} cannot score, and the method has the target score every chunk{reason}"
     )
     advice = (
-        "Use a target on vLLM or SGLang, or a local one; method cascade, method spec-reason and "
-        "score.kind continuation need no scores"
+        "Use a target on vLLM or SGLang, or a local target; method cascade, method spec-reason "
+        "and score.kind continuation need no scores"
     )
     raise UnsupportedByEngine(target.name, problem, advice)
 
 
 def _check_entropies(draft: EngineSpec, wants: str) -> None:
     if "entropy" not in draft.capabilities:
-        problem = f"{draft.engine} does not show its distributions, which {wants} needs"
+        problem = (
+            f"{draft.engine} does not return the probabilities of all tokens, which {wants} needs"
+        )
         raise UnsupportedByEngine(
-            draft.name, problem, "Use a local draft (hf:MODEL) or one on vLLM, or score.kind draft"
+            draft.name,
+            problem,
+            "Use a local draft (hf:MODEL), a draft on vLLM, or score.kind draft",
         )
 
 

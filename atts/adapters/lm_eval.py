@@ -136,8 +136,8 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
             raise EngineError(
                 "atts",
                 result.why,
-                "Run lm_eval again; with the model argument `directory`, finished work is not "
-                "repeated",
+                "Run lm_eval again; if the model argument `directory` is set, finished work is "
+                "not repeated",
             )
         if result.status != "finished":
             raise KeyboardInterrupt(result.why)

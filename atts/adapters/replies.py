@@ -74,7 +74,7 @@ def setup_of(model: str, options: Mapping[str, object]) -> Setup:
     named = {"draft", "target"} & options.keys()
     if len(named) == 1:
         raise OptionError(
-            "engines", f"only {named.pop()!r} is given; give both draft and target, or neither"
+            "engines", f"only {named.pop()!r} is given; give draft and target, or neither of them"
         )
     engines = {} if named else {"draft": model, "target": model}
     return configure({**engines, **options}).setup()
@@ -96,7 +96,7 @@ def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
     system = "\n\n".join(text for role, text in turns if role == "system")
     spoken = [(role, text) for role, text in turns if role != "system"]
     if not spoken:
-        raise UsageError("a conversation without a question cannot be answered")
+        raise UsageError("the conversation has no question; add a message of the user")
     if len(spoken) == 1:
         return system, spoken[0][1]
     return system, "\n\n".join(f"{role.capitalize()}: {text}" for role, text in spoken)

@@ -302,8 +302,8 @@ def compare(
         example = next(iter(first.problems)), next(iter(second.problems))
         raise DatasetError(
             f"{first.name} and {second.name}",
-            "these results have no problem in common; an id in the first: "
-            f"{example[0]!r}, an id in the second: {example[1]!r}",
+            f"the two results have no problem in common; problem ids are such as {example[0]!r} in "
+            f"the first and {example[1]!r} in the second",
             "Compare runs on the same problems",
         )
     ours, theirs = ([side.problems[name] for name in common] for side in (first, second))

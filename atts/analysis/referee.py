@@ -471,7 +471,7 @@ def referee_run(run: RecordedRun, options: RefereeOptions | None = None) -> Refe
     if not problems:
         raise JournalError(
             run.directory,
-            "no problem is finished and graded, so rules cannot be compared",
+            "no problem is finished and graded, so there is nothing to compare the rules on",
             "Problems need reference answers; `atts import --dataset NAME` adds them to "
             "imported problems",
         )

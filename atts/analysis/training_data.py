@@ -200,14 +200,14 @@ def _check_tokenizers(run: RecordedRun, teacher: Teacher | None) -> None:
     if not {"draft", "target"} <= engines.keys():
         raise UsageError(
             f"{run.directory}: opd needs a draft and a target, but this run used only "
-            f"{' and '.join(engines) or 'neither'}; export it as sft, preference or "
-            "verifiers"
+            f"{' and '.join(engines) or 'neither'}; export the run as sft, preference or verifiers"
         )
     draft, target = (engines[role].get("tokenizer") for role in ("draft", "target"))
     if draft != target:
         raise UsageError(
             f"{run.directory}: draft and target have different tokenizers, so the target has no "
-            "log-probabilities of the draft's tokens; export it as sft, preference or verifiers"
+            "log-probabilities of the draft's tokens; export the run as sft, preference or "
+            "verifiers"
         )
     if teacher is not None and teacher.tokenizer != draft:
         raise OptionError(
@@ -346,9 +346,9 @@ def _preference(
     wrong = [one for one in rollouts if case.verdicts[one.sample] == "wrong"]
     pairs = [(good, bad) for good in correct for bad in wrong]
     if not pairs:
-        made.skipped[
-            "all or none of the problem's rollouts are correct, so they give no pair"
-        ] += len(rollouts)
+        made.skipped["all or none of the problem's rollouts are correct, so they give no pair"] += (
+            len(rollouts)
+        )
         return
     name = case.outcome.problem.id
     random = generator(Seed(run=options.seed, problem=name, purpose="preference pairs"))

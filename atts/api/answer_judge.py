@@ -92,7 +92,7 @@ async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) 
     room = engine.spec.context_length - len(ids)
     if room < 1:
         return _left_open(
-            record, "the judge's context is too short for the reference and the answer"
+            record, "the reference and the answer do not fit into the judge's context"
         )
     reply = await engine.sample(
         SampleRequest(

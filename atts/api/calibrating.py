@@ -125,7 +125,9 @@ def compare(first: Run, second: Run, *, points: float | None = None, seed: int =
     from atts.analysis import compare, read_results
 
     if points is not None and not 0 <= points <= 100:
-        raise OptionError("points", f"{points:g} is outside [0, 100]")
+        raise OptionError(
+            "points", f"{points:g} is outside [0, 100]; give a number of percentage points"
+        )
     return compare(
         *(read_results(directory_of(one)) for one in (first, second)), points=points, seed=seed
     )

@@ -141,7 +141,7 @@ def _nearest_key(name: str, known: Sequence[str]) -> str:
     near = get_close_matches(name, short, n=1) or get_close_matches(
         name.rpartition(".")[2], short, n=1
     )
-    return f"; did you mean {short[near[0]]!r}?" if near else "; `atts config show` lists them all"
+    return f"; did you mean {short[near[0]]!r}?" if near else "; `atts config show` lists all keys"
 
 
 ReportKind = Literal["html", "markdown", "json", "none"]

@@ -228,8 +228,8 @@ def speculation_words(
         return "the draft, if both models share a tokenizer and the target is computed on a CPU"
     if speculate == "auto" and _is_one_loop(draft, target):
         return (
-            "nothing: draft and target share blocks of a zoo and a step loop, so they do not "
-            "speculate"
+            "nothing: draft and target share blocks of a zoo and one step loop, in which "
+            "speculation is not possible"
         )
     if speculate == "auto":
         return "nothing: atts speculates only if draft and target run on this machine"

@@ -352,7 +352,7 @@ def check_resumes(
             flag = f"--set {name}" if origin == "--set" else origin
             label = flag if flag.startswith("--") else name
             differences.append((label, then.get(name), now[name]))
-        advice = "Name another directory, or repeat the settings of that run"
+        advice = "Name another directory, or use the settings of the run in this directory"
         raise FingerprintError(f"the run in {directory}", differences, advice)
 
 
@@ -730,7 +730,7 @@ class _RecordedProblems:
         missing = 0 if planned is None else planned - found.count
         if missing > 0 or not found.count:
             problem = f"{missing} problems of {run.directory} are not complete"
-            raise OptionError("run", f"{problem}; repeat that run's command first")
+            raise OptionError("run", f"{problem}; repeat the command of this run first")
         return found
 
 
@@ -815,7 +815,7 @@ def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:
             return run_async(main)
         raise UsageError(
             f"atts.{verb}_sync was called inside a running event loop; write `await "
-            f"atts.{verb}(...)` there"
+            f"atts.{verb}(...)` instead"
         )
 
     update_wrapper(run, call, ("__module__",), ())

@@ -107,7 +107,7 @@ def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | 
     if undone > 0:
         raise OptionError(
             "labelled",
-            f"{undone} problems of {labelled} are not finished, and the finished ones are a "
+            f"{undone} problems of {labelled} are not finished, and the finished problems are a "
             "biased sample; finish the run first",
         )
     graded = state.graded.values()

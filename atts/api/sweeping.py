@@ -417,10 +417,15 @@ def _keep(planned: Sweep) -> None:
     if (directory / SWEEP).exists():
         stored = load_run_set(directory)
         if [*stored.over] != [*over]:
-            raise _another(directory, f"that sweep varies {', '.join(stored.over)}")
+            raise _another(
+                directory, f"the sweep in this directory varies {', '.join(stored.over)}"
+            )
         for name in {**settings, **stored.settings}:
             if settings.get(name) != stored.settings.get(name):
-                raise _another(directory, f"{name} of that sweep is {stored.settings.get(name)!r}")
+                raise _another(
+                    directory,
+                    f"the sweep in this directory has {name} {stored.settings.get(name)!r}",
+                )
         points = {one.name: one for one in stored.points} | points
         over = {
             name: tuple(dict.fromkeys((*stored.over[name], *values)))

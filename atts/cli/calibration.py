@@ -30,10 +30,10 @@ OwnRate = Annotated[
 Mode = Annotated[
     str,
     typer.Option(
-        help="Chunks over which the rate is met. question: the chunks of each question. "
-        "question-turn: the chunks of each turn of a question. aci, marginal, split: "
-        "all chunks. aci adapts its threshold, marginal ranks among all earlier scores, "
-        "split ranks among stored scores only."
+        help="Scope of rate control. question: the chunks of each question. question-turn: the "
+        "chunks of each turn of a question. aci, marginal, split: all chunks. aci adapts "
+        "its threshold, marginal compares a score with all earlier scores, split compares "
+        "it with stored scores only."
     ),
 ]
 Scale = Annotated[
@@ -324,7 +324,7 @@ def report(
     rate_scope: Annotated[
         str | None,
         typer.Option(
-            help="Chunks over which the rate is met: all chunks (aci, marginal, split), the "
+            help="Scope of rate control: all chunks (aci, marginal, split), the "
             "chunks of each question (question), or the chunks of each turn of a "
             "question (question-turn). Default: as in the run or calibrator, or aci for "
             "scores."

@@ -43,7 +43,7 @@ def compare(
         bool,
         typer.Option(
             "--sequential",
-            help="Also report after how many problems it was clear which run is better.",
+            help="Also report the number of problems after which the better run was known.",
         ),
     ] = False,
     points: Annotated[
@@ -314,7 +314,7 @@ def replay(
         int | None,
         typer.Option(
             help="With --rules: number of random orders in which the rollouts arrive.",
-            show_default="200; fewer if there are more than 100 problems",
+            show_default="200, or fewer if the run has more than 100 problems",
         ),
     ] = None,
     match: Annotated[
@@ -355,8 +355,8 @@ def replay(
             if value is not None:
                 raise OptionError(
                     option,
-                    "this option changes decisions on chunks, but --rules compares rules "
-                    "for whole rollouts; leave one of the two options out",
+                    "this option changes decisions on chunks, but --rules compares rules for "
+                    "whole rollouts; leave out this option or --rules",
                 )
         _play_rules(directory, rules, samples, orders, seed, match, as_json=as_json)
         return

@@ -269,8 +269,8 @@ def grade(
     units: Annotated[
         Literal["optional", "required"],
         typer.Option(
-            help="Unit of an answer: optional (it may be missing, or be added), required (it "
-            "must be given if the reference has a unit, and only then)."
+            help="Unit of an answer: optional (a unit may be missing or added), required (an "
+            "answer must have a unit if the reference has a unit, and no unit otherwise)."
         ),
     ] = "optional",
     strict: Annotated[

@@ -75,7 +75,7 @@ def pairs(
     name: Annotated[
         str,
         typer.Argument(
-            help="Name of a pair of models, which is shown with all its details.",
+            help="Name of a pair of models to show in detail.",
             show_default="all",
         ),
     ] = "",

@@ -254,7 +254,7 @@ def trace(
     path = write(directory, out)
     say(json_line({"trace": str(path), "bytes": path.stat().st_size}) if as_json else path)
     if not as_json:
-        tell("Open it at https://ui.perfetto.dev or chrome://tracing.")
+        tell("Open this file at https://ui.perfetto.dev or chrome://tracing.")
 
 
 CALIBRATOR = "calibrator.json"
@@ -394,8 +394,8 @@ def import_run(
     dataset: Annotated[
         str | None,
         typer.Option(
-            help="Dataset with the same questions; its ids and reference answers replace "
-            "those in the files."
+            help="Dataset with the same questions; the dataset's ids and reference answers "
+            "replace those of the files."
         ),
     ] = None,
     model: Annotated[

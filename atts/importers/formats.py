@@ -223,7 +223,9 @@ class _Grade:
     @classmethod
     def of(cls, scores: Row, metric: str) -> _Grade:
         if metric and scores and metric not in scores:
-            raise RecordError(f"the record has no score {metric!r}; it has {', '.join(scores)}")
+            raise RecordError(
+                f"the record has no score {metric!r}; its scores are {', '.join(scores)}"
+            )
         grade = cls()
         for name, score in scores.items():
             if not isinstance(score, dict):
@@ -330,7 +332,7 @@ def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreign
     numbers = _numbers(row)
     if options.metric and options.metric not in row:
         raise RecordError(
-            f"the record has no metric {options.metric!r}; it has {', '.join(numbers)}"
+            f"the record has no metric {options.metric!r}; its metrics are {', '.join(numbers)}"
         )
     metric = options.metric or next(
         (name for name in numbers if truth_of(numbers[name]) is not None), ""
@@ -572,7 +574,7 @@ def read_monkey_business(row: Row, path: Path, options: ReadOptions) -> Iterator
     name = optional_text(row, "orig_dset_idx", "theorem_name", "name")
     for number, (text, grade) in enumerate(zip(samples, grades, strict=True)):
         if not isinstance(text, str):
-            raise RecordError(f"sample {number + 1} is not a text")
+            raise RecordError(f"sample {number + 1} of the record is not a text")
         yield ForeignSample(
             question=text_of(row, "question", "prompt", "description"),
             text=text,
@@ -763,7 +765,9 @@ def _column(row: Row, field: str, columns: Mapping[str, str]) -> str:
     named = columns.get(field)
     if named is not None:
         if named not in row:
-            raise RecordError(f"the record has no column {named!r}; it has {', '.join(row)}")
+            raise RecordError(
+                f"the record has no column {named!r}; its columns are {', '.join(row)}"
+            )
         return named
     return next((name for name in FIELDS[field] if row.get(name) is not None), "")
 

@@ -196,7 +196,7 @@ def _files(format: Format, path: Path) -> list[Path]:
     raise DatasetError(
         str(path),
         f"the directory has no file named {' or '.join(format.patterns)}, as {format.name} writes",
-        "Give the directory of these files, or name one file",
+        "Give the directory of the files, or the path of a single file",
     )
 
 

@@ -761,8 +761,8 @@ class LineReader:
         return JournalCorrupt(
             self.path,
             f"line {self.number + 1} is damaged: {problem}",
-            "Nothing was overwritten. Restore the file from a copy, or save the lines before it "
-            f"with `atts journal salvage {self.path.parent} --out NEW` and continue there",
+            "Nothing was overwritten. Restore the file from a copy, or save the lines before the "
+            f"damage with `atts journal salvage {self.path.parent} --out NEW` and continue in NEW",
         )
 
 

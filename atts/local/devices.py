@@ -88,7 +88,7 @@ def check_room(config: WorkerConfig, device: torch.device) -> None:
         )
         if other is not None:
             problem = (
-                f"both models of the pair do not fit on {device}: weights of "
+                f"{device} has no room for both models of the pair: weights of "
                 f"{own.weights / 1e9:.1f} and {other.weights / 1e9:.1f} GB, "
                 f"{free / 1e9:.1f} GB free"
             )

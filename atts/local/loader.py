@@ -143,7 +143,8 @@ _UNKNOWN = (
 matrices.
 """
 _SERVE = (
-    "Merge it into its base (peft: merge_and_unload, save_pretrained) and add the resulting folder"
+    "Merge the adapter into its base model (peft: merge_and_unload, save_pretrained) and add the "
+    "resulting folder"
 )
 
 
@@ -219,7 +220,7 @@ def _low_rank(
 ) -> LowRank:
     said, name = at
     if set(pair) != {"A", "B"}:
-        problem = f"its adapter lacks lora_{'B' if 'A' in pair else 'A'} of {module}"
+        problem = f"the adapter lacks lora_{'B' if 'A' in pair else 'A'} of {module}"
         raise ModelLoadError(name, problem, "Download the adapter again")
     down = pair["A"]
     up = pair["B"]
@@ -229,11 +230,14 @@ def _low_rank(
         or down.shape[1] != size[1]
         or not len(down)
     ):
-        problem = f"its adapter has {tuple(up.shape)} by {tuple(down.shape)} for {module}, whose shape is {size}"
+        problem = (
+            f"the adapter has {tuple(up.shape)} by {tuple(down.shape)} for {module}, whose "
+            f"shape is {size}"
+        )
         raise ModelLoadError(name, problem, "Adapter and base belong to different models")
     if not (down.isfinite().all() and up.isfinite().all()):
         raise ModelLoadError(
-            name, f"its adapter contains numbers that are not finite, in {module}", "Train it again"
+            name, f"the adapter has numbers that are not finite, in {module}", "Train it again"
         )
     alpha = _of_module(said.get("alpha_pattern"), module, said.get("lora_alpha", 8))
     return LowRank(

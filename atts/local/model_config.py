@@ -438,7 +438,7 @@ def _problems(config: Any) -> Iterator[tuple[str, str]]:
     )
     if strange:
         yield (
-            f"its attention {', '.join(strange)[:60]} is not supported (only full and "
+            f"the model's attention {', '.join(strange)[:60]} is not supported (only full and "
             f"sliding-window attention)",
             serve,
         )
@@ -457,7 +457,7 @@ def _rope_problems(config: Any, rope: Mapping[str, Any]) -> Iterator[tuple[str, 
     turned = _rotary_dim(config)
     if kind not in _ROPES:
         yield (
-            f"its rotary embedding of type {shown(kind)} is not supported",
+            f"the rotary embedding of type {shown(kind)} is not supported",
             f"Supported: {', '.join(_ROPES)}",
         )
     if part != 1.0 and not FAMILIES[config.model_type].may_turn_parts:
@@ -525,8 +525,8 @@ def check_model(folder: Path, name: str) -> tuple[ModelConfig, ModelTokenizer]:
     tokenizer = ModelTokenizer(folder, name)
     if tokenizer.vocabulary > config.vocabulary:
         problem = (
-            f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, but the model has "
-            f"only {config.vocabulary} ids"
+            f"the tokenizer has ids up to {tokenizer.vocabulary - 1}, but the model has only "
+            f"{config.vocabulary} ids"
         )
         raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
     return config, tokenizer

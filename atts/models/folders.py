@@ -138,7 +138,10 @@ def refuse_code(folder: Path, name: str) -> None:
             f"{folder} brings its own code ({', '.join(code)}), but atts never runs code of a model "
             "folder"
         )
-        advice = "Remove the code if the model works without it, or serve the model with vLLM and name that server"
+        advice = (
+            "Remove the code if the model works without the code, or serve the model with "
+            "vLLM and name this server"
+        )
         raise ModelLoadError(name, problem, advice)
 
 
@@ -194,9 +197,10 @@ def refuse_gguf(folder: Path, name: str) -> None:
         "files itself"
     )
     advice = (
-        f"Serve it (llama-server -m {files[0].name}) and name the server, llamacpp:http://HOST:PORT; "
-        "or convert it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER, "
-        "gguf_file=FILE).save_pretrained(NEW), and the same with AutoTokenizer"
+        f"Serve the file (llama-server -m {files[0].name}) and name the server, "
+        "llamacpp:http://HOST:PORT; or convert the file with transformers: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW), and "
+        "the same with AutoTokenizer"
     )
     raise ModelLoadError(name, problem, advice)
 

@@ -206,7 +206,10 @@ def check_stored(folder: Path) -> StoredModel | None:
         parts = [
             (folder / file.name, file.digest, f"its file {file.name}") for file in stored.files
         ]
-    advice = f"Models without it are not affected; remove {stored.name!r} and add it again from its folder"
+    advice = (
+        f"Models without this block are not affected; remove {stored.name!r}, and add the "
+        "model again from its folder"
+    )
     for path, digest, what in parts:
         try:
             found = file_digest(path)
@@ -216,7 +219,7 @@ def check_stored(folder: Path) -> StoredModel | None:
         if found != digest:
             raise ZooError(
                 zoo,
-                f"{what} of {stored.name!r} is damaged: its content has the digest {found[:16]}",
+                f"{what} of {stored.name!r} is damaged: the content has the digest {found[:16]}",
                 advice,
             )
     return stored
@@ -230,7 +233,7 @@ def read_stored(folder: Path) -> StoredModel:
     path = folder / MANIFEST
     zoo = folder.parent.parent
     check_schema(zoo)
-    advice = f"Remove {folder.name!r} and add it again; other models are not affected"
+    advice = f"Remove {folder.name!r}, and add the model again; other models are not affected"
     try:
         return msgspec.json.decode(path.read_bytes(), type=StoredModel)
     except OSError as error:

@@ -1387,7 +1387,7 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
     if ids and not 0 <= min(ids) <= max(ids) < spec.vocabulary:
         raise BadReply(spec.name, "the reply has a token id outside the model's vocabulary")
     if any(map(math.isnan, logprobs)):
-        raise BadReply(spec.name, "a log-probability is not a number")
+        raise BadReply(spec.name, "a log-probability in the reply is not a number")
 
 
 # Some servers report probability 0 for an unlikely token. But if all of many tokens have
@@ -1410,7 +1410,7 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
         )
     # rounding may make a log-probability slightly larger than 0
     if max(logprobs) > 1e-4 or any(map(math.isnan, logprobs)):
-        raise BadReply(spec.name, "a log-probability is above 0 or not a number")
+        raise BadReply(spec.name, "a log-probability in the reply is above 0 or not a number")
     if len(logprobs) >= _WHOLE_TEXT and max(logprobs) < _ABSURD:
         raise BadReply(spec.name, "every token of the text has probability 0")
     begun = scores.beginning

@@ -122,8 +122,8 @@ def merge(directories: Sequence[Path], out: Path) -> Merged:
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise UsageError(
-            f"the problem {min(twice)!r} is in two of the given runs; each problem may be in one "
-            "run only"
+            f"the problem {min(twice)!r} is in two of the given runs; give runs of different "
+            "problems"
         )
     with storage(out):
         out.mkdir(parents=True, exist_ok=True)

@@ -451,7 +451,7 @@ class _Body:
             room = self.most + 1 - len(self.text)
             self.text += chunk if self._inflater is None else self._inflater.decompress(chunk, room)
         except zlib.error as error:
-            self.flaw = f"is not compressed as its header states ({error})"
+            self.flaw = f"is not compressed as the reply's header states ({error})"
         if max(self._came, len(self.text)) > self.most:
             self.flaw = f"is longer than {self.most:,} bytes, the most that this request can need"
         return not self.flaw

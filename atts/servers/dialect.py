@@ -625,7 +625,7 @@ class DialectClient:
                     f"the reply has {len(scores.logprobs)} scores for {len(request.suffix)} tokens",
                 )
             if not are_scores(scores.logprobs):
-                raise BadReply(self._name, "a score is above 0 or not a number")
+                raise BadReply(self._name, "a score in the reply is above 0 or not a number")
             return scores
 
         tokens = len(request.prefix) + len(request.suffix)
@@ -715,7 +715,7 @@ def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec
         problem = f"the reply has {len(logprobs)} log-probabilities for {len(ids)} ids"
         raise BadReply(spec.name, problem)
     if not are_logprobs(logprobs):
-        raise BadReply(spec.name, "a log-probability is above 0 or not a number")
+        raise BadReply(spec.name, "a log-probability in the reply is above 0 or not a number")
 
 
 def find_end(

@@ -315,7 +315,7 @@ class RemoteEngine(BaseEngine):
         if dialect.speaks == "text":
             if self._wanted_tokenizer is not None:
                 problem = f"{identity.engine} takes text and needs no tokenizer"
-                raise OptionError("tokenizer", f"{problem}; leave the setting out")
+                raise OptionError("tokenizer", f"{problem}; leave the tokenizer setting out")
             return TextTokenizer()
         return await open_tokenizer(self._wanted_tokenizer, identity.tokenizer, self._name)
 

@@ -54,7 +54,8 @@ class ApiKey:
             )
             raise OptionError(
                 "key",
-                f"{problem} (not shown). Put the key into a variable or a file, and give its name",
+                f"{problem} (not shown). Put the key into a variable or a file, and give the name "
+                "of the variable or file",
             )
 
     def read(self) -> str:
@@ -172,7 +173,9 @@ class RemoteOptions:
         for name in ("wait_seconds", "give_up_after"):
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
-                raise OptionError(name, f"{seconds} is not a number of seconds to wait")
+                raise OptionError(
+                    name, f"{seconds} is not possible; give a number of seconds to wait"
+                )
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise OptionError(name, f"{getattr(self, name)!r} is unknown", known)

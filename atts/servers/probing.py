@@ -313,8 +313,11 @@ class ServerProbe:
         first = await self._requests.sample_raw(request)
         again = await self._requests.sample_raw(request)
         if first.ids == again.ids:
-            return Finding("seeds", "yes", "two requests with one seed gave the same text")
-        seen = "two requests with one seed gave different texts, so a run cannot be repeated token for token"
+            return Finding("seeds", "yes", "two requests with the same seed gave the same text")
+        seen = (
+            "two requests with the same seed gave different texts, so a run cannot be "
+            "repeated token for token"
+        )
         return Finding("seeds", "no", seen)
 
     async def _see_scores(self, written: RawCompletion) -> tuple[list[Finding], tuple[float, ...]]:
@@ -592,8 +595,8 @@ class Lossless(NamedTuple):
     def __str__(self) -> str:
         if self.trouble:
             return (
-                "the sampled tokens do not follow the model's distribution: "
-                f"{self.trouble}; serve it without speculation"
+                f"the sampled tokens do not follow the model's distribution: {self.trouble}; serve "
+                "the model without speculation"
             )
         return (
             f"{self.tokens} sampled tokens follow the model's distribution ({self.deviation:+.1f} "

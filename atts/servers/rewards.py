@@ -113,7 +113,7 @@ class RemoteRewardModel:
             raise UnsupportedByEngine(
                 _NAME,
                 f"{client.url} serves {', '.join(names)}, not {self._model}",
-                "Name one of these models after the URL in score.reward",
+                "Write the name of a served model after the URL in score.reward",
             )
         if self._address.dialect == "sglang":
             self._tokenizer = await open_tokenizer(self._address.tokenizer, self._model, _NAME)

@@ -548,12 +548,12 @@ def _check_plain(model: str, extra: Mapping[str, Any], turns: tuple[tuple[str, s
     for name in _OF_POLICIES:
         if name in extra:
             raise RequestError(
-                f"atts.{name} does not apply to {model!r}, which answers alone with one rollout",
+                f"atts.{name} does not apply to {model!r}, a single model with one rollout",
                 param=f"atts.{name}",
             )
     if extra.get("combine", "vote") != "vote":
         raise RequestError(
-            f"atts.combine does not apply to {model!r}, which answers alone with one rollout",
+            f"atts.combine does not apply to {model!r}, a single model with one rollout",
             param="atts.combine",
         )
     if turns[-1][0] != "user":

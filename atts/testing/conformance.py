@@ -803,7 +803,10 @@ async def check_stats(probe: Probe) -> None:
     """Counters are exact and never decrease, and at the end no request is in flight."""
     engine = probe.engine
     before = engine.stats()
-    require(before.in_flight == 0, f"{before.in_flight} requests in flight before the first one")
+    require(
+        before.in_flight == 0,
+        f"the engine counts {before.in_flight} requests in flight before the first request",
+    )
     sampled = scored = requests = 0
     if probe.can("sample"):
         written = await probe.sample_all(probe.requests(2))

@@ -292,7 +292,7 @@ def _text(path: Path, data: bytes, source: str) -> str:
         line = data.count(b"\n", 0, error.start) + 1
         problem = f"{path.name} line {line} is not UTF-8 (byte {data[error.start]:#04x} at offset {error.start})"
         raise DatasetError(
-            source, problem, "Convert it, for example: iconv -f latin1 -t utf-8"
+            source, problem, "Convert the file, for example with: iconv -f latin1 -t utf-8"
         ) from None
 
 
@@ -303,7 +303,7 @@ def _json_list(text: str, path: Path, source: str) -> list[object]:
         raise DatasetError(
             source,
             f"{path.name} is not JSON ({error})",
-            "Rename it to .jsonl if it has one object per line",
+            "If the file has one JSON object per line, rename it to .jsonl",
         ) from None
     # some files contain the list as a value of an object: {"data": [...]}
     if isinstance(value, dict):
@@ -346,7 +346,7 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
     try:  # imported by name, because pyarrow is optional and has no types
         pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
-        advice = "Install it: pip install 'atts-llm[parquet]'"
+        advice = "Install pyarrow: pip install 'atts-llm[parquet]'"
         raise DatasetError(
             source, f"{path.name} can be read only with pyarrow, which is not installed", advice
         ) from None

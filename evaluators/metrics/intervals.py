@@ -58,7 +58,7 @@ class Estimate:
             return ""
         value, low, high = self.if_right
         return (
-            f"{self.unscored:,} unscored: {value:.3f} [{low:.3f}, {high:.3f}] if they were correct"
+            f"{self.unscored:,} unscored: {value:.3f} [{low:.3f}, {high:.3f}] if these were correct"
         )
 
     def brief(self, missing: str = "undefined") -> str:
@@ -118,7 +118,7 @@ def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> 
         return undefined_estimate(0, n_samples, level, "no problems")
     undefined = int(np.isnan(array).sum())
     if undefined:
-        note = f"undefined for {undefined} of {array.size} problems"
+        note = f"the value is undefined for {undefined} of {array.size} problems"
         return undefined_estimate(array.size, n_samples, level, note)
     return _clustered(array, np.ones(array.size), (array.size, n_samples), level)
 

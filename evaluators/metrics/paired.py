@@ -332,7 +332,10 @@ class ConfidenceSequence:
         :raises OptionError: if the difference is outside [-1, 1].
         """
         if not -1 <= difference <= 1:
-            raise OptionError("difference", f"{difference!r} is outside [-1, 1]")
+            raise OptionError(
+                "difference",
+                f"{difference!r} is outside [-1, 1]; give a difference of two accuracies",
+            )
         self.problems += 1
         self._logs += np.log1p(self._bets * (difference - self._means))
         # logarithm of the mean capital over the stakes; dividing by the maximum avoids an overflow

@@ -239,9 +239,11 @@ def test_new_values_are_added_to_finished_runs(tmp_path: Path) -> None:
     report = anyio.run(run_sweep, plan_sweep({"rate": [".2", 0.4]}, words)).report
     assert [point.name for point in report.grid] == ["rate=0.2", "rate=0.4"]
     assert (tmp_path / "set/rate=0.2/journal.jsonl").read_bytes() == before
-    with pytest.raises(JournalError, match="belongs to another sweep: samples of that sweep is 2"):
+    with pytest.raises(
+        JournalError, match="belongs to another sweep: the sweep in this directory has samples 2"
+    ):
         anyio.run(run_sweep, plan_sweep({"rate": [0.2]}, {**words, "samples": 3}))
-    with pytest.raises(JournalError, match="that sweep varies rate"):
+    with pytest.raises(JournalError, match="sweep in this directory varies rate"):
         anyio.run(run_sweep, plan_sweep({"seed": [1]}, {**words, "rate": 0.2}))
     with locked(tmp_path / "set" / LOCK, tmp_path), pytest.raises(JournalLocked):
         anyio.run(run_sweep, plan_sweep({"rate": [0.2]}, words))

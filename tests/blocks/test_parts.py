@@ -127,7 +127,7 @@ BAD: dict[str, tuple[Change, dict[str, Any], str, str, type[ATTSError]]] = {
         dict,
         {"vocab_size": 250},
         "base",
-        "its tokenizer has ids up to",
+        "the tokenizer has ids up to",
         ModelLoadError,
     ),
     "no such base": (dict, {}, "else", "the zoo has no model 'else'", ZooError),

@@ -288,7 +288,7 @@ BAD: dict[str, tuple[Callable[[Tune], Path], str, type[ATTSError]]] = {
         lambda tune: broken(tune("m"), lambda t: t.update({LAST: t[LAST][:-1].clone()})), "has shape", ModelLoadError
     ),
     "other layers": (lambda tune: tune("m", num_hidden_layers=4), "lacks the weight 'layers.3", ModelLoadError),
-    "other tokenizer": (lambda tune: tune("m", vocab_size=250), "its tokenizer has ids up to", ModelLoadError),
+    "other tokenizer": (lambda tune: tune("m", vocab_size=250), "the tokenizer has ids up to", ModelLoadError),
     "other family": (lambda tune: tune("m", model_type="mamba"), "'mamba' are not supported", ModelLoadError),
     "quantised": (
         lambda tune: broken(tune("m"), lambda t: t.update({LAST: t[LAST].to(torch.int8)})), "type .*8", ModelLoadError

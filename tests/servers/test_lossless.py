@@ -70,7 +70,7 @@ async def test_a_server_whose_speculation_changes_its_distribution_is_refused(
     with pytest.raises(UnsupportedByEngine, match=words) as caught:
         async with client(server.url, needs=frozenset({"sample"})):
             pass
-    assert "serve it without speculation" in str(caught.value)
+    assert "serve the model without speculation" in str(caught.value)
 
 
 class TooSure(EngineAround):

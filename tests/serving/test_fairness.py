@@ -178,7 +178,7 @@ def test_users_that_come_and_go_are_forgotten() -> None:
 
 def test_a_share_of_nothing_is_refused() -> None:
     """A share of 0 is refused, because its user would never be served."""
-    with pytest.raises(OptionError, match="not a share above 0"):
+    with pytest.raises(OptionError, match="give a share above 0"):
         ServeOptions(shares={"a": 0.0}, keys={"k": "a"})
 
 

@@ -558,7 +558,7 @@ class Zoo:
         if not folder.is_dir():
             raise OptionError(
                 "FOLDER",
-                f"{folder} is not a folder; name one with a model's configuration and weights",
+                f"{folder} is not a folder; name a folder with a model's configuration and weights",
             )
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
             return self._add_adapter(name, folder, base)
@@ -704,7 +704,7 @@ class Zoo:
                 raise ZooError(
                     self.directory,
                     f"{path.relative_to(self.directory)} is a link that leads out of the zoo",
-                    "Remove it, and add the model again",
+                    "Remove the link, and add the model again",
                 )
 
     def likenesses(self, name: str, most: int = 1, apart: float = 1.0) -> list[BlockSimilarity]:
@@ -761,7 +761,10 @@ class Zoo:
             ", ".join(f"{one.name} diverges by {nats:.3g}" for nats, one in kept.items())
             or "the zoo has no lossy replacement of this model"
         )
-        advice = f"make one: atts zoo compare {name} --zoo {self.directory} --lossy {bound:g} --keep NAME"
+        advice = (
+            f"make a replacement: atts zoo compare {name} --zoo {self.directory} --lossy "
+            f"{bound:g} --keep NAME"
+        )
         raise OptionError(
             "lossy",
             f"no lossy replacement of {name!r} diverges by at most {bound:g} nats per token "

@@ -122,7 +122,10 @@ def _share(kind: str, control: RateControl) -> ShownNumber:
         note = f"{counts} chunks; {asked}"
         return ShownNumber(share, "of the chunks were escalated", note)
     asked = "" if nominal is None else f"; nominal rate {percent(nominal)}"
-    what = "of the stored chunks would be escalated, if a calibrator decides on them in file order"
+    what = (
+        "of the stored chunks would be escalated, if a calibrator decides on the scores in "
+        "file order"
+    )
     return ShownNumber(share, what, f"{counts}, rate scope {control.promise.mode}{asked}")
 
 

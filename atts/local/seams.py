@@ -83,8 +83,8 @@ class OverlapStats:
             return ""
         if self.misses:
             return (
-                f"all {self.misses:,} guesses of the draft about the outcome of a target's "
-                "step were wrong"
+                f"none of the draft's {self.misses:,} guesses about a step of the target was "
+                "correct"
             )
         return "no draft was finished before the target's step ended" if self.late else ""
 

@@ -490,5 +490,5 @@ def test_overlapped_drafts_that_never_came_in_time_say_so() -> None:
     after a correct guess they give no reason.
     """
     assert OverlapStats(late=3).silence == "no draft was finished before the target's step ended"
-    assert OverlapStats(misses=2, late=3).silence.startswith("all 2 guesses of the draft")
+    assert OverlapStats(misses=2, late=3).silence.startswith("none of the draft's 2 guesses")
     assert OverlapStats(hits=1, misses=2).silence == ""

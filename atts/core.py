@@ -208,7 +208,7 @@ class Scores:
         """Return the perplexity of a text, exp(-mean log-probability), in [1, inf]; a higher value
         is worse.
         """
-        assert self.logprobs, "an engine must refuse an empty text to score"
+        assert self.logprobs, "a scored text must have at least one token"
         mean = -math.fsum(self.logprobs) / len(self.logprobs)
         return math.exp(mean) if mean < 700 else math.inf
 

@@ -240,7 +240,7 @@ def from_json(text: str) -> Any:
 
 def _constant(word: str) -> float:
     if word == "NaN":
-        raise ValueError("it holds NaN")
+        raise ValueError("the value contains NaN")
     return float(word)
 
 

@@ -306,11 +306,11 @@ def taken_by(
 ) -> Amount:
     """Return the number of tokens and the cost of a call that was answered."""
     if isinstance(request, SampleRequest):
-        assert isinstance(reply, Completion), "a sample request is answered by a completion"
+        assert isinstance(reply, Completion), "the reply to a sample request must be a completion"
         read = len(request.ids)
         written = len(reply.ids)
     else:
-        assert isinstance(reply, Scores), "a score request is answered by scores"
+        assert isinstance(reply, Scores), "the reply to a score request must be scores"
         read = len(request.prefix) + len(request.suffix)
         written = 0 if reply.beginning is None else len(reply.beginning.ids)
     cached = min(reply.cached_tokens, read)

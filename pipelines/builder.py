@@ -813,7 +813,7 @@ def continued(beginning: Beginning, rest: Completion | None, engine: Engine) -> 
         logprobs += rest.logprobs
         ended = rest.ended
         cached_tokens = rest.cached_tokens
-    assert ended is not None, "an unfinished beginning needs a continuation"
+    assert ended is not None, "a beginning that has not ended must have a continuation"
     text_ids = ids[:-1] if ended == "end" and ids[-1] in engine.spec.end_ids else ids
     if len(logprobs) != len(ids):
         logprobs = ()  # the engine sent no log-probabilities for the rest

@@ -140,7 +140,7 @@ class ScoreRule:
         target - author, for "draft" the author's log-probabilities, for the entropies the negative
         entropy at each token, and for "prm" the logarithm of the reward.
         """
-        assert logprobs, "an engine must refuse to score an empty text"
+        assert logprobs, "a scored text must have at least one token"
         if self.kind == "byte":
             nll = -math.fsum(logprobs) / max(1, len(text.encode()))
         elif self.kind in ("worst", "draft", "entropy-worst"):

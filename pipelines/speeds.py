@@ -222,7 +222,7 @@ class WriterChoice:
         For unfinished chunks of the target, the tokens so far are estimated from the speed of its
         last chunk.
         """
-        assert self.tried_since is not None, "nothing is tried"
+        assert self.tried_since is not None, "a trial of the draft must be in progress"
         pending = 0.0
         for begun in self.in_flight:
             if begun.writer == "target":

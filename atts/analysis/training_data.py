@@ -456,7 +456,7 @@ def _opd_record(
 
 def _decision(turn: Turn, start: int, end: int) -> dict[str, Any]:
     """Return a gate's decision, with the positions of the tokens that were written in its turn."""
-    assert turn.decision is not None, "only turns with a decision are passed here"
+    assert turn.decision is not None, "a turn passed to this function must have a decision"
     decision = turn.decision
     return {
         "turn": turn.index,

@@ -522,7 +522,7 @@ def calibrator_of(run: str | Path | RunResult) -> Calibrator:
             whole = calibrator
         else:
             whole.merge(calibrator.state())
-    assert whole is not None, "a run has at least one part"
+    assert whole is not None, "a merged run must have at least one part"
     return whole
 
 

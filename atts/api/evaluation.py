@@ -253,7 +253,7 @@ class evaluate:
     async def result(self) -> RunResult:
         """Wait until the run ends, and return its result."""
         await self._done.wait()
-        assert self._result is not None, "a failed run cancels the task that waits for the run"
+        assert self._result is not None, "a run that ended without an error must have a result"
         return self._result
 
     async def _follow(self, send: MemoryObjectSendStream[Notice]) -> None:

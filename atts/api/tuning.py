@@ -248,7 +248,7 @@ def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> T
             accepted = counts.accepted[:most]
             survival.count([counts.rounds, *accepted][: len(accepted)], accepted)
     curve = costs.curve(_STEPS)
-    assert curve is not None, "something was timed"
+    assert curve is not None, "at least one step must have been timed"
     shares = np.concatenate([[1.0], survival.acceptance([0])[0]])
     # expected number of tokens that a step writes, for each number of proposed tokens
     expected = shares.cumsum()

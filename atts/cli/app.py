@@ -179,7 +179,7 @@ def flowing(docstring: str) -> str:
 
 
 def _not_loaded() -> None:
-    raise AssertionError("only the requested command is ever called")
+    raise AssertionError("a command was called that the user did not request")
 
 
 def _version(asked: bool) -> None:

@@ -717,7 +717,9 @@ class Group(Generic[T]):
 
     def start(self) -> None:
         """Start the next rollout, or all rollouts of the group if they are admitted together."""
-        assert self.tasks is not None, "submitted outside its task group"
+        assert self.tasks is not None, (
+            "rollouts must be submitted inside the task group of their graph"
+        )
         for _ in range(self.unit):
             sample = self.samples[self._next]
             self._next += 1

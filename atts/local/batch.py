@@ -147,7 +147,7 @@ def ending(
 ) -> Ending | None:
     """Return the reason why the sequence ends with its newest token; None if it continues."""
     request = sequence.request
-    assert isinstance(request, SampleRequest), "only sampling requests grow"
+    assert isinstance(request, SampleRequest), "only sampling requests get new tokens"
     if token in end_ids:
         return "end"
     if token in request.stop_ids:
@@ -160,7 +160,7 @@ def ending(
 def going_on(sequence: Sequence, tokens: TokenIds, table: TokenTable) -> int:
     """Return the number of `tokens` that can be appended before one of them ends the sequence."""
     request = sequence.request
-    assert isinstance(request, SampleRequest), "only sampling requests grow"
+    assert isinstance(request, SampleRequest), "only sampling requests get new tokens"
     ends = (
         at for at, token in enumerate(tokens) if token in table.end_ids or token in request.stop_ids
     )

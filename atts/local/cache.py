@@ -54,7 +54,9 @@ class SlotAllocator:
 
     def allocate(self, count: int) -> SlotIds:
         """Hand out `count` slots; the caller must have checked that enough slots are free."""
-        assert count <= self.num_free, "slots must be made free before they are allocated"
+        assert count <= self.num_free, (
+            "the cache must have enough free slots before slots are allocated"
+        )
         self.num_free -= count
         self._least_free = min(self._least_free, self.num_free)
         return self._stack[self.num_free : self.num_free + count][::-1].copy()
@@ -186,7 +188,9 @@ class PrefixTree:
         """
         step: PrefixNode | None = node
         while step is not after:
-            assert step is not None, "the node to lock does not follow the one that is locked"
+            assert step is not None, (
+                "the node to lock must be below the node that is already locked"
+            )
             if step.locks == 0:
                 self._num_locked += len(step.slots)
             step.locks += 1
@@ -197,7 +201,7 @@ class PrefixTree:
         step: PrefixNode | None = node
         while step is not None:
             step.locks -= 1
-            assert step.locks >= 0, "unlocked more often than locked"
+            assert step.locks >= 0, "a node was unlocked more often than it was locked"
             if step.locks == 0:
                 self._num_locked -= len(step.slots)
                 self._offer(step)
@@ -274,7 +278,7 @@ class PrefixTree:
             pending.extend(node.children.values())
 
     def _remove(self, leaf: PrefixNode) -> SlotIds:
-        assert leaf.parent is not None, "the root is locked"
+        assert leaf.parent is not None, "the root of the prefix tree cannot be removed"
         del leaf.parent.children[leaf.ids[0]]
         self._logits.pop(id(leaf), None)
         self.num_cached -= len(leaf.slots)
@@ -285,7 +289,7 @@ class PrefixTree:
         """Split a node into two. The lower part keeps the node object, so locks and logits of the
         node remain valid.
         """
-        assert child.parent is not None, "the root has no ids to cut"
+        assert child.parent is not None, "the root of the prefix tree cannot be split"
         upper = PrefixNode(
             child.ids[:at],
             child.slots[:at].copy(),

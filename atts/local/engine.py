@@ -185,7 +185,7 @@ class LocalEngine:
         """Sample a continuation of the request's ids; see `atts.engine.Engine.sample`."""
         opened = self._opened or self._require()
         reply = await opened.ask(request)
-        assert isinstance(reply, SampleReply), "a sampling request is answered by a sample"
+        assert isinstance(reply, SampleReply), "the reply to a sampling request must be a sample"
         is_closed = reply.ended == "end" and reply.ids[-1] in opened.spec.end_ids
         text = opened.tokenizer.decode(reply.ids[:-1] if is_closed else reply.ids)
         return Completion(reply.ids, text, reply.ended, reply.logprobs, reply.cached_tokens)
@@ -193,7 +193,7 @@ class LocalEngine:
     async def score(self, request: ScoreRequest) -> Scores:
         """Score the request's suffix; see `atts.engine.Engine.score`."""
         reply = await (self._opened or self._require()).ask(request)
-        assert isinstance(reply, ScoreReply), "a scoring request is answered by scores"
+        assert isinstance(reply, ScoreReply), "the reply to a scoring request must be scores"
         return Scores(reply.logprobs, reply.cached_tokens, reply.beginning)
 
     def stats(self) -> EngineStats:
@@ -360,7 +360,7 @@ class _OpenEngine:
             del self._waiters[request_id]
             if waiter.reply is None:
                 self._worker.send(Cancel(request_id))
-        assert waiter.reply is not None, "woken without a reply"
+        assert waiter.reply is not None, "a finished request must have a reply"
         if isinstance(waiter.reply, FailureReply):
             raise waiter.reply.error(self._name)
         return waiter.reply
@@ -408,7 +408,7 @@ class _OpenEngine:
         for reply in report.replies:
             if reply.request_id == 0:
                 assert isinstance(reply, FailureReply), (
-                    "only the end of the loop concerns all requests"
+                    "a reply to all requests must be a failure of the loop"
                 )
                 self.end = self.end or reply
                 waiters = list(self._waiters.values())

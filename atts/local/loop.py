@@ -222,7 +222,7 @@ class StepLoop:
         """Run several steps merged into a burst; the returned logits are those after the first
         step.
         """
-        assert self._bursts is not None, "otherwise it is one step"
+        assert self._bursts is not None, "only an engine with bursts may run several steps at once"
         batch = self._batches.of(plan, self._scheduler.table)
         drawn, logits = self._bursts.draw(plan, batch, steps)
         more = len(drawn[0][1]) - 1
@@ -552,7 +552,7 @@ def extend_drawn(
     _, first, tokens, logprobs = draws
     drawn = sequence.drawn
     text = sequence.ids[sequence.first_scored :]
-    assert drawn is not None, "tokens are drawn only if the request wants a completion"
+    assert drawn is not None, "tokens may be drawn only if the request wants a completion"
     for place in range(len(drawn.logprobs), first + len(tokens)):
         token = tokens[place - first]
         drawn.ids.append(token)

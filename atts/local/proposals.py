@@ -255,8 +255,8 @@ class Proposals:
 def ask_of(sequence: Sequence, room: int) -> Ask:
     """Return the state of a decoding sequence as an `Ask` for the proposer."""
     request = sequence.request
-    assert isinstance(request, SampleRequest), "only sampling requests decode"
-    assert sequence.uniforms is not None, "only sampling requests decode"
+    assert isinstance(request, SampleRequest), "only sampling requests have tokens to decode"
+    assert sequence.uniforms is not None, "only sampling requests have tokens to decode"
     written = len(sequence.logprobs)
     return Ask(
         key=sequence.request_id,

@@ -997,7 +997,7 @@ class Deadlines:
         One task watches all calls, because a task for each call would cost more than the call
         itself.
         """
-        assert self._engine is not None, "`are_moving` says whether there is anything to do"
+        assert self._engine is not None, "call this method only if `are_moving` is true"
         steps: int | None = None  # number of engine steps at the last check
         while True:
             await anyio.sleep(self.seconds / _LOOKS)

@@ -76,7 +76,7 @@ def decode(text: bytes, kind: Any) -> Any:
                 raise
         return decoder.decode(_WORDS.sub(lambda word: _NUMBERS.get(word[0], word[0]), text))
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 @cache

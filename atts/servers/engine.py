@@ -263,7 +263,7 @@ class RemoteEngine(BaseEngine):
         changed.
         """
         watch = self._watch
-        assert watch is not None, "it is open"
+        assert watch is not None, "the engine must be open"
         now = self._clock()
         traffic = self.traffic
         is_first = self._counts.in_flight == 1

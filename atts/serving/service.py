@@ -517,7 +517,7 @@ class Service:
 
         The function is cancelled when the service closes, and must not raise an error.
         """
-        assert self._tasks is not None, "the service is open"
+        assert self._tasks is not None, "the service must be open"
         self._tasks.start_soon(function)
 
     def check_room(self, user: str = "") -> None:

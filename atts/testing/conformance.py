@@ -181,7 +181,9 @@ class Probe:
 
     def new_engine(self) -> Engine:
         """Return a second, unopened engine for checks that need a factory."""
-        assert self.factory is not None, "a check without the need `factory` opens a second engine"
+        assert self.factory is not None, (
+            "a check that opens a second engine must list `factory` among its needs"
+        )
         return self.factory()
 
     def can(self, capability: Capability) -> bool:

@@ -441,7 +441,7 @@ class DialectServer:
 
         :raises BaseException: the server cannot start.
         """
-        assert self._open is None, "it runs already"
+        assert self._open is None, "the server already runs"
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal())
             stack.enter_context(portal.wrap_async_context_manager(self._serving()))

@@ -136,7 +136,7 @@ def test_a_drafter_that_does_not_end_is_abandoned(
     orders = requests(2, 40, HOT)
     done = run(folder, [orders], None, None, near, speculate="auto")
     assert same(run(folder, [orders]), done)
-    assert "the draft does not finish its current job" in counts(done).trouble
+    assert "the drafter did not finish its current job in time" in counts(done).trouble
 
 
 def test_a_late_job_makes_no_other_scheme_late(

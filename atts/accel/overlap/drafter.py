@@ -133,7 +133,7 @@ class OutcomeCache(dict[tuple[int, int], Branch]):
 
     def put(self, accepted: int, token: int, branch: Branch) -> None:
         """Store the branch that continues the outcome (accepted, token)."""
-        assert (accepted, token) not in self, "an outcome may be continued only once"
+        assert (accepted, token) not in self, "a guessed outcome may get only one continuation"
         self[accepted, token] = branch
 
     def select(self, accepted: int, token: int) -> tuple[Branch | None, list[Branch]]:
@@ -489,7 +489,7 @@ class OverlappedDrafter(ModelDrafter):
         if self._job is not None:
             self._job.is_enough = True
             if not self._transport.wait(PATIENCE):
-                raise RuntimeError("the draft does not finish its current job")
+                raise RuntimeError("the drafter did not finish its current job in time")
             self._is_late = False
             self._collect([])
         self._guess(guessing)
@@ -595,7 +595,7 @@ class OverlappedDrafter(ModelDrafter):
         done = base - branch.start if branch is not None else 0
         tokens = tuple(branch.tokens[done : done + ask.room]) if branch is not None else ()
         laws = branch.laws[done - 1 :][: len(tokens)] if branch is not None else []
-        assert sequence.uniforms is not None, "only sampling requests decode"
+        assert sequence.uniforms is not None, "only sampling requests have tokens to decode"
         line = DraftLine(ask, base, sequence.row, tokens, laws, sequence.uniforms[ask.written :])
         proposal = TokenProposal(tokens, 1.0) if tokens else NOTHING
         if len(line.uniforms) <= len(tokens) or line.stop >= self._last:

@@ -166,7 +166,7 @@ class DrafterProcess(Proposer):
         :raises RuntimeError: the drafter's process does not answer in time, or has ended.
         """
         if self._is_open and not self._is_answered(PATIENCE):
-            raise RuntimeError("the drafter's process does not finish its current job")
+            raise RuntimeError("the drafter's process did not finish its current job in time")
         if self._exits is not None:
             self._exits.listen(None)
         self._lines = {}
@@ -218,7 +218,9 @@ class DrafterProcess(Proposer):
         for ask in asks:
             sequence = self._sequence(ask.key)
             if ask.key not in self._known:
-                assert isinstance(sequence.request, SampleRequest), "only sampling requests decode"
+                assert isinstance(sequence.request, SampleRequest), (
+                    "only sampling requests have tokens to decode"
+                )
                 fresh.append((ask.key, sequence.request))
                 self._known[ask.key] = len(sequence.request.ids)
             news.append((ask.key, tuple(ask.ids[self._known[ask.key] :]), ask.room))

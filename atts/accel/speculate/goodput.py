@@ -709,7 +709,7 @@ class GoodputControl:
     def _plain(self, step: StepShape) -> float:
         """Return the estimated time of this step in seconds if no tokens are proposed."""
         curve = self._costs.curve(step.condition)
-        assert curve is not None, "a step must have been timed"
+        assert curve is not None, "at least one step must have been timed"
         return curve.one(step.rows)
 
     def _decide(self, load: _Load, verdict: _Verdict, step: StepShape) -> None:

@@ -387,7 +387,9 @@ class SharingScheduler(Scheduler):
 
         Before that, replace them by equal slots of related models.
         """
-        assert sequence.node is not None, "a running sequence holds a lock"
+        assert sequence.node is not None, (
+            "a running sequence must have locked a node of the prefix tree"
+        )
         start = max(sequence.num_shared, sequence.node.depth)
         self._sharing.deduplicate(sequence, self.table[sequence.row], start)
         return super().cache_prefix(sequence)

@@ -78,7 +78,7 @@ class MultiStep:
         step of the burst.
         """
         sequences, temperatures, ends = self._kept
-        assert temperatures is not None, "a burst needs more than one turn"
+        assert temperatures is not None, "a burst must have more than one step"
         table = self._scheduler.table
         shape = (turns, len(sequences))
         numbers = list[NDArray[np.float64]]()

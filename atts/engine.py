@@ -564,9 +564,9 @@ class BaseEngine(ABC):
 def not_open(name: str, state: EngineState) -> EngineUnavailable:
     """Return the error for a request to an engine that is not open yet, or already closed."""
     if state == "closed":
-        return EngineUnavailable(name, "it is closed", "Make a new one")
+        return EngineUnavailable(name, "the engine is closed", "Make a new engine")
     return EngineUnavailable(
-        name, "it is not open yet", "Call the engine inside `async with engine:`"
+        name, "the engine is not open yet", "Call the engine inside `async with engine:`"
     )
 
 

@@ -48,7 +48,9 @@ def refused(path: Path, error: BaseException) -> StorageError:
         )
     if not isinstance(error, OSError):
         return StorageError(
-            path, f"a line was not written to its end ({type(error).__name__})", "Run it again"
+            path,
+            f"a line was not written to its end ({type(error).__name__})",
+            "Run the same command again",
         )
     return StorageError(path, error.strerror or str(error), ADVICE.get(error.errno or 0, ""))
 

@@ -335,7 +335,7 @@ class Policy:
         for name, floor in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < floor:
-                raise OptionError(name, f"{value} is below {floor}")
+                raise OptionError(name, f"{value} is below {floor}; give at least {floor}")
         if min(self.bounds()[2:4]) < 1:
             raise OptionError("chunk tokens", "a chunk must be allowed at least 1 token")
         for name, kinds in _CHOICES.items():
@@ -389,7 +389,7 @@ class Policy:
         for name in ("confidence", "agreement"):
             value = getattr(self, name)
             if not 0 < value <= 1:
-                raise OptionError(name, f"{value} is outside (0, 1]")
+                raise OptionError(name, f"{value} is not possible; give more than 0 and at most 1")
 
     def _check_thinking(self) -> None:
         """Check that the thinking budget leaves a token for the answer, and that `thinking_end` is

@@ -250,7 +250,9 @@ def load_run_set(directory: Path) -> RunSet:
     outside = [point.folder for point in stored.points if Path(point.folder).name != point.folder]
     if outside:
         raise JournalCorrupt(
-            path, f"the run {outside[0]!r} is outside the directory of the sweep", "Restore a copy"
+            path,
+            f"the run {outside[0]!r} is outside the directory of the sweep",
+            "Restore the file from a copy",
         )
     return RunSet(
         {name: tuple(values) for name, values in stored.over.items()},

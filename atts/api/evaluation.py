@@ -498,7 +498,7 @@ class Session:
         """
         async with self._opening:
             if self._is_closed:
-                raise EngineUnavailable("atts", "the session is closed", "Make a new one")
+                raise EngineUnavailable("atts", "the session is closed", "Make a new session")
             if self._plan is None or self._shared is None:
                 engines = self.setup.engines()
                 # If the second engine cannot be opened, the stack closes the first engine.
@@ -664,7 +664,9 @@ class SyncSession:
 
     def _opened(self) -> tuple[BlockingPortal, Session]:
         if self._open is None:
-            raise EngineUnavailable("atts", "the session is not open", "Use it inside `with`")
+            raise EngineUnavailable(
+                "atts", "the session is not open", "Use the session inside `with`"
+            )
         if os.getpid() != self._process:
             raise EngineUnavailable(
                 "atts",

@@ -366,7 +366,7 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
             "answered",
             f"{_share(answered.share)}   of the problems; unanswered problems count as wrong",
         ),
-        ("wrong of these", _share(answered.wrong)),
+        ("wrong if answered", _share(answered.wrong)),
         ("promised", answered.guarantee),
     ]
 

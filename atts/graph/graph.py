@@ -130,7 +130,7 @@ class RetryPolicy:
             if value is not None and value < 1:
                 raise OptionError(name, f"{value} is below 1")
         if self.delay_seconds < 0:
-            raise OptionError("delay_seconds", f"{self.delay_seconds} is negative")
+            raise OptionError("delay_seconds", f"{self.delay_seconds} is negative; give 0 or more")
 
     def retries(self, error: Exception, attempt: int, attempts: int) -> bool:
         """Return True if another attempt should follow.

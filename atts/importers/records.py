@@ -72,7 +72,7 @@ def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
         raise DatasetError(
             str(path),
             "the file is compressed, but atts reads records by their position in the file",
-            "Unpack it first",
+            "Unpack the file first",
         )
     if suffix == ".parquet":
         raise DatasetError(
@@ -103,7 +103,7 @@ def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
         raise DatasetError(
             str(path),
             f"the file cannot be read: {error.strerror or error}",
-            "Check its permissions",
+            "Check the permissions of the file",
         ) from error
     except zipfile.BadZipFile as error:
         raise DatasetError(
@@ -250,7 +250,7 @@ class _Items:
             raise DatasetError(
                 str(self._path),
                 f"the file ends within item {number + 1}, so the file is incomplete or not JSON",
-                "Fetch it again",
+                "Fetch the file again",
             )
 
 
@@ -316,7 +316,7 @@ class _EvalArchive:
         return file.read(entry.compress_size)
 
     def _unreadable(
-        self, entry: zipfile.ZipInfo, why: str, fix: str = "Write it again"
+        self, entry: zipfile.ZipInfo, why: str, fix: str = "Write the file again"
     ) -> DatasetError:
         command = "inspect log convert --to json FILE --output-dir DIRECTORY"
         return DatasetError(str(self._path), f"{entry.filename} {why}", f"{fix}: {command}")

@@ -293,7 +293,9 @@ class LocalEngine:
 
     def _require(self) -> _OpenEngine:
         if self._opened is None:
-            raise EngineUnavailable(self._name, "it is not open", "Use it inside `async with`")
+            raise EngineUnavailable(
+                self._name, "the engine is not open", "Use the engine inside `async with`"
+            )
         return self._opened
 
 
@@ -392,7 +394,7 @@ class _OpenEngine:
     async def close(self) -> None:
         """End the worker; calls that still wait for a reply raise an error."""
         await anyio.to_thread.run_sync(self._worker.close)
-        self._deliver(LoopReport((FailureReply(0, "closed", "it was closed"),), None))
+        self._deliver(LoopReport((FailureReply(0, "closed", "the engine was closed"),), None))
 
     def _hand_over(self, report: LoopReport) -> None:
         """Pass a report from the worker's thread to the event loop, without waiting until it is

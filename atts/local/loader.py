@@ -237,7 +237,9 @@ def _low_rank(
         raise ModelLoadError(name, problem, "Adapter and base belong to different models")
     if not (down.isfinite().all() and up.isfinite().all()):
         raise ModelLoadError(
-            name, f"the adapter has numbers that are not finite, in {module}", "Train it again"
+            name,
+            f"the adapter has numbers that are not finite, in {module}",
+            "Train the adapter again",
         )
     alpha = _of_module(said.get("alpha_pattern"), module, said.get("lora_alpha", 8))
     return LowRank(

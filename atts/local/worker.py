@@ -433,7 +433,7 @@ def _read_reports(
         else ""
     )
     problem = (
-        "it is closed"
+        "the engine is closed"
         if code == 0
         else f"the engine's process ended with {_farewell(code, last_words)}"
     )

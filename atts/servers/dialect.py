@@ -327,7 +327,9 @@ def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> Mod
     base = [row for row in models if not row.parent]
     if len(base) != 1:
         raise UnsupportedByEngine(
-            client.name, f"{client.url} has {len(base)} models", f"Name one: {', '.join(names)}"
+            client.name,
+            f"{client.url} has {len(base)} models",
+            f"Name one of these models: {', '.join(names)}",
         )
     return base[0]
 

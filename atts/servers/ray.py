@@ -357,7 +357,7 @@ class Host:
             self._life = asyncio.create_task(self._live())
         await self._open.wait()
         if self._failure is not None or self._engine is None:
-            return self._failure or Failure(EngineUnavailable, "it is closed")
+            return self._failure or Failure(EngineUnavailable, "the engine is closed")
         if self._again is None or self._again.done():
             self._again = asyncio.create_task(self._recheck(self._engine))
         # If the caller stops waiting and calls again, the second call waits for the same check.
@@ -402,7 +402,7 @@ class Host:
 
     async def _ask(self, call: Callable[[Engine], Awaitable[T]]) -> T | Failure:
         if self._engine is None:
-            return self._failure or Failure(EngineUnavailable, "it is closed")
+            return self._failure or Failure(EngineUnavailable, "the engine is closed")
         try:
             return await call(self._engine)
         except ATTSError as error:

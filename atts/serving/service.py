@@ -745,7 +745,9 @@ class Service:
 
     def _opened(self) -> tuple[RunSpec, Graph]:
         if self._base is None or self._graph is None:
-            raise EngineUnavailable("atts", "the service is not open", "Use it inside `open`")
+            raise EngineUnavailable(
+                "atts", "the service is not open", "Use the service inside `open`"
+            )
         return self._base, self._graph
 
     def _plan(self, request: SolveRequest, *, is_alone: bool = False) -> _Planned:

@@ -94,7 +94,9 @@ def select(
     if selection.sample is not None:
         if not 0 < selection.sample <= len(chosen):
             raise DatasetError(
-                source, f"cannot draw {selection.sample} of {len(chosen)} problems", "Ask for fewer"
+                source,
+                f"cannot draw {selection.sample} of {len(chosen)} problems",
+                "Draw fewer problems",
             )
         chosen = random.Random(selection.seed).sample(chosen, selection.sample)
     chosen = chosen[selection.start : selection.stop : selection.step]
@@ -102,7 +104,7 @@ def select(
         raise DatasetError(
             source,
             f"none of {len(problems)} problems matches the selection ({selection.words()})",
-            "Select less",
+            "Widen the selection",
         )
     return chosen
 

@@ -338,7 +338,9 @@ def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[i
             yield reader.line_num, dict(row)
     except csv.Error as error:
         raise DatasetError(
-            source, f"{path.name} line {reader.line_num}: {error}", "Check its quoting"
+            source,
+            f"{path.name} line {reader.line_num}: {error}",
+            "Check the quotation marks in the line",
         ) from None
 
 
@@ -365,7 +367,7 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
             rows += batch.to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DatasetError(
-            source, f"{path.name} is not a Parquet file ({error})", "Fetch it again"
+            source, f"{path.name} is not a Parquet file ({error})", "Fetch the file again"
         ) from None
     return rows
 

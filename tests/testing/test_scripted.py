@@ -264,7 +264,7 @@ async def test_an_engine_serves_between_opening_and_closing_only() -> None:
         await engine.sample(request(engine))
     with pytest.raises(EngineUnavailable, match="closed"):
         await engine.score(ScoreRequest((3,), (4,)))
-    with pytest.raises(EngineUnavailable, match="Make a new one"):
+    with pytest.raises(EngineUnavailable, match="Make a new engine"):
         await engine.__aenter__()
 
 

@@ -245,7 +245,8 @@ def baseline_table(report: RunReport) -> ReportTable:
     count = len(report.baselines)
     p_value = "p-value" if count < 2 else f"p-value (Holm, {count} comparisons)"
     columns = (
-        "other run", "its method", "problems", "its accuracy", "this run's", "difference", p_value, "problems needed",
+        "other run", "method of the other run", "problems", "accuracy of the other run", "accuracy of this run",
+        "difference", p_value, "problems needed",
         "tokens, this / other", "target tokens, this / other", "seconds, this / other",
     )  # fmt: skip
     rows = [

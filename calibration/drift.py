@@ -817,7 +817,8 @@ class Health:
             warnings.append(f"infinite scores: {self.infinite}")
         if math.isinf(self.threshold) and self.rate:
             warnings.append(
-                f"{self.scores} scores are too few for rate {self.rate:g}: no chunk would escalate"
+                f"{self.scores} scores are too few for rate {self.rate:g}, because no chunk would "
+                "escalate; add scores"
             )
         if self.clusters.effective < 0.5 * self.scores:
             warnings.append(

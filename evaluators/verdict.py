@@ -51,7 +51,7 @@ RULES = {
     "cut": "the text ends in the middle of its answer",
     "no reference": "there is no reference",
     "undecided": "no rule decides whether the answers are equal",
-    "limits": "the two answers exceed a limit on size or computation",
+    "limits": "the comparison would exceed a limit on size or computation",
     "time": "the comparison took too long",
 }
 """The meaning of each rule of a verdict, as a text for users."""

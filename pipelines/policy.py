@@ -199,7 +199,8 @@ class Policy:
     ] = None
     chunking: Chunking = Chunking()
     drafter: Annotated[
-        Role, "model that writes chunks; with target, the target alone writes the whole rollout"
+        Role,
+        "model that writes chunks: draft, or target (the target alone writes the whole rollout)",
     ] = "draft"
     exact: Annotated[
         bool,

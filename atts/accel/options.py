@@ -147,8 +147,8 @@ class StageOptions:
         is_known = all(1 <= count <= MOST_REPLICAS for count in counts)
         if len(counts) != self.stages - 1 or not is_known:
             problem = (
-                f"{self.stage_replicas!r} is neither one number from 1 to {MOST_REPLICAS} "
-                "nor one for each stage after the first"
+                f"{self.stage_replicas!r} is not possible; give a number from 1 to "
+                f"{MOST_REPLICAS}, or a number for each stage after the first"
             )
             raise OptionError("stage_replicas", problem)
 

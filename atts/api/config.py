@@ -186,11 +186,13 @@ class Job:
         "columns of the file that contain the fields, as FIELD=COLUMN, such as text=Question",
     ] = ()
     relative: Annotated[
-        float | None, "relative tolerance of numbers whose reference is a decimal; 0.01: 1 %"
+        float | None,
+        "relative tolerance for answers whose reference is a decimal number; 0.01 "
+        "allows a difference of 1 %",
     ] = None
     absolute: Annotated[
         float | None,
-        "absolute tolerance of numbers: the largest accepted difference from the reference",
+        "absolute tolerance for numbers: largest accepted difference from the reference",
     ] = None
     units: Annotated[
         Literal["optional", "required"] | None,

@@ -46,8 +46,8 @@ Scale = Annotated[
 PerQuestion = Annotated[
     int | None,
     typer.Option(
-        help="For an array of scores without names of questions: number of consecutive scores that "
-        "belong to the same question."
+        help="Number of consecutive scores that belong to the same question, for a file that "
+        "does not name questions."
     ),
 ]
 ByLength = Annotated[

@@ -155,7 +155,7 @@ def _local_objects(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
 def _local_table(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
     """Yield one line per pair and card, with the memory of each model if the pair fits."""
     head = f"{'draft GB':>12}{'target GB':>13}{'rollouts':>10}"
-    yield f"{'pair':<26}{'card':<9}{'opens on':<10}{head}"
+    yield f"{'pair':<26}{'card':<9}{'fits on':<10}{head}"
     for pair in chosen:
         if not pair.size("target").layers:
             yield f"{pair.name:<26}no GPU is needed"

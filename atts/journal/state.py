@@ -283,7 +283,7 @@ class Truncation:
             limits.append(f"{self.at_tokens:,} at --max-tokens {self.max_tokens:,}")
             advice.append("raise --max-tokens")
         if self.at_turns:
-            limits.append(f"{self.at_turns:,} at the last of {self.turns:,} turns")
+            limits.append(f"{self.at_turns:,} at the limit of {self.turns:,} turns")
             advice.append("leave --turns out, or raise it")
         sentence = f"{counts} were cut before they could answer"
         if limits:

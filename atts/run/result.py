@@ -131,8 +131,14 @@ def check_conditions(
             raise FingerprintError(name, error.differences, advice) from None
         names = ", ".join(name for name, _, _ in error.differences)
         if is_judge:
-            return f"the judge was fitted under other conditions but is used anyway: {names}"
-        return f"the stored scores were made under other conditions but are used anyway: {names}"
+            return (
+                "the judge was fitted under other conditions than this run, but is used "
+                f"anyway: {names}"
+            )
+        return (
+            "the stored scores were made under other conditions than this run, but are used "
+            f"anyway: {names}"
+        )
     if is_judge:
         return ""
     unknown = ", ".join(name for name in now if name not in recorded)

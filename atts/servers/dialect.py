@@ -469,7 +469,9 @@ class DialectClient:
             self.client.traffic.uncached += 1
             scores = await self._score_once(self.dialect, request, "skip")
         if scores is None:
-            raise BadReply(self._name, "scores are missing although the cache was not read")
+            raise BadReply(
+                self._name, "the reply lacks scores, although the server did not use its cache"
+            )
         return scores
 
     async def top_tokens(

@@ -115,7 +115,7 @@ if it is too large for two cards, or has 4-bit weights or a mixture of experts. 
 that vLLM needs for the pair; an asterisk means that the target has FP8 weights. `atts pairs PAIR --card CARD` prints
 the commands for vLLM.
 
-| pair | tokens per rollout | card | opens on | draft | target | at once | with servers |
+| pair | tokens per rollout | card | fits on | draft | target | at once | with servers |
 |---|---|---|---|---|---|---|---|"""
 
 

@@ -157,8 +157,8 @@ def combination_table(report: RunReport) -> ReportTable:
             ),
             ("problems whose votes split", f"{combined.split:,} of {combined.problems:,}"),
             (
-                "a vote counts as split if its leading answer has at most this share of "
-                "the votes (at the end of the run)",
+                "threshold at the end of the run: votes are split if the leading answer has at "
+                "most this share",
                 cell(combined.below),
             ),
             (

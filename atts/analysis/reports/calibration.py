@@ -160,8 +160,8 @@ _LABELS: Mapping[LabelSource, str] = {
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
     """Return the first number that the report shows: the gain of the score over a coin."""
     what = (
-        "gain over random escalation: share of chunks of wrong rollouts that the score escalates, "
-        "minus the share that a coin of the same rate escalates"
+        "gain over a coin (random escalation): share of chunks of wrong rollouts that the score "
+        "escalates, minus the share that a coin of the same rate escalates"
     )
     if labelled is None:
         return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")

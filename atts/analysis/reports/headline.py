@@ -480,7 +480,7 @@ def _gains(baselines: Sequence[Baseline]) -> Iterator[ShownNumber]:
     """
     for other in baselines:
         if other.method == "coin":
-            what = "gain in vote accuracy over random escalation (coin)"
+            what = "gain over a coin (random escalation), in accuracy of the vote"
             note = f"compared with {other.name} on {other.problems:,} problems"
             yield ShownNumber(other.difference.signed(), what, note)
 

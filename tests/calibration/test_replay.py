@@ -211,7 +211,7 @@ def test_replay_command_refuses_bad_input_in_one_line(
         ('{"score": 1.2, "turn": "a"}', "turn of record 3"),
         ('{"score": 1.2, "turn": 1.7}', "turn of record 3"),
         ('{"score": 1.2, "turn": -1}', "turn of record 3"),
-        ('{"score": NaN}', "line 3 is .* holds NaN"),
+        ('{"score": NaN}', "line 3 is .* contains NaN"),
         ('{"ppl": 1.2}', "record 3"),
     ],
 )

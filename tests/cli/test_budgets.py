@@ -187,7 +187,7 @@ def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, .
         "2",
     )
     assert (
-        "2 of 2 rollouts (100.0 %) were cut before they could answer: 2 at max_tokens 3" in said.err
+        "2 of 2 rollouts (100.0 %) were cut before they could answer: 2 at --max-tokens 3" in said.err
     )
     whole = json.loads(
         atts(
@@ -441,11 +441,11 @@ def test_a_run_warns_if_chunks_are_whole_rollouts(atts: Any, scripted: tuple[str
     long = ("--set", "chunking.draft_tokens=500", "--set", "chunking.stop=[]")
     coarse = atts(*run, *long, "--report", "markdown", "--out", "coarse")
     assert coarse.code == 0
-    assert "a takeover rewrites most of a solution" in coarse.out
+    assert "an escalation rewrites most of a solution" in coarse.out
     assert "chunking.draft_tokens" in coarse.out
-    assert "a takeover rewrites most of a solution" in Path("coarse/report.md").read_text()
+    assert "an escalation rewrites most of a solution" in Path("coarse/report.md").read_text()
     fine = atts(*run, "--report", "none", "--out", "fine")
-    assert "a takeover rewrites" not in fine.out
+    assert "an escalation rewrites" not in fine.out
 
 
 @pytest.mark.anyio

@@ -63,7 +63,7 @@ def test_unusable_samples_are_counted_by_kind() -> None:
         str(card.coverage)
         == "16 samples of 4 problems: 2 cut, 2 without answer, 1 unscored, 1 timed out"
     )
-    assert "2 unscored: 0.500 [0.085, 0.915] if they were correct" in str(card.estimates["pass@1"])
+    assert "2 unscored: 0.500 [0.085, 0.915] if these were correct" in str(card.estimates["pass@1"])
 
 
 def test_samples_without_an_answer_do_not_vote() -> None:

@@ -73,7 +73,7 @@ def test_small_parts_of_metrics() -> None:
     assert answer_classes(["7", None, "8", "7"], lambda texts: range(len(texts))) == (0, None, 1, 0)
     assert Estimate(0.5, 0.25, 0.75, 8, 8, "wilson").brief() == "0.500 [0.250, 0.750]"
     told = accuracy_estimate([True, False, True, None]).brief()
-    assert told == "0.500 [0.150, 0.850] (1 unscored: 0.750 [0.301, 0.954] if they were correct)"
+    assert told == "0.500 [0.150, 0.850] (1 unscored: 0.750 [0.301, 0.954] if these were correct)"
     shares = share_estimate([(3, 10), (1, 5), (0, 0)])
     assert str(shares) == "0.267 [0.001, 0.990] (95 % wilson, 2 problems, 15 samples)"
     assert votes(["a", "b", "a", None], [True, False, True, False]) == Votes((2, 1), (1.0, 0.0), 1)

@@ -227,7 +227,7 @@ def test_needed_problems_grow_with_the_variance_of_the_difference() -> None:
         ({"rules": ["betta"]}, "--rules: 'betta' is unknown; did you mean 'beta'"),
         ({"unit": "dollars"}, "--match: the dollars of some rollouts are not known"),
         ({"unit": "euros"}, "--match: 'euros' is unknown"),
-        ({"orders": 0}, "--orders: 0 orders are too few"),
+        ({"orders": 0}, "--orders: 0 random orders are too few"),
         ({"samples": 1}, "--samples: 1 is too few rollouts for a rule"),
     ],
 )

@@ -1059,8 +1059,9 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
 
 
 def learned(measured: Sequence[tuple[BankProblem, Mapping[str, Any]]], gains: Floats) -> Floats:
-    """Return the gain that a judge predicts at each chunk; for each problem, the judge is fitted on
-    the remaining problems.
+    """Return the gain that a judge predicts at each chunk.
+
+    The prediction for a problem comes from a judge that was fitted on other problems only.
 
     The judge's features are the features of score.kind learned, and every other score of a
     takeover.

@@ -202,8 +202,10 @@ class Feedback(Controller):
         return 1 / (1 + math.exp(-logit))
 
     def _inversions(self, nonconformity: float, question: str, turn: int) -> int:
-        """Return the number of escalated siblings with a better score, minus the number of accepted
-        siblings with a worse score.
+        """Compare this chunk with chunks of the same question and turn that were decided before.
+
+        Return the number of escalated ones with a better score than this chunk, minus the number of
+        accepted ones with a worse score.
         """
         siblings = self._siblings.get((question, turn))
         if siblings is None:

@@ -580,7 +580,7 @@ def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
             role,
             "warn",
             f"{spec.model} is served, but the pair names {wanted}",
-            "The pair's calibration scores and prompts may not suit the served model",
+            "The calibration scores and prompts of the pair may not suit this model",
         )
     finding = dict(spec.findings).get("speculation", "")
     if finding and "does not speculate" not in finding:

@@ -182,12 +182,12 @@ async def tune(
     most: int = 8,
     method: str = "ngram",
 ) -> TuneAdvice:
-    """Time an open server at each load, and advise how many tokens to propose with a speculation
-    method.
+    """Time a server with each number of requests in flight, and advise how many tokens to propose.
 
-    At most `most` tokens are proposed. `method` is vLLM's name of the speculation method.
+    The server must be open. `loads` has the numbers of requests. The advice is at most `most`
+    tokens. `method` is vLLM's name of the speculation method.
 
-    :raises OptionError: the loads do not rise, or a number is below 1.
+    :raises OptionError: the loads are not in rising order, or a number is below 1.
     :raises EngineError: the server fails.
     """
     if not loads or min(loads) < 1 or any(one >= other for one, other in pairwise(loads)):

@@ -168,8 +168,8 @@ OPTIONS: Mapping[str, Parameter] = {
         metavar="NAME[:PROJECT]",
     ),
     "abstain": _key(
-        "Give no answer to unsure problems: with 0.1@0.9, at most 10 % of the given answers "
-        "are wrong, with probability 0.9; needs --labelled.",
+        "Give no answer if a problem's rollouts agree too little. With 0.1@0.9, at most 10 % of "
+        "the given answers are wrong, with probability 0.9. Needs --labelled.",
         metavar="RISK@PROBABILITY",
     ),
     "labelled": _key(

@@ -458,7 +458,8 @@ async def check_end(probe: Probe) -> None:
         ended = completion.ids[-1] in end
         require(
             (completion.ended == "end") == ended,
-            f"ended is {completion.ended!r}, but the last id is {completion.ids[-1]}",
+            f"the completion says that it ended by {completion.ended!r}, but its last token id is "
+            f"{completion.ids[-1]}",
         )
         if ended:
             seen += 1

@@ -879,7 +879,7 @@ class ChainModel(ManyModels[NativeModel]):
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
         """Return the final, normed hidden states of the batch's `logit_rows`. `table` has one slot
-        table for each column of the ledger.
+        table for each range of layers that has its own slots.
         """
         ready = self._ready
         units = self._ledger.first_units(batch)

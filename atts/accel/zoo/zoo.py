@@ -1022,7 +1022,7 @@ def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
 def substituted(
     zoo: Path, model: StoredModel, digests: Mapping[str, str]
 ) -> Generator[Path, None, None]:
-    """Yield a temporary folder of a model with other blocks of its zoo at some places.
+    """Yield a temporary folder of a model in which other blocks of the zoo replace some of its own.
 
     The model must be stored as blocks.
     """

@@ -399,8 +399,8 @@ _PLAIN = 4  # number of timed steps of a trial without proposals
 # with the target's weights.
 _SETTLING = 8
 _SHARE = 0.01  # share of the run's time that trials may cost
-# A balance holds the seconds that trials may still cost. A trial may begin if the balance is not below
-# minus the time of this number of steps without proposals.
+# A balance holds the seconds that trials may still cost. A length in `_LENGTHS` may be tried if the
+# balance is above minus the time of this number of steps without proposals.
 _ADVANCE = 16
 # The balance is at most the time of this number of steps without proposals.
 _SAVED = 12
@@ -409,8 +409,8 @@ _SAVED = 12
 _HICCUP = 2
 _TRIED = 2  # number of timed steps of a trial with proposals
 _RESTS = 64, 4096  # number of steps of the first rest, and of the longest allowed rest
-# These lengths may be tried at any time. Other lengths are tried only if they are near the mean of the
-# chosen lengths.
+# These lengths may be tried while the balance is slightly below 0 (see `_ADVANCE`). Other lengths
+# are tried only while the balance is at least 0, and only near the mean of the chosen lengths.
 _LENGTHS = 8, 4, 2, 1, 16
 # While the acceptance is unknown, a trial of this length with only a few sequences comes first.
 _FEW = 4
@@ -671,9 +671,10 @@ class GoodputControl:
             load.verdict.until = load.steps
 
     def _rest(self, load: _Load, step: StepShape) -> None:
-        """Begin a rest, which lasts until the balance allows trials again.
+        """Begin a rest, which lasts until the balance is at least 0 again.
 
-        The smallest length of the next rest is doubled, unless the acceptance is unknown.
+        The rest has at least `load.rest` and at most `_RESTS[1]` steps. For the next rest,
+        `load.rest` is doubled, unless the acceptance is unknown.
         """
         due = -self._balance / _SHARE / self._plain(step)
         if self._is_stopped:

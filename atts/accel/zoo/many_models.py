@@ -262,7 +262,10 @@ class SlotLedger(SlotAllocator):
         self._count()
 
     def num_apart(self, slots: SlotIds) -> int:
-        """Return the number of different slots in the column that has most of them."""
+        """Return how many different slots these rows use, in the column with the largest number.
+
+        Each column has the slots of one range of layers.
+        """
         is_there = np.zeros((slots.shape[1], self.num_slots + 1), dtype=np.bool_)
         is_there[np.arange(slots.shape[1]), slots] = True
         return int(is_there.sum(axis=1).max())

@@ -63,7 +63,7 @@ class Limit:
     """
 
     slots: Annotated[int | None, "calls in flight"] = None
-    # limit on prompt tokens plus `max_tokens`, summed over the calls in flight
+    # limit on the sum of prompt tokens and `max_tokens` over all calls in flight
     tokens: Annotated[int | None, "KV tokens in flight"] = None
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class Pool(SlotQueue):
     def __init__(self, name: str, limit: Limit) -> None:
         super().__init__(limit.slots, limit.tokens)
         self.name = name
-        self.busy_seconds = 0.0  # seconds that calls used slots, summed over slots
+        self.busy_seconds = 0.0  # sum of the times in seconds for which each slot was used
         self.queue_seconds = 0.0
 
     def _refuse(self, tokens: int) -> None:
@@ -115,8 +115,8 @@ class RetryPolicy:
 
     calls: int = 3
     rollouts: int = 1
-    # seconds before the first repetition; the wait doubles with every attempt and includes a
-    # pseudo-random factor
+    # Seconds before a failed call is repeated for the first time. The wait doubles with every
+    # attempt, and a pseudo-random factor is applied.
     delay_seconds: float = 0.5
     failures_in_row: int | None = 32
 
@@ -197,7 +197,8 @@ class Admission:
     # number of ended rollouts that wait for work outside engines, such as grading
     concluding: int = 0
     open: int = 0  # number of open problems
-    # number of open problems that have not submitted a rollout yet; one slot is kept free for each
+    # Number of open problems that have not submitted a rollout yet. One slot is kept free for each
+    # of them.
     opening: int = 0
     _queue: list[tuple[int, int, int, AdmissionGroup]] = field(
         default_factory=list[tuple[int, int, int, AdmissionGroup]]
@@ -304,7 +305,7 @@ class GraphState:
     """
 
     pools: dict[str, Pool]
-    strict: bool  # whether a call to an engine without a limit raises an error
+    strict: bool  # whether a call to an engine that has no limit raises an error
     policy: RetryPolicy
     sink: Sink | None
     last_id: int
@@ -328,7 +329,8 @@ class GraphState:
                 raise OptionError(
                     engine, "the graph does not have a limit for this engine", list(self.pools)
                 )
-            # an unlimited pool has no waiting calls, so `enter_loop` is not needed
+            # The pool of an engine without a limit has no waiting calls, so `enter_loop` is not
+            # needed.
             self.pools[engine] = Pool(engine, Limit())
         return self.pools[engine]
 
@@ -370,11 +372,11 @@ class Run:
     state: GraphState
     admission: Admission
     cancel_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    # the cancel scope of the task that opens problems
+    # the cancel scope of the task that opens new problems
     intake: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    # the groups of rollouts that have not ended, in the order of submission
+    # all groups of rollouts that have not ended, in the order in which they were submitted
     groups: dict[AdmissionGroup, None] = field(default_factory=dict[AdmissionGroup, None])
-    error: Exception | None = None  # the first fatal error
+    error: Exception | None = None  # the first error that ended the run
     stopped: str = ""
     why: str = ""
 
@@ -415,12 +417,12 @@ class Caller:
         self._state = state
         # indices of the finished calls on which the next call depends
         self.frontier = frontier
-        # an event that is set at the problem's first call, so that the next problem may be opened
+        # This event is set at the problem's first call. The next problem may be opened then.
         self._declared: anyio.Event | None = None
-        # time at which the rollout began to wait for siblings; None if it has not waited since its
-        # last call
+        # Time at which the rollout began to wait for its siblings. None if it has not waited since
+        # its last call.
         self._ready: float | None = None
-        # the score that this caller has requested and that siblings wait for
+        # the score that this caller has requested, and for which siblings wait
         self.promised: Arrival | None = None
 
     def emit(self, event: object) -> None:
@@ -496,8 +498,8 @@ class Caller:
                 return result
             except Exception as error:
                 span.status = "failed"
-                # the result of this call was already passed to `record`, so the call must not be
-                # repeated
+                # The result of this call was already given to `record`, so the call must not be
+                # repeated.
                 if is_recorded or not state.policy.retries(error, attempt, state.policy.calls):
                     raise
             except BaseException:
@@ -506,7 +508,8 @@ class Caller:
             finally:
                 self._close(span, pool, has_slot, is_recorded)
             if self.promised is not None:
-                # wake the siblings that wait for this score; they then request the score themselves
+                # Wake the siblings that wait for this score. Each of them then requests the score
+                # itself.
                 self.promised.event.set()
             await anyio.sleep(state.policy.delay(attempt, node))
             attempt += 1
@@ -565,10 +568,10 @@ class RolloutScope(Caller, Generic[T]):
         super().__init__(group.run.state, group.problem, sample, group.frontier)
         self._group = group
         self.attempt = 0
-        # value saved by the rollout's function; it is kept after a failed attempt, so that the next
-        # attempt may continue from it
+        # Value that the rollout's function has saved. It is kept after a failed attempt, so that
+        # the next attempt can continue from it.
         self.saved: T | None = None
-        self.waited = 0.0  # seconds of waiting for siblings
+        self.waited = 0.0  # seconds for which the rollout waited for siblings
 
     def save(self, value: T) -> None:
         """Save a value, which becomes the rollout's result if the rollout fails or is cancelled."""
@@ -652,7 +655,7 @@ class Arrival:
     """A value that one rollout has requested and that its siblings wait for."""
 
     event: anyio.Event = field(default_factory=anyio.Event)
-    nodes: tuple[int, ...] = ()  # indices of the calls that produced the value
+    nodes: tuple[int, ...] = ()  # indices of the calls from which the value was computed
 
 
 @dataclass(slots=True)
@@ -685,7 +688,7 @@ class Group(Generic[T]):
     samples: range
     admit: Admit
     settle: Callable[[RolloutResult[T]], bool] | None
-    # reason why the group was closed; no rollout starts after the reason is set
+    # the reason why the group was closed, or None; no rollout starts after it was closed
     why: str = field(init=False)
     queued: float = field(init=False)
     tasks: TaskGroup | None = None
@@ -888,8 +891,7 @@ class ProblemScope(Caller):
     def __init__(self, run: Run, problem: str, index: int, order: int) -> None:
         super().__init__(run.state, problem, -1, ())
         self.index = index
-        # index in the order in which the graph opened problems; rollouts of older problems start
-        # first
+        # Number of problems that the graph opened earlier. Rollouts of older problems start first.
         self.order = order
         self.why = ""
         self.cancel_scope = anyio.CancelScope()
@@ -969,7 +971,8 @@ class ProblemScope(Caller):
             finally:
                 del run.groups[group]
                 if group.is_cut_short():
-                    # a time-out cancels the tasks without a call of `close`, so set the reason here
+                    # A time-out cancels the tasks without calling `close`, so the reason is set
+                    # here.
                     is_late = anyio.current_time() >= tasks.cancel_scope.deadline
                     group.close("deadline" if is_late else "cancelled")
 
@@ -1033,7 +1036,7 @@ class GraphStats:
     rollouts_in_flight: int
     rollouts: Mapping[str, int]  # number of ended rollouts, by status
     nodes: int
-    # seconds of waiting for siblings, summed over rollouts; named Ts in the paper
+    # seconds for which rollouts waited for siblings, summed over rollouts; Ts in the paper
     sibling_seconds: float
     engines: Mapping[str, EngineUse]
 

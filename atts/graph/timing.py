@@ -19,8 +19,7 @@ from atts.core import CallSpan
 
 T = TypeVar("T")
 Event = dict[str, Any]
-# index of the trace's process that shows rollouts; the processes of the engines have the next
-# indices
+# The first process in the trace file has the rollouts. The processes after it have the engines.
 _ROLLOUTS = 1
 
 COMPUTE_BOUND = frozenset({"score"})
@@ -36,8 +35,8 @@ class StageTime:
     """The seconds of one stage, such as "draft" or "score", summed over its calls."""
 
     nodes: int = 0
-    wait: float = 0.0  # seconds of waiting for siblings
-    queue: float = 0.0  # seconds of waiting for a slot
+    wait: float = 0.0  # seconds for which the rollout waited for siblings
+    queue: float = 0.0  # seconds for which calls waited for a free slot
     compute: float = 0.0
 
 
@@ -55,12 +54,13 @@ class Timing:
 
     seconds: float  # seconds between the start of the first node and the end of the last node
     stages: Mapping[str, StageTime]
-    busy_seconds: Mapping[str, float]  # seconds of calls by engine, summed over slots
+    # for each engine, the seconds of its calls, summed over slots
+    busy_seconds: Mapping[str, float]
     # the longest chain of calls that waited for one another; more slots cannot make the run shorter
     critical_path: Path
-    arithmetic_seconds: float  # seconds of prefilling; named Tc in the paper
-    memory_seconds: float  # seconds of decoding; named Tm in the paper
-    sibling_seconds: float  # seconds of waiting for siblings; named Ts in the paper
+    arithmetic_seconds: float  # seconds in which engines prefilled; Tc in the paper
+    memory_seconds: float  # seconds in which engines decoded; Tm in the paper
+    sibling_seconds: float  # seconds in which rollouts waited for siblings; Ts in the paper
 
     @property
     def intensity(self) -> float:

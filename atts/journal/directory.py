@@ -73,11 +73,11 @@ def is_held(path: Path) -> bool:
         handle = os.open(path, os.O_RDWR | _NO_LINKS)
         try:
             if sys.platform != "win32":
-                # os.kill raises an error if no process has this id.
+                # os.kill raises ProcessLookupError if no process has this id.
                 os.kill(int(os.pread(handle, 32, 0)), 0)
             return not _try_lock(handle)
         except PermissionError:
-            # The process runs, and belongs to another user.
+            # The process runs, but belongs to another user.
             return not _try_lock(handle)
         finally:
             os.close(handle)
@@ -99,7 +99,7 @@ def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, N
     _lock_handles.add(handle)
     try:
         with storage(path):
-            # reading a pipe could wait forever for a writer
+            # Reading a pipe could wait forever for a program that writes to it.
             check_ordinary(os.fstat(handle).st_mode, path)
             is_ours = _try_lock(handle, wait=wait) and is_same_file(handle, path)
         if not is_ours:
@@ -535,7 +535,7 @@ class SharedReplies:
             file = self._opened()
             file.seek(self._end)
             written = file.write(data)
-        # after a partial write, the next record overwrites the partial record
+        # The next record overwrites a record that was written only in part.
         if written == len(data):
             self._index[key] = SharedReply(self._end + _HEAD.size, len(reply), run, seconds)
             self._end += written

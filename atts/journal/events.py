@@ -79,8 +79,8 @@ class SessionClosed(_Event, frozen=True, tag="session-closed"):
 
     status: Literal["finished", "interrupted", "failed"]
     why: str = ""
-    # number of tokens that were proposed to the target in the session, and number of accepted
-    # tokens
+    # numbers of tokens that were proposed to the target in the session, and of those that it
+    # accepted
     speculated: Speculated | None = None
 
 

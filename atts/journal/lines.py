@@ -114,8 +114,9 @@ class OpenRecords:
     """
 
     def __init__(self) -> None:
-        self.prompts: dict[str, Prompt] = {}  # the prompt of each problem's latest rollout
-        self.turns: dict[str, dict[int, _OpenTurn]] = {}  # open turns, keyed by problem and sample
+        self.prompts: dict[str, Prompt] = {}  # for each problem, the prompt of its latest rollout
+        # turns that have not ended; the key is the problem and the number of the rollout
+        self.turns: dict[str, dict[int, _OpenTurn]] = {}
 
     def note(self, event: Event) -> None:
         """Store the data of an event that later lines may refer to, and drop data that is no longer
@@ -124,7 +125,7 @@ class OpenRecords:
         match event:
             case Sampled():
                 turns = self.turns.get(event.problem)
-                # A call that ends after its problem does not belong to a turn.
+                # A call may end after its problem has ended. Such a call does not belong to a turn.
                 if turns is not None:
                     turns.setdefault(event.sample, _OpenTurn()).calls.append(event)
             case Decided() | Observed():
@@ -154,7 +155,7 @@ def pack_floats(values: tuple[float, ...]) -> PackedFloats | None:
         if struct.unpack(f"<{len(values)}f", narrow) == values:
             return "f4", narrow
     except OverflowError:
-        # a number is beyond the largest 32-bit float
+        # One of the numbers is too large for a 32-bit float.
         pass
     return "f8", struct.pack(f"<{len(values)}d", *values)
 

@@ -117,13 +117,13 @@ def versions(
     """
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name, distribution in {"atts": DISTRIBUTION, **{name: name for name in packages}}.items():
-        # A source checkout that is not installed has no version.
+        # A checkout of the source that is not installed has no version.
         with suppress(PackageNotFoundError):
             versions[name] = _version(distribution)
     return versions
 
 
-# cached, because an interactive session makes a manifest for every question
+# The result is cached, because an interactive session makes a manifest for every question.
 _version = cache(version)
 
 
@@ -136,7 +136,8 @@ def dataset_digest(problems: Iterable[Problem]) -> str:
     hasher = blake2b(digest_size=16)
     for problem in problems:
         fields = plain_fields(problem)
-        # older runs were hashed without this field, so its default value is left out of the hash
+        # The manifests of older runs were hashed without this field. So its default value is not
+        # hashed.
         if fields["grading"] and fields["grading"]["variables"] == Grading().variables:
             del fields["grading"]["variables"]
         hasher.update(json.dumps(fields, sort_keys=True).encode() + b"\n")

@@ -76,7 +76,8 @@ class FinishedSample:
     sample: int
     finish: Finish
     answer: str | None = None
-    verdict: SampleVerdict | None = None  # verdict on the rollout; None: it was not graded
+    # verdict on the rollout's answer, or None if it was not graded
+    verdict: SampleVerdict | None = None
     rule: str = ""
     error: str = ""  # the reason why the rollout failed
     # True if the answer comes from a finished text that does not mark its answer
@@ -124,8 +125,8 @@ class FinishedProblem:
     problem: str
     status: OutcomeStatus
     answer: str | None
-    # verdict on the problem's answer; None if it was not graded, or if there is no answer because
-    # rollouts were stopped
+    # Verdict on the problem's answer. None if it was not graded, or if there is no answer because
+    # rollouts were stopped.
     verdict: VerdictStatus | None
     rule: str
     samples: tuple[FinishedSample, ...]
@@ -342,11 +343,11 @@ class OpenProblem:
     )
     turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
     graded: list[Graded] = field(default_factory=list[Graded])
-    # the decision after the vote to keep the answer of the vote or to ask the target
+    # After the vote, this says whether the vote's answer is kept or the target is asked.
     combine_plan: CombinePlan | None = None
     judged: int = 0  # number of chunks that a gate decided on
     escalated: int = 0  # number of the problem's chunks that were escalated
-    # failed calls whose rollout has not continued yet, keyed by the rollout hint
+    # Failed calls whose rollout has not continued yet. The key is the rollout hint of the call.
     _failures: dict[str, list[CallFailed]] = field(default_factory=dict[str, list[CallFailed]])
     _hints: dict[int, str] = field(default_factory=dict[int, str])
 
@@ -440,7 +441,7 @@ class RunClock:
     """
 
     seconds: float = 0.0
-    before: float = 0.0  # seconds of work in earlier sessions
+    before: float = 0.0  # seconds of work in all sessions before this one
     # time at which the session opened, on the clock that the recorded nodes use
     _graph_zero: float | None = None
 
@@ -588,7 +589,7 @@ def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
     Incomplete problems come last. Only incomplete and open problems are kept in memory.
     """
     state = RunState()
-    # outcomes with failures, kept until a later session completes the problem
+    # Outcomes with failed rollouts. They are kept until a later session completes the problem.
     incomplete: dict[str, Outcome] = {}
     for entry in entries:
         outcome = state.apply(entry)

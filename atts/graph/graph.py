@@ -688,7 +688,8 @@ class Group(Generic[T]):
     samples: range
     admit: Admit
     settle: Callable[[RolloutResult[T]], bool] | None
-    # the reason why the group was closed, or None; no rollout starts after it was closed
+    # the reason why the group was closed; it is set when the group is closed, and no rollout starts
+    # after that
     why: str = field(init=False)
     queued: float = field(init=False)
     tasks: TaskGroup | None = None

@@ -45,7 +45,7 @@ def checked_losses(losses: ArrayLike, low: float = 0.0) -> Losses:
     array = np.asarray(losses, float)
     if array.ndim != 1 or not len(array):
         raise CalibrationInputError(
-            "losses", array.shape, "at least one problem, and one number for each problem"
+            "losses", array.shape, "at least one problem, and exactly one loss for each problem"
         )
     outside = ~((array >= low) & (array <= 1))  # True for NaN too
     if outside.any():

@@ -529,7 +529,9 @@ def _check_sampling(name: str, sampling: Sampling) -> None:
             f"{name}.top_p", f"{sampling.top_p} is not possible; give more than 0 and at most 1"
         )
     if not 0 <= sampling.min_p <= 1:
-        raise OptionError(f"{name}.min_p", f"{sampling.min_p} is not possible; give 0 to 1")
+        raise OptionError(
+            f"{name}.min_p", f"{sampling.min_p} is out of range; give a value from 0 to 1"
+        )
     if sampling.top_k < 0:
         raise OptionError(
             f"{name}.top_k",

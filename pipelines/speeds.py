@@ -109,7 +109,7 @@ class WriterChoice:
     seconds: dict[Role, float] = field(default_factory=dict[Role, float])
     in_flight: list[BegunChunk] = field(default_factory=list[BegunChunk])  # chunks in flight
     chunk_seconds: float = 0.0  # mean seconds of a chunk that the target writes
-    before: int = 0  # number of unfinished chunks that began before this stretch
+    before: int = 0  # number of unfinished chunks that began before this stretch of chunks
     ended: int = 0  # number of chunks that ended in this stretch
     tokens: int = 0  # number of tokens of the chunks that ended in this stretch
     busy: float = 0.0  # seconds of the stretch in which a chunk was in flight

@@ -96,7 +96,7 @@ def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
     system = "\n\n".join(text for role, text in turns if role == "system")
     spoken = [(role, text) for role, text in turns if role != "system"]
     if not spoken:
-        raise UsageError("the conversation has no question; add a message of the user")
+        raise UsageError("the conversation has no question; add a user message")
     if len(spoken) == 1:
         return system, spoken[0][1]
     return system, "\n\n".join(f"{role.capitalize()}: {text}" for role, text in spoken)

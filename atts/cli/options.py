@@ -219,7 +219,7 @@ def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]
     """
 
     # Typer reads a command's options from its signature, so this code builds a signature from the
-    # options of the keys and the parameters of the command.
+    # options of the configuration keys and the parameters of the command.
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
         inner = signature(function, eval_str=True)
         context, *rest = inner.parameters.values()

@@ -65,8 +65,9 @@ class Accelerator(Protocol):
         ...
 
     def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
-        """Return the configuration with the accelerator's builder of the loop, and all facts that
-        the builder needs.
+        """Return the configuration with the accelerator's function that builds the step loop.
+
+        It also gets all facts that this function needs.
 
         :raises OptionError: an option does not fit the model.
         :raises EngineError: a file or model that an option names cannot be used.

@@ -307,7 +307,7 @@ class Comparer:
     # ---- values that are not relations
 
     def values(self, gold: Node, answer: Node) -> bool:
-        """Compare two answers that are not relations. The rule depends on their kinds of nodes."""
+        """Compare two answers that are not relations. The rule depends on the kinds of their root nodes."""
         if has(gold, "plusminus") or has(answer, "plusminus"):
             return self.unordered(views.members(gold), views.members(answer), "set")
         try:

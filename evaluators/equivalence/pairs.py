@@ -466,7 +466,7 @@ def _unread(one: Reading, two: Reading) -> Verdict:
         return Verdict("different", "malformed", str(problem))
     if type(problem) is Prose and readable.trees:
         return Verdict("different", "prose", str(problem))
-    # this applies only to short phrases such as names, because sentences have many equal wordings
+    # This applies only to short phrases such as names. A sentence has many wordings with one meaning.
     are_short = all(len(reading.squashed.split()) <= _PHRASE for reading in (one, two))
     if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and are_short:
         return Verdict("different", "text")

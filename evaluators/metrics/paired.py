@@ -490,8 +490,8 @@ def paired_power(split: VarianceSplit, problems: int, samples: int, spread: floa
     if not spread >= 0 or not variance > 0:
         raise OptionError(
             "variance",
-            f"the variance between paired samples is {variance:g}; to compute a power, give "
-            f"rollouts that differ",
+            f"the differences between paired rollouts have variance {variance:g}; statistical "
+            "power needs rollouts with different results",
         )
     deviation = math.sqrt(variance)
     freedom = problems - 1

@@ -229,7 +229,9 @@ class _Lexer:
         if char == "\\":
             raise Malformed("a backslash with nothing after it")
         if char == "." and self.after("number"):
-            raise Undecided("the full stop ends a sentence after a number")
+            raise Undecided(
+                "the full stop after the number ends a sentence, and is no decimal point"
+            )
         if char in "~@#.":
             self.gap = True
         else:

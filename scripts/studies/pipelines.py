@@ -525,7 +525,8 @@ _SAMPLES_NOTES = (
 )
 _LIMIT_NOTE = (
     f"Each problem has {SEQUENTIAL} samples. A rollout that reaches the limit before its answer "
-    "does not vote, so a higher limit can lower accuracy only by chance. Draft-only and "
+    "does not vote. A higher limit lets more rollouts vote, so it can lower accuracy only by "
+    "chance. Draft-only and "
     "target-only need equally many turns, because their chunks are equally long."
 )
 

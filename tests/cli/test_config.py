@@ -22,8 +22,8 @@ from atts.testing import toy_problems
 
 
 def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
-    """Defaults, file, environment and flags are applied in this order, the last one wins, and each
-    value has its origin.
+    """Defaults, file, environment and flags are applied in this order, so the last one wins. Each
+    value records which of them set it.
     """
     (tmp_path / "atts.toml").write_text(
         "rate = 0.3\nsamples = 4\nturns = 5\n[sampling]\ntemperature = 0.5\n"

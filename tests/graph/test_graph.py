@@ -634,7 +634,7 @@ def test_rounds_wait_for_exactly_their_members(virtually: Virtually[float]) -> N
         async def solve(problem: Named, scope: ProblemScope) -> list[list[dict[int, int]] | None]:
             async def rollout(line: RolloutScope[list[dict[int, int]]]) -> list[dict[int, int]]:
                 seen: list[dict[int, int]] = []
-                # sample 0 has the fewest turns, so it leaves the rounds first
+                # sample 0 has the fewest turns, so it ends first and takes no part in later turns
                 for turn in range(line.sample + 1):
                     await line.call("draft", anyio.sleep, 1.0 + line.sample, turn=turn)
                     seen.append(dict(await line.meet(10 * line.sample + turn)))

@@ -90,8 +90,8 @@ def dotted(text: str) -> set[str]:
 
 
 def test_it_imports_nothing_that_a_bare_machine_lacks(checkout: Path) -> None:
-    """The study imports only packages that come with torch and transformers, and of msgspec only
-    names with a stand-in.
+    """The study imports only packages that come with torch and transformers, and only names
+    of msgspec for which it has a replacement.
     """
     packages, used = closure(checkout)
     assert packages - ALLOWED == {"msgspec"}

@@ -337,7 +337,7 @@ class LayerRange:
         self.seconds += seconds[1]
 
     def demand(self, seconds: float) -> Demand:
-        """Return the number of layers of the range, and the number of workers that it kept busy.
+        """Return the number of layers in this range, and the number of workers that they kept busy.
 
         The number of workers is a mean over the last `seconds` seconds.
         """

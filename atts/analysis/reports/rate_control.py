@@ -186,8 +186,8 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
     if match is None:
         return StatedGuarantee(
             str(named or "unknown"),
-            "not known: the run directory does not name the rate scope, and no rate scope without "
-            "stored scores leads to the recorded decisions",
+            "not known: the run directory does not name the rate scope, and none of the rate scopes "
+            "that need no stored scores gives the recorded decisions",
             "not known, because the rate scope is not known",
             "no rate scope reproduces the recorded p-values; atts can rebuild a calibrator only "
             "if the manifest names its stored scores",

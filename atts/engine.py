@@ -631,7 +631,7 @@ class Speculated:
         """Summarise the counters in one line.
 
         >>> print(Speculated(100, 300, 240, (100, 90, 80), (90, 80, 70), choices=200, chosen=320))
-        300 tokens proposed, 80 % accepted (by position 0.90 0.89 0.88), 1.6 per step
+        300 tokens proposed, 80 % accepted (by position in a proposal 0.90 0.89 0.88), 1.6 proposed per step
         """
         if not self.proposed:
             # if no tokens were proposed, proposal lengths and times say nothing about speculation

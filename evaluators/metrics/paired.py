@@ -377,7 +377,7 @@ def compare_in_order(
     """Compare two runs with a test after every problem, and stop as soon as the test decides.
 
     >>> str(compare_in_order([1.0] * 20))
-    'better, decided after 8 problems; difference in [+0.050, +1.000] (95 % after every problem)'
+    'better, decided after 8 problems; difference in [+0.050, +1.000] (95 % interval, valid after every problem)'
     """
     sequence = ConfidenceSequence(level)
     for difference in differences:

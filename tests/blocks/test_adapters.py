@@ -210,7 +210,7 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], s
         {}, lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 64)}),
         "embed_tokens", ModelLoadError
     ),
-    "base that is not there": ({"base_model_name_or_path": "meta/else"}, dict, "name the base: base", OptionError),
+    "base that is not there": ({"base_model_name_or_path": "meta/else"}, dict, "name its base model: base", OptionError),
     "alpha": ({"lora_alpha": "x"}, dict, "lora_alpha", ModelLoadError),
 }  # fmt: skip
 

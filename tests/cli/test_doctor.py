@@ -267,8 +267,8 @@ def test_a_card_that_is_not_here_is_never_ok(
     (guessed,) = memory()
     assert guessed["status"] == "warn"
     assert guessed["seen"] == (
-        "this machine has no GPU; 1 x rtx4090 (target in fp8) or 1 x h100 or 1 x h200 would hold "
-        "r1-1.5b/r1-7b"
+        "this machine has no GPU; r1-1.5b/r1-7b needs 1 x rtx4090 (target in fp8) or 1 x h100 or "
+        "1 x h200"
     )
     assert "--card" in guessed["advice"]
     (named,) = memory("--card", "h100")
@@ -289,7 +289,7 @@ def test_a_cache_of_one_rollout_is_written_in_the_singular(atts: Any) -> None:
         atts("doctor", "--pair", "r1-1.5b/r1-70b", "--card", "rtx4090", "--json").out
     )
     (memory,) = [check["seen"] for check in report["checks"] if check["name"] == "memory"]
-    assert "the cache holds 1 rollout;" in memory
+    assert "the cache has room for 1 rollout;" in memory
 
 
 def test_the_doctor_predicts_the_memory_of_local_models(

@@ -67,7 +67,7 @@ def test_an_import_takes_ids_and_references_from_a_dataset(atts: Atts, theirs: P
         (("jsonl", "--grades", "mine"), "--grades: 'mine' is unknown"),
         (("jsonl", "--column", "text"), "--column: 'text' is not FIELD=COLUMN"),
         (("jsonl", "--out", "-"), "--out: '-' is not a directory"),
-        (("jsonl", "--column", "text=no"), "line 1: the record has no column 'no'; it has prompt, out, price"),
+        (("jsonl", "--column", "text=no"), "line 1: the record has no column 'no'; its columns are prompt, out, price"),
     ],
 )  # fmt: skip
 def test_impossible_imports_are_refused(

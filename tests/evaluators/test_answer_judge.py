@@ -76,7 +76,7 @@ def test_a_verdict_of_the_model_is_marked(reply: str, status: str) -> None:
     engine = Judge(reply)
     one, two = judged(engine, OPEN, CLOSED)
     assert (one.verdict.status, one.verdict.rule) == (status, "judged")
-    assert one.verdict.detail.startswith("judge says ")
+    assert one.verdict.detail.startswith("judged by judge: ")
     assert "(undecided)" in one.verdict.detail
     assert (two.verdict.status, two.verdict.rule) == ("different", "value")
     assert len(engine.prompts) == 1
@@ -166,7 +166,7 @@ def test_the_detail_names_the_model_as_the_user_wrote_it(monkeypatch: pytest.Mon
         judge_unscored, grade([OPEN]), "hf:models/Big?dtype=bfloat16", "{reference}{answer}"
     )
     (one,) = anyio.run(ask)
-    assert one.verdict.detail.startswith("hf:models/Big says EQUAL")
+    assert one.verdict.detail.startswith("judged by hf:models/Big: EQUAL")
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_without_a_reader_of_zstandard_the_fix_is_named(
         raise ImportError("zstandard")
 
     monkeypatch.setattr("atts.importers.records._unpacked", missing)
-    with pytest.raises(DatasetError, match="or write it again: inspect log"):
+    with pytest.raises(DatasetError, match="or write the file again: inspect log"):
         run_import("inspect", path)
 
 
@@ -158,7 +158,7 @@ def test_an_inspect_score_can_be_chosen(tmp_path: Path, run_import: Import) -> N
     finished, _, _ = read(run_import("inspect", path, metric="length").directory)
     assert [sample.rule for sample in finished["1"].samples] == ["same text", "value"]
     with pytest.raises(
-        DatasetError, match=r"entry 1: the record has no score 'f1'; it has match, length"
+        DatasetError, match=r"entry 1: the record has no score 'f1'; its scores are match, length"
     ):
         run_import("inspect", path, tmp_path / "other", metric="f1")
 
@@ -387,7 +387,7 @@ def test_columns_are_mapped_or_guessed(tmp_path: Path, run_import: Import) -> No
     [
         (
             {"question": "Q", "text": "out"},
-            "line 1: the record has no column 'out'; it has Q, a, b",
+            "line 1: the record has no column 'out'; its columns are Q, a, b",
         ),
         (
             {"question": "Q"},

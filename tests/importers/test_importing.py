@@ -69,7 +69,9 @@ def test_a_cut_json_file_is_refused(tmp_path: Path, run_import: Import) -> None:
     """The error about a JSON file that is cut off names the list item in which the file ends."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(list(rows(3, 1)))[:-30])
-    with pytest.raises(DatasetError, match="mine.json: the file ends within item 3, so it is cut"):
+    with pytest.raises(
+        DatasetError, match="mine.json: the file ends within item 3, so the file is incomplete"
+    ):
         run_import("jsonl", path)
 
 

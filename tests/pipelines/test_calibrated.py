@@ -213,7 +213,7 @@ def test_a_resumed_warm_up_stores_only_the_rest(tmp_path: Path) -> None:
     evaluate_sync(problems, setup(), directory=tmp_path)
     journal = tmp_path / JOURNAL
     lines = journal.read_text().splitlines(keepends=True)
-    warm = [number for number, line in enumerate(lines) if "warm-up, " in line]
+    warm = [number for number, line in enumerate(lines) if "warm-up score " in line]
     journal.write_text("".join(lines[: warm[len(warm) // 2]]))
     evaluate_sync(problems, setup(), directory=tmp_path)
     decided = [event.decision for event in open_run(tmp_path).decisions()]

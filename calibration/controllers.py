@@ -26,17 +26,18 @@ from atts.errors import CalibrationInputError, OptionError
 Mode = Literal["split", "marginal", "aci", "question", "question-turn"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# The deficit is rate * decisions - escalations. At the end of a run, a deficit may remain; this is
-# its size as a share of the run's decisions. If the deficit had to be 0, noise would decide which
-# of the last, hardest chunks escalate.
+# The deficit is the number of missing escalations: rate * decisions - escalations. A run may end
+# with a deficit of this share of its decisions. If no deficit were allowed, noise would decide
+# which of the last, hardest chunks escalate.
 SLACK = 0.006
-# A controller removes the deficit beyond the slack within 1 / _HASTE (half) of the remaining
-# decisions. With a lower value, the deficit would shrink too slowly in runs whose scores
-# arrive sorted.
+# If the deficit is larger than the allowed one, a controller removes the excess within 1 / _HASTE
+# (half) of the remaining decisions. With a smaller number, the deficit would shrink too slowly in
+# runs whose scores arrive sorted.
 _HASTE = 2.0
-# One decision moves the level by this number divided by the number of rollouts of a problem. With a
-# smaller step, short runs miss their rate. With a larger step, all problems get about the same
-# rate, although the scores should decide which problems get more.
+# The level is the rate that the controller currently aims at. One decision changes it by this
+# number, divided by the number of rollouts of a problem. With a smaller number, short runs miss
+# their rate. With a larger number, all problems get about the same rate, although the scores should
+# decide which problems get more.
 _PROBLEM_STEP = 0.016
 
 
@@ -44,8 +45,8 @@ _PROBLEM_STEP = 0.016
 class RunEnd:
     """The distance to the end of a run."""
 
-    left: float = math.inf  # number of decisions left, including the next one
-    slack: float = 0.0  # the deficit that may remain at the end, in decisions
+    left: float = math.inf  # number of decisions until the run ends, including the next one
+    slack: float = 0.0  # number of escalations that may be missing when the run ends
 
 
 UNKNOWN = RunEnd()
@@ -112,7 +113,7 @@ class Adaptive(Controller):
         self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
     ) -> float:
         lead = self._level - self._rate
-        # `lead` is the step times the deficit so far.
+        # `lead` is the deficit so far, multiplied by the step.
         deficit = max(0.0, abs(lead) / self._step - end.slack)
         pace = _HASTE * deficit / max(_HASTE, end.left)
         if pace <= abs(lead):
@@ -122,8 +123,8 @@ class Adaptive(Controller):
     def update(
         self, nonconformity: float | None, question: str, turn: int, escalated: bool
     ) -> None:
-        # The level is not clamped to [0, 1]. The bound holds only if the level remembers the whole
-        # deficit.
+        # The level may leave [0, 1]. The controller's bound holds only if the level stores the
+        # whole deficit.
         self._level += self._step * (self._rate - escalated)
 
     def merge(self, state: Any) -> None:
@@ -174,11 +175,12 @@ class Feedback(Controller):
         self._gains = tuple(gain / variance for gain in gains)
         self._order = order / variance
         self._limit = limit
-        # the deficit of each question, of each turn and of the whole run
+        # The deficit is stored for each question, for each turn and for the whole run.
         self._questions = DefaultTable(str, float)
         self._turns = DefaultTable(int, float)
         self._overall = 0.0
-        # scores of the accepted and of the escalated siblings, keyed by (question, turn)
+        # scores of the siblings that were accepted, and of those that were escalated; the key is
+        # (question, turn)
         self._siblings = GroupTable(lambda: (Ranks(), Ranks()))
 
     def current_rate(
@@ -193,11 +195,11 @@ class Feedback(Controller):
         turn_deficit = self._turns.get(turn, 0.0)
         lean = by_question * deficit + by_turn * turn_deficit + overall * self._overall
         if self._order:
-            # At most three contradicting siblings are counted, so that they do not outweigh the
-            # deficits.
+            # At most three siblings that contradict the order of scores are counted. So they do not
+            # outweigh the deficits.
             inversions = self._inversions(nonconformity, question, turn)
             lean += self._order * max(-3, min(3, inversions))
-        # exp overflows above 709
+        # math.exp overflows above 709.
         logit = max(-700.0, min(700.0, self._logit + lean))
         return 1 / (1 + math.exp(-logit))
 
@@ -237,19 +239,25 @@ class Tuning:
     The defaults were tuned on half of the questions of one recorded run, for all rates together.
     """
 
-    aci_step: float = 0.002  # for 8 rollouts per problem; see `for_rollouts`
-    # The gains: the shift of the logit per decision of deficit, times the variance rate * (1 -
-    # rate).
+    # step for 8 rollouts per problem; `for_rollouts` returns the step for other numbers
+    aci_step: float = 0.002
+    # A missing escalation shifts the logit of the rate by gain / (rate * (1 - rate)). There is a
+    # gain for the question, for the turn and for the whole run.
     question_gain: float = 0.23
     turn_gain: float = 0.035
     overall_gain: float = 0.02
-    order: float = 0.144  # shift for each sibling whose decision contradicts the order of scores
-    # if the deficit of a question is larger, it alone decides, whatever the score
+    # shift of the logit for each sibling whose decision contradicts the order of scores, times rate
+    # * (1 - rate)
+    order: float = 0.144
+    # If a question lacks this number of escalations, its next chunk is escalated, whatever its
+    # score is. If it has this number too many, its next chunk is accepted.
     limit: float = 4.0
-    shrinkage: float = 1.0  # weight of the mean of all questions, as a number of scores
-    # weight of the turn's pool, as a number of scores, compared with the question's residuals
+    # The mean score of all questions weighs as much as this number of scores of the question.
+    shrinkage: float = 1.0
+    # The rank among the scores of the turn weighs as much as this number of scores of the question.
     residuals: float = 20.0
-    siblings: float = 24.0  # weight of the other pool in a sibling pool, as a number of scores
+    # The rank among the scores of other questions weighs as much as this number of siblings.
+    siblings: float = 24.0
 
     @classmethod
     def for_rollouts(cls, samples: int) -> Tuning:

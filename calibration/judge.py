@@ -49,7 +49,9 @@ class AdvantageJudge:
     mean_gain: float
     penalty: float
     rate: float
-    over_coin: tuple[float, float, float]  # gain in accuracy per chunk, and its 95 % interval
+    # gain in accuracy over a coin, divided by the number of all chunks: the estimate, and the two
+    # ends of its 95 % interval
+    over_coin: tuple[float, float, float]
     chunks: int
     problems: int
     fingerprint: Mapping[str, object] = field(default_factory=dict[str, object])

@@ -437,9 +437,10 @@ class Session:
         self._plan: RunSpec | None = None
         self._shared: Graph | None = None
         self._is_closed = False
-        # for each of the latest questions, the number of times it was asked
+        # how often each of the latest questions was asked
         self._asked = OrderedDict[str, int]()
-        # the largest count of a question that was removed from `_asked`
+        # Questions that were not asked for a long time are removed from `_asked`. This is the
+        # largest number of times that one of them was asked.
         self._forgotten = 0
 
     async def solve(

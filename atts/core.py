@@ -73,7 +73,8 @@ class Problem:
     subject: str = ""
     choices: tuple[str, ...] = ()
     source: str = ""
-    grading: Grading | None = None  # None: answers are compared by the default rules
+    # how answers are compared with the reference; with None, the default rules are used
+    grading: Grading | None = None
     # pairs (problem, solution) that are shown to the model as examples before this problem
     examples: tuple[tuple[str, str], ...] = ()
 

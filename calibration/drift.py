@@ -200,7 +200,8 @@ class QuestionSample:
             ours = int((counts >= depth).sum())
             theirs = int((stored >= depth).sum())
             variance = (1 / ours + 1 / theirs) * (self.icc + (1 - self.icc) / depth)
-            # take the largest of equally good depths, so that spreads can be compared too
+            # Of equally good depths, the largest is taken, so that standard deviations can be
+            # compared too.
             if variance <= least:
                 best_depth = depth
                 least = variance
@@ -263,7 +264,7 @@ _STRETCH = 0.3
 # scores' correlation; in the other half the correlation varies by this much.
 _TIES = 0.5
 _AT_ONCE = 1024  # number of rows of weights that are processed at once, to limit memory
-_FLAT = 0.1  # least standard deviation of a column, so that constant columns do not divide by 0
+_FLAT = 0.1  # smallest standard deviation of a column, so that constant columns do not divide by 0
 
 
 @dataclass(frozen=True, slots=True)

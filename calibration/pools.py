@@ -224,7 +224,7 @@ history.
 # A stratum is split when it has at least `_LEAST` scores and at least 1 / `_SHARE` of all scores.
 _LEAST = 30
 _SHARE = 16
-# The slope is shrunk towards 0, as if this many additional scores had slope 0.
+# The slope is shrunk towards 0, as if this number of additional scores had slope 0.
 _RIDGE = 2.0
 
 Point = tuple[float, float]
@@ -377,7 +377,8 @@ class LengthStrata(Persisted):
         self._count = sum(map(len, self._strata))
 
 
-# The pool of a turn is used once it has this many scores; until then the pool of all turns is used.
+# The pool of a turn is used once it has this number of scores. Until then, the pool of all turns is
+# used.
 MINIMUM = 20
 
 _FORGOTTEN = "\x1fforgotten"  # key of the entry that contains the sums of all finished questions

@@ -174,7 +174,7 @@ def extraction(
         return Extraction(program, "none" if program is None else "program")
     text = _final_part(_first_turn(_with_plain_blanks(text[-MOST_CHARACTERS:])))
     firsts = [mark.end() for name in ("marks", "box") if (mark := PATTERNS[name].search(text))]
-    # the text asks a second question after the answer, so ignore the rest of the text
+    # The text asks a second question after the answer, so the text from there on is ignored.
     again = PATTERNS["again"].search(text, min(firsts)) if firsts else None
     if again:
         text = text[: again.start()]

@@ -816,7 +816,7 @@ def continued(beginning: Beginning, rest: Completion | None, engine: Engine) -> 
     assert ended is not None, "a beginning that has not ended must have a continuation"
     text_ids = ids[:-1] if ended == "end" and ids[-1] in engine.spec.end_ids else ids
     if len(logprobs) != len(ids):
-        logprobs = ()  # the engine sent no log-probabilities for the rest
+        logprobs = ()  # the engine sent no log-probabilities for the later tokens
     return Completion(ids, engine.tokenizer.decode(text_ids), ended, logprobs, cached_tokens)
 
 

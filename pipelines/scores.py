@@ -229,7 +229,7 @@ def first_rejected_token(
         return 0
     drops = [before - now for now, before in zip(target, author, strict=False)]
     for position, drop in enumerate(drops):
-        if not drop < nats:  # NaN counts as a rejection
+        if not drop < nats:  # a drop of NaN rejects the token
             return position
     return drops.index(max(drops))
 

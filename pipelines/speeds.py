@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from atts.core import Role
 
 _UNKNOWN = 8  # number of tokens to draft before a scoring call, until enough drafts were tested
-# smallest number of consecutive chunks in a stretch; half the chunks in flight if that is more
+# A stretch is a series of chunks written by one model. It has at least this number of chunks, or
+# half the number of chunks in flight if that is more.
 _CHUNKS = 8
-# the draft writes if it gives at least this many times the tokens per second of the target
+# the draft writes if it gives at least this number of times the target's tokens per second
 _GAIN = 1.05
 # While the draft is the faster writer, the target is not tried for a stretch if it is much slower.
 # "Much slower" means at least this many times the draft's time per token.

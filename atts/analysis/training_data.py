@@ -100,7 +100,8 @@ class ExportOptions:
     """
 
     kind: DataKind = "sft"
-    # the rollouts to export; None: only correct rollouts for sft, all rollouts for other kinds
+    # Which rollouts are exported. With None, sft exports only correct rollouts, and other kinds
+    # export all rollouts.
     keep: Keep | None = None
     pairs: int = 4
     seed: int = 0

@@ -145,7 +145,8 @@ def comparison_setting(comparison: StopWhen) -> dict[str, Setting]:
 
 
 _IN_A_HURRY = 5.0  # time in seconds that trackers have to finish after an error or a second Ctrl-C
-_REMEMBERED = 10_000  # largest number of different questions whose repetitions a session counts
+# For at most this number of different questions, a session remembers how often each was asked.
+_REMEMBERED = 10_000
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -167,7 +167,8 @@ class Setup:
         "no cap",
     ] = None
     policy: Policy = Policy()
-    gate: Gate | RoundGate | None = None  # None: use the gate of the method
+    # the gate of the run; with None, the run uses the gate of the method
+    gate: Gate | RoundGate | None = None
     # calibration scores that were computed before the run
     stored: Sequence[float] | StoredScores = ()
     conditions: Annotated[

@@ -73,7 +73,8 @@ class LoadAdvice:
     measured: float  # tokens per second
     # tokens per second with the current settings, predicted from step costs and acceptance
     forecast: float
-    length: int  # number of proposed tokens with the highest predicted speed; 0: propose nothing
+    # number of proposed tokens with the highest predicted speed; 0 if proposals are not faster
+    length: int
     best: float  # predicted tokens per second if `length` tokens are proposed
     plain: float  # predicted tokens per second without proposals
 

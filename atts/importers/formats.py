@@ -43,7 +43,8 @@ class ForeignSample:
     kind: AnswerKind | None = None
     choices: tuple[str, ...] = ()
     number: int | None = None  # index of this rollout among the rollouts of its problem
-    answer: str | None = None  # the recorded answer; None: atts extracts the answer from the text
+    # the recorded answer; with None, atts extracts the answer from the text
+    answer: str | None = None
     is_correct: bool | None = None
     ended: Ended = "end"
     error: str = ""

@@ -196,7 +196,7 @@ class LoopStats(EngineCounters):
     evicted_tokens: int = 0
     # number of steps that did not fit into memory, after which steps became smaller
     shrunk: int = 0
-    # counts of proposed and accepted tokens; None without speculation
+    # numbers of proposed and of accepted tokens; None without speculation
     speculation: SpeculationStats | None = None
 
 
@@ -255,7 +255,7 @@ def close_pipes(process: subprocess.Popen[bytes]) -> None:
     """Close the pipes of a process that has ended or will end soon."""
     for stream in (process.stdin, process.stdout):
         if stream is not None:
-            # closing a pipe writes the rest of its buffer, which fails if the process has ended
+            # Closing a pipe writes what is left in its buffer. This fails if the process has ended.
             with suppress(OSError):
                 stream.close()
 

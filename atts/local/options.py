@@ -38,14 +38,15 @@ class LocalOptions:
     # auto: decoding steps on a GPU are captured and replayed as graphs, instead of launching their
     # operations one by one
     graphs: Graphs = "auto"
-    # size of the cache in tokens; None: on a CPU, the tokens that fit into 2 GiB; on a GPU, the
-    # tokens that the run's rollouts can fill
+    # Size of the cache in tokens. With None, a CPU's cache has 2 GiB, and a GPU's cache has room
+    # for the tokens that the run's rollouts can fill.
     kv_tokens: int | None = None
     max_batch: int = 256  # largest number of sequences in a step
     # largest number of prompt or scored tokens fed in a step; tokens of decoding sequences are not
     # included
     chunk_tokens: int = 512
-    # number of threads that compute a step; None: one for each core that other engines do not use
+    # number of threads that compute a step; with None, one for each core that other engines do not
+    # use
     threads: int | None = None
 
     def check(self) -> None:

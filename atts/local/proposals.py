@@ -107,8 +107,8 @@ class Proposals:
         if self._ended >= 0:
             between = self._clock() - self._ended
             usual = self._between or between
-            # some gaps between steps are longer because a report is sent, so a gap counts as at
-            # most twice the average gap
+            # Some gaps between steps are longer because a report is sent. So at most twice the
+            # average gap is added.
             self._between = usual + (min(between, 2 * usual) - usual) / _BETWEEN
         self._forget_finished()
         self._is_timed = True
@@ -221,7 +221,7 @@ class Proposals:
                 asked[ask.key] = self._checked(ask, proposal), min(len(proposal.tokens), ask.room)
             self._asked = asked
             for key, (sound, guessed) in asked.items():
-                # a proposal without usable tokens took time too, so it counts as a round
+                # A proposal without usable tokens took time too, so it is recorded as a round.
                 if guessed and not sound.tokens:
                     self._num_refused += 1
                     self._rounds.append(SpeculationRound(key, 0, 0, guessed))

@@ -130,8 +130,7 @@ class Forecast(NamedTuple):
 
     tokens: float
     seconds: float
-    # True if the step tries proposal lengths to measure them; False if it uses the lengths that
-    # seem best
+    # whether the step tries proposal lengths to measure them, instead of the lengths that seem best
     is_trial: bool = False
     # expected seconds of the step without its proposals; 0 if the step also feeds prompts
     plain: float = 0.0
@@ -216,15 +215,15 @@ class SpeculationStats:
     choices: int = 0
     # sum of the chosen proposal lengths; divided by `choices`, it is the mean length
     chosen: int = 0
-    # tokens expected in steps with a forecast; `came_tokens` counts the tokens that these steps
-    # really wrote
+    # Sum of the expected tokens of all steps with a forecast. `came_tokens` is the number of tokens
+    # that these steps really wrote.
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
     # estimated seconds saved by proposals, over all steps that forecasts represent
     saved_seconds: float = 0.0
-    # counts of the drafter if it works while the target computes; None for other drafters
+    # numbers of guesses of a drafter that works while the target computes; None for other drafters
     overlap: OverlapStats | None = None
 
     def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:

@@ -182,7 +182,7 @@ class StopWhen:
     against: str
     # the earlier run's votes, keyed by problem: 1 for correct, 0 for wrong, or a share between
     votes: Mapping[str, float] = field(repr=False)
-    # accuracies that differ by at most this many percentage points count as equal
+    # accuracies that differ by at most this number of percentage points are treated as equal
     points: float = 0.0
 
 
@@ -936,7 +936,8 @@ OnUnscored = Literal["stop", "escalate"]
 continues and the target rewrites these chunks.
 """
 
-# number of consecutive calls without a usable score (after retries) that stops the run
+# A run stops after this number of consecutive calls without a usable score. A call that is repeated
+# is counted once.
 IN_A_ROW = 12
 _PROBE_TEXT = "2 + 2 = 4, so the answer is 4."
 _ADVICE = (

@@ -202,7 +202,7 @@ class RunSpec:
     abstain: Abstain | None = None
     # the comparison with an earlier run; once the comparison is decided, this run ends
     stop_when: StopWhen | None = None
-    # a function that returns the policy for a context length; None: `policy` does not change
+    # A function that returns the policy for a context length. With None, `policy` does not change.
     policy_for_context: Callable[[int], Policy] | None = None
     # the check that reports problems unlike the questions of the stored scores
     domain: DomainCheck | None = None
@@ -404,7 +404,7 @@ class RunOptions:
     :raises OptionError: for an unknown choice.
     """
 
-    # the run directory; None: nothing is written, but the result contains the outcomes
+    # The run directory. With None, nothing is written, but the result contains the outcomes.
     directory: Path | None = None
     listeners: Sequence[Listener] = ()
     journal: JournalOptions = JournalOptions()

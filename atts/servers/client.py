@@ -611,9 +611,9 @@ class AdaptiveLimit(SlotQueue):
     SLOWEST_GROWTH = 1.05
     STEP_SECONDS = 1.0
     LONGEST_PAUSE = 15.0
-    # If the last refusal is at least this many seconds ago, a new refusal resets pause and growth
-    # to their initial values. With a smaller number, the long pauses of a busy server would reset
-    # them each time.
+    # A new refusal resets the pause and its growth to their initial values if the last refusal was
+    # at least this number of seconds ago. With a smaller number, the long pauses of a busy server
+    # would reset them each time.
     MEMORY_SECONDS = 40.0
 
     __slots__ = (

@@ -46,7 +46,8 @@ another engine, and is never used again.
 # seconds before a failed replica is tried again; the time doubles with every failure
 _BACK_SECONDS = 0.5
 _LONGEST_SECONDS = 30.0
-_FAILURES = 3  # consecutive time-outs or invalid replies after which a replica counts as lost
+# After this number of consecutive time-outs or invalid replies, a replica is treated as lost.
+_FAILURES = 3
 # A replica gets no new requests if it has more than 1.25 times the mean number of requests in
 # flight, plus this number.
 _SLACK = 8

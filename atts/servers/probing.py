@@ -547,8 +547,8 @@ _WARM = Sampling(temperature=0.7)
 # Largest deviation, in standard errors, that passes the test. If speculation is lossless, about one
 # test in a million exceeds this number.
 _MOST_DEVIATIONS = 5.0
-# Largest difference of log-probabilities, in nats, that counts as a tie. In a tie, rounding may
-# decide which token is the most likely one.
+# If two log-probabilities differ by at most this number of nats, rounding may decide which token is
+# the most likely one. This is treated as a tie.
 _TIE = 0.1
 # The log-probability, in nats, that replaces minus infinity.
 _FLOOR = -30.0

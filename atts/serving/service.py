@@ -326,8 +326,8 @@ class ServeOptions:
     """
 
     name: str = "atts/pair"  # model name that clients use
-    # folder for the ledger, the calibrators and background responses; None: nothing is stored on
-    # disk
+    # Folder for the ledger, the calibrators and background responses. With None, nothing is stored
+    # on disk.
     state: Path | None = None
     # name of the user, keyed by API key; "" if the key has no user
     keys: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)

@@ -113,7 +113,7 @@ class _Lexer:
         # whether letters of a formula that may be the symbol of a unit are read as a unit
         self.loose = loose
         self.saw_loose = False
-        # whether the rest of the text is a reason, such as "because ...", and not part of the
+        # whether the text from here on is a reason, such as "because ...", and not part of the
         # answer
         self.has_ended = False
         self.tokens: list[Token] = []

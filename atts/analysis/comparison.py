@@ -81,7 +81,9 @@ def _jackknife(first: Floats, second: Floats, reach: float) -> Ends:
         not np.all(left > 1e-12 * whole.sum())
         for left, whole in zip(without, (second, first), strict=True)
     ):
-        return 0.0, math.inf  # only one problem has a cost above 0
+        # without one of its problems, a run costs nothing, so no interval of the ratio can be
+        # computed
+        return 0.0, math.inf
     logs = np.log(without[0] / without[1])
     half = reach * math.sqrt((n - 1) * float(logs.var()))
     ratio = float(second.sum() / first.sum())
@@ -284,7 +286,8 @@ class Compared:
     unscored: tuple[int, int] = (0, 0)
     # the comparison of votes, computed as if unscored votes were correct
     if_right: Comparison | None = None
-    # comparison of votes after each further problem, in a seeded random order of problems
+    # the comparison of votes after 1, 2, 3 and more problems, which are taken in a seeded random
+    # order
     sequential: Sequential | None = None
 
 

@@ -687,7 +687,8 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
     for data in runs:
         if data.method in ("coin", "draft-only", "target-only", "exact"):
             continue
-        if not 0 < data.rate < 1:  # the run's gate made no decision
+        # at a rate of 0 or 1, the gate of the recorded run had nothing to decide
+        if not 0 < data.rate < 1:
             continue
         coin = coins.get(data.rate)
         if coin is None:
@@ -789,7 +790,8 @@ target decodes.
 
 Tokens that the target draws while it scores have the same cost.
 """
-# difference of accuracies, 0 to 1; a smaller headroom does not justify the cost of a target
+# The target is not worth its cost if the interval of its gain in accuracy (0 to 1) over the draft
+# ends below this.
 _SMALL = 0.03
 Take = Literal["gate", "exact", "target-only", "draft-only"]
 
@@ -806,7 +808,8 @@ class PilotArm:
     correct: Mapping[str, Sequence[bool]]
     usage: Usage
     rate: float  # realised rate; NaN if the method escalates nothing
-    coin: str = ""  # the name of the coin's arm with which this arm is compared
+    # the name of the pilot arm that escalates by coin, with which this arm is compared
+    coin: str = ""
     unavailable: str = ""  # the reason why these models cannot run the method
 
     @property
@@ -829,10 +832,11 @@ class PilotRow:
 
     arm: PilotArm
     accuracy: Estimate  # accuracy of single rollouts
-    gain: Estimate | None  # gain over the coin of the same policy and rate
+    gain: Estimate | None  # accuracy minus the accuracy of the coin with the same policy and rate
     p_value: float
     cost: float
-    # cost per percentage point of accuracy above the draft alone; infinite without a gain
+    # cost of each percentage point by which the accuracy exceeds that of the draft alone; infinite
+    # if it does not
     cost_per_point: float
 
     @property

@@ -345,7 +345,7 @@ _MOST_ROLLOUTS = 64
 _POINT = 0.01
 _ORDERS = 200
 _FEWEST_ORDERS = 20
-_PLAYED = 100 * _ORDERS  # largest number of orders of arrival, summed over all problems
+_PLAYED = 100 * _ORDERS  # largest number of simulated orders of arrival, summed over all problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -666,8 +666,11 @@ class _Mean:
 @dataclass(frozen=True, slots=True)
 class _ProblemTable:
     rows: list[_Mean]
-    fixed_right: Floats  # correctness of the vote of the first 1, 2, ... rollouts
-    fixed_costs: Floats  # costs of the votes of the first 1, 2, ... rollouts, keyed by unit
+    # Item n: the share of orders of arrival in which the vote of the first n + 1 rollouts is
+    # correct.
+    fixed_right: Floats
+    # Row n: the cost of the first n + 1 rollouts, as a mean over the orders. Columns: UNITS.
+    fixed_costs: Floats
 
 
 def _played_by(

@@ -200,7 +200,7 @@ class _RecordedProblem:
     # the recorded rollouts that are also made under the other policy
     rollouts: tuple[ReplayedRollout, ...]
     weights: tuple[float, ...]  # weights of the votes of `rollouts`
-    rows: range  # indices of the problem's judged chunks
+    rows: range  # indices of the problem's judged chunks in the record's `turns`
 
 
 class _Record:
@@ -264,7 +264,8 @@ class _Record:
             is_later = [one.sample in self.policy.waves[1] for one in rollouts]
             answered = [one.answer is not None for one in rollouts]
             if any(later and answers for later, answers in zip(is_later, answered, strict=True)):
-                # on this problem, the rollouts of the draft have no vote
+                # If a rollout of the second wave has an answer, only rollouts of that wave vote on
+                # this problem.
                 weights = [w * later for w, later in zip(weights, is_later, strict=True)]
         self.problems[name] = _RecordedProblem(
             outcome.problem,
@@ -646,8 +647,8 @@ class _RecordedGate:
     """A gate that repeats the recorded decisions, unless a budget does not allow them."""
 
     def __init__(self, record: _Record) -> None:
-        # the run decided on several problems in turn, so the decisions on several problems are in
-        # memory
+        # The run decided on several problems in alternation, so the decisions of many problems are
+        # kept in memory.
         self._of = lru_cache(1024)(record.decisions_on)
 
     def preview(self, features: Features) -> Decision:
@@ -665,7 +666,8 @@ class _RecordedGate:
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     record: _Record
-    verdicts: Mapping[tuple[str, str], str]  # the verdicts on answers that the run recorded
+    # keyed by problem and answer: the verdict that the run recorded
+    verdicts: Mapping[tuple[str, str], str]
 
     @property
     def known(self) -> dict[str, str | None]:

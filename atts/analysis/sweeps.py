@@ -334,7 +334,8 @@ class ScalingPoint:
     calls: int
     shared: int  # number of replies that were taken from another run of the sweep
     dollars: float | None  # None if a model has no price
-    right: Mapping[str, float] = field(repr=False)  # keyed by graded problem
+    # for each graded problem: 1 if the point's answer is correct, and 0 if it is wrong
+    right: Mapping[str, float] = field(repr=False)
     # keyed by problem: the share of correct rollouts among those that ran to their end
     shares: Mapping[str, float] = field(repr=False)
     difference: Contrast | None = None  # accuracy minus the accuracy of the target alone

@@ -103,7 +103,8 @@ class _Reference:
     model: StoredModel
     words: str  # name of the dataset with the problems
     problems: tuple[Problem, ...]
-    # for each problem: token ids of prompt and answer, and number of prompt tokens
+    # for each problem: the token ids of its prompt and answer together, and the number of ids that
+    # belong to the prompt
     texts: tuple[tuple[TokenIds, int], ...]
     right: tuple[bool, ...]
 

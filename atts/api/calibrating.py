@@ -542,7 +542,7 @@ def _parts(run: RecordedRun) -> Iterator[list[Entry]]:
 def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
     gate, calibrator = Setup.recorded(manifest).decider()
     if isinstance(gate, AgreementGate):
-        gate = gate.inner  # the calibrator belongs to the inner gate
+        gate = gate.inner  # an agreement gate wraps another gate, which has the calibrator
     if not isinstance(gate, ConformalGate) or gate.calibrator is not calibrator:
         method = manifest.configuration.get("method")
         raise CalibrationInputError(

@@ -387,7 +387,8 @@ class Configuration:
             for name, setting in self.settings.items()
             if name not in _NEUTRAL and not name.startswith("limits.")
         }
-        # without a combination by the target, the other keys for combining answers have no effect
+        # If plain voting combines the answers, the other keys about combining answers have no
+        # effect.
         if self["combine"] == "vote":
             for name in COMBINE_KEYS:
                 del kept[name]

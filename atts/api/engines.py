@@ -522,8 +522,8 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     contexts = [length for length in map(known_context, engines) if length is not None]
     names = [_engine_words(engine) for engine in engines]
     has_base = any(_IS_BASE.search(name) for name in names)
-    # The budget SMALL does not change, because its stop strings end a chunk long before the token
-    # limit.
+    # The budget SMALL keeps its token limit per chunk: its stop strings end a chunk long before
+    # this limit.
     if not reads_chunks and not has_base and largest is not SMALL:
         tokens = min(largest.max_tokens, _REQUEST_TOKENS)
         largest = replace(largest, chunk_tokens=tokens, stop=())

@@ -541,8 +541,8 @@ class Session:
         count = self._asked.pop(digest, self._forgotten) + 1
         self._asked[digest] = count  # keep the questions in the order in which they were last asked
         if len(self._asked) > _REMEMBERED:
-            # If a removed question is asked again, its count begins above the count of every
-            # removed question. In this way, a session uses no count of a question twice.
+            # If a removed question is asked again, its number continues above the numbers of all
+            # removed questions. So no problem id is used twice.
             _, oldest = self._asked.popitem(last=False)
             self._forgotten = max(self._forgotten, oldest)
         return Problem(f"{digest}-{count}", text)
@@ -776,7 +776,8 @@ async def combine(
         if name in source.manifest.settings
     }
     decisive = {"rollouts_of": Setting(Path(run).name, "atts combine")}
-    # keep the method that wrote the recorded rollouts
+    # The configuration names the method that wrote the recorded rollouts, not the method that
+    # combines them.
     if "method" in source.manifest.configuration:
         decisive["method"] = source.manifest.configuration["method"]
     rollouts = RecordedRollouts(source.outcomes, found.count)

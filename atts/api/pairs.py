@@ -70,7 +70,7 @@ class PublishedRow:
 class ModelSize:
     """The sizes that determine a model's GPU memory, and the length of its context."""
 
-    weights: float  # gigabytes
+    weights: float  # size of all weights, in gigabytes
     layers: int
     kv_heads: int
     head_dim: int
@@ -214,7 +214,7 @@ class GpuPlacement:
     card: str
     count: int
     context: int  # context length in tokens with which each server is started
-    # the share of a model is None if the method does not use this model
+    # None if the method does not use the draft; the same holds for `target`
     draft: GpuShare | None
     target: GpuShare | None
 

@@ -79,7 +79,7 @@ class DryRun:
     at_most: Tokens
     roles: tuple[Role, ...]  # roles whose models the method uses
     budget: Mapping[str, Setting]  # token limits of rollouts and chunks, each with its origin
-    proposes: str = ""  # source of the tokens that speculation proposes
+    proposes: str = ""  # what proposes tokens to the target in speculative decoding, in words
     # warnings about token limits that look too small, and about an unsuitable score
     warnings: tuple[str, ...] = ()
     # differences between atts's method and its published implementation

@@ -25,7 +25,8 @@ _QUESTION = "What is {} + {}? Reason step by step, and check the result in anoth
 _SAMPLING = Sampling(0.7)
 _REPEATS = 3
 _MARGIN = 0.03  # smallest relative gain in tokens per second for which a proposal is recommended
-# All timed steps get the same condition, so that one cost curve is fitted to all of them.
+# All timed steps count as having the same batch and context, so that one cost curve is fitted to
+# all of them.
 _STEPS = condition(is_mixed=False, context=256.0, sequences=1)
 
 
@@ -71,7 +72,8 @@ class LoadAdvice:
     load: int
     step_ms: float
     measured: float  # tokens per second
-    # tokens per second with the current settings, predicted from step costs and acceptance
+    # tokens per second that the measured step costs and acceptance rates predict for the current
+    # settings
     forecast: float
     # number of proposed tokens with the highest predicted speed; 0 if proposals are not faster
     length: int

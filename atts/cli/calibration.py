@@ -511,7 +511,7 @@ def _report(
 
     per_question, scale, seed = how
     if file != "-":
-        # if the file is faulty, this call raises an error in the words of this command's options
+        # This call only checks the file, so that an error names the options of this command.
         scores_of(file, per_question, scale, None)
         options = {"per_question": per_question, "scale": scale_named(scale), "seed": seed}
         return calibration_report(file, rate=rate, rate_scope=rate_scope, **options)  # type: ignore[arg-type]  # named by type

@@ -186,8 +186,8 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     return [*lines, "Nothing was run."]
 
 
-# Text that a dry run prints for each configured length, and the model that the length limits (None:
-# both models).
+# For each length that can be configured: the model that it limits (None: both models), and the text
+# with which a dry run prints it.
 _BUDGET: dict[str, tuple[Role | None, str]] = {
     "max_tokens": (None, "tokens a rollout"),
     "turns": (None, "turns a rollout"),

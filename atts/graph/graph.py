@@ -85,7 +85,8 @@ class Pool(SlotQueue):
     def __init__(self, name: str, limit: Limit) -> None:
         super().__init__(limit.slots, limit.tokens)
         self.name = name
-        self.busy_seconds = 0.0  # sum of the times in seconds for which each slot was used
+        # seconds for which the engine's slots were in use, summed over slots
+        self.busy_seconds = 0.0
         self.queue_seconds = 0.0
 
     def _refuse(self, tokens: int) -> None:
@@ -896,7 +897,8 @@ class ProblemScope(Caller):
         self.order = order
         self.why = ""
         self.cancel_scope = anyio.CancelScope()
-        # whether a slot is kept free for the problem, because it has not submitted a rollout yet
+        # True until the problem submits its first rollout or ends; one slot is kept free for the
+        # problem until then
         self.is_opening = True
         self._declared = self.declared = anyio.Event()
         self.run = run

@@ -36,7 +36,7 @@ class StageTime:
 
     nodes: int = 0
     wait: float = 0.0  # seconds for which the rollout waited for siblings
-    queue: float = 0.0  # seconds for which calls waited for a free slot
+    queue: float = 0.0  # seconds for which calls waited in the queue for a free slot of the engine
     compute: float = 0.0
 
 

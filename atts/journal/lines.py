@@ -114,8 +114,10 @@ class OpenRecords:
     """
 
     def __init__(self) -> None:
-        self.prompts: dict[str, Prompt] = {}  # for each problem, the prompt of its latest rollout
-        # turns that have not ended; the key is the problem and the number of the rollout
+        # keyed by problem: the prompt of the latest rollout, which the next rollout's line may
+        # leave out
+        self.prompts: dict[str, Prompt] = {}
+        # turns that have not ended, keyed by problem and then by the rollout's sample index
         self.turns: dict[str, dict[int, _OpenTurn]] = {}
 
     def note(self, event: Event) -> None:
@@ -637,7 +639,8 @@ _HEAD = re.compile(rb'\{"n":(\d+),"at":[^,]+,"wall":[^,]+,"event":\{"kind":"([a-
 _KINDS = {word.encode(): kind for word, kind in KINDS.items()}
 # for each kind of event whose line may contain a second event: the kind of the second event
 _SECOND: dict[type[Event], type[Event]] = {Sampled: CallSpan, Scored: CallSpan, Decided: Observed}
-# the kinds of events that refer to earlier lines, and the kinds of events that change `OpenRecords`
+# Events whose lines leave out data that earlier lines have. `_NOTED` has the events that change
+# `OpenRecords`.
 _REFERRING: frozenset[type[Event]] = frozenset({TurnFinished, RolloutStarted})
 _NOTED: frozenset[type[Event]] = frozenset(
     {

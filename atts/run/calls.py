@@ -326,7 +326,7 @@ class RunBegun:
     done: int
     samples: int  # largest number of samples of a problem
     seconds: float  # total running time of earlier sessions, in seconds
-    draft: str  # name of the model
+    draft: str
     target: str
     directory: Path | None
     judged_unit: JudgedUnit = "chunks"
@@ -513,13 +513,14 @@ class RunLengthEstimate(RunLength):
         self._samples = samples
         self._is_known = rollouts > 0
         self._decided = 0
-        # Entry n of each list is about rollouts with n decisions: how many are open with exactly n,
-        # the weight of those that ended after n, and the weight of those that took one more.
+        # Item n of `_there` counts the open rollouts with n decisions so far. Of rollouts that
+        # reached n decisions, `_ended` has the weight of those that ended then, `_went_on` of the
+        # others.
         self._there = [rollouts]
         self._ended = [0.0]
         self._went_on = [0.0]
-        # The weight of new observations. It grows with each ended problem instead of each ended
-        # rollout, because the rollouts of a problem are stopped together in an arbitrary order.
+        # The weight of a new observation. It grows when a problem ends, not when a rollout ends:
+        # the rollouts of a problem are stopped together in an arbitrary order.
         self._weight = 1.0
         self._growth = 1 + 1 / max(1.0, _MEMORY * rollouts) if rollouts else 1.0
         # keyed by problem and sample: decisions so far of a rollout that has not ended
@@ -628,7 +629,8 @@ class Recorder:
         self.saved = _nothing_to_save if journal is None else journal.saved
         # an engine call ends only when its line in the journal is written
         self.awaits_disk = journal is not None and journal.durability == "always"
-        # a decision that is not recorded yet; if its observation comes next, both get one line
+        # A decision that waits to be recorded. If its observation comes next, the journal gets one
+        # line for both.
         self._decided: Decided | None = None
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
@@ -852,7 +854,8 @@ class RecordedGate:
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
             return self._recall(calls)
-        # the recorded decision was taken after a score was requested, so request the score again
+        # In the earlier session the decision needed a score, so the score is requested again before
+        # the decision is repeated.
         if calls:
             return replace(
                 calls[0].decision,
@@ -1235,7 +1238,7 @@ class EngineCalls:
             )
             recorder.record(scored, span)
         if recorder.awaits_disk:
-            # a recorded reply is always returned and counted
+            # The reply is in the journal now, so a cancelled call still returns it and counts it.
             with anyio.CancelScope(shield=True):
                 await recorder.saved()
 

@@ -182,15 +182,16 @@ class _Durations:
         times = [(seconds, True) for seconds in self.ended] + [(age, False) for age in ages]
         # at equal times, rollouts that ended come before rollouts in flight
         times.sort(key=lambda time: (time[0], not time[1]))
-        # for each time, the share of rollouts that last longer; the share is constant until the
-        # next time
+        # each item: a time, and the share of rollouts that last longer; the share is constant until
+        # the next item's time
         steps: list[tuple[float, float]] = [(0.0, 1.0)]
         share = 1.0
         for number, (seconds, has_ended) in enumerate(times):
             if has_ended:
                 share *= 1 - 1 / (len(times) - number)
                 steps.append((seconds, share))
-        # area under the survival curve from each time to its end
+        # for each time, the area under the curve of these shares from this time to the end of the
+        # curve
         areas = [share * last] * len(steps)
         until = last
         area = share * last

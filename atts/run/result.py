@@ -358,7 +358,7 @@ class RunResult:
     status: RunStatus
     problems: tuple[FinishedProblem, ...]
     manifest: Manifest
-    seconds: float  # running time in seconds, summed over all sessions, on the clock of the run
+    seconds: float  # running time in seconds, summed over all sessions of the run
     sessions: int = 1
     directory: Path | None = None
     why: str = ""

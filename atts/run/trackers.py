@@ -588,7 +588,7 @@ class TrackedRun(Background):
         super().__init__(name)
         self._tracker = tracker
         self._totals = RunningTotals()
-        self._points: list[Point] = []  # points that are not sent yet
+        self._points: list[Point] = []  # points that have not been sent to the tracker yet
         self._lock = threading.Lock()
         self._begun_at = 0.0
         self._earlier_seconds = 0.0

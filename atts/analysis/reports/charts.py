@@ -191,7 +191,8 @@ class Chart:
     picture: str
     data: ReportTable
     wide: bool = False
-    # the entries of the legend: the style class with the colour, and the colour's meaning
+    # for each entry of the legend: the style class that sets its colour, and the meaning of the
+    # colour
     legend: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -523,7 +524,8 @@ _PLACES = (
 pixels below its point. If the first number is negative, the label ends to the left of the point.
 """
 
-# smaller error rates are drawn at the same position, so that the axis can end at accuracy 1
+# This is added to every error rate before its logarithm is drawn, so that accuracy 1 has a finite
+# position.
 _FLOOR = 0.02
 _ROUND = (
     1.0,
@@ -613,8 +615,7 @@ class StretchedAxis(PlainAxis):
 
     @staticmethod
     def place(accuracy: float) -> float:
-        """Return the negative logarithm of the error rate; very small error rates are replaced by a
-        fixed minimum.
+        """Return the negative logarithm of the error rate, after a small constant was added to it.
 
         >>> round(StretchedAxis.place(0.96) - StretchedAxis.place(0.9), 2), round(StretchedAxis.place(1) - 0, 2)
         (0.3, 1.7)

@@ -322,7 +322,9 @@ def _vote_within(one: ProblemFacts, turns: int) -> float | None:
 
 
 _SHOWN = 5
-_LARGE = 0.05  # a flag that at least this share of the rollouts has becomes a caveat of the report
+# A flag whose own rating is not "bad" counts against the results only if more than this share of
+# the rollouts has it.
+_LARGE = 0.05
 
 
 def caveats(data: RunData, calibration: RateControl | None) -> tuple[Caveat, ...]:

@@ -196,7 +196,8 @@ class DriftTest:
     questions: int
     path: tuple[float, ...]
     peak: float
-    alarm: float  # log10 of the alarm level, which is 1 / level
+    # base-10 logarithm of the value of the drift statistic that raises an alarm: 1 / level
+    alarm: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +242,8 @@ class RateControl:
     p_values: Uniformity | None
     drift: DriftTest | None
     alarms: tuple[DriftAlarm, ...]
-    effective: str  # a sentence about the effective number of scores
+    # a sentence that states how many independent scores the recorded scores are worth
+    effective: str
     effective_n: float
     promise: StatedGuarantee
     metrics: Mapping[str, float]

@@ -121,7 +121,8 @@ def _bin(rows: Sequence[tuple[float, bool, GateStep]]) -> RightBin:
     return RightBin(rows[0][0], rows[-1][0], share_estimate(counts.values()))
 
 
-_TRIAL = 300  # number of steps that are repeated in each mode, to find the mode that the gate used
+# To find the mode of the gate, this many of its first steps are repeated in each possible mode.
+_TRIAL = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,10 +344,11 @@ class _Columns:
     turns: array[int] = field(default_factory=lambda: array("I"))
     # for each decision, 1 if it escalated and 0 if not
     escalated: bytearray = field(default_factory=bytearray)
-    # indices of the decisions that have a score, and their nonconformities
+    # `judged` has the indices of the decisions that have a score; `bad` has the nonconformities of
+    # these scores.
     judged: array[int] = field(default_factory=lambda: array("I"))
     bad: array[float] = field(default_factory=lambda: array("d"))
-    # indices of the decisions that have a p-value, and their p-values
+    # `ranked` has the indices of the decisions that have a p-value; `p` has these p-values.
     ranked: array[int] = field(default_factory=lambda: array("I"))
     p: array[float] = field(default_factory=lambda: array("d"))
     forced: int = 0

@@ -40,7 +40,8 @@ from atts.journal import (
 # possible limits on the number of characters of a chunk; a page uses the largest limit with which
 # it fits
 _LIMITS = (4000, 1500, 600, 240, 80, 0)
-# number of problems that is assumed to share the budget if the real number is not known
+# The bytes of a file are divided among at least this many problems, even if there are fewer
+# problems or their number is not known.
 _FEWEST = 40
 MOST = 5000
 """The largest number of problems on a page; a browser sorts and filters this many rows without a
@@ -286,7 +287,7 @@ class RunData:
     warned: list[Warned] = field(default_factory=list[Warned])
     drifted: list[Drifted] = field(default_factory=list[Drifted])
     failed_calls: Counter[str] = field(default_factory=Counter[str])
-    # the index of the gate's first step in each part of a merged run
+    # for each run that was merged into this run, the index of its first gate step
     parts: list[int] = field(default_factory=lambda: [0])
     state: RunState = field(default_factory=RunState)
 

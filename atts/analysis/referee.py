@@ -666,10 +666,10 @@ class _Mean:
 @dataclass(frozen=True, slots=True)
 class _ProblemTable:
     rows: list[_Mean]
-    # Item n: the share of orders of arrival in which the vote of the first n + 1 rollouts is
+    # Item n: the share of orders of arrival in which the vote of the first (n plus 1) rollouts is
     # correct.
     fixed_right: Floats
-    # Row n: the cost of the first n + 1 rollouts, as a mean over the orders. Columns: UNITS.
+    # Row n: the cost of the first (n plus 1) rollouts, as a mean over the orders. Columns: UNITS.
     fixed_costs: Floats
 
 

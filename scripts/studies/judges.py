@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.analysis import Referee, RefereeOptions, RuleRow, referee_run
-from atts.calibration import Examples, cross_validated
+from atts.calibration import Examples, cross_validated, fit_judge
 from atts.concurrency import collect
 from atts.core import (
     Completion,
@@ -875,7 +875,12 @@ def rollout_scores(problem: BankProblem) -> dict[str, list[float]]:
     return scores
 
 
-def rollouts_table(problems: Sequence[BankProblem]) -> Table:
+ROLLOUTS_TITLE = "Incorrect rollouts distinguished from correct ones"
+TAKEOVERS_TITLE = "What a takeover gains where a score is worst"
+CONFIRMED = ", on the confirmation half"
+
+
+def rollouts_table(problems: Sequence[BankProblem], title: str = ROLLOUTS_TITLE) -> Table:
     """Return the table of how well each score distinguishes incorrect rollouts from correct ones."""
     scored = [rollout_scores(problem) for problem in problems]
     rows: list[Row] = []
@@ -910,7 +915,7 @@ def rollouts_table(problems: Sequence[BankProblem]) -> Table:
         for problem in problems
     )
     return Table.of(
-        "Incorrect rollouts distinguished from correct ones",
+        title,
         "score | AUROC within problems | AUROC within problems, rollouts with an answer | "
         "AUROC over all rollouts",
         rows,
@@ -1009,8 +1014,16 @@ def mean_takeovers_table(problems: Sequence[BankProblem]) -> Table:
     )
 
 
-def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Table:
-    """Return the table of how well each score predicts the measured advantage of a takeover."""
+def takeovers_table(
+    problems: Sequence[BankProblem],
+    title: str = TAKEOVERS_TITLE,
+    fitted_on: Sequence[BankProblem] = (),
+    rate: float = 0.25,
+) -> Table:
+    """Return the table of how well each score predicts the measured advantage of a takeover.
+
+    The learned judge is cross-validated, or fitted on other problems if they are given.
+    """
     measured = [(problem, takeover) for problem in problems for takeover in problem.takeovers]
     gains = np.array([advantage(takeover) for _, takeover in measured])
     finished = np.array([finishing_advantage(takeover) for _, takeover in measured])
@@ -1036,19 +1049,22 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
                 shown(bootstrap(partial(_above_coin, values, finished, rate), count)),
             )
         )
-    if len({problem.name for problem, _ in measured}) >= LEAST_JUDGED:
-        predicted = learned(measured, gains)
-        finishing = learned(measured, finished)
+    learners = [problem for problem in fitted_on or problems if problem.takeovers]
+    if len(learners) >= LEAST_JUDGED:
+        predicted = learned(measured, advantage, fitted_on, rate)
+        finishing = learned(measured, finishing_advantage, fitted_on, rate)
         rows.append(
             (
-                "learned judge, cross-validated by problem",
+                "learned judge, fitted on the development half"
+                if fitted_on
+                else "learned judge, cross-validated by problem",
                 shown(bootstrap(partial(_spearman, predicted, gains), count), 2),
                 shown(bootstrap(partial(_above_coin, predicted, gains, rate), count)),
                 shown(bootstrap(partial(_above_coin, finishing, finished, rate), count)),
             )
         )
     return Table.of(
-        "What a takeover gains where a score is worst",
+        title,
         "score | rank correlation with the advantage | advantage minus a coin's, worst quarter "
         "| advantage minus a coin's, worst quarter, if the target finishes",
         rows,
@@ -1058,13 +1074,32 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
     )
 
 
-def learned(measured: Sequence[tuple[BankProblem, Mapping[str, Any]]], gains: Floats) -> Floats:
+Measured = tuple[BankProblem, Mapping[str, Any]]  # a problem and one of its measured takeovers
+
+
+def learned(
+    measured: Sequence[Measured],
+    gain: Callable[[Mapping[str, Any]], float],
+    fitted_on: Sequence[BankProblem],
+    rate: float,
+) -> Floats:
     """Return the gain that a judge predicts at each chunk.
 
-    The prediction for a problem comes from a judge that was fitted on other problems only.
+    Without problems to fit on, the prediction for a problem comes from a judge that was fitted on
+    the other problems.
+    """
+    if not fitted_on:
+        return np.array(cross_validated(_examples(measured, gain)))
+    others = [(problem, one) for problem in fitted_on for one in problem.takeovers]
+    fitted = fit_judge(_examples(others, gain), rate)
+    return np.array([fitted.advantage(row) for row in _examples(measured, gain).features])
 
-    The judge's features are the features of score.kind learned, and every other score of a
-    takeover.
+
+def _examples(measured: Sequence[Measured], gain: Callable[[Mapping[str, Any]], float]) -> Examples:
+    """Return the features and gains from which a judge learns.
+
+    The features are those of score.kind learned, and what the target and the draft said of the
+    chunk when they were asked.
     """
     rows: list[list[float]] = []
     for problem, takeover in measured:
@@ -1078,8 +1113,8 @@ def learned(measured: Sequence[tuple[BankProblem, Mapping[str, Any]]], gains: Fl
         asked = ("verdict on the step, both orders", "rating 0 to 9", "draft entropy, mean")
         rows.append([*known, *(others.get(name, 0.0) for name in asked)])
     names = tuple(str(index) for index in range(len(rows[0])))
-    problems = [problem.name for problem, _ in measured]
-    return np.array(cross_validated(Examples(names, rows, gains.tolist(), problems)))
+    gains = [gain(takeover) for _, takeover in measured]
+    return Examples(names, rows, gains, [problem.name for problem, _ in measured])
 
 
 def _above_coin(values: Floats, gains: Floats, rate: float, rows: Rows) -> float:
@@ -1544,11 +1579,15 @@ def bank_tables() -> list[Table]:
         classes_table(problems),
     ]
     if fresh:
-        tables.append(cascade_table(fresh, "Whole problems, on the confirmation half"))
+        tables.append(cascade_table(fresh, f"Whole problems{CONFIRMED}"))
     if later:
         tables.append(cascade_table(later, "Whole problems, on those recorded later"))
         tables.append(cascade_table([*fresh, *later], "Whole problems, on all that were fresh"))
         tables.append(classes_table([*fresh, *later]))
+    # the last tables, because charts are named by the number of their table
+    if fresh and all(problem.takeovers for problem in fresh):
+        tables.append(rollouts_table(fresh, ROLLOUTS_TITLE + CONFIRMED))
+        tables.append(takeovers_table(fresh, TAKEOVERS_TITLE + CONFIRMED, problems))
     return tables
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -202,12 +203,73 @@ def test_scores_are_chosen_on_development_problems_alone(
     tables = judges.study(harness.Options())
     assert tables[0].rows[0][2] == 6
     assert tables[2].notes[0].startswith("4 problems")
-    assert [table.notes[0][:10] for table in tables[4:]] == ["4 problems"] * 2 + ["2 problems"]
+    assert [table.notes[0][:10] for table in tables[4:8]] == ["4 problems"] * 2 + ["2 problems"] * 2
     names = {row[0] for row in tables[2].rows}
     assert "draft entropy, change; worst chunk" in names
     assert "agreement with siblings at the step; worst chunk" in names
     assert "agreement with siblings at the step" in {row[0] for row in tables[3].rows}
     assert {row[0] for row in tables[2].rows} >= {"target, worst token; worst chunk"}
+    assert [table.title for table in tables[7:]] == [
+        f"{table.title}, on the confirmation half" for table in tables[2:4]
+    ]
+    assert tables[8].notes[0].startswith("The table uses 2 chunks.")
+
+
+def judged(count: int, gain: int, seed: int) -> list[Any]:
+    """Make problems with one takeover each, whose gain follows the target's log-probabilities.
+
+    A chunk that the target finds unlikely gains if `gain` is 1, and loses if it is -1.
+    """
+    random = np.random.default_rng(seed)
+    made: list[Any] = []
+    for index in range(count):
+        problem = judges.BankProblem(f"{seed}-{index}")
+        unlikely = bool(random.random() < 0.5)
+        right = unlikely == (gain > 0)
+        draft = {
+            **rollout("1", True, 4),
+            "sample": 0,
+            "text": "1 + 1",
+            "ids": [1, 2, 3, 4],
+            "chunks": [4],
+            "target_logprobs": [-3.0 if unlikely else -0.1] * 4,
+            "draft_logprobs": [-0.5] * 4,
+        }
+        problem.drafts.append(draft)
+        problem.takeovers.append(
+            {
+                "sample": 0,
+                "chunk": 0,
+                "said_correct": [0.5, 0.5],
+                "rating": [0.0] * 10,
+                "rewritten_logprobs": [-0.2] * 4,
+                "replaced": [{"correct": right}],
+                "kept": [{"correct": not right}],
+                "finished_by_target": [{"correct": right, "tokens": 4}],
+            }
+        )
+        made.append(problem)
+    return made
+
+
+def test_the_judge_that_is_confirmed_is_fitted_on_the_other_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On problems whose gains follow the opposite rule, a judge from the other half is wrong, and a
+    judge that is cross-validated on the problems themselves is right.
+    """
+    monkeypatch.setattr(judges, "RESAMPLES", 50)
+    others = judged(40, 1, 1)
+    mine = judged(40, -1, 2)
+    measured = [(problem, problem.takeovers[0]) for problem in mine]
+    gains = [judges.advantage(one) for _, one in measured]
+    fitted = judges.learned(measured, judges.advantage, others, 0.25)
+    own = judges.learned(measured, judges.advantage, (), 0.25)
+    assert np.corrcoef(fitted, gains)[0, 1] < -0.9
+    assert np.corrcoef(own, gains)[0, 1] > 0.9
+    table = judges.takeovers_table(mine, fitted_on=others)
+    assert table.rows[-1][0] == "learned judge, fitted on the development half"
+    assert str(table.rows[-1][1]).startswith("-1.00")
 
 
 def rollout(answer: str | None, correct: bool, length: int = 1) -> dict[str, Any]:
@@ -308,12 +370,12 @@ def test_a_judge_finds_planted_advantages_on_problems_that_it_never_saw() -> Non
             }  # fmt: skip
             takeover = {
                 "sample": 0, "chunk": 0, "said_correct": [0.0, 0.0], "rating": [0.0] * 10,
-                "rewritten_logprobs": [-0.1],
+                "rewritten_logprobs": [-0.1], "gain": gain,
             }  # fmt: skip
             measured.append((judges.BankProblem(f"p{index}", "toy", [draft]), takeover))
             gains.append(gain)
         values = np.array(gains)
-        predicted = judges.learned(measured, values)
+        predicted = judges.learned(measured, itemgetter("gain"), (), 0.25)
         rows = np.arange(60)
         above = judges._above_coin(predicted, values, 0.25, rows)
         # the gain as a share of the gain of a perfect score

@@ -106,7 +106,7 @@ class Caps:
         for name in ("max_cost", "max_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise OptionError(name, f"{value} is not possible; give a number above 0")
+                raise OptionError(name, f"{value} is out of range; give a number above 0")
 
     def __bool__(self) -> bool:
         return any(getattr(self, field.name) is not None for field in fields(self))

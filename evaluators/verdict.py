@@ -108,7 +108,7 @@ def changed(grading: Grading, given: Mapping[str, Any]) -> Grading:
     for name in ("relative", "absolute"):
         tolerance = getattr(policy, name)
         if not 0 <= tolerance < math.inf:
-            raise OptionError(name, f"{tolerance} is not a tolerance; give a number of at least 0")
+            raise OptionError(name, f"{tolerance} is out of range; give a number of at least 0")
     return policy
 
 

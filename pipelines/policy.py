@@ -150,7 +150,7 @@ class ConfidenceStop:
         if self.warmup < 1 or self.window < 1 or not 0 < self.keep <= 1:
             raise OptionError(
                 "confidence_stop",
-                f"{self} is not possible; give at least 1 for warmup and window, and a share above "
+                f"{self} is out of range; give at least 1 for warmup and window, and a share above "
                 "0 and at most 1 for keep",
             )
 
@@ -380,7 +380,7 @@ class Policy:
         if not self.timeout_seconds > 0:
             raise OptionError(
                 "timeout_seconds",
-                f"{self.timeout_seconds} is not a time limit; give more than 0 seconds",
+                f"{self.timeout_seconds} is out of range; give more than 0 seconds",
             )
         if not self.growth > 1:
             raise OptionError(
@@ -390,7 +390,7 @@ class Policy:
         for name in ("confidence", "agreement"):
             value = getattr(self, name)
             if not 0 < value <= 1:
-                raise OptionError(name, f"{value} is not possible; give more than 0 and at most 1")
+                raise OptionError(name, f"{value} is out of range; give more than 0 and at most 1")
 
     def _check_thinking(self) -> None:
         """Check that the thinking budget leaves a token for the answer, and that `thinking_end` is
@@ -425,7 +425,7 @@ class Policy:
         if len(self.waves) != 2:
             raise OptionError(
                 "first_wave",
-                f"a first wave of {self.first_wave} of {self.samples} rollouts is not possible: with "
+                f"a first wave of {self.first_wave} of {self.samples} rollouts is impossible: with "
                 "escalates=problem the draft writes the first wave, and the target one more wave",
             )
 
@@ -522,11 +522,11 @@ def _check_sampling(name: str, sampling: Sampling) -> None:
     """
     if not 0 <= sampling.temperature < math.inf:
         raise OptionError(
-            f"{name}.temperature", f"{sampling.temperature} is not a temperature; give 0 or more"
+            f"{name}.temperature", f"{sampling.temperature} is out of range; give 0 or more"
         )
     if not 0 < sampling.top_p <= 1:
         raise OptionError(
-            f"{name}.top_p", f"{sampling.top_p} is not possible; give more than 0 and at most 1"
+            f"{name}.top_p", f"{sampling.top_p} is out of range; give more than 0 and at most 1"
         )
     if not 0 <= sampling.min_p <= 1:
         raise OptionError(
@@ -535,7 +535,7 @@ def _check_sampling(name: str, sampling: Sampling) -> None:
     if sampling.top_k < 0:
         raise OptionError(
             f"{name}.top_k",
-            f"{sampling.top_k} is not possible; give a number of "
+            f"{sampling.top_k} is out of range; give a number of "
             "most likely tokens, or 0 for all tokens",
         )
 

@@ -147,7 +147,7 @@ class StageOptions:
         is_known = all(1 <= count <= MOST_REPLICAS for count in counts)
         if len(counts) != self.stages - 1 or not is_known:
             problem = (
-                f"{self.stage_replicas!r} is not possible; give a number from 1 to "
+                f"{self.stage_replicas!r} is out of range; give a number from 1 to "
                 f"{MOST_REPLICAS}, or a number for each stage after the first"
             )
             raise OptionError("stage_replicas", problem)

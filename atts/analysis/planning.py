@@ -595,7 +595,7 @@ class Cap:
         for name, value in self.given:
             if not value > 0 or math.isinf(value):
                 raise OptionError(
-                    name.replace("_", "-"), f"{value:g} is not a cap; give a positive number"
+                    name.replace("_", "-"), f"{value:g} is out of range; give a positive number"
                 )
 
     @property

@@ -749,7 +749,7 @@ def _capped(gate: Gate | RoundGate, budget: int) -> Gate:
     if budget < 0:
         raise OptionError(
             "budget",
-            f"{budget} escalations per problem are not possible; give 0 or more",
+            f"{budget} escalations per problem are out of range; give 0 or more",
         )
     if isinstance(gate, RoundGate):
         raise OptionError(

@@ -138,7 +138,7 @@ def report(
     if every is not None and not (following and 0 < every <= _DAY):
         raise OptionError(
             "--every",
-            f"{every:g} is not possible; give more than 0 seconds and at most one day, "
+            f"{every:g} is out of range; give more than 0 seconds and at most one day, "
             "together with --follow",
         )
     if out is not None and str(out) == "-":

@@ -139,7 +139,8 @@ class StoryPrinter:
 
         if follow != "all" and not (follow.isdecimal() and int(follow) < samples):
             raise OptionError(
-                "follow", f"{follow!r} is not a rollout; give a number below {samples}, or all"
+                "follow",
+                f"{follow!r} is not the number of a rollout; give a number below {samples}, or all",
             )
         self._follow = None if follow == "all" else int(follow)
         self._console: Console = Console(highlight=False, soft_wrap=True)

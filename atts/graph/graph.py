@@ -948,7 +948,7 @@ class ProblemScope(Caller):
         """
         wanted = range(samples) if isinstance(samples, int) else samples
         if not wanted:
-            raise OptionError("samples", f"{samples!r} rollouts are not possible; give at least 1")
+            raise OptionError("samples", f"{samples!r} rollouts are too few; give at least 1")
         group = Group(
             self.run, self.problem, self.frontier, function, wanted, admit=admit, settle=settle
         )

@@ -231,7 +231,7 @@ class RunSpec:
         if self.concurrency < 1:
             raise OptionError(
                 "concurrency",
-                f"{self.concurrency} rollouts in flight are not possible; give at least 1",
+                f"{self.concurrency} rollouts in flight are too few; give at least 1",
             )
 
     def resolved(self) -> RunSpec:

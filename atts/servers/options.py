@@ -174,7 +174,7 @@ class RemoteOptions:
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
                 raise OptionError(
-                    name, f"{seconds} is not possible; give a number of seconds to wait"
+                    name, f"{seconds} is out of range; give a number of seconds to wait"
                 )
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:

@@ -362,7 +362,7 @@ class ServeOptions:
             )
         for user, share in self.shares.items():
             if not 0 < share < 1e9:
-                raise OptionError("share", f"{user}={share} is not possible; give a share above 0")
+                raise OptionError("share", f"{user}={share} is out of range; give a share above 0")
             if user not in self.keys.values():
                 raise OptionError(
                     "share",

@@ -230,7 +230,7 @@ class _Lexer:
             raise Malformed("a backslash with nothing after it")
         if char == "." and self.after("number"):
             raise Undecided(
-                "the full stop after the number ends a sentence, and is no decimal point"
+                "the full stop after the number ends a sentence, and is not a decimal point"
             )
         if char in "~@#.":
             self.gap = True

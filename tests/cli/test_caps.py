@@ -45,7 +45,7 @@ def test_a_run_stops_at_its_cost_and_prints_money(atts: Any, tmp_path: Path, pri
     ("words", "problem"),
     [
         (("--max-cost", "1"), "has no price"),
-        (("--max-cost", "0"), "--max-cost: 0.0 is not possible; give a number above 0"),
+        (("--max-cost", "0"), "--max-cost: 0.0 is out of range; give a number above 0"),
         (("--max-total-tokens", "0"), "a limit of 0 allows no calls"),
         (("--max-seconds", "-1"), "give a number above 0"),
         (("--set", "prices=missing.toml"), "cannot be read"),

@@ -18,7 +18,7 @@ from tests.cli.conftest import Atts
         (("--share", "ann"), "'ann' is not USER=SHARE"),
         (("--share", "=2"), "'=2' is not USER=SHARE"),
         (("--share", "ann=much"), "is not USER=SHARE"),
-        (("--share", "ann=0"), "is not possible; give a share above 0"),
+        (("--share", "ann=0"), "is out of range; give a share above 0"),
     ],
 )
 def test_impossible_serving_options_are_refused(

@@ -573,7 +573,7 @@ def test_unknown_engines_and_impossible_limits_are_refused(virtually: Virtually[
         async def nothing(problem: Named, scope: ProblemScope) -> None:
             await scope.rollouts(pass_by, 0)
 
-        with pytest.raises(OptionError, match="rollouts are not possible"):
+        with pytest.raises(OptionError, match="rollouts are too few"):
             await Graph().run(problems(1), nothing)
 
         async def gang(problem: Named, scope: ProblemScope) -> None:

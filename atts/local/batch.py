@@ -21,8 +21,8 @@ from atts.models.tokenizers import StopMatcher
 from atts.sampling import uniforms
 
 _PRIORITY_STEP = 256
-"""Number of earlier requests that a request may overtake if its priority is better by 1. The number
-is finite, so that no request waits forever.
+"""A request whose priority number is smaller by 1 may overtake at most this many earlier requests.
+Because of this limit, no request waits forever.
 """
 
 
@@ -40,40 +40,45 @@ class Sequence:
 
     request_id: int
     request: SampleRequest | ScoreRequest
-    # Requests with smaller values run first. The value is fixed at arrival, so an old request
+    # Requests with a smaller `order` run first. The order is fixed on arrival, so every request
     # eventually comes before all newer requests.
     order: tuple[int, int]
     arrived: float
-    ids: list[int]  # the ids of the request, then the generated ids
-    max_slots: int  # largest number of tokens of this request whose keys and values will be stored
-    # index of the first token whose score must be computed; in a sampling request, an index past
-    # the end
+    ids: list[int]  # token ids of the request, followed by the generated token ids
+    max_slots: int  # largest number of cache slots that the sequence can need, one slot per token
+    # index in `ids` of the first token to score; a sampling request scores no token, so its index
+    # is past the end
     first_scored: int
     uniforms: NDArray[np.float64] | None = None
     stop: StopMatcher | None = None
-    model: int = 0  # index of the model in a loop with several models
+    model: int = 0  # index of the model that serves the request, if the loop has several models
     logprobs: list[float] = field(default_factory=list[float])
-    # The scheduler sets the fields from here to `cached_logits`.
-    rope_row: int = 0  # row of the tables of rotary angles that belongs to position 0
-    row: int = -1  # row in the slot table; -1 while the request waits
-    node: PrefixNode | None = None  # deepest node of the prefix tree that this sequence has locked
-    num_computed: int = 0  # number of tokens whose keys and values are cached
-    # number of slots at the front of the row that belong to the prefix tree; this sequence owns the
-    # other slots of the row
+    # The scheduler sets the fields from here to `cached_logits`. Only `num_computed` is also
+    # increased by the step loop.
+    rope_row: int = 0  # row of position 0 in the table of rotary angles; above 0 in long requests
+    row: int = -1  # index of the sequence's row in the slot table; -1 while the request waits
+    # prefix-tree node at which the shared part of this sequence ends; the sequence has locked it
+    node: PrefixNode | None = None
+    num_computed: int = 0  # number of tokens whose keys and values are in the KV cache
+    # The first `num_shared` slots of the row belong to the prefix tree. This sequence owns the
+    # other slots of the row.
     num_shared: int = 0
-    capacity: int = 0  # number of slots that this sequence has in its row
+    capacity: int = 0  # number of slots in the sequence's row, including shared slots
     cached_tokens: int = 0
-    # logits after the last cached token, if the prefix tree has these logits
+    # logits after the last id of the request, if all ids were cached and the prefix tree has these
+    # logits
     cached_logits: Tensor | None = None
-    # whether only the newest token has to be fed; the loop sets this, and preemption clears it
+    # True if a step has to feed only the newest token. The loop sets this flag, and preemption
+    # clears it.
     is_decoding: bool = False
     is_finished: bool = False  # whether the sequence is finished or cancelled
-    # number of times that the sequence got a row; above 1 if it was preempted
+    # number of times that the scheduler gave the sequence a row; above 1 if it was preempted
     num_admissions: int = 0
-    # the completion whose tokens are drawn while this sequence scores a text; the scheduler never
-    # sees the completion itself
+    # state of the completion whose tokens are drawn while this sequence scores a text; the
+    # scheduler never sees this second sequence
     drawn: Sequence | None = None
-    # the reason why the completion ended that is drawn while scoring; None while it has not ended
+    # for a completion that is drawn while a text is scored: the reason why it ended, or None while
+    # it has not ended
     ended: Ending | None = None
 
     @property
@@ -192,12 +197,10 @@ def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatc
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Draws = tuple[Sequence, list[int], list[float]]
-"""The tokens drawn for a sequence in one step, with their log-probabilities; one token per
-position.
-"""
+"""A sequence, the tokens that one step drew for it, and the log-probability of each token."""
 MANY = 4
-"""Number of rows of a sequence from which every model uses its attention kernels for many rows.
-With fewer rows, a model may use other kernels.
+"""If a sequence feeds at least this many tokens, every model uses its attention kernel for many
+rows. For fewer tokens, a model may use another kernel.
 """
 
 
@@ -207,7 +210,8 @@ class PrefillChunk(NamedTuple):
     sequence: Sequence
     start: int
     stop: int
-    # first position whose logits are needed for sampling, for scoring or for the cache
+    # first position of this chunk whose logits are needed for sampling, scoring or the cache;
+    # `stop` if none is needed
     logits_from: int
 
 
@@ -218,12 +222,11 @@ class StepPlan:
     """
 
     decoding: list[Sequence]
-    prefills: list[PrefillChunk]  # chunks of a single token come first
-    # sequences whose given ids and last logits are cached, so they are sampled without a forward
-    # pass
+    prefills: list[PrefillChunk]  # chunks with a single token come first
+    # sequences that are sampled without a forward pass, because all their ids and the logits after
+    # the last id are cached
     ready: list[Sequence]
-    # the tokens proposed for each decoding sequence, in the order of `decoding`; empty in a step
-    # without proposals
+    # for each sequence in `decoding`, the tokens proposed for it; empty in a step without proposals
     proposals: list[TokenIds]
 
     @property
@@ -289,24 +292,23 @@ class StepBatch:
     is computed. So a sequence may read slots that another sequence fills in the same step.
     """
 
-    tokens: Ints  # [tokens] the ids to feed
-    positions: Ints  # [tokens] row of each token in the table of rotary angles
-    slots: Ints  # [tokens] the slot for each token's keys and values
-    table_rows: Ints  # [sequences] row of each sequence in the slot table
-    query_starts: Ints  # [sequences + 1] index of each sequence's first token
-    context_lens: Ints  # [sequences] number of cached positions of each sequence after this step
-    # [sequences] number of tokens that need logits; these are the last tokens that the sequence
-    # feeds
+    tokens: Ints  # [tokens] token ids to feed
+    positions: Ints  # [tokens] each token's row in the table of rotary angles
+    slots: Ints  # [tokens] cache slot for each token's keys and values
+    table_rows: Ints  # [sequences] each sequence's row in the slot table
+    # [sequences + 1] index in `tokens` of each sequence's first token, then the number of tokens
+    query_starts: Ints
+    # [sequences] number of each sequence's tokens that are cached after this step
+    context_lens: Ints
+    # [sequences] number of rows of logits that each sequence needs; they belong to its last tokens
     num_logits: Ints
-    num_single: int  # number of sequences at the front that feed exactly one token
-    logit_rows: Ints  # [logits] index of each token whose hidden state the model returns
-    # number of tokens, and number of logit rows, of the chunks to score; these chunks come last in
-    # the batch
-    num_scored: tuple[int, int] = (
-        0,
-        0,
-    )
-    # [sequences] index of each sequence's model; empty if the loop has a single model
+    num_single: int  # number of sequences that feed exactly one token; they come first
+    # [logits] index in `tokens` of each token whose hidden state the model returns
+    logit_rows: Ints
+    # The chunks to score come last in the batch. The first number counts their tokens, and the
+    # second one counts their rows of logits.
+    num_scored: tuple[int, int] = (0, 0)
+    # [sequences] index of the model that computes each sequence; empty if the loop has one model
     models: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
@@ -410,7 +412,9 @@ def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
 
 
 _Fed = tuple[Sequence, int, int]
-"""A row of a decoding step: its sequence, its position and its token."""
+"""A row of a decoding step: the sequence, the position of the token that is fed, and the token's
+id.
+"""
 
 
 def _newest(sequences: list[Sequence]) -> list[_Fed]:

@@ -32,9 +32,11 @@ from atts.local.model_config import rope_rows
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.seams import HookedModel, Model
 
-# torch's default number of threads; read at import, because a small model may lower it later
+# torch's default number of threads. It is read at import, because `set_threads` may lower torch's
+# setting later.
 _MOST_THREADS = torch.get_num_threads()
-_LOGITS_BYTES = 64 << 20  # largest number of bytes of the logits that the prefix tree remembers
+# limit, in bytes, on the size of all logits that the prefix tree remembers
+_LOGITS_BYTES = 64 << 20
 _MOST_LOGITS = 4096
 
 Send = Callable[[LoopReport], None]

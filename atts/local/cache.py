@@ -14,8 +14,8 @@ from torch import Tensor
 from atts.core import Recent, TokenIds
 
 SlotIds = NDArray[np.int32]
-"""Indices of slots of the key-value cache, [tokens]. Stores with several slots per token use
-[tokens, columns].
+"""Indices of slots in the key-value cache, one per token, [tokens]. A store that uses several slots
+per token has arrays of shape [tokens, columns].
 """
 
 
@@ -31,7 +31,7 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int) -> None:
-        # the lowest slots are at the top of the stack
+        # Slots are taken from the end of the array, so slot 1 is handed out first.
         self._stack: SlotIds = np.arange(num_slots, 0, -1, dtype=np.int32)
         self.num_slots = self.num_free = num_slots
         self._least_free = num_slots
@@ -79,12 +79,12 @@ class PrefixNode:
     ids: TokenIds
     slots: SlotIds
     parent: PrefixNode | None
-    depth: int  # number of tokens from the root to the end of this node
+    depth: int  # number of tokens on the path from the root to the end of this node
     children: dict[int, PrefixNode] = field(default_factory=dict[int, "PrefixNode"])
-    locks: int = 0  # number of sequences that read the slots of this node
-    last_used: int = 0  # time of the last use, measured in searches of the tree
-    is_idle: bool = False  # whether the node is in the queue for eviction
-    # log-probability of each token, NaN where it is not known
+    locks: int = 0  # number of running sequences that read this node's slots
+    last_used: int = 0  # value of the tree's search counter when the node was last used
+    is_idle: bool = False  # whether the node is in the tree's eviction queue `_idle`
+    # log-probability of each token of this node, NaN where it is not known
     scores: NDArray[np.float32] | None = None
 
 
@@ -118,9 +118,10 @@ class PrefixTree:
         self.no_slots = _NO_SLOTS  # an empty array of slots: [0], or [0, columns]
         self._root = PrefixNode((), _NO_SLOTS, None, 0, locks=1)
         self._clock = 0
-        self.num_cached = 0  # number of slots that the tree owns
+        self.num_cached = 0  # number of cache slots that the tree owns
         self._num_locked = 0  # number of the tree's slots that running sequences read
-        # heap of leaves by their last use; `evict` skips or updates entries that are out of date
+        # Leaves to evict, as a heap; the least recently used leaf comes first. Some entries are out
+        # of date, so `evict` checks each entry.
         self._idle: list[tuple[int, int, PrefixNode]] = []
         self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)
 
@@ -317,7 +318,8 @@ def _shared_length(known: TokenIds, ids: TokenIds, start: int, limit: int) -> in
     if known[:most] == ids[start : start + most]:
         return most
     low = 1
-    high = most  # the first `low` tokens are equal, but the first `high` tokens are not
+    # Binary search: the first `low` tokens are equal, but the first `high` tokens are not.
+    high = most
     while high - low > 1:
         middle = (low + high) // 2
         if known[low:middle] == ids[start + low : start + middle]:

@@ -28,7 +28,8 @@ def main() -> int:
 
     commands = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
-    # the replies use standard output, so text that libraries print goes to standard error
+    # Replies to the parent process use standard output. So text that libraries print there is sent
+    # to standard error instead.
     os.dup2(2, 1)
 
     config = pickle.load(commands)
@@ -40,8 +41,8 @@ def main() -> int:
         write(replies, FailureReply.of(error))
         return 0
     write(replies, ready)
-    # The loaded objects are needed until the process ends. They are frozen, so that the garbage
-    # collector skips them; searching them would take 0.1 s each time.
+    # The model and all other loaded objects live until the process ends. `gc.freeze` makes the
+    # garbage collector skip them, which saves 0.1 s per collection.
     gc.freeze()
     mailbox = Mailbox()
     threading.Thread(target=_read_commands, args=(commands, mailbox), daemon=True).start()
@@ -57,8 +58,9 @@ def main() -> int:
 
 
 def _read_commands(stream: IO[bytes], mailbox: Mailbox) -> None:
-    """Pass commands to the loop, up to the command that ends it."""
-    # an incomplete message means that the parent process has ended, so this process must end too
+    """Pass commands to the loop until the stream of commands ends."""
+    # A read error or an incomplete message means that the parent process has ended. Then `end_with`
+    # ends this process too.
     with suppress(*GONE):
         while True:
             for command in pickle.load(stream):
@@ -66,7 +68,7 @@ def _read_commands(stream: IO[bytes], mailbox: Mailbox) -> None:
 
 
 if __name__ == "__main__":
-    # exit without waiting for the daemon thread, which may block the lock of standard input
+    # A normal exit could hang, because the daemon thread may hold the lock of standard input.
     code = main()
     sys.stdout.flush()
     os._exit(code)

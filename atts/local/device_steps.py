@@ -18,10 +18,10 @@ from atts.core import Recent
 from atts.local.batch import Ints, StepBatch
 from atts.local.cache import SlotIds
 
-# A device receives one array per step, and a few sizes describe the array's layout. Steps with the
-# same layout can share a captured graph. `bucketed` rounds the sizes of a layout up; the added
-# padding rows write to a slot that is never read. The device looks up the slots that a sequence
-# reads in its own copy of the slot table.
+# A device receives one packed array per step, and a `StepLayout` with the sizes of its parts. Steps
+# with the same layout can share a captured CUDA graph. `bucketed` rounds the sizes up, so that few
+# layouts occur; the added padding rows write to a slot that is never read. The device has its own
+# copy of the slot table, and looks up there which slots a sequence reads.
 
 ALL_ROWS = -1
 _LEAST_LENGTH = 64
@@ -34,8 +34,8 @@ class BlockClass(NamedTuple):
 
     blocks: int
     width: int  # largest number of rows in a block
-    length: int  # largest number of positions that a block sees
-    # True if every block has one row, and all rows see the same number of positions
+    length: int  # largest number of positions to which a block attends
+    # True if every block has one row, and all rows attend to the same number of positions
     is_even: bool = False
 
 
@@ -43,7 +43,7 @@ class StepLayout(NamedTuple):
     """The sizes that describe the layout of a step's arrays."""
 
     rows: int
-    # number of rows whose hidden state is returned; ALL_ROWS if all rows are returned in order
+    # number of rows whose hidden states are returned; ALL_ROWS if all rows are returned in order
     logits: int
     classes: tuple[BlockClass, ...]
 
@@ -54,9 +54,9 @@ class RowBlocks:
     rise by one.
     """
 
-    starts: Ints  # [blocks] index of each block's first row
+    starts: Ints  # [blocks] index of each block's first row among the rows of the step
     counts: Ints
-    firsts: Ints  # [blocks] position of each block's first row
+    firsts: Ints  # [blocks] position of each block's first row in the sequence's text
     table_rows: Ints
 
     @classmethod
@@ -137,7 +137,8 @@ def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
     size = blocks.size()
     length = max(_LEAST_LENGTH, _power(size.length))
     width = _power(size.width)
-    if width.bit_length() % 2 == 0:  # the width is 2, 8, 32, ..., which is not a power of four
+    # the width is 2, 8, 32, ..., so the next power of four is twice as large
+    if width.bit_length() % 2 == 0:
         width *= 2
     rounded = BlockClass(_power(size.blocks), width, length)
     return StepLayout(_power(len(batch.tokens)), ALL_ROWS, (rounded,))
@@ -153,10 +154,10 @@ class SlotTableCopy:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # the entries of the device's table, as last sent; kept on the host to find changed entries
+        # copy on the host of the table that the device has; used to find the entries that changed
         self._sent: SlotIds = np.zeros((0, 0), dtype=np.int32)
         self.on_device = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self.num_sent = 0  # number of entries sent to the device since the start
+        self.num_sent = 0  # number of table entries sent to the device so far
 
     def update(self, table: SlotIds, rows: Ints, length: int) -> Tensor:
         """Send what has changed in the first `length` entries of these rows to the device, and
@@ -168,8 +169,8 @@ class SlotTableCopy:
         if self._sent.shape[0] < table.shape[0] or self._sent.shape[1] < width:
             self._sent = np.zeros((table.shape[0], width), dtype=np.int32)
             self.on_device = torch.zeros(self._sent.shape, dtype=torch.int32, device=self._device)
-        # all rows from the first to the last are compared, because a view is faster than a
-        # selection of rows
+        # Rows between the wanted rows are compared too, because a view of adjacent rows is faster
+        # than a selection of rows.
         first = int(rows.min(initial=table.shape[0]))
         last = int(rows.max(initial=-1)) + 1
         length = min(length, table.shape[1])
@@ -239,21 +240,22 @@ class Blocks(NamedTuple):
     """The arrays on the device for one class of blocks."""
 
     size: BlockClass
-    # shape [blocks], in int32, like `counts` and `firsts`
+    # shape [blocks], in int32; `counts` and `firsts` have the same shape and type
     starts: Tensor
     counts: Tensor
     firsts: Tensor
-    slots: Tensor  # shape [blocks, length]
+    slots: Tensor  # shape [blocks, length]; the cache slots that each block reads
 
 
 class DeviceStep(NamedTuple):
     """A step's arrays on the device."""
 
-    tokens: Tensor  # shape [rows], in int32, like all arrays of this class except `slots`
+    tokens: Tensor  # shape [rows], in int32; all arrays of this class except `slots` are in int32
     positions: Tensor
     slots: Tensor  # shape [rows], in int64
-    places: Tensor  # index of each row after the blocks of all classes are padded and joined
-    logit_rows: Tensor | None  # index of each row to return; None if all rows are returned
+    places: Tensor  # index of each row after padding, in the joined blocks of all classes
+    # index of each row whose hidden state is returned; None if all rows are returned
+    logit_rows: Tensor | None
     classes: tuple[Blocks, ...]
 
 
@@ -281,9 +283,11 @@ def unpacked(array: Tensor, layout: StepLayout, table: Tensor) -> DeviceStep:
 
 MOST_CAPTURED_ROWS = 256
 _MOST_GRAPHS = 64
-_MOST_SEEN = 1024  # number of layouts to remember that occurred only once; older ones are forgotten
+# number of layouts to remember; a layout is captured if it occurs again while it is remembered
+_MOST_SEEN = 1024
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""A function that records some work on fixed tensors. It returns a function that repeats this work.
+"""A function that records the GPU work of another function. It returns a function that repeats this
+work on the same tensors.
 """
 
 
@@ -291,14 +295,15 @@ class GraphKey(NamedTuple):
     """The key of a captured graph. Steps with equal keys run the same operations."""
 
     layout: StepLayout
-    is_grouped: bool  # whether all layers of a group compute attention from the same input
+    # whether all layers of a group compute attention from the input of the group's first layer
+    is_grouped: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    # the array that the graph reads; the step's packed array is copied into it before each replay
+    # input of the graph; each step's packed array is copied into it before the graph is replayed
     array: Tensor
-    hidden: Tensor  # the array with the hidden states that the graph computes
+    hidden: Tensor  # output of the graph: the hidden states
     replay: Callable[[], None]
 
 
@@ -320,7 +325,8 @@ class StepGraphs:
         self._spare_slot = cache.shape[2] - 1
         self.captured: Recent[GraphKey, _Graph] = Recent(_MOST_GRAPHS)
         self._seen: Recent[GraphKey, bool] = Recent(_MOST_SEEN)
-        self._table: Tensor | None = None  # the slot table that all graphs read
+        # the slot table on the device, which all captured graphs read
+        self._table: Tensor | None = None
         self.num_replayed = 0
         self.trouble = ""  # reason why graphs are not captured any more; empty while captures work
 
@@ -351,7 +357,7 @@ class StepGraphs:
         array = torch.from_numpy(packed(batch, [blocks], layout, self._spare_slot))
         if graph is None and (graph := self._captured(key, array, table)) is None:
             return None
-        self.captured[key] = graph  # this graph becomes the most recently used one
+        self.captured[key] = graph  # makes this graph the most recently used one
         graph.array.copy_(array, non_blocking=True)
         graph.replay()
         self.num_replayed += 1

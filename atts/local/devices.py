@@ -17,11 +17,11 @@ from atts.local.options import WORKSPACE, EngineSize, cards_for, share_cards
 from atts.models.folders import checkpoint_dtype
 
 _CPU_CACHE_BYTES = 2 << 30
-# share, 0 to 1, of the memory that is free after loading; the cache takes it if the size of the run
-# is unknown
+# If the size of the run is unknown, the cache gets this share of the GPU memory that is free after
+# loading.
 _GPU_CACHE_SHARE = 0.8
-# two extra slots of the cache: slot 0, which stays zero, and the last slot, to which padding rows
-# write
+# The cache has two extra slots: slot 0, which stays zero, and the last slot, to which padding rows
+# write.
 SPARE_SLOTS = 2
 
 
@@ -200,8 +200,8 @@ def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    # numpy gets zeroed pages from the system, which take no memory until they are written; torch
-    # would write every page
+    # NumPy gets zeroed pages from the operating system, which take no memory until they are
+    # written. torch would write every page at once.
     words = np.zeros(size, dtype=np.float32 if dtype == torch.float32 else np.int16)
     return torch.from_numpy(words).view(dtype)
 

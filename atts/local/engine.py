@@ -88,11 +88,10 @@ class RunDemand:
 
     rollouts: int
     tokens: int  # largest number of tokens of one rollout, including its prompt
-    # index of the GPU to use if there are several GPUs and the options do not choose one
+    # index of the GPU to use if there are several GPUs and the options do not name one
     card: int = 0
     other_card: int = 0
-    # model of the pair's other engine, which is loaded after this one; empty if there is no other
-    # engine
+    # model of the pair's other engine, if that engine is loaded after this one; else empty
     other: str = ""
     other_options: LocalOptions = field(default_factory=LocalOptions)
 
@@ -261,7 +260,8 @@ class LocalEngine:
                 self._name, f"the engine's process cannot be started ({error})", advice
             ) from error
         opened = _OpenEngine(self._name, worker)
-        # loading cannot be interrupted, so a cancellation waits until the model is loaded
+        # Loading cannot be interrupted, so a cancellation takes effect only after the model is
+        # loaded.
         with anyio.CancelScope(shield=True):
             prepare = partial(
                 _prepare,
@@ -311,7 +311,8 @@ class _OpenEngine:
 
     spec: EngineSpec
     tokenizer: ModelTokenizer
-    _context: int  # context length of the model; the cache may hold fewer tokens
+    # context length of the model, in tokens; the cache may have room for fewer tokens
+    _context: int
     kv_tokens: int
     kernel: str
 
@@ -320,7 +321,7 @@ class _OpenEngine:
         self._worker = worker
         self._request_ids = count(1)
         self._waiters: dict[int, _Waiter] = {}
-        # the failure that ended the loop; None while the loop runs
+        # failure that ended the step loop; None while the loop runs
         self.end: FailureReply | None = None
         self._requests = 0
         self._soon = loop_caller()

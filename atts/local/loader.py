@@ -40,7 +40,7 @@ class AttentionGroup(NamedTuple):
     """
 
     layers: range
-    keys: Tensor  # [slots, kv heads of all these layers, head_dim]
+    keys: Tensor  # [slots, KV heads of all layers of the group, head_dim]
     values: Tensor
 
     def one(self, index: int) -> AttentionGroup:
@@ -139,8 +139,8 @@ _UNKNOWN = (
     "layer_replication",
     "target_parameters",
 )
-"""Adapter settings that are not supported, because the adapter then is not just a product of two
-matrices.
+"""Adapter settings that atts does not support. With any of them, the adapter is more than a product
+of two matrices.
 """
 _SERVE = (
     "Merge the adapter into its base model (peft: merge_and_unload, save_pretrained) and add the "
@@ -165,7 +165,7 @@ class LowRank:
 
 
 Adapter = Mapping[str, LowRank]
-"""The additions of an adapter, keyed by the name of the matrix, such as
+"""The adapter's additions to the weight matrices, keyed by the name of the matrix, such as
 layers.0.self_attn.q_proj.
 """
 
@@ -314,8 +314,8 @@ def fused(
 
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""The number types that weights may have. Smaller types are not supported, because their numbers
-need separately stored scales.
+"""The number types that weights may have. Smaller types need separately stored scales, which atts
+does not support.
 """
 
 
@@ -328,7 +328,8 @@ class LayerWeights:
     norm: Tensor | None
     qkv: Tensor
     qkv_bias: Tensor | None
-    query_norm: Tensor | None  # [head_dim], or the weights of all heads one after another
+    # [head_dim]; or [heads * head_dim], if all heads are normalised together
+    query_norm: Tensor | None
     key_norm: Tensor | None
     out: Tensor
     out_bias: Tensor | None
@@ -347,9 +348,10 @@ class Rope:
     that are not rotated have frequency 0.
     """
 
-    # [1 or 2, head_dim / 2] float32, on the CPU; if there is a second row, long requests use it
+    # [1 or 2, head_dim / 2] in float32, on the CPU; long requests use the second row, if there is
+    # one
     frequencies: Tensor
-    scales: Tensor  # [head_dim / 2] the cosines and sines are multiplied by these factors
+    scales: Tensor  # [head_dim / 2] factors by which the cosines and sines are multiplied
 
     def angles(self, rows: int) -> Tensor:
         """Return the angles at the first `rows` positions, [variants * rows, head_dim / 2]; a
@@ -391,13 +393,15 @@ class Weights:
     embedding: Tensor  # shape [vocabulary, hidden_size]
     layers: Sequence[LayerWeights]
     norm: Tensor
-    head: Tensor  # [vocabulary, hidden_size]; the same tensor as `embedding` if the model ties both
+    # [vocabulary, hidden_size]; the same tensor as `embedding` if the model uses one matrix for
+    # input and output
+    head: Tensor
     ropes: Mapping[str, Rope]  # rotary embeddings, keyed by the names in `ModelConfig.ropes`
-    # whether the two features of each rotated pair are adjacent, which is the order that the torch
-    # model needs
+    # whether the two features of a head that are rotated together are adjacent, as the torch model
+    # needs
     is_paired: bool = False
-    # for each group of layers, its first layer with the joined attentions; empty if layers are not
-    # grouped
+    # for each group of layers: its first layer, with the attention weights of the whole group
+    # joined; empty if layers are not grouped
     groups: Sequence[LayerWeights] = ()
 
 
@@ -692,24 +696,22 @@ class _TensorReader:
         self._device = device
         self._name = name
         self._folder = folder
-        # the adapter, which is added to the matrices while they are read
+        # adapter whose matrices are added to the weights while the weights are read
         self.adapter: Adapter = {}
-        # whether the features of heads are put in the order that the torch model needs
+        # whether to reorder each head's features, so that features that are rotated together are
+        # adjacent
         self.pairs = False
         files = tensor_files(folder, name)
         try:
             handles = [stack.enter_context(safe_open(file.path, framework="pt")) for file in files]
-        except (
-            SafetensorError,
-            OSError,
-            RuntimeError,
-            # safe_open raises RuntimeError if the file is too large to be mapped into memory
-        ) as error:
+        # `safe_open` raises RuntimeError if the file is too large to be mapped into memory
+        except (SafetensorError, OSError, RuntimeError) as error:
             advice = "Download the weights again"
             raise ModelLoadError(
                 name, f"the weights in {folder} are damaged ({error})", advice
             ) from error
-        # names of weights begin with "model.", except in checkpoints that contain only the decoder
+        # The prefix "model." is removed from names of weights. Checkpoints that contain only the
+        # decoder do not have this prefix.
         self._where = {
             key.removeprefix("model."): (handle, inner)
             for file, handle in zip(files, handles, strict=True)
@@ -724,7 +726,8 @@ class _TensorReader:
                 "model",
             )
         handle, full = self._where[key]
-        # This call reads only the header; the weight is read below if it is needed.
+        # This call reads only the file's header. The weight itself is read below, after its type
+        # and shape are checked.
         said = handle.get_slice(full)
         if said.get_dtype() not in _FLOATS:
             problem = f"weight {key!r} is of type {said.get_dtype()}"

@@ -23,10 +23,8 @@ class SamplingBatch:
     top_p: Tensor | None = None  # shape [batch], in float64
     min_p: Tensor | None = None  # shape [batch], in float64
     is_greedy: bool = False  # whether every row is greedy
-    has_greedy: bool = (
-        # whether any row is greedy; stored here, so that no value has to be read from the device
-        False
-    )
+    # whether any row is greedy; stored here, because reading it from the device would take time
+    has_greedy: bool = False
     most_kept: int = 0  # the largest top-k of the rows; 0 if no row uses top-k
 
 
@@ -56,7 +54,8 @@ def batch_sampling(
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         made = torch.tensor(values, dtype=dtype)
-        # non_blocking means that this function does not wait for the copy to the device
+        # With `non_blocking`, this function does not wait until the copy to the device has
+        # finished.
         return made if device is None else made.to(device, non_blocking=True)
 
     temperatures = [row.temperature for row in settings]
@@ -133,7 +132,8 @@ def negative_entropies(logits: Tensor) -> Tensor:
     0.25
     """
     logprobs = logits.double().log_softmax(-1)
-    # a token of probability 0 adds nothing to the entropy, although its log-probability is infinite
+    # A token of probability 0 adds 0 to the entropy. The product alone would be NaN, because the
+    # log-probability is minus infinity.
     masses = logprobs.exp()
     return torch.where(masses == 0, 0.0, masses * logprobs).sum(-1).float()
 
@@ -176,8 +176,8 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """
     total = probs.cumsum(-1, dtype=torch.float64)
     wanted = uniforms.to(total).unsqueeze(-1) * total[..., -1:]
-    # side "right" skips tokens of probability 0; the clamp is needed if rounding makes the sum
-    # smaller than a uniform number just below 1
+    # With `right=True`, the search skips tokens of probability 0. If a rounding error places the
+    # result past the last possible token, `minimum` returns the last possible token.
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(total, wanted, right=True), last).squeeze(-1)
 

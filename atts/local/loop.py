@@ -58,11 +58,11 @@ _NOT_NUMBERS = (
     "Check the weights; in half precision try float32",
 )
 _batch_sampling = lru_cache(256)(batch_sampling)
-# largest number of rows for which entropies are computed at once; their logits take 39 MB in
-# float64 at a vocabulary of 152,000
+# Entropies are computed for at most this many rows at once. With a vocabulary of 152,000 tokens,
+# the logits of these rows take 39 MB in float64.
 _ENTROPY_ROWS = 32
 _REPORT_SECONDS = 0.2
-"""Seconds after which a running loop reports its counters even if no request has finished."""
+"""If no request finishes for this many seconds, a running loop still reports its counters."""
 
 
 ScoredChunk = tuple[PrefillChunk, list[float], Tensor | None]
@@ -72,12 +72,13 @@ class StepResults(NamedTuple):
     """The results of one step, which are then added to the sequences."""
 
     sampled: list[Draws]
-    # logits after each prompt whose last token was fed in this step
+    # logits after the last token of each prompt that this step fed to its end
     started: dict[Sequence, Tensor]
     scored: list[ScoredChunk]
-    # scores of the first tokens of texts, computed from cached logits without a forward pass
+    # score of a text's first token, for each text whose first score came from cached logits without
+    # a forward pass
     firsts: list[tuple[Sequence, float]]
-    drawn: list[DrawnTokens]  # tokens that the model drew at positions to score
+    drawn: list[DrawnTokens]  # tokens that the model drew at the positions of texts to score
 
 
 class StepLoop:
@@ -106,7 +107,8 @@ class StepLoop:
         self._sampling: tuple[list[Sequence], SamplingBatch] = ([], batch_sampling([], 1))
         self._batches = StepBatches()
         self._is_closing = False
-        # changes the number of threads; the builder of the loop sets this function
+        # sets the number of threads when other loops open, close, or change between busy and idle;
+        # the builder of the loop replaces this function
         self.share_cores: Callable[[ShareCores], None] = lambda shared: None
 
     def run(self, inbox: Inbox) -> None:
@@ -181,7 +183,8 @@ class StepLoop:
             return
         try:
             results = self._run(plan)
-        except EngineUnavailable:  # a process that computes a part of the model has ended
+        # a process that computes a part of the model has ended, so no step can succeed
+        except EngineUnavailable:
             raise
         except Exception as error:  # noqa: BLE001  reported to the callers whose requests it concerns
             if plan.proposals:
@@ -206,7 +209,7 @@ class StepLoop:
         started = plan.started()
         chunks = plan.scored()
         sequences = plan.ready + plan.decoding + started
-        # number of rows of `hidden` from which a token is sampled
+        # number of rows of `hidden` from which tokens are sampled; rows for scoring follow them
         count = plan.num_rows + len(started)
         logits = self._sampling_logits(plan.ready, hidden, count)
         sampled = self._sample(sequences, plan.widths(), logits) if sequences else []
@@ -265,7 +268,8 @@ class StepLoop:
         try:
             commit(sequence, *results)
         except Exception as error:
-            # the error occurred while the cache was released, so the cache may be inconsistent
+            # The error came from releasing the sequence's cache slots, so the cache may be
+            # inconsistent.
             if sequence.is_finished:
                 raise
             self._break(sequence, error)
@@ -344,7 +348,8 @@ class StepLoop:
             targets += ids[chunk.logits_from + 1 : chunk.stop + 1]
             if chunk.stop == len(ids):
                 ends.append(len(targets))
-                # no token follows the end of the text, so this score is not used
+                # `Model.score` needs a token for each row, but no token follows the end of the
+                # text. This score is not used.
                 targets.append(0)
             firsts.append(len(targets))
         values, kept = self._model.score(hidden, targets, ends)
@@ -377,7 +382,8 @@ class StepLoop:
             self._cache(sequence, started)
         accepted = self._proposals.verify(sequence, tokens) if len(tokens) > 1 else 0
         for place in range(accepted + 1):
-            # the token before this one has been fed already, as an accepted proposal or in a burst
+            # the keys and values of the token before this one are cached: it was an accepted
+            # proposal or part of a burst
             sequence.num_computed += place > 0
             if not self._append(sequence, tokens[place], logprobs[place]):
                 break
@@ -505,8 +511,8 @@ class DrawnTokens(NamedTuple):
     from the distribution after the preceding part of the text.
     """
 
-    sequence: Sequence  # the sequence with the text to score
-    first: int  # index of the first position; 0 is the first token of the text
+    sequence: Sequence  # sequence whose text is scored
+    first: int  # index in the text of the first of these positions; 0 is the text's first token
     tokens: list[int]
     logprobs: list[float]
 

@@ -18,8 +18,8 @@ from atts.local.options import LocalOptions, Room
 from atts.local.seams import SpeculationStats
 
 SMALL_MODEL = 10_000_000
-"""Number of weights below which a model computes with one thread, because threads would spend more
-time waiting than they save.
+"""Models with fewer weights compute with one thread. Several threads would spend more time waiting
+for each other than they save.
 """
 FailureKind = Literal["broken", "load", "memory", "closed"]
 _ERRORS: dict[FailureKind, type[EngineError]] = {
@@ -55,14 +55,16 @@ class WorkerConfig:
     name: str
     folder: Path
     model: ModelConfig
-    pieces: tuple[bytes, ...]  # for each token id, the bytes of the token
+    pieces: tuple[bytes, ...]  # bytes of each token, indexed by token id
     options: LocalOptions
-    builder: LoopBuilder | None = None  # builder of the loop; None for plain decoding
-    # number of floats per token in additional caches, such as the cache of a draft
+    # builds a loop that does more than plain decoding; None for plain decoding
+    builder: LoopBuilder | None = None
+    # number of floats that additional caches store per token, such as the KV cache of a draft
     more_kv_floats: int = 0
     sharers: int = 1  # number of loops in the same process that share the cores, including this one
-    parts: int = 1  # number of processes that compute this loop's model at the same time
-    room: Room | None = None  # the run's requirements on a GPU's memory; None if they are not known
+    parts: int = 1  # number of processes that compute parts of this loop's model in parallel
+    # the run's requirements on the KV cache of a GPU; None if they are not known
+    room: Room | None = None
     source: str = ""  # the folder or hub id of the model, as the user gave it
 
     @property
@@ -94,7 +96,7 @@ class Submit(Command):
 
     request_id: int
     request: SampleRequest | ScoreRequest
-    model: int = 0  # index of the model in a loop with several models
+    model: int = 0  # index of the model that serves the request, if the loop has several models
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class ShareCores(Command):
     """A message about the loops that share the cores from now on."""
 
     open_loops: int
-    busy_loops: int  # number of loops that have requests
+    busy_loops: int  # number of open loops that have requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +174,9 @@ class WorkerReady:
     kv_tokens: int
     kernel: str
     trouble: str = ""
-    takes_models: bool = False  # True if the loop can also run the models of other engines
-    dtype: str = "float32"  # the number type that the model computes in
+    # whether this loop can also serve requests to the models of other engines
+    takes_models: bool = False
+    dtype: str = "float32"  # number type in which the model computes
 
 
 @dataclass(slots=True)
@@ -182,21 +185,24 @@ class LoopStats(EngineCounters):
     copies of it.
     """
 
-    # number of tokens drawn or scored without a forward pass, because their logits or scores were
-    # cached
+    # number of tokens drawn or scored without a forward pass, from cached logits or from cached
+    # scores
     free_tokens: int = 0
-    # number of sequences, summed over steps; divided by `steps`, it is the mean batch size
+    # number of sequences in each step, summed over all steps; divided by `steps`, it is the mean
+    # batch size
     step_sequences: int = 0
     largest_batch: int = 0
     longest_queue_seconds: float = 0.0
-    kv_used: int = 0  # number of cache slots in use now, including slots of cached sequences
+    # number of cache slots in use now, including those of ended sequences that the prefix tree
+    # keeps
+    kv_used: int = 0
     kv_locked: int = 0  # number of cache slots that running sequences read or write now
     kv_peak: int = 0
     preempted: int = 0
     evicted_tokens: int = 0
-    # number of steps that did not fit into memory, after which steps became smaller
+    # number of times that a step ran out of memory, so that later steps were made smaller
     shrunk: int = 0
-    # numbers of proposed and of accepted tokens; None without speculation
+    # counters of proposed and accepted tokens; None without speculation
     speculation: SpeculationStats | None = None
 
 
@@ -232,7 +238,7 @@ class Loop(Protocol):
 
 
 GONE = (EOFError, OSError, pickle.UnpicklingError)
-"""Errors of reads from a process and of writes to it. They mean that the process has ended."""
+"""Errors that reads from a process and writes to a process raise if the process has ended."""
 
 
 def first_answer(process: subprocess.Popen[bytes], config: object, name: str) -> Any:
@@ -255,7 +261,8 @@ def close_pipes(process: subprocess.Popen[bytes]) -> None:
     """Close the pipes of a process that has ended or will end soon."""
     for stream in (process.stdin, process.stdout):
         if stream is not None:
-            # Closing a pipe writes what is left in its buffer. This fails if the process has ended.
+            # Closing a pipe first writes the rest of its buffer, which fails if the process has
+            # ended.
             with suppress(OSError):
                 stream.close()
 

@@ -38,24 +38,26 @@ from atts.local.logit_sampling import SampledTokens, SamplingBatch, raw_logprobs
 from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.seams import LayerHook
 
-# A step is sent to the device as one array. Steps that only decode can be captured as graphs
-# (`StepGraphs`). The caller passes the function that computes attention (`MakeAttend`). It is a
-# kernel where one is available, and gathers slots on all other devices.
+# Each step is sent to the device as one array. Steps that only decode can be captured as CUDA
+# graphs (`StepGraphs`). The caller chooses how attention is computed (`MakeAttend`): on some GPUs
+# with a kernel, and elsewhere with `GatheredAttention`, which copies the slots to read into one
+# tensor.
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function that computes attention, [rows, heads * head_dim]. Its arguments are the queries,
-[rows, heads, head_dim], and the keys and values, [slots, kv_heads, head_dim].
+"""A function that computes the attention of all rows of a step. It takes queries [rows, heads,
+head_dim], and keys and values [slots, kv_heads, head_dim]. It returns [rows, heads * head_dim].
 """
 MakeAttend = Callable[[DeviceStep, ModelConfig, int], Attend]
-"""A function that prepares the attention of one step for all layers with the same window; window 0
-means the whole context.
+"""A function that prepares one step's attention for all layers with the same window. The last
+argument is the window in tokens; 0 means the whole context.
 """
 
 
 class _Class(NamedTuple):
-    rows: Tensor  # [blocks, width] indices of the rows whose queries attend
-    slots: Tensor  # [blocks * length] the slots to gather
-    # mask of the slots that each query may read; True means that the slot may be read
+    rows: Tensor  # [blocks, width] indices of the query rows of each block
+    slots: Tensor  # [blocks * length] cache slots to gather, block after block
+    # [blocks, 1, width, length] attention mask, True where a query may read a slot; None if every
+    # query may read all slots of its block
     mask: Tensor | None
 
 
@@ -99,7 +101,8 @@ def _seen(blocks: Blocks, num_rows: int, window: int) -> _Class:
     if size.is_even and (not window or size.length <= window):
         return _Class(rows, blocks.slots.flatten(), None)
     inside = columns < (blocks.firsts + blocks.counts)[:, None]
-    last = (blocks.firsts[:, None] + places)[..., None]  # last position that a row sees
+    # last position to which each row may attend
+    last = (blocks.firsts[:, None] + places)[..., None]
     mask = columns <= last
     if window:
         mask &= columns > last - window
@@ -129,7 +132,7 @@ def _attention(
 
 
 _SCORED_LOGITS = 1 << 25
-"""Largest number of logits to compute at once while scoring; a limit on the memory."""
+"""While texts are scored, at most this many logits are computed at once, to limit the memory."""
 
 
 class TorchModel:
@@ -160,8 +163,8 @@ class TorchModel:
         self._device = cache.device
         self._attention = attention
         self._most_rows = most_rows
-        # whether all layers of a group compute attention from the same input, which is faster but
-        # not exact
+        # whether all layers of a group compute attention from the input of the group's first layer,
+        # which is faster but not exact
         self.is_grouped = False
         if not weights.is_paired:
             layers = tuple(_interleaved(layer, config) for layer in weights.layers)
@@ -196,7 +199,8 @@ class TorchModel:
         """Return the final, normed hidden states of the batch's `logit_rows`: [logits,
         hidden_size].
         """
-        # a CPU has the device number -1, and this call ignores negative numbers
+        # For a tensor on a CPU, `get_device` returns -1, and `torch.cuda.device` ignores negative
+        # numbers.
         with torch.cuda.device(self._cache.get_device()):
             return self._forward(batch, table, tap)
 
@@ -263,8 +267,8 @@ class TorchModel:
             for index, attended in zip(
                 group.layers, mixed.chunk(len(group.layers), 1), strict=True
             ):
-                # after the attention of the last layer, only rows that need logits are computed
-                # further
+                # After the attention of the last layer, no row depends on other rows. So the rest
+                # is computed only for rows whose logits are needed.
                 if index == config.num_layers - 1 and step.logit_rows is not None:
                     x = x[step.logit_rows]
                     attended = attended[step.logit_rows]

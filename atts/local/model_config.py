@@ -18,8 +18,9 @@ from atts.models.tokenizers import ModelTokenizer
 
 NO_ROPE = "none"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""Errors that libraries raise for unexpected values in a configuration."""
-# the supported types of rotary embedding: their frequencies are known when a request arrives
+"""Errors that libraries raise when they read a configuration with unexpected values."""
+# The supported types of rotary embedding. Their frequencies are known when a request arrives, and
+# do not change while its text grows.
 _ROPES = (
     "default",
     "linear",
@@ -39,16 +40,15 @@ class Family:
     """The names of four norms: before and after attention, and before and after the feed-forward
     block. The name is "" if the family has no such norm.
     """
-    # whether queries and keys are not normalised, normalised in each head, or normalised over all
-    # heads together
+    # whether queries and keys are normalised, and if so, in each head or over all heads together
     head_norms: Literal["none", "each head", "all heads"] = "none"
-    # whether query, key and value are stored as one matrix, and gate and up as another one
+    # whether checkpoints store query, key and value as one matrix, and gate and up as another one
     is_fused: bool = False
     # True if norms add one to their weights, embeddings are scaled, and gates use GELU
     is_gemma: bool = False
     may_turn_parts: bool = False  # whether the rotary embedding may rotate only a part of each head
-    has_windows: bool = True  # True if a window in the configuration applies to the layers
-    may_skip_ropes: bool = False  # whether some layers may lack a rotary embedding
+    has_windows: bool = True  # whether layers use the sliding window of the configuration
+    may_skip_ropes: bool = False  # whether some layers may have no rotary embedding
 
 
 _AROUND = (
@@ -84,20 +84,21 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int  # size of the feed-forward block
+    intermediate_size: int  # number of hidden features of the feed-forward block
     vocabulary: int
     context_length: int
     norm_eps: float
     rotary_dim: int  # number of features of each head that the rotary embedding rotates
-    # name of each layer's rotary embedding, or NO_ROPE
+    # name of each layer's rotary embedding; NO_ROPE for a layer without one
     ropes: tuple[str, ...]
-    # for each layer, the number of tokens that a position sees; 0 for all tokens
+    # for each layer, the number of tokens in its attention window; 0 if a position attends to all
+    # tokens before it
     windows: tuple[int, ...]
-    query_scale: float  # factor by which attention scores are multiplied
-    attention_cap: float  # soft limit (tanh) of attention scores; 0 for no limit
+    query_scale: float  # factor by which attention scores are multiplied before the softmax
+    attention_cap: float  # soft cap (tanh) on attention scores; 0 for no cap
     logit_cap: float
-    # requests with more tokens use the frequencies for long requests; None if there are no such
-    # frequencies
+    # Requests with more tokens than this use other rotary frequencies; None if the model has only
+    # one set of frequencies.
     long_after: int | None
     ties_embeddings: bool
     end_ids: TokenIds
@@ -151,7 +152,7 @@ class _Value:
     low: float = -math.inf
     high: float = math.inf
     optional: bool = False
-    parts: _Value | None = None  # the values that the items of a list may have
+    parts: _Value | None = None  # in a list, the values that its items may have
     choices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -272,8 +273,8 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
         None,
     )
     head = _head_dim(config)
-    # layers of the same kind share a rotary embedding; if all layers share one rotary embedding,
-    # its name is empty
+    # Layers of the same kind share a rotary embedding, which is named after the kind. If all layers
+    # share one rotary embedding, its name is empty.
     ropes = kinds if _has_many_ropes(config) else [""] * len(layers)
     attention_cap = 0.0
     if config.model_type == "gemma2":

@@ -25,28 +25,29 @@ class LocalOptions:
     """Options of a local engine; the defaults suit small models on a CPU."""
 
     # auto: use a GPU if there is one; with two or more GPUs, each model of a pair has its own GPU
-    device: str = "auto"  # values: auto, cpu, cuda or cuda:N
-    # auto: bfloat16 on a GPU if the checkpoint is in bfloat16, or else float32
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    # auto: bfloat16 if the model runs on a GPU and its checkpoint is in bfloat16, or else float32
     dtype: Dtype = "auto"
-    # process: computes in parallel with other engines and with a busy caller; thread: starts faster
+    # process: runs in a child process, in parallel with the caller and other engines; thread:
+    # starts faster
     worker: WorkerKind = "process"
-    # number format to which rows for scoring are rounded before matrix products; the processor must
-    # support bfloat16 products
+    # number type of the rows that enter matrix products while scoring; bfloat16 needs a processor
+    # with bfloat16 products
     scores: Scores = "float32"
-    # auto: the native kernels if they can be built and support the model, or else torch
+    # auto: the native C kernels, if they can be built and support the model, or else torch
     kernel: Kernel = "auto"
-    # auto: decoding steps on a GPU are captured and replayed as graphs, instead of launching their
-    # operations one by one
+    # auto: decoding steps on a GPU are captured as CUDA graphs and replayed, which saves the
+    # launches of single kernels
     graphs: Graphs = "auto"
-    # Size of the cache in tokens. With None, a CPU's cache has 2 GiB, and a GPU's cache has room
-    # for the tokens that the run's rollouts can fill.
+    # Size of the KV cache in tokens. None: on a CPU, the cache has about 2 GiB; on a GPU, it has
+    # room for the tokens of the rollouts in flight.
     kv_tokens: int | None = None
     max_batch: int = 256  # largest number of sequences in a step
-    # largest number of prompt or scored tokens fed in a step; tokens of decoding sequences are not
-    # included
+    # largest number of tokens of prompts and of texts to score that a step feeds; decoding
+    # sequences are not counted
     chunk_tokens: int = 512
-    # number of threads that compute a step; with None, one for each core that other engines do not
-    # use
+    # number of threads that compute a step; None: the engine's share of the cores, or one thread
+    # for a small model
     threads: int | None = None
 
     def check(self) -> None:
@@ -111,9 +112,9 @@ class EngineSize:
     """
 
     weights: int
-    token: int  # bytes of cache per token
-    # number of tokens of one complete rollout with its prompt; the cache must have room for at
-    # least this number
+    token: int  # number of bytes that the cache stores per token
+    # number of tokens of one complete rollout, including its prompt; the cache needs room for at
+    # least one rollout
     least: int
 
     @classmethod
@@ -144,10 +145,10 @@ class Room:
 
     rollouts: int  # number of rollouts in flight at once
     tokens: int  # largest number of tokens of one rollout, including its prompt
-    # index of the GPU to use if there are several GPUs and the options do not choose one
+    # index of the GPU to use if there are several GPUs and the options do not name one
     card: int = 0
     other_card: int = 0
-    # size of the pair's other engine, if it is loaded later and may use the same device
+    # memory that the pair's other engine needs, if it is loaded later and may use the same device
     other: EngineSize | None = None
 
     @property

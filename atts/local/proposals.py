@@ -24,8 +24,9 @@ from atts.local.seams import (
     TokenProposal,
 )
 
-_NONE = NOTHING, 0  # an empty proposal, for a sequence for which none was requested
-_BETWEEN = 8  # the average time between steps is taken over this number of steps
+_NONE = NOTHING, 0  # used for a sequence for which no proposal was requested
+# The time between steps is averaged over about this many steps; older steps count less.
+_BETWEEN = 8
 
 
 def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
@@ -70,23 +71,25 @@ class Proposals:
         self._vocabulary = vocabulary
         self._table = table or TokenTable((), frozenset())
         self._clock = clock
-        # largest number of tokens in a proposal; it is lowered when memory runs out
+        # largest allowed number of tokens in a proposal; it is lowered if a step with proposals
+        # runs out of memory
         self._most = 1 << 30
-        # the proposal and its number of tokens before the check, keyed by request id
+        # for each request id: the checked proposal, and the number of its tokens before the check
         self._asked = dict[int, tuple[TokenProposal, int]]()
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
-        # time at which the last step ended; negative if the last step was not timed
+        # clock reading at the end of the last step; negative if the last step was not timed
         self._ended = -1.0
         # average time in seconds from the end of one step to the start of the next
         self._between = 0.0
-        self._is_timed = False  # whether this step is timed
-        self._known = set[int]()  # ids of requests for which the proposer has been asked
-        # number of times that a length of at least one token was chosen for a sequence
+        self._is_timed = False  # whether the duration of the current step is measured
+        # ids of requests for which the proposer was asked to propose tokens
+        self._known = set[int]()
+        # number of times that a proposal of at least one token was wanted for a sequence
         self._num_wanted = 0
-        # number of times that the proposer was asked for a sequence's tokens
+        # number of times that the proposer was asked to propose tokens for a sequence
         self._num_asked = 0
-        self._num_refused = 0  # number of proposals of which every token was dropped by the check
+        self._num_refused = 0  # number of proposals that lost all their tokens in the check
         self._stats = SpeculationStats()
 
     def propose(self, plan: StepPlan) -> None:
@@ -107,15 +110,15 @@ class Proposals:
         if self._ended >= 0:
             between = self._clock() - self._ended
             usual = self._between or between
-            # Some gaps between steps are longer because a report is sent. So at most twice the
-            # average gap is added.
+            # A gap between two steps is longer if the loop sends a report in it. So a gap counts as
+            # at most twice the average gap.
             self._between = usual + (min(between, 2 * usual) - usual) / _BETWEEN
         self._forget_finished()
         self._is_timed = True
         self._proposing = 0.0
         lengths = self._lengths.choose(plan)
-        # timing begins here, because choosing the lengths sometimes takes long and does not count
-        # as proposing
+        # The clock starts after the lengths are chosen. This choice sometimes takes long, and is
+        # not counted as time for proposals.
         self._began = self._clock()
         if not any(lengths):
             return
@@ -141,8 +144,8 @@ class Proposals:
         tokens at the same positions.
         """
         if sequence.request_id not in self._asked:
-            # without a proposal, several tokens come from merged plain steps, and all of them are
-            # kept
+            # The sequence had no proposal, so these tokens come from a burst, which merges plain
+            # steps. All of them are kept.
             return len(drawn) - 1
         proposal, guessed = self._asked[sequence.request_id]
         accepted = accepted_length(proposal.tokens, drawn)
@@ -221,7 +224,8 @@ class Proposals:
                 asked[ask.key] = self._checked(ask, proposal), min(len(proposal.tokens), ask.room)
             self._asked = asked
             for key, (sound, guessed) in asked.items():
-                # A proposal without usable tokens took time too, so it is recorded as a round.
+                # Even if all tokens of a proposal are dropped, it took time. So it is recorded as a
+                # round with no tokens.
                 if guessed and not sound.tokens:
                     self._num_refused += 1
                     self._rounds.append(SpeculationRound(key, 0, 0, guessed))

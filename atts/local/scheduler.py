@@ -13,12 +13,14 @@ from atts.local.batch import PrefillChunk, Sequence, StepPlan
 from atts.local.cache import PrefixMatch, PrefixNode, PrefixTree, SlotAllocator, SlotIds
 from atts.local.seams import SlotStore
 
-# number of slots that a decoding sequence reserves at once, because adjacent slots are read faster
+# A decoding sequence reserves this many cache slots at once, because adjacent slots are read
+# faster.
 _SLOT_RUN = 32
-# number of slots per running sequence that must be free before another sequence is admitted
+# Before another sequence is admitted, this many cache slots per running sequence must be free or
+# evictable.
 _HEADROOM = 16
-# a request waits for a running sequence that will compute at least this number of the request's
-# tokens
+# A request waits if a running sequence will soon compute at least this many of its tokens, so that
+# it can read them from the cache.
 WORTH_WAITING = 8
 CacheAction = Literal["keep", "drop"]
 
@@ -31,10 +33,10 @@ class SchedulerConfig:
     max_batch: int
     chunk_tokens: int
     context_length: int
-    # requests with more tokens use the rotary frequencies for long requests; None if there are no
-    # such frequencies
+    # Requests with more tokens than this use other rotary frequencies; None if the model has only
+    # one set of frequencies.
     long_after: int | None = None
-    # first row of the frequencies for long requests in the tables of rotary angles
+    # first row of the frequencies for long requests in the table of rotary angles
     rope_rows: int = 0
 
 
@@ -59,11 +61,12 @@ class Scheduler:
         self._unfinished: dict[int, Sequence] = {}
         self._free_rows = list(range(config.max_batch - 1, -1, -1))
         width = min(config.context_length, config.kv_tokens) + 1
-        self.table: SlotIds = self.store.new_table(config.max_batch, width)  # shape [rows, tokens]
+        # shape [rows, tokens]; the cache slot of each token of each sequence
+        self.table: SlotIds = self.store.new_table(config.max_batch, width)
         self.num_preempted = 0
         self.num_evicted = 0
-        # sequences that got their first row after the step loop last cleared this list; sequences
-        # that return after a preemption are not added
+        # sequences that were admitted for the first time since the step loop last cleared this
+        # list; sequences that return after a preemption are not added
         self.newly_admitted: list[Sequence] = []
 
     @property
@@ -121,7 +124,7 @@ class Scheduler:
         restore the full size of steps and return False.
         """
         if self._chunk_tokens <= 1:
-            # even the smallest steps failed, so smaller steps cannot prevent the failure
+            # Steps cannot get smaller, and even such a step failed. So the full size is restored.
             self._chunk_tokens = self._config.chunk_tokens
             return False
         self._chunk_tokens //= 2
@@ -154,7 +157,8 @@ class Scheduler:
                     budget -= stop - computed
                     logits_from = _logits_from(sequence, stop)
                     plan.prefills.append(PrefillChunk(sequence, computed, stop, logits_from))
-        # chunks of a single token come first, because kernels compute them like decoding tokens
+        # Chunks of a single token come first, because kernels compute them like tokens of decoding
+        # sequences.
         plan.prefills.sort(
             key=lambda chunk: (chunk.stop - chunk.start > 1, chunk.sequence.is_scoring)
         )
@@ -291,8 +295,8 @@ class Scheduler:
             return True
         count += _HEADROOM
         most = len(self._running) * (self._config.context_length + _HEADROOM)
-        # if there is even room for this upper bound, which is the usual case, the exact sum is not
-        # needed
+        # `most` is at least the exact sum below. If there is room for `most`, which is the usual
+        # case, the sum is not computed.
         if self._can_free(count + most):
             return True
         return self._can_free(

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from atts.core import Sampling, TokenIds
 
-# There are four seams, which are interfaces that accelerators implement. `Proposer` guesses the
-# next tokens, and `Lengths` decides how many to guess. `Model` computes rows of tokens, and
-# `SlotStore` assigns slots for keys and values. An implementation changes the time, but never the
+# Accelerators implement four interfaces, which are called seams. `Proposer` guesses the next
+# tokens, and `Lengths` decides how many to guess. `Model` computes rows of tokens, and `SlotStore`
+# assigns cache slots for keys and values. An implementation may change the speed, but never the
 # text. The loop draws the model's own token at every position, and accepts a proposed token only if
 # it equals the drawn token.
 
@@ -32,14 +32,14 @@ class Ask:
     """The state of one sequence, for which a proposer is asked to guess the next tokens."""
 
     key: int  # the request id, which identifies the sequence
-    # the prompt and the tokens written so far; a proposer must not change this list
+    # token ids of the prompt and of the text written so far; a proposer must not change this list
     ids: Sequence[int]
-    written: int  # number of ids after the prompt
-    room: int  # largest number of tokens to propose now; at least 1
+    written: int  # number of ids that follow the prompt
+    room: int  # largest number of tokens that the proposal may have; at least 1
     # the uniform numbers with which the target will draw the next tokens
     uniforms: NDArray[np.float64]
     sampling: Sampling
-    rollout: str = ""  # "PROBLEM/SAMPLE" if the request names its rollout
+    rollout: str = ""  # the rollout's name, PROBLEM/SAMPLE; empty if the request names none
     hint: TokenIds = ()  # tokens that the caller sent with the request as a guess of the answer
 
     @property
@@ -65,14 +65,15 @@ class OverlapStats:
     tokens that the target will write, and drafts the tokens that follow.
     """
 
-    hits: int = 0  # number of correct guesses, each for one sequence and step
+    hits: int = 0  # number of times that a guess for a sequence was correct, counted per step
     misses: int = 0
-    # number of times that a sequence had no proposal because the drafter was not finished
+    # number of times that a sequence had no proposal because the drafter had not finished in time
     late: int = 0
-    wasted: int = 0  # number of unused guesses for which tokens were drafted
-    # number of passes of the draft model to draft tokens after guesses
+    wasted: int = 0  # number of guesses whose drafted tokens were never used
+    # number of forward passes of the draft model that drafted tokens after guesses, counted for
+    # each guess
     passes: int = 0
-    drafted: int = 0  # number of tokens that the draft model drafted after guesses
+    drafted: int = 0  # number of tokens that these forward passes drafted
 
     @property
     def silence(self) -> str:
@@ -130,11 +131,12 @@ class Forecast(NamedTuple):
 
     tokens: float
     seconds: float
-    # whether the step tries proposal lengths to measure them, instead of the lengths that seem best
+    # whether the step uses certain proposal lengths only to measure them, although other lengths
+    # seem better
     is_trial: bool = False
-    # expected seconds of the step without its proposals; 0 if the step also feeds prompts
+    # expected seconds of the same step without proposals; 0 if the step also feeds prompts
     plain: float = 0.0
-    # number of steps since the last forecast; this forecast represents all of them
+    # number of steps that this forecast represents, which are all steps since the last forecast
     steps: int = 1
 
 
@@ -145,7 +147,7 @@ class SpeculationRound:
     request_id: int
     proposed: int
     accepted: int
-    # number of proposed tokens before the check, which drops unusable tokens
+    # number of tokens in the proposal before the check dropped unusable tokens
     guessed: int
 
 
@@ -200,30 +202,30 @@ class FixedLength(Lengths):
 class SpeculationStats:
     """Counters of proposals, and of accepted tokens at each position in the proposal."""
 
-    rounds: int = 0  # number of proposals that were verified; one per sequence and step
+    rounds: int = 0  # number of proposals that were verified; a sequence has at most one per step
     proposed: int = 0
     accepted: int = 0
-    # for each position, the number of proposals that have a token there and whose earlier tokens
-    # were all accepted
+    # for each position in a proposal: number of proposals that have a token there, and whose
+    # earlier tokens were all accepted
     tested_at: list[int] = field(default_factory=list[int])
-    # for each position, the number of proposals whose token at this position was accepted
+    # for each position in a proposal: number of proposals whose token at this position was accepted
     accepted_at: list[int] = field(default_factory=list[int])
-    seconds: float = 0.0  # seconds spent on proposing tokens
+    seconds: float = 0.0  # seconds spent on asking for proposals
     trouble: str = ""  # the reason why speculation was switched off; empty while it is on
     silence: str = ""  # the reason why no token was ever proposed; empty after the first proposal
-    # number of decoding sequences, summed over steps; a proposal length is chosen for each
+    # number of chosen proposal lengths: one per decoding sequence and step
     choices: int = 0
     # sum of the chosen proposal lengths; divided by `choices`, it is the mean length
     chosen: int = 0
-    # Sum of the expected tokens of all steps with a forecast. `came_tokens` is the number of tokens
-    # that these steps really wrote.
+    # The next four fields are totals over steps with a forecast: the expected tokens and seconds,
+    # then the actual tokens and seconds.
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    # estimated seconds saved by proposals, over all steps that forecasts represent
+    # estimated seconds that proposals saved, over all steps that the forecasts represent
     saved_seconds: float = 0.0
-    # numbers of guesses of a drafter that works while the target computes; None for other drafters
+    # counts of guesses, if the drafter works while the target computes; None for other drafters
     overlap: OverlapStats | None = None
 
     def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:

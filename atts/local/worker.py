@@ -62,7 +62,8 @@ class OpenLoops:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # ids of each loop's requests, keyed by the function that sends the loop a command
+        # ids of each loop's unfinished requests, keyed by the function that sends commands to the
+        # loop
         self._requests: dict[Callable[[Command], None], set[int]] = {}
         self._sent = ShareCores(0, 0)
 
@@ -118,7 +119,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        # adds a command to the queue, and never blocks
+        # adds a command to the queue without waiting
         self.put: Callable[[Command], None] = self._queue.put
 
     def take(self, *, wait: bool) -> list[Command]:
@@ -139,7 +140,9 @@ class ThreadWorker:
     def __init__(self) -> None:
         self._mailbox = Mailbox()
         self._thread: threading.Thread | None = None
-        self._is_sharing = False  # whether the loop shares the cores with other loops
+        # True if the loop computes with several threads, and therefore shares the cores with other
+        # loops
+        self._is_sharing = False
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
         """Start the thread, which loads the model and later delivers the reports.
@@ -212,7 +215,9 @@ class ProcessWorker:
         configuration.
         """
         self._outbox = Mailbox()
-        self._is_sharing = False  # whether the loop shares the cores with other loops
+        # True if the loop computes with several threads, and therefore shares the cores with other
+        # loops
+        self._is_sharing = False
         self._threads: list[threading.Thread] = []
         command = python_command("atts.local.child", str(os.getpid()))
         pipe = subprocess.PIPE
@@ -275,7 +280,7 @@ class ProcessWorker:
             return
         if self._threads:
             self._outbox.put(Close())
-        else:  # the process has not loaded a model, so it can be killed
+        else:  # the process has not loaded a model yet, so it can be killed
             _kill(process)
         self._end(process)
         for thread in self._threads:
@@ -356,7 +361,7 @@ def _count_request(command: Command, send: Callable[[Command], None]) -> None:
 def _hand_on(deliver: Deliver, send: Callable[[Command], None], report: LoopReport) -> None:
     """Count the requests that a loop has answered, then deliver its report."""
     answered = [reply.request_id for reply in report.replies]
-    if 0 in answered:  # the loop has ended
+    if 0 in answered:  # a reply with id 0 says that the loop has ended
         OPEN_LOOPS.leave(send)
     elif answered:
         OPEN_LOOPS.end(send, answered)
@@ -386,8 +391,9 @@ def _write_commands(outbox: Mailbox, stream: IO[bytes]) -> None:
         try:
             write(stream, commands)
         except OSError:
-            break  # the child has ended, and the thread that reads its reports will report this
-    with suppress(OSError):  # closing the stream flushes it, which fails if the child has ended
+            break  # the child has ended; the thread that reads its reports handles this
+    # Closing the stream first writes the rest of its buffer, which fails if the child has ended.
+    with suppress(OSError):
         stream.close()
 
 

@@ -18,16 +18,16 @@ from atts.local.scheduler import Scheduler
 from atts.local.seams import Model
 
 _MOST_TURNS = 8
-"""Largest number of steps in a burst. A request that arrives during a burst waits until the burst
-ends, so the number is small.
+"""Largest number of steps in a burst. It is small, because a request that arrives during a burst
+waits until the burst ends.
 """
 _MOST_ROWS = 16
-"""Largest number of sequences in a burst. A burst ends when one of its texts ends. With more
-sequences, this would happen in almost every step.
+"""Largest number of sequences in a burst. A burst ends as soon as one sequence draws a token that
+may end its text. With more sequences, almost every step would draw such a token.
 """
 _SMALL = 1_000_000
-"""Number of weights of the largest model that uses bursts. In larger models, most of a step's time
-is spent in the kernels, so bursts would save little.
+"""Models with more weights than this do not use bursts. In these models, the kernels take most of a
+step's time, so bursts would save little.
 """
 
 

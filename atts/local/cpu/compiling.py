@@ -26,15 +26,15 @@ from atts.files import replace_file
 from atts.local.model_config import ModelConfig
 
 Build = Callable[[Path], None]
-"""A function that builds a library at a path; the folder contains nothing else.
+"""A function that builds a library and writes it to a path. The path's folder is empty before.
 
 :raises UnsupportedByEngine: the library cannot be built.
 :raises OSError: writing to the disk fails.
 """
 _BUILDING = "atts-build-"
 _STALE_SECONDS = 600.0
-"""Age in seconds above which a build folder is deleted. A build takes seconds, so the process that
-made an older folder was killed.
+"""Build folders that are older than this many seconds are deleted. A build takes only seconds, so
+the process that made such a folder was killed.
 """
 
 
@@ -140,9 +140,8 @@ def _damage(path: Path, key: str) -> str:
         if problem := _distrust(path):
             return problem
         is_whole = _digest(path.read_bytes()) == path.stem.removeprefix(_prefix(key))
-    except (
-        OSError
-    ) as error:  # for example, another process has found the damage and removed the file already
+    # for example, because another process found the damaged file first and removed it
+    except OSError as error:
         return f"cannot be read ({error.strerror})"
     return "" if is_whole else "is damaged"
 
@@ -172,7 +171,7 @@ _FLAGS = ("-O3", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 _INSTEAD = "Add ?kernel=torch to the engine's address"
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
-# C types of each function: first the type of its result, then the types of its arguments
+# C types of each kernel function: first the type of its result, then the types of its arguments
 _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None, ...]] = {
     "atts_row_block": (_INT,),
     "atts_has_pairs": (_INT,),
@@ -262,8 +261,8 @@ def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
     """
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     tuned = {"native": (native,), "avx2": ("-mavx2", "-mfma"), "generic": ()}[tuning]
-    # torch contains its own OpenMP library; another one in the process would start a second set of
-    # waiting threads
+    # Link the OpenMP library that torch contains. Another OpenMP library in the process would start
+    # a second set of threads that wait for work.
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     threads = [((*tuned, "-fopenmp"), ("-nostdlib", str(bundled[0]), "-lc"))] if bundled else []
     return [*threads, ((*tuned, "-fopenmp"), ()), (tuned, ()), ((), ())]

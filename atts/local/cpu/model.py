@@ -43,8 +43,12 @@ class PanelKind(IntEnum):
     """The layout of a packed matrix; each value equals the constant in model.h."""
 
     FULL = 0
-    HALF = 1  # stored as bfloat16, read as float32; for weights that bfloat16 represents exactly
-    PAIRS = 2  # stored as bfloat16, and multiplied in pairs without conversion to float32
+    # stored as bfloat16, converted to float32 when read; only for weights that bfloat16 represents
+    # exactly
+    HALF = 1
+    # stored as bfloat16; the processor multiplies pairs of bfloat16 numbers without conversion to
+    # float32
+    PAIRS = 2
 
 
 class _Delta(ctypes.Structure):
@@ -57,7 +61,7 @@ class PackedAdapter(NamedTuple):
     """
 
     address: int
-    rank: int  # largest rank of the adapter's matrices
+    rank: int  # largest rank among the adapter's matrices
 
 
 class Packing:
@@ -126,8 +130,9 @@ _CHECKED_ROWS = 4096
 
 def is_bfloat16(tensor: Tensor) -> bool:
     """Return whether bfloat16 can represent every number of the tensor."""
-    # The rows are checked in blocks, to save memory. Combining the bits of all numbers in numpy
-    # takes a tenth of the time that torch takes to compare them one by one.
+    # bfloat16 represents a float32 number exactly if the number's last 16 bits are 0. In numpy,
+    # combining the bits of all numbers takes a tenth of the time that torch takes to compare the
+    # numbers. Blocks of rows save memory.
     return not any(
         np.bitwise_or.reduce(rows.contiguous().numpy().view(np.uint32).reshape(-1)) & 0xFFFF
         for rows in torch.split(tensor, _CHECKED_ROWS)
@@ -206,8 +211,8 @@ class NativeWeights:
         exact = list[_Layer]()
         grouped = list[_Layer]()
         for group in self._groups:
-            # each layer is read only once, and is freed before the layers of the next group are
-            # read
+            # Indexing may read the layers from disk, so each layer is accessed only once. At most
+            # two groups of unpacked layers are in memory at a time.
             layers = weights.layers[group.layers.start : group.layers.stop]
             exact += [
                 self._layer(group.one(at), layer, tables[config.ropes[at]])
@@ -264,8 +269,8 @@ class NativeWeights:
         own = self._config.num_heads * self._config.head_dim
         together = joined(weights, self._config)
         merged = [_Layer.from_buffer_copy(layer) for layer in layers]
-        # The joined weights are rounded to bfloat16, which halves the memory to read; grouped
-        # attention is not exact in float32 either.
+        # Rounding the joined weights to bfloat16 halves the memory to read. Grouped attention is
+        # not exact in float32 either, so the rounding is acceptable.
         if layers[0].attention_bf16:
             together = replace(together, qkv=together.qkv.bfloat16().float())
         self._fill_half(merged[0], 0, together, "")
@@ -366,7 +371,7 @@ _UNADAPTED = Adapted((Segment * 0)(), 0)
 
 
 class _Step(ctypes.Structure):
-    keeps: object  # owner of the memory that the pointers refer to
+    keeps: object  # object that keeps alive the memory to which the pointers below refer
 
     _fields_ = [
         *members(
@@ -409,17 +414,17 @@ class AheadBatch(NamedTuple):
     that draw the most tokens come first.
     """
 
-    # each sequence's tokens that have not been fed yet; its first token is drawn after the last of
-    # them
+    # batch of the first turn: the tokens of each sequence that have not been fed yet; the
+    # sequence's first draw follows the last of them
     first: StepBatch
-    # one row per sequence, to feed its newest token; the kernel increases the position after each
-    # turn
+    # batch of each later turn: one row per sequence, which feeds the token that was just drawn; the
+    # kernel increases the positions by 1 after each turn
     following: StepBatch
-    counts: NDArray[np.int64]  # [turns] number of sequences that draw in each turn
+    counts: NDArray[np.int64]  # [turns] number of sequences that draw a token in each turn
     temperatures: Tensor  # shape [sequences], in float64
     uniforms: NDArray[np.float64]  # shape [turns, sequences]
-    # [vocabulary] mask of the tokens that end the drawing: if a sequence draws one, no further turn
-    # follows
+    # [vocabulary] mask of tokens that may end a text; after a turn in which a sequence draws such a
+    # token, the kernel stops
     ends: NDArray[np.uint8] | None = None
 
 
@@ -466,8 +471,8 @@ class NativeModel:
         self._rounds_scores = rounds_scores
         self._model = self._weights.exact
         self._grouped = self._weights.grouped
-        # whether all layers of a group compute attention from the same input, which is faster but
-        # not exact
+        # whether all layers of a group compute attention from the input of the group's first layer,
+        # which is faster but not exact
         self.is_grouped = False
         self._scratch_floats = int(
             library.atts_scratch_floats(config.head_dim, config.context_length)
@@ -477,13 +482,11 @@ class NativeModel:
         self._sample_scratch = np.empty(config.vocabulary // 4 + 1, dtype=np.float32)
         self._next_items = np.zeros(len(cache), dtype=np.int32)
         self._capacity = 0
-        # the batch and the slot table whose addresses are in `_step`
-        self._filled: tuple[StepBatch | None, SlotIds | None] = (
-            None,
-            None,
-        )
+        # batch and slot table to whose arrays `_step` already points, so that they need not be
+        # filled in again
+        self._filled: tuple[StepBatch | None, SlotIds | None] = (None, None)
         self._buffers: dict[str, _Floats] = {}
-        # buffer for the logits of one block of rows to score
+        # buffer for the logits of the rows that are scored together
         self._logits = np.empty((0, config.vocabulary), dtype=np.float32)
         self._step = _Step(
             threads=threads,
@@ -577,7 +580,8 @@ class NativeModel:
 
     def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: LayerHook) -> Tensor:
         x = _floats(len(batch.tokens), hidden.shape[1])
-        middle = 1 + 2 * tap.layers  # the embedding is unit 0, and each layer has two units
+        # `through` counts in units: the embedding is unit 0, and each layer is two units
+        middle = 1 + 2 * tap.layers
         last = self._step.last_unit
         self.through(batch, table, (x, hidden), (0, middle))
         tap.receive(torch.from_numpy(x[batch.logit_rows]))
@@ -754,8 +758,9 @@ class NativeModel:
             widths["pairs"] = max(config.hidden_size, across, config.intermediate_size) // 2
         block = min(capacity, self._row_block)
         rows = {"normed": block, "gate_up": block, "pairs": block}
+        # Free the old buffers before the new ones are allocated, to limit the peak of memory.
         self._buffers = {}
-        self._capacity = 0  # the old buffers are freed before the new ones are allocated
+        self._capacity = 0
         self._buffers = {
             name: self._allocate(rows.get(name, capacity), width) for name, width in widths.items()
         }

@@ -69,8 +69,8 @@ def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple
         raise ValueError("the kernel does not support limits of attention scores (soft caps)")
     forms = {(1, 1)}
     for layers in layer_groups(config, group):
-        # the kernel is compiled here for every shape of group, so that no later step waits for the
-        # compiler
+        # The test below also compiles the kernel for every shape of group, so that no later step
+        # waits for the compiler.
         forms |= {(len(layers), len(layers)), (1, len(layers))}
     for window in sorted({0, *config.windows}):
         for form in sorted(forms):
@@ -97,7 +97,8 @@ def disagreement(
     attending, side_by_side = form
     heads = attending * config.num_heads
     shape = side_by_side * config.num_kv_heads, config.head_dim
-    # the last layers of the group are tested, to find a kernel that wrongly reads the first layers
+    # The test uses the last layers of the group, so that a kernel that wrongly reads the first
+    # layers fails.
     own = slice((side_by_side - attending) * config.num_kv_heads, None)
     slots = 1 + torch.randperm(2049, generator=random).to(torch.int32).view(3, -1).numpy()
     keys, values = (

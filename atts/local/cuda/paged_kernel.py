@@ -10,22 +10,23 @@ from torch import Tensor
 from atts.local.device_steps import Blocks, DeviceStep
 from atts.local.model_config import ModelConfig
 
-# One program computes the attention of one block of rows, for the query heads of one key-value
-# head, over a part of the context. If there are few blocks, long contexts are split into parts,
-# whose results are combined by their softmax weights. Sizes that vary from step to step are read on
-# the device, so that a captured graph works for any lengths. The cache may store the keys of
-# several layers next to each other; then the keys of one layer are only a part of a slot.
+# Each program of the kernel computes the attention of one block of rows for one key-value head,
+# over a part of the context. If a step has few blocks, long contexts are split into parts. The
+# results of the parts are then combined with softmax weights. Sizes that vary from step to step are
+# read on the device, so that a captured graph works for any lengths. The cache may store the keys
+# of several layers next to each other; then the keys of one layer are only a part of a slot.
 
 MOST_ROWS = 16
-_WIDTHS = (1, 4, MOST_ROWS)  # widths of blocks for which kernels are compiled
-# number of programs that keep a large GPU busy; contexts are split until there are about as many
-# programs
+_WIDTHS = (1, 4, MOST_ROWS)  # numbers of rows per block for which the kernel is compiled
+# number of programs that keep a large GPU busy; if a step has fewer, contexts are split to get
+# about this number
 _PROGRAMS = 264
 _MOST_PARTS = 16
 
 
-# Triton must not specialise these arguments. The arrays of a step are slices of one array, so their
-# alignment varies. Triton would compile a kernel for each alignment during a run.
+# Triton must not specialise the kernel on these arguments. The arrays of a step are slices of one
+# array, so their alignment varies. Triton would compile the kernel again during a run for each new
+# alignment.
 @triton.jit(
     do_not_specialize=[
         "starts",
@@ -55,7 +56,7 @@ def _attend(  # type: ignore[no-untyped-def]
     place = lane // GROUP
     is_row = (place < count) & (place < WIDTH)
     row = (start + place).to(tl.int64)
-    # index of this row and head in the arrays of queries and outputs
+    # index of each row and query head in the arrays of queries and outputs
     at = row * HEADS + head * GROUP + lane % GROUP
     dims = tl.arange(0, DIM_UP)
     is_dim = dims < DIM

@@ -32,10 +32,11 @@ _TOO_LARGE = (
 _KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR")
 """The environment variables that the child process inherits."""
 _MARK = "CONTINUE-FROM-HERE "
-"""A text that is appended to an unfinished message. It shows where the template writes the end of
-the message.
+"""A text that is added to the end of an unfinished message. In the rendered text, it shows where
+the message ends.
 
-The text ends with a space, so that atts notices a template that trims messages.
+The text ends with a space, so that atts notices if the template removes spaces at the ends of
+messages.
 """
 
 Rows = Sequence[Mapping[str, str]]
@@ -74,8 +75,8 @@ def render(
     before, mark, after = text.rpartition(_MARK.rstrip())
     if not mark:
         raise TemplateError("the template drops the last message, which must be continued")
-    # If the template trimmed the end of the message, trim the original message too, as transformers
-    # does.
+    # If the template removed the spaces at the end of the message, remove them from the original
+    # message too, as transformers does.
     return before if after.startswith(" ") else before.rstrip()
 
 
@@ -104,7 +105,7 @@ def _compiled(template: str) -> Any:
         raise TemplateError(message)
 
     def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-        # this filter does not escape HTML, but Jinja's own `tojson` does
+        # unlike Jinja's own `tojson`, this filter does not escape HTML
         return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
     def now(layout: str) -> str:
@@ -167,7 +168,7 @@ class TemplateProcess:
         assert child.stdin is not None
         assert child.stdout is not None
         line = b""
-        with suppress(OSError):  # the child ended while this process wrote to it
+        with suppress(OSError):  # raised if the child ended while this process wrote to it
             child.stdin.write(request)
             child.stdin.flush()
             line = child.stdout.readline()
@@ -215,7 +216,7 @@ def is_plain(template: str) -> bool:
         return isinstance(node, (*statements, *values, *joins))
 
     try:
-        # safe for any template, because `parse` does not render it
+        # this is safe for any template, because `parse` does not render the template
         whole = Environment(autoescape=False).parse(template)
         return is_known(whole) and all(map(is_known, whole.find_all(nodes.Node)))
     except Exception:  # noqa: BLE001  # a template that does not parse is not plain
@@ -244,12 +245,12 @@ def _serve(seconds: float) -> None:
     """Answer rendering requests. Each request is a line of standard input, and each answer is a
     line of output.
     """
-    # compile an empty template before the limits apply, so that Jinja is already imported
+    # Compiling an empty template imports Jinja before the limits apply.
     _compiled("")
     if sys.platform != "win32":
         import resource
 
-        # the system already has a lower limit, or does not support this limit
+        # raised if the system already has a lower limit, or does not support this limit
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
     for line in sys.stdin.buffer:

@@ -16,8 +16,8 @@ Embedded = Literal["draft", "target"]
 EMBEDDED: Final[tuple[Embedded, ...]] = get_args(Embedded)
 """The names of the embedded models; they share one tokenizer."""
 Drafter = Literal["deep"]
-"""The name of a small model with the same tokenizer, which proposes tokens for the target. It has
-eight narrow layers.
+"""The name of a small model with eight narrow layers, which proposes tokens for the embedded
+target. It has the same tokenizer as the target.
 """
 
 _FILES = (
@@ -44,7 +44,7 @@ class ModelInfo:
     # number of multiply-add operations for one token in all weight matrices, including the output
     # matrix
     weights_per_token: int
-    # number of attention heads times the dimension of a head, summed over layers
+    # product of the number of attention heads and the dimension of a head, summed over layers
     attention_width: int
     bytes: int  # size of the weights file in bytes
 

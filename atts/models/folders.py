@@ -25,8 +25,7 @@ _CODE = (
     "processing_*.py",
 )
 _MOST_BYTES = 64 << 20
-# the largest accepted token id, which is about forty times the size of the largest published
-# vocabulary
+# Largest accepted token id. It is about forty times the size of the largest published vocabulary.
 _MOST_IDS = 1 << 24
 _LOOK = "Check the id and the network, or download the model with another tool and give its folder"
 _PUBLISHED = {
@@ -38,8 +37,8 @@ _PUBLISHED = {
         "Xenova/gpt-4o",
     }
 }
-"""References to remote code, by model type, that are not refused. transformers itself contains the
-same classes.
+"""For each model type: references to remote code that atts accepts, because transformers itself
+contains the same classes.
 """
 
 
@@ -180,7 +179,8 @@ def template_of(folder: Path) -> str | None:
     except (OSError, ValueError):
         return None
     template = config.get("chat_template") if isinstance(config, dict) else None
-    # some folders contain several templates, each with a name
+    # Some folders contain several named templates. `str` then returns one text that contains all of
+    # them.
     return template if isinstance(template, str) else str(template or "")
 
 

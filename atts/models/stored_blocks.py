@@ -24,7 +24,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 MODELS = "models"
 BLOCKS = "blocks"
 SCHEMA = 1
-"""The version of the zoo format. A newer version of atts wrote a zoo with a higher number."""
+"""The version of the zoo format. A zoo with a higher number was written by a newer version of atts.
+"""
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{40}$")]
 FileName = Annotated[str, msgspec.Meta(pattern=r"^[^/\\\x00]+\.safetensors$")]
 
@@ -35,12 +36,12 @@ class StoredBlock:
     tensors.
     """
 
-    # position in the model: embedding, head, adapter, rest, or a part of a layer such as
+    # name of the part of the model: embedding, head, adapter, rest, or a part of a layer such as
     # layers.3.attention or layers.3.mlp
     place: str
-    digest: Digest  # digest of the block's file, which is also the file's name
+    digest: Digest  # digest of the file that stores the block; the file is named after it
     bytes: int
-    # name that each tensor has in the block's file, keyed by its name in the model's own files
+    # for each tensor: its name in the model's own files, and its name in the block's file
     tensors: dict[str, str]
 
 
@@ -63,15 +64,16 @@ class Loss:
     """
 
     model: str
-    weights: str  # digest of the model's weights, as in its engine's spec
-    # for each replaced position, the block that is used instead, written as MODEL/POSITION
+    weights: str  # digest of the original model's weights, as in an engine's spec
+    # for each replaced block's position, the block that is used instead, written as MODEL/POSITION
     stands: dict[str, str]
-    problems: str  # name of the set of problems
-    count: int  # number of problems
-    tokens: int  # number of tokens that the model wrote on these problems, with greedy decoding
+    problems: str  # name of the set of problems on which the models were compared
+    count: int  # number of problems in this set
+    # number of tokens that the original model wrote on these problems, with greedy decoding
+    tokens: int
     # mean Kullback-Leibler divergence per token, in nats, from the original to the changed model
     nats: float
-    # share of these tokens at which the two models have different most likely tokens, 0 to 1
+    # share (0 to 1) of these tokens for which the changed model has another most likely token
     flips: float
     # accuracies of the original model and of the changed model, 0 to 1
     accuracy: tuple[float, float]
@@ -95,17 +97,16 @@ class StoredModel:
     """
 
     name: str
-    source: str  # the model's folder when it was added to the zoo
-    base: str  # name of the model to which an adapter was added
-    # whether the model's complete weight files are stored, because it shares no block with other
-    # models
+    source: str  # folder from which the model was added to the zoo
+    base: str  # name of the base model, if this model is an adapter; else empty
+    # True if the zoo stores the model's complete weight files, because it shares no block with
+    # other models
     is_whole: bool
-    bytes: int  # size in bytes of the model's folder when it was added
+    bytes: int  # size in bytes of the model's folder when the model was added to the zoo
     marks: tuple[str, str]  # short and long digest of the model's weights, as in an engine's spec
     files: tuple[StoredFile, ...]
     blocks: tuple[StoredBlock, ...]
-    # measured change against the original model, if this model is a changed version of another
-    # model
+    # measured change of the output, if this model was made by replacing blocks of another model
     loss: Loss | None = None
 
     @property

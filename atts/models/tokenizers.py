@@ -48,9 +48,9 @@ class ModelTokenizer:
         self._template = _chat_template(folder, settings)
         self._templates = TemplateProcess()
         state: dict[str, Any] = json.loads(self._backend.to_str())
-        # If two models have equal tokenizer digests, each id has the same meaning in both, so each
-        # model can continue ids of the other. The digest does not include the chat template, which
-        # often is the only difference between the two.
+        # If two models have equal tokenizer digests, a token id means the same in both. So each
+        # model can continue a text of the other. The digest does not cover the chat template, which
+        # is often the only difference between two tokenizers.
         self.digest = _digest(
             {key: state[key] for key in state if key not in ("truncation", "padding", "version")}
         )
@@ -62,7 +62,7 @@ class ModelTokenizer:
             raise ModelLoadError(
                 name, f"the tokenizer in {folder} cannot be read ({error})"
             ) from error
-        self.vocabulary = len(self.pieces)  # the highest token id plus 1
+        self.vocabulary = len(self.pieces)  # one more than the highest token id
         eos = self._special_tokens.get("eos_token", "")
         self.end_ids = read_end_ids(folder, name, self._backend.token_to_id(eos) if eos else None)
 
@@ -96,8 +96,8 @@ class ModelTokenizer:
         except UnsupportedByEngine:
             if [row["role"] for row in rows[:2]] != ["system", "user"]:
                 raise
-            # The template does not accept system messages, as in Gemma 2, so put the system text
-            # before the question.
+            # Some templates, such as that of Gemma 2, do not accept system messages. So the system
+            # text is put before the question.
             first = {"role": "user", "content": f"{rows[0]['content']}\n\n{rows[1]['content']}"}
             text = self._render([first, *rows[2:]], is_open)
         return self.encode(text)
@@ -107,7 +107,7 @@ class ModelTokenizer:
         try:
             return render(self._template, rows, self._special_tokens, is_open=is_open)
         except Exception as error:
-            # a template is a program, so it may raise any error or need too much memory
+            # A template is a program, so rendering it may raise any error or need too much memory.
             problem = f"the chat template refuses these messages ({error})"
             raise UnsupportedByEngine(
                 self._name, problem, f"The template is in {self._folder}"

@@ -57,7 +57,7 @@ class Sequence:
     # increased by the step loop.
     rope_row: int = 0  # row of position 0 in the table of rotary angles; above 0 in long requests
     row: int = -1  # index of the sequence's row in the slot table; -1 while the request waits
-    # prefix-tree node at which the shared part of this sequence ends; the sequence has locked it
+    # prefix-tree node where the shared prefix of this sequence ends; locked against eviction
     node: PrefixNode | None = None
     num_computed: int = 0  # number of tokens whose keys and values are in the KV cache
     # The first `num_shared` slots of the row belong to the prefix tree. This sequence owns the

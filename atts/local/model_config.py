@@ -152,7 +152,7 @@ class _Value:
     low: float = -math.inf
     high: float = math.inf
     optional: bool = False
-    parts: _Value | None = None  # in a list, the values that its items may have
+    parts: _Value | None = None  # if the value is a list: the values of its items
     choices: tuple[str, ...] = ()
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ from atts.local.seams import (
     TokenProposal,
 )
 
-_NONE = NOTHING, 0  # used for a sequence for which no proposal was requested
+_NONE = NOTHING, 0  # empty proposal of a sequence for which no tokens were requested
 # The time between steps is averaged over about this many steps; older steps count less.
 _BETWEEN = 8
 

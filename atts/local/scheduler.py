@@ -19,8 +19,8 @@ _SLOT_RUN = 32
 # Before another sequence is admitted, this many cache slots per running sequence must be free or
 # evictable.
 _HEADROOM = 16
-# A request waits if a running sequence will soon compute at least this many of its tokens, so that
-# it can read them from the cache.
+# A request waits if a running sequence will soon compute at least this many of its tokens. The
+# request then reads these tokens from the cache.
 WORTH_WAITING = 8
 CacheAction = Literal["keep", "drop"]
 

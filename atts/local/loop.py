@@ -183,7 +183,7 @@ class StepLoop:
             return
         try:
             results = self._run(plan)
-        # a process that computes a part of the model has ended, so no step can succeed
+        # A process that computes a part of the model has ended, so no later step can succeed.
         except EngineUnavailable:
             raise
         except Exception as error:  # noqa: BLE001  reported to the callers whose requests it concerns

@@ -119,7 +119,6 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        # adds a command to the queue without waiting
         self.put: Callable[[Command], None] = self._queue.put
 
     def take(self, *, wait: bool) -> list[Command]:

@@ -140,7 +140,7 @@ def _damage(path: Path, key: str) -> str:
         if problem := _distrust(path):
             return problem
         is_whole = _digest(path.read_bytes()) == path.stem.removeprefix(_prefix(key))
-    # for example, because another process found the damaged file first and removed it
+    # Reading fails if, for example, another process found the damage first and removed the file.
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return "" if is_whole else "is damaged"

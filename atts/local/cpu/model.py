@@ -580,7 +580,7 @@ class NativeModel:
 
     def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: LayerHook) -> Tensor:
         x = _floats(len(batch.tokens), hidden.shape[1])
-        # `through` counts in units: the embedding is unit 0, and each layer is two units
+        # `through` counts in units: the embedding is unit 0, and each layer has two units.
         middle = 1 + 2 * tap.layers
         last = self._step.last_unit
         self.through(batch, table, (x, hidden), (0, middle))

@@ -68,8 +68,8 @@ from atts.local.scheduler import Scheduler
 from atts.local.seams import FixedLength, HookedModel, Lengths, Model, Proposer
 
 _K_AHEAD = 16
-"""Largest number of tokens that are drafted during a step of the target, if the options give no
-number.
+"""Largest number of tokens that an overlapped drafter drafts for a guess during one step of the
+target, if the option `k` is not set.
 """
 
 
@@ -106,7 +106,8 @@ class _Target(NamedTuple):
     cache: Tensor
     drafter: Weights | None = None
     exits: ExitModel | None = None
-    trouble: str = ""  # message to the user about the choice of kernels
+    # warning for the user, for example that slow kernels are used; empty if there is none
+    trouble: str = ""
 
     @property
     def slots(self) -> int:
@@ -120,7 +121,8 @@ def _build(
     device = device_of(config)
     check_room(config, device)
     if plan.drafter is not None:
-        # If the drafter's device is missing, this raises an error before any model is loaded.
+        # Call this only for its error: if the drafter's device is missing, fail before any model is
+        # loaded.
         _drafter_device(plan, config)
     kernels: Any = None
     trouble = ""
@@ -163,8 +165,8 @@ def _speculating_loop(
         lengths,
         vocabulary=config.model.vocabulary,
         table=table,
-        # The CPU time is measured if one thread does all the work, because CPU time does not
-        # include time in which other processes use the core.
+        # If target and drafter compute on the CPU in this process, measure CPU time. It excludes
+        # the time in which other processes use the core.
         clock=thread_time if is_here else perf_counter,
     )
     return StepLoop(target.model, scheduler, table, send, proposals)
@@ -178,7 +180,8 @@ def _shared_loop(
     Other models of the zoo may join the loop.
     """
     dtype = dtype_of(config)
-    # All models that join the loop use this cache, so it has as many layers as the deepest model.
+    # Every model that joins the loop stores its keys and values in this cache. So the cache has as
+    # many layers as the deepest model.
     depth = max(plan.depth, config.model.num_layers)
     deepest = replace(config, model=replace(config.model, num_layers=depth))
     cache = allocate_cache(deepest, dtype, device_of(config))
@@ -375,8 +378,8 @@ def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
     )
     group = plan.speculation.fuzzy
     if group > 1 and weights.is_paired:
-        # The joined attention weights are copies that need memory. So they are made before the size
-        # of the cache is computed.
+        # The joined attention weights of layer groups are copies, which need memory. So make them
+        # before the size of the KV cache is computed.
         return with_groups(drafter.model, weights, group)
     return weights
 
@@ -405,8 +408,8 @@ def _drafter(
     assert target.drafter is not None, "the drafter's weights must be loaded"
     drafter_config = _drafter_config(plan, config, target.slots)
     if plan.speculation.drafter_device:
-        # CUDA graphs are not used, because captured steps use a CUDA stream that all devices of a
-        # process share.
+        # If `drafter_device` is set, turn CUDA graphs off. Steps that are captured in graphs
+        # use one CUDA stream that all devices of a process share.
         drafter_config = replace(
             drafter_config, options=replace(drafter_config.options, graphs="off")
         )

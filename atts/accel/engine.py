@@ -66,7 +66,7 @@ class PlannedLoop(LoopBuilder):
     ) -> tuple[Loop, WorkerReady]:
         """Load the models that the plan names; see `atts.accel.build`."""
         with import_lock:
-            # imported here, because this module imports torch
+            # imported only here, because `atts.accel.build` imports torch
             from atts.accel.build import build_accelerated
 
         return build_accelerated(self.plan, config, send)

@@ -27,27 +27,30 @@ _BELONGS = {
     **dict.fromkeys(OVERLAPPED, ("drafter", "k", "drafter_device", "beside")),
     "off": ("drafter", "k", "drafter_device"),
 }
-"""The names of the options that may be set with each value of `speculate`."""
+"""For each value of `speculate`: the names of the other options that may be set together with it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
     """Options of speculation: how tokens for the target are proposed, and how many at a time."""
 
-    # folder or hub id of the draft model: a smaller model with the same tokenizer that proposes
-    # tokens
+    # folder or Hugging Face id of the draft model: a smaller model with the target's tokenizer,
+    # which proposes tokens to the target
     drafter: str = ""
-    # one of SPECULATE; None means `auto` if a drafter is named or lent, and `off` otherwise
+    # method of proposing tokens, one of SPECULATE. None means `auto` if the engine has a draft
+    # model, named here or lent by the run, and `off` otherwise.
     speculate: str | None = None
-    # where a drafter works that drafts during the target's steps: "process" for its own process, or
-    # "inline" for the target's process, in which the target waits for it
+    # where the draft model runs if it drafts during the target's steps: "process" starts a process
+    # for it; "inline" uses the target's process, so the target waits for the drafts
     beside: Beside = "process"
-    # number of consecutive drafter layers whose attention reads the same input; 1 changes nothing
+    # number of consecutive layers of the draft model whose attention reads the same input, as an
+    # approximation; with 1, nothing is approximated
     fuzzy: int = 1
-    # number of tokens proposed at a time; None lets atts choose the fastest number, and 0 proposes
-    # none
+    # number of tokens to propose per sequence in each step; None lets atts find the fastest number,
+    # and 0 proposes none
     k: int | None = None
-    # device of the drafter, such as cpu, cuda or cuda:1; empty means the target's device
+    # device of the draft model, such as cpu, cuda or cuda:1; empty means the target's device
     drafter_device: str = ""
 
     def check(self) -> None:
@@ -116,18 +119,20 @@ class SpeculationOptions:
 class StageOptions:
     """Options that divide the layers of a model, or the blocks of several models, among workers."""
 
-    # number of stages (ranges of layers); every stage after the first has its own worker, which
-    # stores the keys and values of its layers
+    # number of stages. A stage is a range of the model's layers. Each stage after the first runs in
+    # a worker, which also stores the keys and values of these layers.
     stages: int = 1
-    # number of workers for each stage after the first: one number for all stages, or a list such as
-    # "2,1"
+    # number of workers for each stage after the first: one number for all these stages, or a list
+    # such as "2,1" with a number for each
     stage_replicas: str = "1"
-    # number of steps that may be in progress at the same time; None means the number of stages
+    # number of decoding steps that may be in progress at the same time; None means as many steps as
+    # stages
     stage_steps: int | None = None
-    # type of the workers; an engine whose name begins with "ray:" uses actors
+    # what a worker of a stage is: "process" is an operating-system process, "ray" is a Ray actor;
+    # only an engine whose name begins with "ray:" uses actors
     stage_worker: StageWorker = "process"
-    # Largest number of rows that a block shared by models of a zoo computes at a time. None means
-    # no limit.
+    # Largest number of rows (tokens of a step) that a block shared by several models computes at a
+    # time. None means no limit.
     block_rows: int | None = None
 
     def check(self) -> None:
@@ -217,11 +222,12 @@ class LoopPlan:
 
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     stages: StageOptions = field(default_factory=StageOptions)
-    drafter: WorkerConfig | None = None  # the draft model that proposes tokens to the target
-    # whether the drafter is lent; if a lent drafter cannot be used, the engine reports this and
-    # works without it
+    # configuration of the draft model, which proposes tokens to the target
+    drafter: WorkerConfig | None = None
+    # True if the drafter is lent: the run has this draft model, but the options do not name it. If
+    # it cannot be used, the engine reports this and works without it.
     may_lack_drafter: bool = False
-    # the user's own proposer class; the loop's process imports the class by its name
+    # a proposer class that the user wrote; the loop's process imports the class by its name
     proposer: type[Proposer] | None = None
     is_shared: bool = False  # whether other models of the target's zoo may run in the same loop
     depth: int = 0  # number of layers of the deepest model that may join the same loop

@@ -24,7 +24,7 @@ from atts.local.messages import GONE, FailureReply, write
 from atts.local.proposals import ask_of
 from atts.local.seams import Ask, OverlapStats, TokenProposal
 
-_SLOT_RUN = 64  # number of cache slots that a sequence gets at a time
+_SLOT_RUN = 64  # smallest number of cache slots that a sequence gets at a time
 
 
 class ToldTarget(InlineTransport):
@@ -77,8 +77,8 @@ class RemoteRows(DraftedRows):
         for key, ids, room in step.asks:
             sequence = self._sequences[key]
             sequence.ids += ids
-            # The log-probabilities are zeros, because only their number is used, to count the
-            # written tokens.
+            # Only the length of `logprobs` is used in this process, to count the written tokens. So
+            # zeros are enough.
             sequence.logprobs += [0.0] * len(ids)
             if self._has_slots(sequence, len(sequence.ids) + room + 1):
                 asks.append(ask_of(sequence, room))
@@ -130,8 +130,11 @@ def main() -> int:
         return 0
     set_threads(setup.config)
     write(answers, "ready")
-    gc.freeze()  # the loaded models stay in memory, so the garbage collector should not search them
-    with suppress(*GONE):  # a broken pipe means that the parent has ended, so this process ends too
+    # The loaded models stay in memory until the process ends, so exclude them from garbage
+    # collection.
+    gc.freeze()
+    # A broken pipe means that the target's process has ended, so this process ends too.
+    with suppress(*GONE):
         _serve(orders, answers, Drafting(drafter, rows, target))
     return 0
 

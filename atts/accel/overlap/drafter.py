@@ -60,11 +60,12 @@ class PlaceLaw:
     target writes certain other tokens instead.
     """
 
-    # probability that the proposed token is accepted if all tokens before it are accepted; 1 for
-    # the position after the last proposed token
+    # probability that the proposed token is accepted if all tokens before it are accepted; 1 at the
+    # position after the last proposed token
     acceptance: float
     tokens: Many[int]
-    # probabilities of `tokens`; they need not sum to 1, because other tokens are possible
+    # probabilities of the tokens in `tokens`; their sum may be less than 1, because other tokens
+    # are possible
     probabilities: Many[float]
 
 
@@ -147,14 +148,15 @@ class OutcomeCache(dict[tuple[int, int], Branch]):
         return chosen, others
 
 
-# If a guess was correct, its branch is proposed at once. If no guess was correct, or if the drafter
-# is late, the target takes a step without a proposal, and the drafter begins again. A branch reads
-# the keys and values of its sequence, and writes its own into slots at the end of the cache. The
-# branch's slots are freed when the outcome is known.
+# During each step of the target, the drafter guesses outcomes, and drafts a branch (some next
+# tokens) after each guess. If a guess was correct, its branch is proposed at once. If no guess was
+# correct, or if the drafter is late, the target takes a step without a proposal. Then the drafter
+# begins again. A branch reads the keys and values of its sequence. Its own keys and values go into
+# slots at the end of the drafter's cache. These slots are freed when the outcome is known.
 
 Drawn = tuple[list[int], list[PlaceLaw]]
 _CONFIDENT = 0.6
-"""A token that a streaming head predicts is added to the branch only if its probability is at least
+"""A token that a streaming head predicts is added to a branch only if its probability is at least
 this high. The drafter's next pass or the target checks the added tokens.
 """
 
@@ -168,9 +170,10 @@ class DraftBranch:
     tokens: list[int]
     slots: SlotIds
     row: int  # row of the branch in the drafter's slot table
-    most: int = 1  # largest number of tokens that the branch may have
+    most: int = 1  # largest number of tokens that this branch may have
     fed: int = 0  # number of tokens of the branch whose keys and values the drafter has computed
-    # distributions at the positions of the branch's tokens, except at that of the first token
+    # the draft model's distributions at the positions of `tokens`, except at the first position,
+    # whose token is the guess
     laws: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
 
     @property
@@ -184,16 +187,19 @@ class DraftLine:
     """The state of one sequence when a step begins, and the possible outcomes of its proposal."""
 
     ask: Ask
-    base: int  # number of tokens that the sequence has when the step begins
+    base: int  # number of prompt tokens and written tokens when the step begins
     row: int
     proposal: TokenIds
-    laws: list[PlaceLaw]  # the draft's distributions at the positions of the proposed tokens
-    uniforms: NDArray[np.float64]  # random numbers in [0, 1) for the positions from `base` on
+    # the draft model's distributions at the positions of the tokens in `proposal`
+    laws: list[PlaceLaw]
+    # the random numbers in [0, 1) with which the target draws the tokens at position `base` and
+    # later
+    uniforms: NDArray[np.float64]
     cache: OutcomeCache[DraftBranch] = field(default_factory=lambda: OutcomeCache[DraftBranch]())
-    # the early exit's distributions at the positions of the proposed tokens and at the next
-    # position
+    # distributions guessed by the target's early exit: one for each position of `proposal`, and one
+    # for the position after it
     exits: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
-    # tokens of the text and of the proposal that the drafter has not read yet
+    # tokens of the sequence's text and of `proposal` that the draft model has not computed yet
     fed: list[FedRow] = field(default_factory=list[FedRow])
 
     @property
@@ -208,16 +214,18 @@ class DraftJob:
 
     lines: list[DraftLine] = field(default_factory=list[DraftLine])
     moves: list[tuple[SlotIds, SlotIds]] = field(default_factory=list[tuple[SlotIds, SlotIds]])
-    """For each sequence whose branch was chosen: the branch's slots and the sequence's slots, into
-    which keys and values are copied.
+    """For each sequence whose outcome was guessed: the slots of the chosen branch, and the slots of
+    the sequence to which keys and values are copied.
     """
-    # batches of written tokens that the drafter has not read yet
+    # batches of prompt and text tokens that the draft model has not computed yet
     texts: list[StepBatch] = field(default_factory=list[StepBatch])
-    # slots of proposed branches, which are freed after the step
+    # cache slots of the branches that are proposed in this step; they are freed after the step
     lent: list[SlotIds] = field(default_factory=list[SlotIds])
-    # for each proposal of this step: the draft's next token, and the distribution at its position
+    # for each sequence: the token that the draft model draws after the proposal, and the
+    # distribution at this token's position
     begun: tuple[list[int], list[PlaceLaw]] = field(default_factory=lambda: ([], []))
-    # This event is set when the target's step has ended. The drafter then stops.
+    # Set to True when the target's step has ended or the drafting scheme changes. The drafter then
+    # stops adding tokens to branches.
     is_enough: bool = False
     error: BaseException | None = None
 
@@ -239,8 +247,8 @@ class BranchWriter:
         self._heads = heads
         self._stats = stats
         self.streams = False  # whether streaming heads add tokens to the branches
-        # In addition to the drawn token, this number of likeliest tokens is returned at each
-        # position.
+        # number of likeliest tokens to guess at each position, in addition to the token that the
+        # draft model draws
         self.fan = 0
         self.acceptance = 0.7  # estimated probability that a proposed token is accepted
 
@@ -360,17 +368,19 @@ def place_laws(
 Work = Callable[[], None]
 
 PATIENCE = 5.0
-"""Before the drafting scheme changes, the current drafting work may run for at most this number of
-seconds.
+"""Largest number of seconds to wait for the end of the current drafting work before the drafting
+scheme changes.
 """
 
 
 BRANCH_SLOTS = 4096  # number of cache slots for the branches of all sequences together
 _MOST_BRANCHES = 64
-# A branch gets at least this number of tokens, even if there is not enough time during the target's
-# step.
+# A branch gets at least this number of tokens, even if the target's step is too short to draft
+# them.
 _LEAST = 2
-_FADE = 0.98  # Older counts of accepted tokens are multiplied by this factor in each round.
+# After each proposal, the earlier counts of tested and accepted tokens are multiplied by this
+# factor.
+_FADE = 0.98
 
 
 class InlineTransport:
@@ -379,7 +389,7 @@ class InlineTransport:
     So the drafts depend only on the texts, and not on the time that steps take.
     """
 
-    is_beside = False  # whether the work runs in parallel with its caller
+    is_beside = False  # whether drafting runs in parallel with the target's step
 
     def post(self, work: Work) -> None:
         """Run the drafting work, and return when it is done."""
@@ -430,16 +440,15 @@ class OverlappedDrafter(ModelDrafter):
         self._all_exits = exits
         rows, width = drafted.table.shape
         self._table = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
-        # in the slot table, the rows of branches come after the rows of sequences
+        # In the slot table, the rows of branches come after the rows of sequences. This is the
+        # first row of a branch.
         self._first_row = rows
         self._last = min(width, self._context)
         self._first_slot = drafted.slots.num_slots
         self._spare = SlotAllocator(BRANCH_SLOTS)
         self._job: DraftJob | None = None
-        self._began = 0.0
-        # `_began` is the time when the current drafting work began. `_budget` is the expected
-        # duration of the target's step in seconds.
-        self._budget = 0.0
+        self._began = 0.0  # time at which the current drafting work began
+        self._budget = 0.0  # expected duration of the target's step, in seconds
         self._is_late = False
         self._costs = StepCosts(wanders=False)
         self._tested = 1.0
@@ -565,8 +574,9 @@ class OverlappedDrafter(ModelDrafter):
         chosen, others = line.cache.select(accepted, rest[0] if rest else -1)
         if chosen is not None and chosen.tokens[1 : len(rest)] != rest[1:]:
             others = [*others, chosen]
-            chosen = None  # The branch came too late, because the text already has other tokens.
-        if rest:  # The text has no token after the proposal, so no guess was tested.
+            # The text already has other tokens than this branch, so the branch came too late.
+            chosen = None
+        if rest:  # If the text has no token after the proposal, no guess was tested.
             self.stats.hits = self.stats.hits + bool(chosen)
             self.stats.misses = self.stats.misses + (not chosen)
         self.stats.wasted += len(others)
@@ -617,7 +627,8 @@ class OverlappedDrafter(ModelDrafter):
         """
         if self._rows.drafted(self._rows.sequence(line.ask.key)) != branch.start:
             return 0
-        # The last token is computed again, because the drafter needs the distribution after it.
+        # Do not copy the last token of text and proposal. The draft model computes it again to get
+        # the distribution of the next token.
         count = min(branch.fed, line.stop - branch.start - 1)
         stop = branch.start + count
         job.moves.append((branch.slots[:count], self._table[line.row, branch.start : stop].copy()))
@@ -643,7 +654,8 @@ class OverlappedDrafter(ModelDrafter):
         self._began = perf_counter()
         assert job is not None, "the drafter reads messages only during a job"
         if isinstance(told, Exception):
-            job.error = told  # the caller raises this error when it collects the step's results
+            # stored here; `drafted` raises it when the step's branches are collected
+            job.error = told
         else:
             for line in job.lines:
                 laws = told.get(line.ask.key, ())

@@ -24,13 +24,15 @@ from atts.local.model_config import ModelConfig
 from atts.local.seams import HookedModel, LayerHook
 
 EXIT_FILE = "heads/exit.safetensors"
-"""Path of the trained exit in the target's folder; `scripts/train heads` writes the file."""
-# For each position, the nine likeliest tokens are reported. The drafter needs eight, but one of the
-# nine may be the proposed token.
+"""Path, inside the target's folder, of the weights of the trained early exit. `scripts/train heads`
+writes this file.
+"""
+# At each position, the early exit reports this number of likeliest tokens. The drafter needs eight,
+# but one of the nine may be the proposed token.
 _TOLD = 9
 ExitGuesses = Mapping[int, Many[tuple[Many[int], Many[float]]]]
-"""The likely tokens at each position of a sequence, and their probabilities. The key is the number
-of the sequence.
+"""For each sequence, under its number: the likeliest tokens at each position, with their
+probabilities, as guessed by the early exit.
 """
 
 
@@ -39,7 +41,8 @@ class ExitListener(NamedTuple):
     receives.
     """
 
-    # for each row of the slot table, the number and the sampling options of its sequence
+    # for each row of the slot table: the number of its sequence, and the sequence's sampling
+    # options
     rows: Mapping[int, tuple[int, Sampling]]
     receive: Callable[[ExitGuesses | Exception], None]
 
@@ -64,9 +67,9 @@ class ExitAdapter:
     """
 
     layers: int
-    norm: Tensor  # [hidden_size] the scale of the norm before the output matrix
-    down: Tensor  # [rank, hidden_size]
-    up: Tensor  # [hidden_size, rank]
+    norm: Tensor  # [hidden_size] weights of the norm before the output matrix
+    down: Tensor  # [rank, hidden_size] first matrix of the correction
+    up: Tensor  # [hidden_size, rank] second matrix of the correction
 
     @classmethod
     def untrained(cls, config: ModelConfig, weights: Weights) -> ExitAdapter:
@@ -125,8 +128,7 @@ class ExitModel:
         self._adapter = adapter
         self._eps = eps
         self._listener: ExitListener | None = None
-        # Only `forward` differs from that of the wrapped model. All other methods are the wrapped
-        # model's.
+        # Only `forward` differs from the wrapped model. These methods are the wrapped model's own.
         self.is_thread_independent = model.is_thread_independent
         self.use_threads = model.use_threads
         self.compute_logits = model.compute_logits
@@ -189,8 +191,8 @@ class ExitModel:
 
 
 STREAM_FILE = "heads/streams.safetensors"
-"""Path of the trained streaming heads in the drafter's folder; `scripts/train heads` writes the
-file.
+"""Path, inside the draft model's folder, of the weights of the trained streaming heads.
+`scripts/train heads` writes this file.
 """
 
 
@@ -199,8 +201,8 @@ class StreamHead(NamedTuple):
     token.
     """
 
-    down: Tensor  # [width, hidden_size * (1 + tokens between)]
-    up: Tensor  # [hidden_size, width]
+    down: Tensor  # [width, hidden_size * (1 + number of tokens that the head receives)]
+    up: Tensor  # [hidden_size, width] second matrix of the head
 
 
 @dataclass(frozen=True, slots=True)

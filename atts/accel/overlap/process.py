@@ -38,8 +38,8 @@ class DraftSetup(NamedTuple):
     config: WorkerConfig
     slots: int
     rows: int
-    width: int  # largest number of tokens of a sequence
-    hears: bool  # whether messages with guesses of the target's early exit will follow
+    width: int  # largest number of tokens that a sequence may have
+    hears: bool  # True if further messages will bring the guesses of the target's early exit
 
 
 class DraftStep(NamedTuple):
@@ -49,9 +49,11 @@ class DraftStep(NamedTuple):
 
     fresh: list[tuple[int, SampleRequest]]
     ended: list[int]
-    # for each sequence: its key, its new token ids, and the largest number of tokens to propose
+    # for each sequence that may get a proposal: its key, its new token ids, and the largest number
+    # of tokens to propose
     asks: list[tuple[int, TokenIds, int]]
-    # for each verified proposal: the number of its tokens, and the number of accepted tokens
+    # for each proposal that the target verified since the last message: the numbers of its tokens
+    # and of its accepted tokens
     verified: list[tuple[int, int]]
     seconds: float  # duration of the target's last step, in seconds
 
@@ -101,7 +103,8 @@ class DrafterProcess(Proposer):
             command, stdin=pipe, stdout=pipe, process_group=0, env=worker_environment()
         )
         self.pid = process.pid
-        # A thread writes the messages, because the target must not wait while the pipe is full.
+        # A thread takes messages from this queue and writes them, because the target must not wait
+        # while the pipe is full.
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
         self._answers: SimpleQueue[Drafted] = SimpleQueue()
         try:
@@ -179,8 +182,8 @@ class DrafterProcess(Proposer):
         A late drafter gets additional time once: at most as long as the target's step took.
         """
         if self._hears:
-            # The target's step ended before its early exit. The drafter's process still waits for
-            # guesses, so an empty message is sent.
+            # In this step, no guesses of the target's early exit arrived. The drafter's process
+            # still waits for them, so send an empty message.
             self._heard({})
         if not self._is_late:
             self._seconds = perf_counter() - self._began
@@ -195,8 +198,8 @@ class DrafterProcess(Proposer):
             raise RuntimeError(answer.error)
         self._is_open = self._is_late = False
         self._lines = answer.lines
-        # Late answers are counted here, because the drafter's process does not know which answers
-        # came too late.
+        # The drafter's process does not know which of its answers were late. So keep the count of
+        # late answers from this process.
         self.stats = replace(answer.stats, late=self.stats.late)
         return True
 
@@ -247,7 +250,8 @@ class DrafterProcess(Proposer):
 
 
 def _pass_on(orders: SimpleQueue[Order | None], stream: IO[bytes]) -> None:
-    # A broken pipe means that the drafter's process has ended. Its missing answers show this later.
+    # A broken pipe means that the drafter's process has ended. Ignore it here, because the thread
+    # that reads the answers reports it.
     with suppress(OSError), stream:
         while (order := orders.get()) is not None:
             write(stream, order)

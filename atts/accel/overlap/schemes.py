@@ -22,22 +22,25 @@ from atts.local.seams import (
     TokenProposal,
 )
 
-_TURN = 16  # number of steps of a trial, in which another scheme than the best one is timed
-_STRETCH = 64  # number of steps after which the scheme in use is compared with the others again
-# The first steps of a turn (a series of steps with one scheme) are not timed, because the drafter
-# must first read the tokens that were written without it.
+_TURN = 16  # number of steps of a trial, in which a scheme other than the best one is timed
+# number of steps with the best scheme after which its speed is compared with the others again
+_STRETCH = 64
+# number of untimed steps at the start of a turn (a series of steps with one scheme). In them, the
+# drafter first reads the tokens that were written without it.
 _SETTLE = 4
-# The mean speed of a scheme gives its earlier steps together at most the weight of this number of
+# In the mean speed of a scheme, all earlier steps together weigh at most as much as this number of
 # steps.
 _KNOWN = 128
-# A trial ends after this number of steps if the scheme is less than half as fast as the best
+# A trial ends after only this number of steps if its scheme is less than half as fast as the best
 # scheme.
 _GLANCE = 8
-_SHARE = 0.005  # The trials of one scheme may cost at most this share of all tokens of the run.
-# The early exit's scheme is tried only if the run would be this number of times as fast with
-# perfect guesses as with the best scheme.
+# Trials of one scheme may lower the number of tokens that a run writes by at most this share.
+_SHARE = 0.005
+# The early exit only improves guesses. Its scheme is tried only if perfect guesses would make
+# another scheme more than this number of times as fast as the best scheme.
 _WORTH = 1.05
-# The smallest number of steps between two trials is doubled again and again, up to this number.
+# The smallest number of steps between two trials doubles while the same scheme stays the best, up
+# to this number.
 _LONGEST = 1024
 
 
@@ -45,10 +48,10 @@ _LONGEST = 1024
 class _Turn:
     """Sums over one turn: a series of steps with the same scheme."""
 
-    # number of all steps of the turn; the fields below do not include the first `_SETTLE` steps
+    # number of all steps of the turn; the sums below leave out its first `_SETTLE` steps
     steps: int = 0
     sequences: int = 0
-    # number of proposals: the number of sequences with a proposal, summed over the steps
+    # number of sequences that had a proposal, summed over the steps
     served: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -67,13 +70,14 @@ class _Turn:
 class _Scheme:
     """Statistics of one drafting scheme, for steps with about the same number of sequences."""
 
-    rate: float = 0.0  # measured tokens per second
-    # number of steps in the mean `rate`, at most `_KNOWN`; 0 if the scheme was never tried
+    rate: float = 0.0  # mean speed with this scheme, in tokens per second
+    # number of steps behind the mean `rate`, counted up to `_KNOWN`; 0 if the scheme was never
+    # tried
     known: int = 0
-    # Tokens per second if the drafter had guessed every outcome. The first scheme guesses no
-    # outcomes and does not use this field.
+    # Estimated tokens per second if every guess of an outcome had been correct. It is unused for
+    # the first scheme, which guesses no outcomes.
     promise: float = 0.0
-    seconds: float = 0.0  # seconds that the scheme's last turn took
+    seconds: float = 0.0  # duration of the scheme's last turn, in seconds
     # number of tokens that were written with other schemes since this scheme's last turn
     since: float = 0.0
 
@@ -103,7 +107,7 @@ class _Load:
 
     schemes: list[_Scheme]
     current: int = 0
-    best: int = -1  # the scheme that is used between trials
+    best: int = -1  # index of the scheme that is used between trials; -1 until it is known
     turn: _Turn = field(default_factory=_Turn)
     stayed: int = 0  # number of steps since the last trial
     stay: int = _TURN  # smallest number of steps between two trials
@@ -139,9 +143,9 @@ class SchemeControl:
         self._schemes = schemes
         self._has_oracle = has_oracle
         self._loads = dict[int, _Load]()
+        # class of sequences per step (1, 2 to 3, 4 to 7, ...) whose statistics are updated now
         self._place = -1
-        # `_place` is the size class of the steps that are timed now. `_away` is the number of
-        # consecutive steps of another size class.
+        # number of consecutive steps, up to now, whose number of sequences was in another class
         self._away = 0
         self.current = 0
 
@@ -153,13 +157,13 @@ class SchemeControl:
         """
         load_class = sequences[0].bit_length()
         self._away = 0 if load_class == self._place else self._away + 1
-        # The size class changes only after several steps, so that it does not change in every step
-        # if the number of sequences is at a border between two classes.
+        # Change the size class only after several steps in another class. Otherwise it could change
+        # in every step when the number of sequences is near the border of two classes.
         has_moved = self._place < 0 or self._away >= _SETTLE
         self._place = load_class if has_moved else self._place
         load = self._loads.setdefault(self._place, _Load([_Scheme() for _ in range(self._schemes)]))
-        # This step's proposals were chosen for another number of sequences, so its time is not
-        # used.
+        # A step in which the size class changes is not timed, because its proposals were chosen for
+        # another number of sequences.
         if has_moved:
             self._away = 0
             load.turn = _Turn()
@@ -219,9 +223,9 @@ class SchemeControl:
 
 
 GUESSING = {"pearl": Guessing(0), "ssd": Guessing(3), "mirror": Guessing(8, is_told=True)}
-"""Names of the schemes that guess outcomes. `pearl` guesses only that all proposed tokens are
-accepted. `ssd` also guesses the draft's likeliest tokens at each position, and `mirror` the
-likeliest tokens of the target's early exit.
+"""The drafting schemes that guess outcomes, by name. `pearl` guesses only that all proposed tokens
+are accepted. `ssd` also guesses the draft model's likeliest tokens at each position. `mirror`
+guesses the likeliest tokens of the target's early exit there.
 """
 
 
@@ -253,8 +257,8 @@ class AdaptiveDrafting(Proposer, Lengths):
         self._fixed = FixedLength(most)
         self._guessing = [way for way in GUESSING.values() if has_exit or not way.is_told]
         self._control = SchemeControl(1 + len(self._guessing), has_oracle=has_exit)
-        # `_scheme` is the index of this step's scheme. `_asked` is the index of the scheme that was
-        # used in the last step with requests for proposals.
+        # `_scheme` is the index of this step's scheme. `_asked` is the index of the scheme that
+        # made proposals last.
         self._scheme = self._asked = 0
         self._began = 0.0
 
@@ -285,8 +289,8 @@ class AdaptiveDrafting(Proposer, Lengths):
         tokens = len(plan.decoding) + sum([each.accepted for each in rounds])
         forecast = None if self._scheme else self._lengths.observed(plan, rounds, seconds)
         pays = bool(plan.proposals) and not (forecast and forecast.is_trial)
-        # If the first scheme is the best, two kinds of its steps are not used to compare schemes:
-        # steps without proposals, and steps in which another length is tried.
+        # While the first scheme is the best, two kinds of its steps say nothing about its usual
+        # speed: steps without proposals, and steps that try another proposal length.
         if self._scheme or pays or self._control.is_contested:
             served = sum([each.proposed > 0 for each in rounds])
             self._control.observed(

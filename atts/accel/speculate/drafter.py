@@ -32,21 +32,21 @@ from atts.local.logit_sampling import (
 from atts.local.model_config import ModelConfig
 from atts.local.seams import NOTHING, Ask, Model, Proposer, TokenProposal
 
-# The drafter's cache uses the target's slot table, so a token has the same slot in both caches.
-# Slots that the target frees, shares or evicts thus change in the drafter's cache too. The drafter
-# itself only records how many tokens of each sequence it has computed.
+# The drafter's KV cache uses the target's slot table, so a token has the same slot number in both
+# caches. Slots that the target frees, shares or evicts thus change in the drafter's cache too. The
+# drafter itself only records how many tokens of each sequence it has computed.
 
-# Confidence that is given to every proposal of a draft model. Proposers that look tokens up use the
-# same scale, from 0 to 1.
+# Every proposal of a draft model gets this confidence. Proposers that look up tokens give a
+# confidence on the same scale, from 0 to 1.
 _CONFIDENCE = 0.8
-_CHUNK = 512  # largest number of unread tokens that the draft model reads at a time
-# The last unread tokens of each text, at most this number, are computed together in one batch for
-# all sequences.
+_CHUNK = 512  # largest number of unread tokens that the draft model reads in one pass
+# The last unread tokens of all texts are computed together in one batch. From each text, they are
+# at most one more than this number.
 _FEW = 3
 
 FedRow = tuple[int, int, int, bool]
-"""Row, position and token; the flag is True for the last token of a sequence, after which the
-drafter samples.
+"""A token to compute: its row in the slot table, its position and its id. The flag is True for the
+last token of a sequence, after which the drafter samples.
 """
 
 
@@ -85,8 +85,8 @@ class DraftedRows:
         self.table = table
         self.slots = slots
         self.sequence = sequence  # function that returns the unfinished sequence with a given key
-        # for each request: the number of times it was admitted, and the number of tokens computed
-        # since then
+        # for each request: how often the scheduler has admitted it, and how many of its tokens the
+        # drafter has computed since then
         self._progress = dict[int, tuple[int, int]]()
 
     def drafted(self, sequence: Sequence) -> int:
@@ -94,7 +94,8 @@ class DraftedRows:
         slots.
         """
         admission, count = self._progress.get(sequence.request_id, (-1, 0))
-        # a sequence that was preempted and admitted again has new slots
+        # If the sequence was preempted and admitted again, it has new slots. They do not contain
+        # the tokens computed before.
         return count if admission == sequence.num_admissions else 0
 
     def advance(self, sequence: Sequence, count: int) -> None:
@@ -120,9 +121,11 @@ class ModelDrafter(Proposer):
         self._rows = rows
         self._table = rows.table
         self._vocabulary = min(vocabulary, config.vocabulary)
-        # number of texts that were longer than the draft's context, counted in every step
+        # number of times that a text was too long for the draft's context; the same text counts
+        # again in every step
         self._num_beyond = 0
-        # number of texts with tokens that the draft does not have, counted in every step
+        # number of times that a text had tokens that the draft does not have; the same text counts
+        # again in every step
         self._num_unknown = 0
         self._target_vocabulary = vocabulary
         self._context = min(config.context_length, config.long_after or config.context_length)

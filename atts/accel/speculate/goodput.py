@@ -17,40 +17,45 @@ from numpy.typing import NDArray
 from atts.local.batch import StepPlan
 from atts.local.seams import Forecast, Lengths, SpeculationRound
 
-# The speed of a shared machine changes within seconds. So a step's log time is modelled as the sum
-# of two parts: the machine's present slowness, and the cost of the step's number of tokens. Only
-# the slowness changes with time. A Kalman filter can separate the two parts, because consecutive
-# steps have different numbers of tokens. The filter also estimates the variance of each part, and
-# gives outliers little weight.
+# The speed of a shared machine changes within seconds. So the logarithm of a step's time is
+# modelled as a sum of two parts: the machine's slowness at that moment, and the cost of the step's
+# number of tokens. Only the slowness changes with time. Consecutive steps have different numbers of
+# tokens, so a Kalman filter can separate the two parts. The filter also estimates the variance of
+# each part, and gives outliers little weight.
 
 
 Floats = NDArray[np.float64]
-# A step's condition has three parts: whether the step also computes other tokens (such as prompts),
-# the size class of its number of sequences, and the class of their mean length.
+# The condition under which a step's time is stored. It has three parts: whether the step also
+# computes other tokens (such as prompts), the size class of its number of sequences, and the class
+# of the mean length of these sequences.
 Condition = tuple[int, ...]
 
 _UNSEEN_VARIANCE = 1.0
-# A step time that is copied from another condition is less certain. So this is added to the variance
-# of its logarithm.
+# A step time that is copied from another condition is less certain than a measured one. So this
+# number is added to the variance of its logarithm.
 _COPIED = 0.04
-_ENOUGH = 0.12  # a step time is treated as measured if the variance of its logarithm is below this
-# In each step, this is added to the variance of all step times that were not measured in the step.
+# An estimated step time counts as measured if the variance of its logarithm is below this.
+_ENOUGH = 0.12
+# For each step since a step time was last measured, this number is added to the variance of its
+# logarithm.
 _AGEING = 0.00002
 _STEP = 0.04
-# learning rate of `StepCosts._of_step`, the variance of one step's log time; it begins at `_STEP`
+# learning rate for the variance of the logarithm of one step's time; the estimate of this variance
+# begins at `_STEP`
 _LEARNING = 1 / 32
-# The variance of the machine's slowness grows in each step by this share of the variance of one
-# step's log time.
+# In each step, the variance of the machine's slowness grows by this share of the variance of the
+# logarithm of one step's time.
 _WANDERING = 0.05
-# A step that deviates more from its expected log time than this number of standard deviations is
-# treated as if it deviated by this number.
+# If a step's log time is more than this number of standard deviations from its expected value, it is
+# treated as if it were at this distance.
 _OUTLYING = 2.5
-# A step time was measured only a few times if its variance is above this share of the variance of one
-# step's log time.
+# A step time was measured only a few times if the variance of its logarithm is above this share of
+# the variance of one step's log time.
 _YOUNG = 0.25
-_STALE = 8  # number of new measurements after which a curve is fitted again
-# Up to this number of rows, each number of rows has its own cell in the table. Above it, similar
-# numbers share a cell: there are four cells between a number and its double.
+_STALE = 8  # number of new measurements after which a curve of step times is fitted again
+# Up to this number of rows (tokens per step), step times are stored separately for each number.
+# Above it, similar numbers share a cell of the table: there are four cells between a number and its
+# double.
 _EXACT = 16
 
 
@@ -113,9 +118,9 @@ class Curve:
 @dataclass(slots=True)
 class _Cell:
     rows: float
-    log: float  # logarithm of the step time in seconds
-    variance: float  # variance of that logarithm
-    seen: int  # number of steps in the whole table when this cell was last measured
+    log: float  # logarithm of the estimated step time in seconds
+    variance: float  # variance of the estimate `log`
+    seen: int  # number of steps added to the whole table when this cell was last measured
 
 
 class StepCosts:
@@ -132,10 +137,10 @@ class StepCosts:
         self._since: dict[Condition, int] = {}
         self._added = 0
         self._wandering = _WANDERING if wanders else 0.0
-        self._of_machine = 0.0
-        # `_of_step` is the variance of one step's log time, and `_of_machine` that of the slowness.
-        self._of_step = _STEP
-        self._machine = 0.0  # logarithm of the machine's slowness
+        self._of_machine = 0.0  # variance of the estimated log of the machine's slowness
+        self._of_step = _STEP  # variance of the logarithm of one step's time
+        # logarithm of the machine's slowness, relative to the step times in the table
+        self._machine = 0.0
 
     @property
     def slowness(self) -> float:
@@ -172,8 +177,8 @@ class StepCosts:
         variance = self._of_machine + cell.variance + self._of_step
         most = _OUTLYING * sqrt(variance)
         off = observed - self._machine - cell.log
-        # This step is much faster than expected from only a few earlier steps. So the earlier steps
-        # were interrupted, and their time is corrected.
+        # This step was much faster than expected, and only a few steps were measured before. So the
+        # earlier steps were probably interrupted, and the estimate is lowered.
         if off < -most and cell.variance > _YOUNG * self._of_step:
             cell.log += off + most
         surprise = max(-most, min(most, observed - self._machine - cell.log))
@@ -247,8 +252,8 @@ def _rising(cells: Sequence[_Cell]) -> Curve:
 
     Where the measured times fall, neighbouring cells get their mean, weighted by 1 / variance.
     """
-    # For each group of neighbouring cells that get one mean: the mean of their log times, the sum of
-    # their weights, and the number of cells.
+    # one entry for each group of neighbouring cells that share a mean: the mean of their log times,
+    # the sum of their weights, and the number of these cells
     blocks: list[tuple[float, float, int]] = []
     for cell in cells:
         mean = cell.log
@@ -264,19 +269,21 @@ def _rising(cells: Sequence[_Cell]) -> Curve:
     return Curve(np.array([cell.rows for cell in cells]), np.array(means))
 
 
-Outcome = tuple[int, int, int]  # result of one proposal: sequence, tokens proposed, tokens accepted
+# result of one proposal: sequence key, number of proposed tokens, number of accepted tokens
+Outcome = tuple[int, int, int]
 
-# probability with which the first proposed token is assumed to be accepted before any observation
+# assumed probability that the first proposed token is accepted, before any proposal was verified
 _PRIOR = 0.7
 _POOL_DECAY = 0.99
-# Older counts of a sequence are multiplied by this factor in each round, because the acceptance
-# changes within a text.
+# After each proposal for a sequence, the sequence's older counts are multiplied by this factor,
+# because the acceptance changes within a text.
 _OWN_DECAY = 0.97
 _POOL_WEIGHT = 2.0
-# The acceptance of all sequences is the prior for one sequence, and weighs as much as this number of
-# tested tokens.
+# For each sequence, the acceptance over all sequences is the prior. It weighs as much as this
+# number of tested tokens.
 _OWN_WEIGHT = 8.0
-_MOST_WAITING = 1024  # largest number of results that are stored before they are counted
+# largest number of results of proposals that are stored before they are counted
+_MOST_WAITING = 1024
 
 
 class Survival:
@@ -292,8 +299,8 @@ class Survival:
         self._none = np.zeros((2, most))
         self._pool = self._none
         self._own: dict[int, NDArray[np.float64]] = {}
-        # results that are not counted yet; counting many results together takes hardly longer than
-        # counting one result
+        # Results of proposals that are not counted yet. Counting many results at once takes hardly
+        # longer than counting one.
         self._new: list[Outcome] = []
 
     def add(self, rounds: Sequence[Outcome]) -> None:
@@ -352,7 +359,8 @@ class Survival:
             np.float64
         )
         counts = dict[int, int]()
-        later = [0] * len(rounds)  # for each result, the number of later results of its sequence
+        # for each result, the number of later results of the same sequence
+        later = [0] * len(rounds)
         for at in range(len(rounds) - 1, -1, -1):
             later[at] = counts.get(rounds[at][0], 0)
             counts[rounds[at][0]] = later[at] + 1
@@ -366,67 +374,74 @@ class Survival:
             self._own[key] = self._own.get(key, self._none) * _OWN_DECAY**count + new
 
 
-# The chosen proposal lengths change only if goodput rises by more than this share.
+# The chosen proposal lengths change only if the expected goodput (tokens per second) rises by more
+# than this share.
 _MARGIN = 0.01
-# Tokens are proposed only if the expected gain over writing without proposals is at least this share:
-# `_DOUBT`, or `_DOUBT_OF_ONE` times the number of sequences if that is more.
+# The estimated time of a step with proposals is raised by this share, so that tiny expected gains
+# do not count. It is `_DOUBT`, or `_DOUBT_OF_ONE` times the number of sequences if that is more.
 _DOUBT = 0.02
 _DOUBT_OF_ONE = 0.001
 _SURPRISE_WEIGHT = 1 / 32
-# limit on the absolute value of log(measured / expected time) of one step
+# largest absolute value of log(measured / expected time) that one step adds to the mean
 _MOST_SURPRISE = 0.5
-# Proposals stop only if stopping is expected to save more time than this number of standard
-# deviations of the estimated time.
+# Proposals stop only if the expected gain from stopping exceeds this number of standard deviations
+# of the estimated step time.
 _CAUTION = 0.3
-# The mean of log(measured / expected time) is multiplied by this factor in a rest. (In a rest, nothing
-# is proposed or timed for some steps.)
+# At the end of a rest, the mean of log(measured / expected time) is multiplied by this factor. A
+# rest is a series of steps in which nothing is proposed or timed.
 _FORGETTING = 0.8
-# After a rest, all earlier observations at a position together weigh as much as this number of tested
-# tokens.
+# If no proposal was verified during a rest, all earlier observations at a position then weigh at
+# most as much as this number of tested tokens.
 _FADED = 1.0
-# number of steps until lengths are chosen again: right after a change of lengths, and at most
+# Proposal lengths that have just changed are chosen again after the first number of steps. While
+# they do not change, this number doubles, up to the second number.
 _PERIODS = 16, 256
-_LOOKS = 8  # number of steps that are all timed at the start and after a rest
-_EVERY = 8  # outside trials, one of this number of steps is timed
-# Some steps also compute other requests' tokens, such as prompts. Lengths are chosen for such steps
-# only after this number of consecutive ones.
+_LOOKS = 8  # number of steps that are all timed at the start of a run and after a rest
+_EVERY = 8  # Outside trials, only one in this number of steps is timed.
+# Some steps also compute other requests' tokens, such as prompts. Of consecutive steps of this
+# kind, only one in this number is used to choose proposal lengths.
 _MIXED = 32
-# An optimistic estimate of a length that was never timed assumes this share of the extra time in the
-# normal estimate.
+# Proposals make a step longer. For a length that was never timed, an optimistic estimate assumes
+# only this share of the extra time in the normal estimate.
 _HOPE = 0.5
-_PLAIN = 4  # number of timed steps of a trial without proposals
-# A trial without proposals begins with this number of untimed steps, in which the CPU caches fill
-# with the target's weights.
+_PLAIN = 4  # number of timed steps of a trial in which nothing is proposed
+# A trial in which nothing is proposed begins with this number of untimed steps. In them, the CPU
+# caches fill with the target's weights.
 _SETTLING = 8
-_SHARE = 0.01  # share of the run's time that trials may cost
-# A balance holds the seconds that trials may still cost. A length in `_LENGTHS` may be tried if the
-# balance is above minus the time of this number of steps without proposals.
+_SHARE = 0.01  # Trials with proposals may cost this share of the run's time.
+# The balance is the number of seconds that trials may still cost. A length in `_LENGTHS` may be
+# tried while the balance is negative, down to the time of this number of steps without proposals.
 _ADVANCE = 16
-# The balance is at most the time of this number of steps without proposals.
+# The balance (seconds that trials may still cost) is saved up to the time of this number of steps
+# without proposals.
 _SAVED = 12
-# The balance is charged for one step of a trial at most the time of this number of steps without
-# proposals.
+# A step that takes more than this number of times its expected time was probably interrupted. Only
+# this number of times the expected time is counted.
 _HICCUP = 2
-_TRIED = 2  # number of timed steps of a trial with proposals
-_RESTS = 64, 4096  # number of steps of the first rest, and of the longest allowed rest
-# These lengths may be tried while the balance is slightly below 0 (see `_ADVANCE`). Other lengths
-# are tried only while the balance is at least 0, and only near the mean of the chosen lengths.
+_TRIED = 2  # number of timed steps of a trial that times one proposal length
+_RESTS = 64, 4096  # number of steps of the first rest, and largest number of steps of any rest
+# Proposal lengths that may be tried while the balance is slightly below 0 (see `_ADVANCE`). Other
+# lengths are tried only while the balance is at least 0, and only near the mean of the chosen
+# lengths.
 _LENGTHS = 8, 4, 2, 1, 16
-# While the acceptance is unknown, a trial of this length with only a few sequences comes first.
+# While the acceptance is unknown, the first trial proposes this number of tokens, and only for a
+# few sequences.
 _FEW = 4
-# Proposals stop when they have cost more than the first share of the run's time. They may be tried
-# again when that cost is below the second share.
+# Proposals stop when the time that they have cost exceeds the first share of the run's time. They
+# may be tried again when it is below the second share.
 _MOST_LOST = 0.02, 0.012
-# At the start of a run, proposals may cost the time of this number of steps without proposals.
+# Proposals do not stop while they have cost less than the time of this number of steps without
+# proposals.
 _GRACE = 64
-_NEW = -1  # key that stands for any new sequence, which has no observations
+_NEW = -1  # key that no sequence has; it stands for a new sequence, which has no observations
 
 
 class StepShape(NamedTuple):
     """The size of a step before tokens are proposed."""
 
     keys: Sequence[int]  # keys of the sequences for which tokens may be proposed
-    # number of tokens that the step computes for other requests: of prompts, and of texts to score
+    # number of tokens that the step computes for other requests: prompt tokens, and tokens of texts
+    # to score
     others: int
     context: float  # mean length of the sequences in `keys`, in tokens
 
@@ -452,8 +467,8 @@ class _Verdict:
 
     until: int = 0  # number of the step at which lengths are chosen again
     period: int = _PERIODS[0]
-    mean: float = 0.0  # mean of the chosen lengths, in tokens per sequence
-    rate: float = 0.0  # expected tokens per second
+    mean: float = 0.0  # mean of the chosen proposal lengths, in tokens per sequence
+    rate: float = 0.0  # expected tokens per second with the chosen lengths
     keys: Sequence[int] = ()
     lengths: list[int] = field(default_factory=list[int])
 
@@ -463,10 +478,12 @@ class _Trial:
     """A few steps in which another proposal length than the chosen one is timed."""
 
     length: int
-    left: int  # number of timed steps that remain
-    settling: int = 0  # number of untimed steps that come before the timed steps
-    keys: frozenset[int] | None = None  # sequences that get proposals, or None for all sequences
-    lost: float = 0.0  # seconds that the trial cost compared with steps without proposals
+    left: int  # number of timed steps that this trial still needs
+    settling: int = 0  # number of untimed steps left, which come before the timed steps
+    # keys of the sequences that get proposals; None means all sequences
+    keys: frozenset[int] | None = None
+    # seconds that the trial has cost so far, compared with steps without proposals
+    lost: float = 0.0
 
     def lengths(self, keys: Sequence[int]) -> list[int]:
         return [self.length if self.keys is None or key in self.keys else 0 for key in keys]
@@ -478,17 +495,17 @@ class _Load:
 
     verdict: _Verdict = field(default_factory=_Verdict)
     steps: int = 0
-    looks: int = _LOOKS  # number of next steps that are all timed
+    looks: int = _LOOKS  # number of coming steps that are all timed
     mixed: int = 0  # number of consecutive steps that also computed other requests' tokens
     trial: _Trial | None = None
     next_plain: int = 0  # number of the step at which the next trial without proposals may begin
-    gap: int = _PERIODS[0]  # number of steps between two trials without proposals
+    gap: int = _PERIODS[0]  # number of steps from one trial without proposals to the next
     # running mean of log(measured / expected seconds) of steps with proposals
     surprise: float = 0.0
     resting: int = 0  # number of steps until the rest ends
     rested: int = 0
-    rounds: int = 0  # number of proposals verified in the run when the last rest began
-    rest: int = _RESTS[0]  # number of steps of the next rest
+    rounds: int = 0  # total number of proposals verified when the last rest began
+    rest: int = _RESTS[0]  # smallest number of steps of the next rest
 
 
 class GoodputControl:
@@ -515,30 +532,31 @@ class GoodputControl:
         self._costs = costs or StepCosts()
         self._proposing = StepCosts(wanders=False)
         self._loads: dict[int, _Load] = {}
-        # for each sequence, the expected number of accepted tokens of each proposal length
+        # for each sequence and each proposal length: the expected number of accepted tokens
         self._standing: dict[int, list[float]] = {}
-        # keys of the sequences that get a proposal in this step, and in the previous step
+        # `_wanted` has the keys of the sequences that get a proposal in this step, and `_asked`
+        # those of the step before.
         self._wanted = self._asked = set[int]()
-        self._total = 0  # number of tokens to propose in this step, for all sequences
-        self._coverage = (
-            1.0  # number of tokens that the drafters propose, divided by the number asked
-        )
+        self._total = 0  # number of tokens to propose in this step, summed over all sequences
+        # number of tokens that the drafters really propose, divided by the requested number
+        self._coverage = 1.0
         self._asks = 0
-        self._rounds = 0  # number of proposals verified so far
-        # whether the acceptance is unknown or out of date; if so, the first trial is one with only a
-        # few sequences
+        self._rounds = 0  # number of proposals that were verified so far
+        # True if the acceptance is unknown or out of date. The next trial then has proposals for
+        # only a few sequences.
         self._is_stale = True
         self._balance = 0.0  # seconds that trials may still cost
-        self._elapsed = 0.0  # total seconds of all steps
-        # sums over the steps since the last timed step
+        self._elapsed = 0.0  # total seconds of all steps of the run
+        # Seconds and accepted tokens, summed over the steps since the last timed step;
+        # `_has_proposed` is True if one of these steps had proposals.
         self._seconds = 0.0
         self._accepted = 0
         self._has_proposed = False
         self._longest = inf  # a step that takes more seconds than this was probably interrupted
-        # seconds that steps with proposals took, less the seconds that the same tokens would take
-        # without proposals
+        # Seconds that proposals cost in this run: the time of steps with proposals, less the time
+        # that the same tokens would take without proposals.
         self._lost = 0.0
-        self._is_stopped = False  # whether proposals stopped because they cost too much time
+        self._is_stopped = False  # True while proposals are stopped because they cost too much time
         self._is_looking = False  # whether this step is timed
         self._unseen = 1  # number of steps since the last timed step, including the current step
 
@@ -558,8 +576,8 @@ class GoodputControl:
         load.steps += 1
         load.mixed = load.mixed + 1 if step.others else 0
         if load.trial is None:
-            # Few steps also compute other requests' tokens, so lengths are usually chosen in the
-            # other steps.
+            # Usually choose lengths in steps without other requests' tokens, because most steps are
+            # of this kind.
             is_fit = load.mixed % _MIXED == 0 or not verdict.keys
             if load.rested:
                 self._wake(load, step)
@@ -598,9 +616,9 @@ class GoodputControl:
         forecast = self._forecast(step, rounds, rows)
         if forecast is not None:
             forecast = forecast._replace(is_trial=load.trial is not None, steps=self._unseen)
-        # A step is steady if most of its sequences with a proposal also had a proposal in the previous
+        # A step is steady if most of its sequences with a proposal also had one in the previous
         # step. In other steps, the drafter takes longer, because it must first read the tokens that
-        # the target wrote without it.
+        # the target wrote alone.
         is_steady = 4 * len(self._wanted & self._asked) >= 3 * len(self._wanted)
         self._costs.rest(self._unseen - 1)
         self._costs.add(step.condition, rows, seconds[1])
@@ -678,7 +696,8 @@ class GoodputControl:
         """
         due = -self._balance / _SHARE / self._plain(step)
         if self._is_stopped:
-            # the rest lasts until the time that proposals cost is a smaller share of the run's time
+            # Rest until the time that proposals have cost is only the share `_MOST_LOST[1]` of the
+            # run's time.
             missing = self._lost / _MOST_LOST[1] - self._elapsed
             due = max(due, missing / self._plain(step))
         load.resting = load.rested = int(max(load.rest, min(_RESTS[1], due)))
@@ -721,8 +740,8 @@ class GoodputControl:
             zip([*step.keys, _NEW], acceptance.cumsum(axis=1).tolist(), strict=True)
         )
         chances = acceptance[:-1].ravel()
-        # a stable sort keeps each sequence's positions in order, because no position is likelier
-        # than the one before it
+        # A stable sort keeps each sequence's positions in order, because no position has a higher
+        # probability than the one before it.
         order = np.argsort(-chances, kind="stable")
         tokens = step.rows + self._coverage * np.concatenate([[0.0], np.cumsum(chances[order])])
         before = round(verdict.mean * count)
@@ -742,11 +761,12 @@ class GoodputControl:
         elif self._is_stopped:
             self._rest(load, step)
         elif self._is_stale and self._balance >= 0:
-            # the newest sequences, because the drafter reads the shortest texts for them
+            # Try the newest sequences, because their texts are the shortest, so the drafter reads
+            # them fastest.
             newest = sorted(step.keys)[-(len(step.keys) // 8 + 1) :]
             load.trial = _Trial(min(_FEW, self._most), 4, keys=frozenset(newest))
             self._is_stale = False
-        # Without such a trial, the control would not notice that proposals no longer save time.
+        # Only a trial without proposals can show that proposals no longer save time.
         elif verdict.mean and load.steps >= load.next_plain:
             forgone = 1 - step.rows / (verdict.rate * self._plain(step))
             load.trial = _Trial(0, _PLAIN, _SETTLING)
@@ -778,15 +798,16 @@ class GoodputControl:
         fed = step.rows + self._coverage * totals
         seconds = curve.at(fed)
         lower = np.maximum(curve.least(fed), seconds[0] + _HOPE * (seconds - seconds[0]))
-        # no proposal was ever timed, so proposals must be tried before they are chosen
+        # While no proposal was ever timed, the infinite time prevents proposals outside trials.
         if proposing is None:
             seconds[1:] = np.inf
         else:
             spent = proposing.at(totals[1:])
             seconds[1:] += spent
             lower[1:] += np.maximum(proposing.least(totals[1:]), _HOPE * spent)
-        # Steps with proposals may take longer than estimated, for example because drafters must read
-        # tokens that the target wrote alone. `surprise` is the mean of this error.
+        # Steps with proposals may take longer than estimated, for example because drafters must
+        # read tokens that the target wrote alone. `load.surprise` is the mean of log(measured /
+        # estimated time).
         seconds[1:] *= (1 + max(_DOUBT, _DOUBT_OF_ONE * len(step.keys))) * exp(
             max(0.0, load.surprise)
         )
@@ -884,7 +905,7 @@ class GoodputLengths(Lengths):
 
     def __init__(self, most: int) -> None:
         self._control = GoodputControl(most)
-        self._shape = StepShape((), 0, 0.0)  # the last step for which lengths were chosen
+        self._shape = StepShape((), 0, 0.0)  # size of the last step for which lengths were chosen
 
     def rests(self, plan: StepPlan) -> bool:
         """Return whether nothing is proposed in this step, because proposals slow the run down."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from atts.local.seams import NOTHING, Ask, Proposer, TokenProposal
 
 _ANCHOR = 4
-"""If the text has differed from the hint, the hint is followed again where this number of
-consecutive tokens are equal.
+"""After the text has differed from the hint, its last tokens are searched in the hint. This number of
+tokens must be equal. The next proposals then follow the hint from there.
 """
 
 
@@ -21,7 +21,7 @@ class HintProposer(Proposer):
     """
 
     def __init__(self) -> None:
-        # for each sequence, the position in its hint that the text has reached
+        # for each sequence, the position in its hint from which the last proposal was taken
         self._places: dict[int, int] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
@@ -63,9 +63,9 @@ class HintProposer(Proposer):
 
 
 _GRAM = 3
-"""Smallest number of equal tokens that make a match."""
-_LONGEST = 24  # Longer matches than this number of tokens are treated as having this number.
-# largest number of occurrences of an n-gram in the index; older occurrences are deleted
+"""A match of two texts needs at least this number of consecutive equal tokens."""
+_LONGEST = 24  # A match of more equal tokens than this counts as a match of this number.
+# largest number of positions that the index stores for one n-gram; older positions are deleted
 _PLACES = 12
 _GROUPS = 64  # largest number of problems whose texts are kept
 
@@ -80,9 +80,9 @@ class _Group:
     grams: defaultdict[tuple[int, ...], deque[tuple[_Text, int]]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=_PLACES))
     )
-    # texts of sequences that are still running, by sequence
+    # texts of the sequences that are still running, by sequence key
     texts: dict[int, _Text] = field(default_factory=dict[int, _Text])
-    # latest text of each rollout
+    # latest text of each rollout, by the rollout's name
     latest: dict[str, _Text] = field(default_factory=dict[str, _Text])
 
     def learn(self, ask: Ask) -> None:
@@ -138,11 +138,11 @@ class SuffixProposer(Proposer):
         """Create a proposer that uses matches of at least `least` tokens."""
         self._least = max(least, _GRAM)
         self._groups: OrderedDict[object, _Group] = OrderedDict()
-        # Numbers of accepted and of tried proposals, by the length of the match. The initial
-        # numbers give an acceptance of length / (length + 2).
+        # For each length of a match: how many proposals had their first token accepted, and how
+        # many were verified. The initial numbers give an acceptance of length / (length + 2).
         self._accepted = [1.0 * length for length in range(_LONGEST + 1)]
         self._tried = [1.0 * length + 2.0 for length in range(_LONGEST + 1)]
-        # length of the match that gave the last proposal of each sequence
+        # for each sequence, the length of the match that gave its last proposal
         self._matched: dict[int, int] = {}
         self._running: dict[int, _Group] = {}
 
@@ -228,7 +228,7 @@ class BestProposer(Proposer):
     def __init__(self, proposers: Sequence[Proposer], enough: float = 0.7) -> None:
         self._proposers = tuple(proposers)
         self._enough = enough
-        # the proposer that made the last proposal of each sequence
+        # for each sequence, the proposer that made its last proposal
         self._chosen: dict[int, Proposer] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:

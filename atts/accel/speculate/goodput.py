@@ -46,8 +46,8 @@ _LEARNING = 1 / 32
 # In each step, the variance of the machine's slowness grows by this share of the variance of the
 # logarithm of one step's time.
 _WANDERING = 0.05
-# If a step's log time is more than this number of standard deviations from its expected value, it is
-# treated as if it were at this distance.
+# If a step's log time is more than this number of standard deviations from its expected value, it
+# is treated as if it were at this distance.
 _OUTLYING = 2.5
 # A step time was measured only a few times if the variance of its logarithm is above this share of
 # the variance of one step's log time.

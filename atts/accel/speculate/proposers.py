@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from atts.local.seams import NOTHING, Ask, Proposer, TokenProposal
 
 _ANCHOR = 4
-"""After the text has differed from the hint, its last tokens are searched in the hint. This number of
-tokens must be equal. The next proposals then follow the hint from there.
+"""After text and hint have differed, this number of the text's last tokens is searched in the hint.
+The next proposals then follow the hint from there.
 """
 
 

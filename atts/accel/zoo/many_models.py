@@ -43,16 +43,16 @@ from atts.local.scheduler import WORTH_WAITING, CacheAction, Scheduler, Schedule
 from atts.local.seams import HookedModel, Model
 from atts.models.stored_blocks import content_digest, unit_digests
 
-# The layers are divided into ranges wherever the models of the loop differ. Each range has its own
-# cache slots and is called a column, because a slot table has one column of slots for it. If a
-# related model has computed the same tokens with the same blocks, a sequence reads that model's
-# slots and does not compute these tokens again in the shared layers. It begins at the first unit
-# (embedding, attention block, feed-forward block or head) that differs. The input of this unit
-# comes from stored states.
+# Where the models of a loop begin to differ, the layers are divided into ranges. Each range has
+# separate cache slots. A slot table has one column of slots per range, so a range is called a
+# column. If a related model has computed the same tokens with the same blocks, a sequence reads
+# that model's slots. It then does not compute these tokens again in the shared layers. Its
+# computation begins at the first unit (embedding, attention block, feed-forward block or head) that
+# differs. The input of this unit comes from stored states.
 
 OnSplit = Callable[[list[int]], None]
-"""Callback that is called when the layers are divided into other columns. For each new column, it
-receives the index of the old column that contained the new one.
+"""Function that is called when the layers are divided into new columns. For each new column, it
+receives the index of the old column that contained it.
 """
 
 
@@ -64,9 +64,9 @@ class Lineage(NamedTuple):
     """
 
     units: tuple[str, ...]
-    keys: tuple[str, ...]  # for each layer, the name of the computation of its keys and values
-    # The last unit whose input has all rows of a step. Later units compute only the rows that need
-    # logits.
+    keys: tuple[str, ...]  # for each layer, a name for the computation of its keys and values
+    # Index of the last unit that receives all rows (tokens) of a step. Later units receive only the
+    # rows whose logits are needed.
     whole: int
 
 
@@ -74,19 +74,19 @@ class Relative(NamedTuple):
     """A related model, whose cached keys and values a sequence may read."""
 
     chain: int
-    # The first layers, of this number, have the same keys and values in both models.
+    # number of first layers that have the same keys and values in both models
     layers: int
-    unit: int  # first unit that differs, so that both models must compute it
+    unit: int  # index of the first unit that differs, so that each model must compute it
 
 
 class Kept(NamedTuple):
     """Stored inputs of a unit: one state for each slot of the column before the unit."""
 
     column: int
-    states: NDArray[np.float32]  # [slots, width]
-    # Whether a valid state is stored for each slot. Only states that were computed with many rows
-    # at once are stored. Few rows use another attention kernel, whose results differ in the last
-    # bits.
+    states: NDArray[np.float32]  # [slots, width] the stored state for each slot
+    # [slots] Whether a slot has a valid state. Only states that were computed with many rows at
+    # once are stored. With few rows, another attention kernel is used, whose results differ in the
+    # last bits.
     is_known: NDArray[np.bool_]
 
 
@@ -121,13 +121,12 @@ class SlotLedger(SlotAllocator):
         self._width = width
         self._columns = [SlotAllocator(num_slots)]
         self.holders: NDArray[np.int32] = np.zeros((1, num_slots + 1), dtype=np.int32)
-        self.starts: tuple[int, ...] = (0,)  # the first layer of each column
+        self.starts: tuple[int, ...] = (0,)  # index of the first layer of each column
         self.kin: dict[int, list[Relative]] = {}
-        self.kept: dict[int, Kept] = {}  # stores of unit inputs; the key is the unit
-        # For each row of the slot table, `borrowed` is the position up to which the row reads slots
-        # of a related model. `_units` is the first unit that the row's own model computes for these
-        # positions.
+        self.kept: dict[int, Kept] = {}  # stored inputs of units, by the unit's index
+        # for each row of the slot table: the position up to which it reads slots of a related model
         self.borrowed: Ints = np.zeros(0, dtype=np.int64)
+        # for each row: the first unit that its model must compute itself for these positions
         self._units: Ints = np.zeros(0, dtype=np.int64)
 
     def new_table(self, rows: int, width: int) -> SlotIds:
@@ -159,8 +158,8 @@ class SlotLedger(SlotAllocator):
         divergences = {
             (a, b): divergence_point(chains[a], chains[b]) for a in chains for b in chains if a != b
         }
-        # For chains whose first layers are equal: the first unit that differs between them. The key
-        # is the number of equal layers.
+        # for each number of first layers that two chains have in common: the index of the first unit
+        # that differs between such chains
         units = dict[int, int]()
         for layers, unit in divergences.values():
             if layers:
@@ -280,7 +279,8 @@ class SharedSlots(NamedTuple):
 
     ledger: SlotLedger
     kin: Relative
-    # match of the request's tokens in the related model's part of the prefix tree
+    # the longest beginning of the request that the prefix tree has for the related model, with its
+    # slots
     found: PrefixMatch
     stop: int
     gain: int
@@ -351,9 +351,11 @@ class SharingScheduler(Scheduler):
         super().__init__(config, tree, ledger)
         self._ledger = ledger
         self._sharing = KVSharing(tree, ledger)
-        # the slots found for the request that was examined last
+        # a related model's slots that were found for the last examined request; None if there are
+        # none
         self._loan: SharedSlots | None = None
-        self.tables: SlotIds = self.table.transpose(2, 0, 1)  # [columns, rows, tokens]
+        # [columns, rows, tokens] slot of each token in each column
+        self.tables: SlotIds = self.table.transpose(2, 0, 1)
         self.divide([0])
 
     def divide(self, parents: list[int]) -> None:
@@ -369,7 +371,8 @@ class SharingScheduler(Scheduler):
         none = np.zeros((0, len(parents)), dtype=np.int32)
         nodes = list(self.tree.nodes())
         divided = [node.slots[:, parents] if len(node.slots) else none for node in nodes]
-        # No memory is allocated below, so the changes cannot fail when only some of them are made.
+        # All memory was allocated above. So the assignments below cannot fail after some of them
+        # are made.
         self.tree.no_slots = none
         for node, slots in zip(nodes, divided, strict=True):
             node.slots = slots
@@ -399,8 +402,8 @@ class SharingScheduler(Scheduler):
 
     def _prefill_stop(self, sequence: Sequence, stop: int) -> int:
         borrowed = int(self._ledger.borrowed[sequence.row])
-        # Borrowed positions are computed in a step of their own, because later tokens need the
-        # results of all units for them.
+        # End this step at the last borrowed position. Later tokens need the results of all units
+        # for the borrowed positions.
         return min(stop, borrowed) if sequence.num_computed < borrowed else stop
 
     def _reachable(self, sequence: Sequence, match: PrefixMatch) -> int:
@@ -471,8 +474,8 @@ class Chain(NamedTuple, Generic[M_co]):
     """One model of a loop with several models, as a chain of units."""
 
     model: M_co
-    # name of each unit; several chains can compute a unit together if all of them have the same
-    # name for it
+    # name of each unit. If several chains have the same name for a unit, they can compute it
+    # together.
     units: tuple[str, ...]
     lineage: Lineage = Lineage((), (), 0)
     adapter: PackedAdapter | None = None
@@ -516,7 +519,8 @@ class ManyModels(Generic[M]):
         index.
         """
         representatives = np.zeros(1 + max(self._chains), dtype=np.int64)
-        first_with = dict[str, int]()  # the first model with each unit name
+        # for each name of the unit, the first model that has this name
+        first_with = dict[str, int]()
         for number, chain in self._chains.items():
             representatives[number] = first_with.setdefault(chain.units[unit], number)
         return representatives
@@ -568,7 +572,7 @@ class ManyModels(Generic[M]):
         for model, rows in self._by_head(hidden):
             mine = np.isin(asked, rows)
             scored_tokens = [tokens[row] for row in rows]
-            # all columns except the last one, which is the number of the row's model
+            # The last column of `hidden` has the number of each row's model, so it is cut off.
             scores, logits = model.score(
                 hidden[rows, :-1].contiguous(),
                 scored_tokens,
@@ -691,7 +695,7 @@ def key_names(
     They are the rotation, the norms, and the rows of keys and values in the first matrix. Equal
     names mean equal parameters.
     """
-    # in the first matrix, the rows of queries come before the rows of keys and values
+    # The first matrix computes queries, keys and values. The rows of the queries come first.
     query_rows = shape.num_heads * shape.head_dim
     names = list[str]()
     for rope, layer, low in zip(ropes, weights.layers, deltas[::4], strict=True):
@@ -757,13 +761,15 @@ class ManyModelsLoop(StepLoop):
 
 
 # A model is a chain of units: its embedding, the attention block and the feed-forward block of each
-# layer, and its head. Two chains share a unit if they have the same block at the same index. The
-# numbers of a row are always added in the same order. So a model's results are equal to the bit,
+# layer, and its head. Two chains share a unit if they have the same block at the same index. Sums
+# within a row are always added in the same order. So a model's results are equal to the bit,
 # whether it runs alone or with other models. An adapter is applied only to the rows of its model.
 
 _Rows = slice | Ints
 _Part = tuple[int, ...]
-"""One call of `NativeModel.run`: a model, the range of its units, and the range of rows."""
+"""One entry of the argument `parts` of `NativeModel.run`. It names a model, a range of its units
+and a range of rows, among others.
+"""
 _MOST_LAYOUTS = 256
 
 
@@ -786,7 +792,7 @@ class _Keeping(NamedTuple):
     passing: _Rows
     begun: _Rows
     known: _Rows
-    is_idle: bool  # True if no rows are read or stored
+    is_idle: bool  # True if this step neither reads nor stores inputs of this unit
 
 
 class _Layout(NamedTuple):
@@ -797,7 +803,7 @@ class _Layout(NamedTuple):
     keepings: list[_Keeping]
     runs: list[tuple[_Keeping | None, Ints]]
     adapted: Adapted
-    owners: Ints  # for each row that needs logits, the number of its model
+    owners: Ints  # number of the model of each row that needs logits
     unit_calls: int
     unit_rows: int
 
@@ -806,13 +812,15 @@ class _Ready(NamedTuple):
     """A step that is ready to run, with its layout, its inputs and its working memory."""
 
     given: tuple[StepBatch, SlotIds]
-    units: Ints  # for each sequence, the first unit to compute
-    # the order in which the sequences are computed, and the new indices of their logit rows
+    # for each sequence, the index of the first unit that its model computes in this step
+    units: Ints
+    # the order in which the sequences are computed; then, for each logit row of the given batch,
+    # its index in this order
     order: tuple[Ints, Ints]
     batch: StepBatch
     layout: _Layout
     rows: tuple[Floats, Floats]
-    step: Any  # the step object that the native model prepared
+    step: Any  # the prepared step that `NativeModel.prepare` returned
 
     def fill(self) -> None:
         """Copy the tokens of the next step. In it, every sequence has one new token."""
@@ -848,8 +856,8 @@ class ChainModel(ManyModels[NativeModel]):
         self._order: list[int] = []
         self._layouts: dict[tuple[bytes, ...], _Layout] = {}
         self._ready: _Ready | None = None
-        # `unit_calls` is the number of times that units were run, and `unit_rows` the sum of their
-        # numbers of rows.
+        # `unit_calls` counts how often units were run. `unit_rows` sums up the rows of all these
+        # runs.
         self.unit_rows = self.unit_calls = 0
         super().__init__(load, first)
 
@@ -892,7 +900,8 @@ class ChainModel(ManyModels[NativeModel]):
             and ready.given[1] is table
             and np.array_equal(ready.units, units)
         ):
-            ready.fill()  # This step has the same arrays as the last step, with new contents.
+            # The arrays are the same objects as in the last step, but their contents are new.
+            ready.fill()
         else:
             self._ready = ready = self._prepared(batch, units, table)
         x, hidden = ready.rows

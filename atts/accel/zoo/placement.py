@@ -21,12 +21,14 @@ class Instance(NamedTuple):
     seconds.
     """
 
-    wait: float  # time until the server has finished all earlier requests
+    wait: float  # time until the server has finished all requests that came before this one
     run: float
     owns: bool  # whether the server has the request's keys and values for this block
-    move: float  # time to copy missing keys and values to the server
-    recompute: float  # time to compute missing keys and values again on the server instead
-    hop: float  # time to send the hidden states to the server
+    move: float  # time to copy the request's missing keys and values to this server
+    # time in which this server would compute the missing keys and values again, instead of copying
+    # them
+    recompute: float
+    hop: float  # time to send the request's hidden states to this server
 
     @property
     def cost(self) -> float:
@@ -96,8 +98,8 @@ def placed(
         for at in mine:
             loads[at] += demand.load / len(mine)
         found[name] = mine
-    # If there is room, copy a smaller neighbouring block to this server, so that requests need not
-    # change servers.
+    # If there is room, copy a smaller block to the server of the block before or after it. Then
+    # fewer requests change servers.
     for one, other in near:
         for at in found[one]:
             if (
@@ -111,16 +113,18 @@ def placed(
 
 
 _REMEMBERED = 10_000
-"""The number of cached tokens is recorded for at most this number of pairs of a replica and a
-rollout or problem.
+"""Largest number of entries in `Dispatch._cached`. An entry is the number of tokens that a replica
+has cached for a rollout or a problem.
 """
 _FIRST = 1e-2, 1e-4
-"""Seconds per request and seconds per token that are assumed until a request was measured."""
+"""Seconds per request and seconds per token. They are assumed until the first finished requests
+give measured values.
+"""
 
 
 def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
     """Combine several engines on the same model into one engine. Each of them is a replica."""
-    # imported here, because other functions of this module need no server clients
+    # imported only here, because the rest of this module does not need the server clients
     from atts.servers import ReplicaPool
 
     return ReplicaPool(
@@ -141,11 +145,9 @@ class Dispatch:
 
     def __init__(self, engines: Sequence[LocalEngine]) -> None:
         self._engines = engines
-        self._cached = OrderedDict[
-            tuple[str, str], int
-            # number of cached tokens for each pair of a replica and a rollout, and of a replica and a
-            # problem
-        ]()
+        # number of tokens that a replica has cached for a rollout or a problem; the key is the
+        # replica's name, and the name of the rollout or problem
+        self._cached = OrderedDict[tuple[str, str], int]()
 
     def choose(self, free: Sequence[ReplicaLoad], request: SampleRequest | ScoreRequest) -> int:
         """Return the index of the best available replica for a request."""

@@ -62,7 +62,8 @@ class SharedWorker:
         self._stages = stages
         self._share = share
         self._host: _Host | None = None
-        self._own: LoopWorker | None = None  # this engine's own loop, if it cannot share one
+        # the loop of this engine alone; None if the engine uses a shared loop
+        self._own: LoopWorker | None = None
         self._chain = 0
         self._deliver: Deliver = lambda report: None
         self._stats = LoopStats()
@@ -99,7 +100,7 @@ class SharedWorker:
         finally:
             if self._host is None:
                 host.leave(self)
-        # The shared loop cannot compute this model, so the engine starts a loop of its own.
+        # The shared loop cannot compute this model, so this engine starts another loop for itself.
         self._own = new_worker(config.options.worker)
         return self._own.open(config, deliver)
 
@@ -120,7 +121,8 @@ class SharedWorker:
 
     def _shape(self, config: WorkerConfig) -> object:
         """Return the properties that must be equal in all models of a loop."""
-        # with stages, models share ranges of layers, so they need the same number of layers
+        # With stages, models share ranges of layers. So all models of a loop need the same number
+        # of layers.
         depth = config.model.num_layers if self._stages.stages > 1 else 0
         shape = replace(config.model, num_layers=depth, ropes=(), windows=(), ties_embeddings=False)
         return shape, config.pieces, config.options, self._stages
@@ -146,7 +148,8 @@ class SharedWorker:
             case Cancel(request_id):
                 self._stats.cancelled += self._host.cancel(self, request_id)
             case _:
-                # An engine sends no other command, because it closes with a method call.
+                # An engine sends only these two commands. To end its work, it calls `close` instead
+                # of sending a command.
                 raise AssertionError("unknown command: an engine can only sample, score and cancel")
 
     @property
@@ -219,7 +222,7 @@ class _Host:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.members: list[SharedWorker] = []
-        # requests of all engines; the key is the request's number in the loop
+        # unanswered requests of all engines, by the number that each request has in the loop
         self.asked: dict[int, _Asked] = {}
         self._worker: LoopWorker = new_worker(config.options.worker)
         self._config = config
@@ -271,8 +274,8 @@ class _Host:
         }
         with self._lock:
             for reply in report.replies:
-                # A reply without a number means that the loop has ended. It is passed to all
-                # engines.
+                # A reply without a request number means that the loop has ended, so all engines
+                # receive it.
                 if not reply.request_id:
                     for heard in replies.values():
                         heard.append((reply, 0))

@@ -39,13 +39,12 @@ from atts.local.messages import FailureReply, WorkerConfig
 
 _NONE: Ints = np.zeros(0, dtype=np.int64)
 Bring = Callable[[int, Ints], Held]
-"""Function that requests keys and values of some slots from the worker with this number, and
-returns them.
+"""Function that requests the keys and values of some slots from a worker and returns them. It takes
+the worker's number and the slots.
 """
 _LATEST = 0.1
-"""Weight of the newest time in a running mean of times. The smallest recorded time of a message
-also rises slowly, by a hundredth of this share in each step, so that very old times lose their
-effect.
+"""Weight of the newest measured time in a running mean. With each answer, the smallest recorded
+time of a message rises by a hundredth of this share. So very old times lose their effect.
 """
 
 
@@ -53,12 +52,13 @@ class StageShare(NamedTuple):
     """The part of a step that one worker computes in one range of layers."""
 
     worker: int
-    entries: Ints  # indices of the entries of the batch that this worker computes
-    # keys and values that come from other workers, each with its slots
+    entries: Ints  # indices of the batch's sequences that this worker computes
+    # pairs: some slots, and the keys and values of these slots, copied from another worker
     brought: Sequence[tuple[Ints, Held]] = ()
-    # earlier tokens whose keys and values this worker computes again, with the inputs of the layers
+    # batches of earlier tokens whose keys and values this worker computes again; each batch comes
+    # with the hidden states that enter the range of layers
     again: Sequence[tuple[StepBatch, Floats]] = ()
-    # slots whose keys and values the worker has after it has copied or computed the missing ones
+    # slots whose keys and values this worker copies or computes again in this step
     slots: Ints = _NONE
 
 
@@ -68,13 +68,13 @@ class StageCosts:
     def __init__(self, setup: StageSetup) -> None:
         model = setup.config.model
         number = 2 if setup.config.options.dtype == "bfloat16" else 4
-        # size of one token's keys and values, in bytes
+        # size in bytes of one token's keys and values in this range of layers
         self._bytes = 2 * len(setup.layers) * model.num_kv_heads * model.head_dim * number
-        # seconds per row, for steps with few rows per sequence and for steps with many
+        # seconds to compute one row (token): first with few rows per sequence, then with many
         self._row = [1e-4, 1e-4]
-        self._byte = 1e-9  # seconds to copy one byte of keys and values between workers
-        # for each worker, the smallest time in seconds that a message and its answer need on the
-        # way
+        self._byte = 1e-9  # seconds to copy one byte of keys and values from one worker to another
+        # for each worker: the smallest measured time in seconds between a message and its answer,
+        # without the time of computing
         self._hops: dict[int, float] = {}
 
     def heard(self, worker: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
@@ -112,13 +112,13 @@ class StageCosts:
 class _Sequences(NamedTuple):
     """The sequences of one step."""
 
-    # [sequences, 3]: the sequence's row in the slot table, its offset in the angle tables, its
-    # model
+    # [sequences, 3]: for each sequence, its row in the slot table, its offset in the tables of
+    # rotary angles, and the number of its model
     whose: Ints
-    entries: Ints  # for each entry of the batch, the index of its sequence
+    entries: Ints  # for each entry of the batch, the index of its sequence in `whose`
     fed: Ints
-    slots: Ints  # [sequences, positions]
-    # [workers, sequences, positions]: whether the worker lacks the keys and values of this earlier
+    slots: Ints  # [sequences, positions]: the cache slot of each earlier position
+    # [workers, sequences, positions]: True if the worker lacks the keys and values of this earlier
     # position
     lacks: NDArray[np.bool_]
 
@@ -132,8 +132,8 @@ class KvResidency:
 
     def __init__(self, workers: int, slots: int, width: int) -> None:
         self.rows = np.zeros((slots, width), dtype=np.float32)
-        # for each slot: number of rows of its sequence that were computed in the same step, at most
-        # MANY
+        # for each slot: how many tokens of its sequence were computed together in the step that
+        # filled the slot, counted up to MANY
         self._together = np.ones(slots, dtype=np.int64)
         self.held: NDArray[np.bool_] = np.zeros((workers, slots), dtype=np.bool_)
 
@@ -232,8 +232,8 @@ class KvResidency:
             if len(missing):
                 again.append(self._again(step.whose[at], step.slots[at], missing))
         brought = list[tuple[Ints, Held]]()
-        # `lacks` was computed before the calls of `bring`. Answers that arrive during these calls
-        # are used only in later steps.
+        # `bring` may also receive other pending answers, which change which worker has which slots.
+        # This step ignores such changes: `step.lacks` was computed before.
         for other, lacks in enumerate(step.lacks):
             theirs = np.intersect1d(moved, step.slots[is_brought & ~lacks])
             if len(theirs):
@@ -285,7 +285,7 @@ class LayerRange:
     def __init__(self, setup: StageSetup, nodes: int) -> None:
         self.setup = setup
         self.members = dict[int, StageSetup]()
-        self.homes = list[int]()  # numbers of the workers that should have this range
+        self.homes = list[int]()  # numbers of the workers that should load and keep this range
         self.holders = set[int]()
         self.loading = Counter[int]()
         self.failure: EngineError | None = None
@@ -311,7 +311,7 @@ class LayerRange:
         self.loading[number] -= 1
         if isinstance(answer, FailureReply):
             self.failure = answer.error(self.setup.config.name)
-        # The range is loaded when the worker has answered all requests to load it.
+        # The worker has answered all requests to load this range, so it has the range now.
         elif answer is None and not self.loading[number]:
             self.holders.add(number)
         self.loading += Counter()
@@ -347,9 +347,9 @@ class LayerRange:
 
 
 _LOOKED_AT = 256
-"""After this number of steps, it is checked again on which workers the ranges should be."""
+"""Number of steps between two checks of which workers should have which ranges of layers."""
 _FEWER = 0.8
-"""Ranges are moved to other workers only if at most this share of the rows would still be sent
+"""Ranges of layers are moved only if at most this share of the sequences would still be sent
 between workers.
 """
 
@@ -365,10 +365,10 @@ class InFlightStep:
     batch: StepBatch
     table: SlotIds
     rows: Floats
-    hidden: Floats  # rows of the results, after the last range
+    hidden: Floats  # hidden states after the last range, for the rows whose logits are needed
     chains: Ints
     levels: Ints
-    visits: int = 0  # number of messages whose answers are still missing
+    visits: int = 0  # number of messages to workers for this step that are not answered yet
     error: Exception | None = None
 
     @classmethod
@@ -432,9 +432,11 @@ class StageExecutor:
         self.nodes = list[WorkerHandle]()
         self._spare = Counter[int]()
         self.ranges = dict[str, LayerRange]()
-        # for each model, its ranges in order; the key is the model's number
+        # for each model, under its number: its ranges of layers in order
         self.paths = dict[int, list[LayerRange]]()
-        self.handed = Counter[tuple[str, str]]()  # number of rows passed from one range to the next
+        # For each pair of consecutive ranges, by their names: number of sequences that were passed
+        # from the first to the second, summed over the steps.
+        self.handed = Counter[tuple[str, str]]()
         self._flights = list[InFlightStep]()
         self._steps = 0
         self._since = perf_counter()
@@ -549,9 +551,9 @@ class StageExecutor:
             room *= 1.1
 
     def place(self) -> None:
-        """Move ranges to other workers if clearly fewer rows would then be sent between workers.
+        """Move ranges to other workers if clearly fewer sequences would then change workers.
 
-        All counts of rows are halved, so that old steps lose weight.
+        All counts of sequences are halved, so that old steps lose weight.
         """
         wanted = self._placed()
         crossing = self.crossing({name: held.homes for name, held in self.ranges.items()})
@@ -566,8 +568,8 @@ class StageExecutor:
             held.seconds = 0.0
 
     def crossing(self, homes: Mapping[str, Sequence[int]]) -> int:
-        """Count the rows that would have been sent between workers if the ranges had been placed
-        like this.
+        """Count the sequences that would have changed workers if the ranges had been placed like
+        this. A sequence counts again in each step, and for each two consecutive ranges.
         """
         return sum(
             count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]}
@@ -669,10 +671,8 @@ class StageExecutor:
             try:
                 for share in self._divided(held, flight, entries, waits) if held.holders else ():
                     starts[share.worker][held] = share._replace(entries=entries[share.entries])
-            except (
-                EngineUnavailable
-                # A worker has ended. The work is divided again when the worker has been replaced.
-            ):
+            except EngineUnavailable:
+                # A worker has ended. The step's work is divided again after it was replaced.
                 return
         for number, own in starts.items():
             self._visit(flight, self.nodes[number], own, waits[number] - self.nodes[number].wait)
@@ -774,8 +774,8 @@ class StageExecutor:
             return
         if isinstance(answer.rows, Exception):
             flight.error = answer.rows
-            # The failed worker may have done any part of the work. So none of these slots is
-            # recorded as filled on it.
+            # The failed worker may have computed any part of its work. So none of these slots is
+            # recorded as valid on this worker.
             for stop, _ in stops:
                 stop.held.forget(node.number, flight.table[stop.batch.table_rows])
             return
@@ -784,7 +784,8 @@ class StageExecutor:
             held = stop.held
             if held.kept is not None:
                 held.kept.note(stop.batch, flight.rows[stop.rows])
-                # A worker that must unload the range loses these slots.
+                # A worker that must unload the range loses these slots, so they are recorded only
+                # for other workers.
                 if node.number in held.holders:
                     held.kept.held[node.number, np.append(had, stop.batch.slots)] = True
             held.heard(node.number, len(stop.rows), len(stop.entries), (seconds + hop, seconds))

@@ -31,7 +31,7 @@ from atts.local.messages import GONE
 from atts.local.worker import worker_environment
 
 _END_SECONDS = 1.0
-"""Largest number of seconds to wait for the exit code of a process whose pipe is closed."""
+"""Largest number of seconds to wait for the exit code of a process after its pipe is closed."""
 
 
 class Worker(Protocol):
@@ -109,7 +109,7 @@ class StageProcess:
             ) from error
         finally:
             theirs.close()
-        # A process that has ended is noticed later, because its answers are missing.
+        # If the process has already ended, ignore the error here. Missing answers will show it later.
         with suppress(*GONE):
             self._pipe.send(build)
 
@@ -197,7 +197,8 @@ class RayStage:
         }
         actor: Any = self._ray.remote(StageActor).options(**limits, max_restarts=0)
         self._actor: Any = actor.remote(build)
-        self._answer: Any = None  # Ray reference to the answer that `take` has not returned yet
+        # Ray reference to the next answer that `take` returns; None if no answer is expected
+        self._answer: Any = None
 
     def send(self, message: object) -> None:
         """Send a message."""
@@ -257,7 +258,7 @@ KINDS: dict[str, type[StageProcess | RayStage]] = {"process": StageProcess, "ray
 
 
 Receive = Callable[[Any], object]
-"""Callback that receives the answer to a message, or the error if there is no answer."""
+"""Function that receives the answer to a message, or the error if the worker has ended."""
 
 
 class WorkerHandle:
@@ -267,16 +268,15 @@ class WorkerHandle:
         self.number = number
         self.label = label
         self.worker = worker
-        # `due` is the time when the worker is expected to have answered all messages. `sent` is the
-        # time when the last message was sent.
+        # `due` is the time at which the worker is expected to have answered all messages. `sent` is
+        # the time at which the last message was sent.
         self.due = self.sent = 0.0
         self._queue = deque[tuple[object, Receive]]()
-        # callback that receives the next answer, or None if no answer is expected
+        # function that receives the next answer; None if no answer is expected
         self._heard: Receive | None = None
         self.error: EngineUnavailable | None = None
-        self._table: SlotIds = np.zeros(
-            (0, 0), dtype=np.int32
-        )  # the slot table as it was last sent to the worker
+        # the slot table as the worker knows it: the entries that were sent to the worker so far
+        self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)
 
     @property
     def is_asked(self) -> bool:
@@ -376,13 +376,14 @@ def main() -> None:
     """
     end_with(int(sys.argv[1]))
     pipe = Connection(int(sys.argv[2]))
-    with suppress(*GONE):  # a closed pipe means that the parent has ended, so this process ends too
+    # A closed pipe means that the engine's process has ended, so this process ends too.
+    with suppress(*GONE):
         server = StageServer(pipe.recv())
         while True:
             message = pickle.loads(pipe.recv_bytes())
             pipe.send_bytes(_bytes(server.answer(message)))
             if isinstance(message, list):
-                # the loaded models stay in memory, so the garbage collector should not search them
+                # The loaded models stay in memory, so exclude them from garbage collection.
                 gc.freeze()
 
 

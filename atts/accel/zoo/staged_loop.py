@@ -158,10 +158,11 @@ def _ends(config: WorkerConfig, stages: int) -> list[int]:
             model = read_model_config(folder, config.name)
             halves = half_names(folder, model, load_ropes(folder, model, config.name))
         except EngineError:
-            # Skip a model that cannot be read. It is not in this loop, or has ranges of its own.
+            # Skip a model that cannot be read. It cannot share layers with the models of this loop.
             continue
         names += [halves] * (model.num_layers == layers)
-    # for each half of a layer and each model, the first model with an equal half
+    # for each half of a layer (attention or feed-forward) and each model: the index of the first
+    # model with an equal half
     alike = [[[*own].index(name) for name in own] for own in zip(*names, strict=True)]
     partings = {
         at for at in range(1, layers) if alike[2 * at : 2 * at + 2] != alike[2 * at - 2 : 2 * at]
@@ -211,7 +212,7 @@ class StagedLoop(ManyModelsLoop):
         super().__init__(model, scheduler, token_table, send)
         self._staged = model
         self._steps = scheduler
-        # steps in progress, the oldest first
+        # plans and states of the steps in progress, the oldest first
         self._under_way = deque[tuple[StepPlan, InFlightStep | None]]()
         self._ending: InFlightStep | None = None
 

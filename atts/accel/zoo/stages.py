@@ -25,9 +25,9 @@ from atts.local.loader import layer_deltas, load_adapter
 from atts.local.messages import FailureReply, WorkerConfig
 
 Held = NDArray[np.uint8]
-"""Keys and values of some slots in some layers, as bytes."""
+"""Keys and values of some slots in some layers, as raw bytes."""
 News = tuple[Ints, Ints, SlotIds]
-"""Changed entries of a slot table: their rows, their columns, and the new slots."""
+"""Changed entries of a slot table: their row indices, their column indices, and the new slots."""
 
 
 class StageSetup(NamedTuple):
@@ -40,9 +40,9 @@ class StageSetup(NamedTuple):
 
     config: WorkerConfig
     layers: range
-    replicas: int = 1  # number of workers that have these layers
+    replicas: int = 1  # number of workers that load these layers and share their work
     name: str = ""
-    chain: int = 0  # number of the model in the loop, from 0
+    chain: int = 0  # number of this model in the loop; the first model has the number 0
     is_shared: bool = False  # whether models of a zoo may share these layers
 
     @property
@@ -60,10 +60,11 @@ class RangeStep(NamedTuple):
     """The part of a step that a worker computes in one range of layers."""
 
     name: str
-    entries: Ints  # indices of the entries of the call's batch
-    # keys and values that come from other workers, each with its slots
+    entries: Ints  # indices of the sequences in the call's batch that pass through this range
+    # pairs: some slots, and the keys and values of these slots, copied from another worker
     brought: Sequence[tuple[Ints, Held]] = ()
-    # earlier rows whose keys and values are computed again, with the inputs of the layers
+    # batches of earlier tokens whose keys and values this worker computes again; each batch comes
+    # with the hidden states that enter the range of layers
     again: Sequence[tuple[StepBatch, Floats]] = ()
 
 
@@ -74,8 +75,8 @@ class StageCall(NamedTuple):
 
     batch: StepBatch
     rows: Floats
-    shape: tuple[int, ...]  # shape of the slot table
-    news: News  # entries of the slot table that changed since the last call
+    shape: tuple[int, ...]  # shape of the loop's slot table
+    news: News  # entries of the slot table that changed since the last call to this worker
     steps: Sequence[RangeStep]
 
 
@@ -110,7 +111,8 @@ class StageModel:
         self.setup = setup
         self.cache = cache
         self._model = model
-        # If models share layers, the loop's process computes the embeddings, last norms and heads.
+        # If models share these layers, the loop's process computes the embeddings, last norms and
+        # heads instead.
         alone = not setup.is_shared
         self._units = (
             int(setup.layers.start > 0 or not alone),
@@ -193,7 +195,8 @@ class StageServer:
     def __init__(self, build: BuildStage) -> None:
         self._build = build
         self._held: dict[str, StageModel] = {}
-        # copy of the loop's slot table, which each call updates
+        # this worker's copy of the loop's slot table; each `StageCall` brings the entries that
+        # changed
         self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)
 
     def answer(self, message: Any) -> object:
@@ -274,9 +277,8 @@ def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup
         raise UnsupportedByEngine(config.name, problem, f"Write stages={model.num_layers} or less")
     words = model.vocabulary * model.hidden_size
     layer = (model.matrix_weights - words) / model.num_layers
-    outer = (
-        words if model.ties_embeddings else 2 * words
-    ) / layer  # the size of embedding and head together, divided by the size of a layer
+    # weights of embedding and head together, divided by the weights of a layer
+    outer = (words if model.ties_embeddings else 2 * words) / layer
     first = round((model.num_layers + outer) / stages - outer)
     first = max(1, min(first, model.num_layers - stages + 1)) if stages > 1 else model.num_layers
     rest = model.num_layers - first

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# The first bytes of a safetensors file, of this number, contain the length of its header.
+# number of bytes at the start of a safetensors file that give the length of its header
 _LENGTH = 8
 _ALIGNMENT = 8
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
@@ -112,8 +112,8 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
     for file in files:
         for name, tensor in file.tensors.items():
             place, inner = _place(name, family)
-            # If two tensor names differ only in the prefix "model.", the second tensor is put into
-            # the block "rest".
+            # If two tensor names differ only in the prefix "model.", the second tensor goes into
+            # the block "rest" under its full name.
             if inner in places.get(place, ()):
                 place = "rest"
                 inner = name
@@ -222,7 +222,9 @@ side files.
 """
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _INDEX = ".safetensors.index.json"
-"""Ending of index files, which list the file of each tensor."""
+"""End of the names of index files. An index file lists, for each tensor, the weight file that
+contains it.
+"""
 
 
 def check_name(name: str, taken: Collection[str] = ()) -> None:
@@ -248,7 +250,8 @@ def checked(folder: Path, name: str) -> Family:
     """
     config, _ = check_model(folder, name)
     with import_lock:
-        from atts.local.loader import check_weights  # this module imports torch
+        # imported only here, because `atts.local.loader` imports torch
+        from atts.local.loader import check_weights
     check_weights(folder, config, name)
     return config.rules
 
@@ -353,7 +356,8 @@ class SharedPart:
     """
 
     models: tuple[str, ...]
-    places: tuple[str, ...]  # places of the blocks in the first of these models
+    # places of the shared blocks in the first of these models, such as layers.3.attention
+    places: tuple[str, ...]
     bytes: int  # total size of the blocks in bytes; each block is stored once
     below: tuple[SharedPart, ...]
 
@@ -367,7 +371,7 @@ class ModelLine:
 
     name: str
     base: str
-    bytes: int  # size of the model's files in bytes when the model was added
+    bytes: int  # size in bytes of the model's files at the time when the model was added
     parts: Mapping[str, int]
     is_whole: bool
 
@@ -379,9 +383,10 @@ class ZooContents:
     zoo: str
     models: tuple[ModelLine, ...]
     tree: tuple[SharedPart, ...]
-    blocks: int  # number of different blocks
+    blocks: int  # number of different blocks in the zoo
     stored: int  # size of the zoo's files in bytes
-    # total size in bytes of the models as they were added; the size of an adapter includes its base
+    # Total size in bytes of all models in separate folders. For an adapter, this includes its base
+    # model.
     apart: int
 
     @property
@@ -466,8 +471,8 @@ def written_places(places: Sequence[str]) -> str:
 _LOCK = "lock"
 _ADAPTER_FILE = "adapter_model.safetensors"
 _COMPLETED = ".completed"
-"""Name of a temporary folder in the zoo. A model that is being completed from its base is written
-there.
+"""Name of a temporary folder in the zoo. There, the missing files of an incomplete model are added
+from its base.
 """
 
 
@@ -562,7 +567,7 @@ class Zoo:
             )
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
             return self._add_adapter(name, folder, base)
-        # Check the folder before `_adding` makes a new directory a zoo.
+        # `_adding` turns a new directory into a zoo, so check the model's folder first.
         family = None if base else checked(folder, name)
         with self._adding(name), ExitStack() as stack:
             whole = self.directory / _COMPLETED if base else folder
@@ -600,7 +605,8 @@ class Zoo:
             file = folder / _ADAPTER_FILE
             config, _ = check_model(home, name)
             with import_lock:
-                from atts.local.loader import check_adapter  # this module imports torch
+                # imported only here, because `atts.local.loader` imports torch
+                from atts.local.loader import check_adapter
             check_adapter(folder, file, config, name)
             with storage(folder):
                 mapped = WeightFile(file, stack)
@@ -929,9 +935,10 @@ class BlockSimilarity:
     """The similarity of a model's block at `place` to another block of the same shape."""
 
     place: str
-    digest: str  # digest of the other block
-    other: str  # model and place of the other block: MODEL/PLACE
-    # distance between the parameters of both blocks, divided by the norm of the model's block
+    digest: str  # digest of the similar block
+    other: str  # model and place of the similar block, as MODEL/PLACE
+    # norm of the difference between the parameters of both blocks, divided by the norm of the
+    # model's block
     distance: float
     cosine: float
 
@@ -1046,9 +1053,10 @@ class Divergence(NamedTuple):
     texts.
     """
 
-    tokens: int  # number of positions
-    nats: float  # mean Kullback-Leibler divergence in nats
-    flips: float  # share of positions at which the models have different likeliest tokens, 0 to 1
+    tokens: int  # number of text positions at which the predictions were compared
+    nats: float  # mean Kullback-Leibler divergence of the two predictions, in nats
+    # share (0 to 1) of positions at which the likeliest tokens of the two models differ
+    flips: float
 
 
 def divergence(one: Path, other: Path, texts: Sequence[tuple[TokenIds, int]]) -> Divergence:

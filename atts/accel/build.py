@@ -165,8 +165,8 @@ def _speculating_loop(
         lengths,
         vocabulary=config.model.vocabulary,
         table=table,
-        # If target and drafter compute on the CPU in this process, measure CPU time. It excludes
-        # the time in which other processes use the core.
+        # If target and drafter both use the CPU, measure this thread's CPU time. It excludes the
+        # time in which other processes use the core.
         clock=thread_time if is_here else perf_counter,
     )
     return StepLoop(target.model, scheduler, table, send, proposals)

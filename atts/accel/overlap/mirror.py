@@ -201,7 +201,8 @@ class StreamHead(NamedTuple):
     token.
     """
 
-    down: Tensor  # [width, hidden_size * (1 + number of tokens that the head receives)]
+    # [width, hidden_size * (1 + number of tokens that the head receives)] first matrix of the head
+    down: Tensor
     up: Tensor  # [hidden_size, width] second matrix of the head
 
 

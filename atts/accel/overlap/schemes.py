@@ -143,7 +143,8 @@ class SchemeControl:
         self._schemes = schemes
         self._has_oracle = has_oracle
         self._loads = dict[int, _Load]()
-        # class of sequences per step (1, 2 to 3, 4 to 7, ...) whose statistics are updated now
+        # class of the number of sequences per step (1, 2 to 3, 4 to 7, ...) whose statistics are
+        # updated now
         self._place = -1
         # number of consecutive steps, up to now, whose number of sequences was in another class
         self._away = 0

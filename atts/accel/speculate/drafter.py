@@ -40,8 +40,8 @@ from atts.local.seams import NOTHING, Ask, Model, Proposer, TokenProposal
 # confidence on the same scale, from 0 to 1.
 _CONFIDENCE = 0.8
 _CHUNK = 512  # largest number of unread tokens that the draft model reads in one pass
-# The last unread tokens of all texts are computed together in one batch. From each text, they are
-# at most one more than this number.
+# The last unread tokens of all texts are computed together in one batch. At most one more than this
+# number of tokens come from each text.
 _FEW = 3
 
 FedRow = tuple[int, int, int, bool]
@@ -94,8 +94,8 @@ class DraftedRows:
         slots.
         """
         admission, count = self._progress.get(sequence.request_id, (-1, 0))
-        # If the sequence was preempted and admitted again, it has new slots. They do not contain
-        # the tokens computed before.
+        # A sequence that was preempted and admitted again has new slots, which contain none of its
+        # earlier keys and values.
         return count if admission == sequence.num_admissions else 0
 
     def advance(self, sequence: Sequence, count: int) -> None:

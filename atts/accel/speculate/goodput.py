@@ -25,9 +25,9 @@ from atts.local.seams import Forecast, Lengths, SpeculationRound
 
 
 Floats = NDArray[np.float64]
-# The condition under which a step's time is stored. It has three parts: whether the step also
-# computes other tokens (such as prompts), the size class of its number of sequences, and the class
-# of the mean length of these sequences.
+# The condition under which a step's time is stored. Its first part is whether the step also
+# computes other tokens, such as prompts. The other parts are the size class of the number of
+# sequences and the class of their mean length.
 Condition = tuple[int, ...]
 
 _UNSEEN_VARIANCE = 1.0
@@ -46,11 +46,11 @@ _LEARNING = 1 / 32
 # In each step, the variance of the machine's slowness grows by this share of the variance of the
 # logarithm of one step's time.
 _WANDERING = 0.05
-# If a step's log time is more than this number of standard deviations from its expected value, it
-# is treated as if it were at this distance.
+# If a step's log time is further from its expected value than this number of standard deviations,
+# it is treated as if at this distance.
 _OUTLYING = 2.5
-# A step time was measured only a few times if the variance of its logarithm is above this share of
-# the variance of one step's log time.
+# A step time was measured only a few times if its variance is above this share of the variance of
+# one step (both of logarithms).
 _YOUNG = 0.25
 _STALE = 8  # number of new measurements after which a curve of step times is fitted again
 # Up to this number of rows (tokens per step), step times are stored separately for each number.
@@ -382,7 +382,8 @@ _MARGIN = 0.01
 _DOUBT = 0.02
 _DOUBT_OF_ONE = 0.001
 _SURPRISE_WEIGHT = 1 / 32
-# largest absolute value of log(measured / expected time) that one step adds to the mean
+# For one step, log(measured / expected time) is limited to this absolute value, so that a single
+# step has little weight.
 _MOST_SURPRISE = 0.5
 # Proposals stop only if the expected gain from stopping exceeds this number of standard deviations
 # of the estimated step time.
@@ -390,8 +391,8 @@ _CAUTION = 0.3
 # At the end of a rest, the mean of log(measured / expected time) is multiplied by this factor. A
 # rest is a series of steps in which nothing is proposed or timed.
 _FORGETTING = 0.8
-# If no proposal was verified during a rest, all earlier observations at a position then weigh at
-# most as much as this number of tested tokens.
+# If no proposal was verified during a rest, earlier observations are no longer reliable. At each
+# position, they then weigh at most as much as this number of tested tokens.
 _FADED = 1.0
 # Proposal lengths that have just changed are chosen again after the first number of steps. While
 # they do not change, this number doubles, up to the second number.
@@ -502,7 +503,7 @@ class _Load:
     gap: int = _PERIODS[0]  # number of steps from one trial without proposals to the next
     # running mean of log(measured / expected seconds) of steps with proposals
     surprise: float = 0.0
-    resting: int = 0  # number of steps until the rest ends
+    resting: int = 0  # number of steps until the current rest ends
     rested: int = 0
     rounds: int = 0  # total number of proposals verified when the last rest began
     rest: int = _RESTS[0]  # smallest number of steps of the next rest

@@ -158,7 +158,7 @@ class SlotLedger(SlotAllocator):
         divergences = {
             (a, b): divergence_point(chains[a], chains[b]) for a in chains for b in chains if a != b
         }
-        # for each number of first layers that two chains have in common: the index of the first unit
+        # for each number of first layers that two chains share: the index of the first unit
         # that differs between such chains
         units = dict[int, int]()
         for layers, unit in divergences.values():

@@ -672,7 +672,8 @@ class StageExecutor:
                 for share in self._divided(held, flight, entries, waits) if held.holders else ():
                     starts[share.worker][held] = share._replace(entries=entries[share.entries])
             except EngineUnavailable:
-                # A worker has ended. The step's work is divided again after it was replaced.
+                # A worker has ended. The step's work is divided again after the worker was
+                # replaced.
                 return
         for number, own in starts.items():
             self._visit(flight, self.nodes[number], own, waits[number] - self.nodes[number].wait)
@@ -784,8 +785,8 @@ class StageExecutor:
             held = stop.held
             if held.kept is not None:
                 held.kept.note(stop.batch, flight.rows[stop.rows])
-                # A worker that must unload the range loses these slots, so they are recorded only
-                # for other workers.
+                # A worker that must unload the range loses these slots. So record the slots only if
+                # the worker still has the range.
                 if node.number in held.holders:
                     held.kept.held[node.number, np.append(had, stop.batch.slots)] = True
             held.heard(node.number, len(stop.rows), len(stop.entries), (seconds + hop, seconds))

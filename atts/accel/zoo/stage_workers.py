@@ -109,7 +109,7 @@ class StageProcess:
             ) from error
         finally:
             theirs.close()
-        # If the process has already ended, ignore the error here. Missing answers will show it later.
+        # If the process has already ended, ignore the error. Missing answers will show it later.
         with suppress(*GONE):
             self._pipe.send(build)
 

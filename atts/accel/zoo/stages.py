@@ -277,7 +277,7 @@ def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup
         raise UnsupportedByEngine(config.name, problem, f"Write stages={model.num_layers} or less")
     words = model.vocabulary * model.hidden_size
     layer = (model.matrix_weights - words) / model.num_layers
-    # weights of embedding and head together, divided by the weights of a layer
+    # number of weights of embedding and head together, divided by the number of weights of a layer
     outer = (words if model.ties_embeddings else 2 * words) / layer
     first = round((model.num_layers + outer) / stages - outer)
     first = max(1, min(first, model.num_layers - stages + 1)) if stages > 1 else model.num_layers

@@ -471,8 +471,8 @@ def written_places(places: Sequence[str]) -> str:
 _LOCK = "lock"
 _ADAPTER_FILE = "adapter_model.safetensors"
 _COMPLETED = ".completed"
-"""Name of a temporary folder in the zoo. There, the missing files of an incomplete model are added
-from its base.
+"""Name of a temporary folder in the zoo. There, an incomplete model is completed with files of its
+base.
 """
 
 

@@ -13,8 +13,8 @@ from atts.errors import EngineError, OptionError, UsageError
 from atts.pipelines import Policy
 
 ReplyKind = Literal["text", "answer"]
-"""The content of a reply: "text" stands for the whole text of a rollout that gave the voted answer,
-"answer" for the answer only.
+"""The content of a reply. "text": the whole text of a rollout whose answer won the vote. "answer":
+only the answer that won.
 """
 
 
@@ -25,7 +25,9 @@ class Reply:
     text: str
     answer: str | None
     usage: Usage
-    facts: Mapping[str, Any]  # a description of the run, as JSON data without NaN and infinities
+    # Numbers of the run for the harness's log, such as votes, escalated chunks and tokens. They can
+    # be written as JSON, because none is NaN or infinite.
+    facts: Mapping[str, Any]
 
     @classmethod
     def of(cls, outcome: Outcome, kind: ReplyKind = "text") -> Reply:

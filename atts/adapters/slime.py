@@ -73,16 +73,17 @@ class _Worker:
 
     def __init__(self, options: Mapping[str, object]) -> None:
         self._setup = setup_of("slime", options)
-        self._number = 0  # number of the latest session
+        self._number = 0  # number of the latest session, a key of `_sessions`
         self._sessions = {0: Session(self._setup)}
-        self._asking = Counter[int]()  # number of samples in flight, keyed by session number
+        # how many samples each session is writing, keyed by session number
+        self._asking = Counter[int]()
         self._has_answered = False
 
     def policy(self, system: str, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the policy fields that the trainer's sampling parameters change."""
         given = {name: params[name] for name in _NAMES if params.get(name) is not None}
         if given.get("top_k", 0) < 0:
-            del given["top_k"]  # a negative top_k means no limit
+            del given["top_k"]  # slime writes "no top-k limit" as -1; atts writes it as 0
         changes: dict[str, Any] = {
             "samples": 1,
             "early_stop": "none",
@@ -107,7 +108,7 @@ class _Worker:
             return await self._ask(number, question, policy), number
         except UnsupportedByEngine:
             if not self._has_answered:
-                raise  # the engines never worked, so a new session would fail as well
+                raise  # no request has ever succeeded, so a new session would fail too
         if number == self._number:
             self._number += 1
             self._sessions[self._number] = Session(self._setup)
@@ -167,8 +168,8 @@ def _fill(sample: Any, rollout: Rollout) -> None:
     for chunk in rollout.chunks:
         count = len(chunk.draft_ids)
         ids += chunk.draft_ids
-        # Training needs log-probabilities, so all tokens without log-probabilities of the draft are
-        # masked.
+        # Training on a token needs the draft's log-probability of it. Where that is unknown, the
+        # loss mask is 0, so the token is not trained on.
         is_known = chunk.author == "draft" and len(chunk.logprobs) >= count
         mask += [int(is_known)] * count
         logprobs += chunk.logprobs[:count] if is_known else [0.0] * count

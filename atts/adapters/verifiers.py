@@ -47,8 +47,8 @@ class ATTSTask(vf.Task[ATTSData, vf.State, vf.TaskConfig]):  # type: ignore[misc
     @vf.reward  # type: ignore[untyped-decorator]
     async def correct(self, trace: Any) -> float:
         """Return 1 if the answer of the last reply equals the reference, and 0 if not."""
-        # Grading with sympy may take seconds, so it runs in a thread and does not block the event
-        # loop.
+        # Comparing two answers with sympy may take seconds. It runs in a thread, so that it does
+        # not block the event loop.
         grading = partial(is_correct, self.data.problem, trace.last_reply)
         return float(await anyio.to_thread.run_sync(grading))
 

@@ -35,7 +35,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         )
     }
 )  # fmt: skip
-"""All formats that can be imported, by name."""
+"""All file formats from which rollouts can be imported, keyed by name."""
 
 __all__ = [
     "FORMATS",

@@ -18,9 +18,8 @@ from atts.errors import OptionError
 
 Row = Mapping[str, Any]
 Ended = Literal["end", "length", "stopped", "failed"]
-"""The reason why a text of another tool ended.
-
-The model ended the text ("end"), or a token limit, a stopping rule or an error ended it.
+"""The reason why a text of another tool ended. "end": the model ended it. "length": it reached a
+token limit. "stopped": a stopping rule of the tool ended it. "failed": an error ended it.
 """
 
 
@@ -43,19 +42,19 @@ class ForeignSample:
     kind: AnswerKind | None = None
     choices: tuple[str, ...] = ()
     number: int | None = None  # index of this rollout among the rollouts of its problem
-    # the recorded answer; with None, atts extracts the answer from the text
+    # the answer that the other tool recorded; if None, atts extracts the answer from the text
     answer: str | None = None
     is_correct: bool | None = None
     ended: Ended = "end"
     error: str = ""
     model: str = ""
-    # name of the filter that extracted the answer, if the tool used several filters
+    # name of the filter that extracted the answer; a tool may extract with several filters
     filter: str = ""
-    tokens: int | None = None  # number of tokens that the model wrote
+    tokens: int | None = None  # number of tokens that the model wrote in this rollout
     prompt_tokens: int | None = None
     seconds: float | None = None
     dollars: float | None = None
-    # prices of input tokens and of output tokens, in dollars per million tokens
+    # price of input tokens and price of output tokens, in dollars per million tokens
     prices: tuple[float, float] | None = None
     scores: Mapping[str, float] = field(default_factory=dict[str, float])
     ids: TokenIds = ()
@@ -67,12 +66,14 @@ class ReadOptions:
     """The options for reading a format; only the plain format uses `columns`."""
 
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
-    metric: str = ""  # the score that decides whether an answer is correct; "": the first score
+    # Name of the recorded score that says whether an answer is correct. With "", the first score of
+    # the record is used.
+    metric: str = ""
 
 
 SampleReader = Callable[[Row, Path, ReadOptions], Iterator[ForeignSample]]
-"""A function that yields the rollouts of one record, which all belong to one problem. The path
-argument is the record's file.
+"""A function that yields the rollouts of one record; they all belong to the same problem. Its path
+argument names the file that contains the record.
 
 :raises RecordError: the record lacks a required field.
 """
@@ -86,8 +87,8 @@ class Format:
     about: str
     patterns: tuple[str, ...]
     read: SampleReader
-    # name of the field with the list of records in a JSON file; "" if the file contains only a list
-    # of records, or one record
+    # In a JSON file, the name of the field that contains the list of records. With "", the file
+    # itself is a list of records, or a single record.
     list_field: str = ""
 
 
@@ -169,7 +170,7 @@ def truth_of(value: object) -> bool | None:
     return None
 
 
-# inspect_ai's grades for correct, incorrect and no answer
+# the grades that inspect_ai writes for a correct answer, an incorrect answer and no answer
 _GRADES = {"C": True, "I": False, "N": False}
 _ENDS: dict[str, Ended] = {"max_tokens": "length", "model_length": "length"}
 
@@ -353,7 +354,8 @@ def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreign
             problem=f"{task}/{text_of(row, 'doc_id')}",
             reference=optional_text(row, "target"),
             number=number,
-            # if the filter made one answer from all replies, the harness graded only this answer
+            # A filter may reduce several replies to one answer, for example by a vote. This answer
+            # does not belong to any single reply, so it is not used.
             answer=_answer(answer) if is_each or is_only else None,
             is_correct=truth_of(row.get(metric)) if is_only and metric else None,
             filter=optional_text(row, "filter") or "",
@@ -391,7 +393,7 @@ def _answer(value: object) -> str | None:
 def _numbers(row: Row) -> dict[str, float]:
     """Return the document's metrics that are numbers."""
     names = list(map(str, list_of(row, "metrics"))) if "metrics" in row else []
-    if not names:  # lm-evaluation-harness before 0.4.4 does not list the names of its metrics
+    if not names:  # before version 0.4.4, lm-evaluation-harness did not write `metrics`
         names = [name for name in row if name in ("exact_match", "acc", "math_verify")]
     values = {name: number_of(row, name) for name in names}
     return {
@@ -498,7 +500,7 @@ def read_matharena(row: Row, path: Path, options: ReadOptions) -> Iterator[Forei
         problem=f"{competition}/{problem}" if competition else problem,
         reference=optional_text(row, "gold_answer"),
         number=count_of(row, "idx_answer"),
-        # Python wrote a missing answer as the text "None" or "nan"
+        # A missing answer was written as the Python text "None" or "nan".
         answer=None if answer in ("None", "nan", "") else answer,
         is_correct=truth_of(row.get(options.metric or "correct")),
         model=optional_text(row, "model_name", "model_config") or "",
@@ -594,8 +596,11 @@ MONKEY_BUSINESS = Format(
 )
 
 
-_WINDOW = 2048  # number of tokens in a window and in the tail, from the DeepConf paper
-# The bottom confidence is an average over this share of all windows: those with the lowest means.
+# number of tokens in a window, and also in the tail of a trace; the value is from the DeepConf
+# paper
+_WINDOW = 2048
+# The "bottom confidence" is the average over this share of the windows, namely the windows with the
+# lowest mean confidence.
 _BOTTOM = 0.1
 _ENDS_DEEPCONF: dict[str, Ended] = {"length": "length", "gconf_threshold": "stopped"}
 
@@ -686,7 +691,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "cost": ("cost", "dollars"),
     }
 )
-"""The possible column names of each field, which are tried if the user names no column."""
+"""The column names that are tried for each field if the user does not name a column."""
 _SCORE = "score."
 
 

@@ -26,7 +26,7 @@ from atts.files import open_ordinary
 PICKLES = (".pkl", ".pickle", ".p", ".pt", ".pth", ".joblib")
 PACKED = (".gz", ".zst", ".xz", ".bz2")
 _BLOCK = 1 << 20
-_ZSTANDARD = 93  # the code of the compression method Zstandard in zip archives
+_ZSTANDARD = 93  # number that stands for Zstandard compression in zip archives
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,14 @@ class Place:
 
     start: int
     size: int
-    number: int  # position of the record for error messages, counted from 1
+    # position of the record among the file's records, counted from 1, for error messages
+    number: int
 
 
 class RecordFile(Protocol):
     """A file from which records can be read in order, or again by their positions."""
 
-    word: str  # the word for a record in messages: "line", "item" or "entry"
+    word: str  # what error messages call a record of this file: "line", "item" or "entry"
 
     def places(self) -> Iterator[tuple[Place, bytes]]:
         """Yield each record in order, with its position."""
@@ -173,8 +174,8 @@ class _Lines:
         return self._file.read(size)
 
 
-# matches a complete string, the beginning of a string that continues in the next block, or a
-# bracket
+# This pattern matches a whole JSON string, a string that is cut off at the end of the buffer, or a
+# bracket.
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:(")|\\?\Z)|[{}\[\]]', re.DOTALL)
 
 
@@ -206,11 +207,15 @@ class _Items:
         self._file.seek(0)
         buffer = b""
         base = 0  # position of the buffer's first byte in the file
-        scanned = 0  # number of bytes of the buffer that have been scanned
-        start = -1  # position in the file of the item that is being read
+        scanned = 0  # how many bytes of the buffer have been scanned
+        start = -1  # position in the file where the current item begins; -1 between items
         depth = 0
-        level = -1  # number of open brackets around each item; -1 outside the list of items
-        key = b""  # the latest string at depth 1, which may be the name of the list
+        # number of open brackets around each item, which is 0 for items without a list; -1 outside
+        # the list of items
+        level = -1
+        # the latest string inside only the outermost bracket; it may be the name of the list of
+        # items
+        key = b""
         number = 0
         while True:
             block = self._file.read(max(_BLOCK, len(buffer) - scanned))
@@ -219,7 +224,7 @@ class _Items:
                 word = token[0]
                 if word[0] == _QUOTE:
                     if token[1] is None and block:
-                        break  # the string continues in the next block
+                        break  # the string is cut off, so read the next block first
                     if depth == 1:
                         key = word
                 elif word in b"{[":
@@ -265,7 +270,7 @@ class _EvalArchive:
     def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
         self._path = path
         self._archive = archive
-        # if several entries have the same name, the last entry is used
+        # If the archive has several entries with the same name, only the last one is valid.
         named = {entry.filename: entry for entry in archive.infolist()}
         self._entries = [
             entry for name, entry in named.items() if re.fullmatch(r"samples/[^/]*\.json", name)
@@ -310,7 +315,8 @@ class _EvalArchive:
         file = self._archive.fp
         assert file is not None, "the archive must be open"
         file.seek(entry.header_offset)
-        # the lengths of the name and of the extra field, which precede the data
+        # The entry's header ends with the lengths of the file name and of the extra field. Both
+        # come between the header and the compressed data, so skip them.
         name, extra = struct.unpack("<HH", file.read(30)[26:])
         file.seek(name + extra, 1)
         return file.read(entry.compress_size)
@@ -332,7 +338,7 @@ def _unpacked(data: bytes) -> bytes:
         with arrow.CompressedInputStream(arrow.BufferReader(data), "zstd") as frames:
             unpacked: bytes = frames.read()
         return unpacked
-    # the package zstandard is installed with inspect_ai
+    # The user has the package zstandard, because inspect_ai installs it.
     reader = importlib.import_module("zstandard").ZstdDecompressor()
     with reader.stream_reader(data, read_across_frames=True) as frames:
         unpacked = frames.read()

@@ -63,20 +63,21 @@ from atts.ledger import PRICES, Price
 from atts.pipelines import Ballot, tally
 
 IMPORTED = "imported"
-"""A word that marks imported runs: the name of a setting in the manifest, and the code of a
-warning.
+"""The mark of an imported run: a setting of this name in the run's manifest, and a warning with
+this code in its journal.
 """
 
 Grades = Literal["recorded", "again"]
-"""The source of the verdicts. "recorded" uses the other tool's verdict if the tool recorded one;
-"again" uses new verdicts by atts.
+"""The source of the verdicts on rollouts. "recorded": the other tool's verdict, or one by atts if
+the tool recorded none. "again": atts judges all rollouts.
 """
 
 _WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
     {"equal": "correct", "different": "wrong", "unscored": "unscored"}
 )
-_MOST_OPEN = 128  # largest number of files that are open at the same time
-# a recorded answer with more characters is not used if the text has no marked answer
+_MOST_OPEN = 128  # largest number of input files that are open at the same time
+# Largest number of characters of a recorded answer. If the text has no marked answer, a longer
+# recorded answer is not used, because it is probably not only an answer.
 _FEW_WORDS = 60
 
 
@@ -118,17 +119,17 @@ class Imported:
     bytes: int = 0
     problems: int = 0
     rollouts: int = 0
-    most_rollouts: int = 0  # largest number of rollouts of one problem
-    graded: int = 0  # number of rollouts with a verdict of the other tool
-    referenced: int = 0  # number of problems with a reference
-    with_answer: int = 0  # number of rollouts with an answer that the other tool extracted
+    most_rollouts: int = 0  # number of rollouts of the problem that has the most
+    graded: int = 0  # number of rollouts for which the other tool recorded a verdict
+    referenced: int = 0  # number of problems with a reference answer
+    with_answer: int = 0  # number of rollouts from which the other tool extracted an answer
     with_tokens: int = 0
     with_seconds: int = 0
     with_dollars: int = 0
     dollars: float = 0.0
     scores: tuple[str, ...] = ()
-    unknown: int = 0  # number of problems that the named dataset does not have
-    already: int = 0  # number of problems that an earlier session imported
+    unknown: int = 0  # number of imported problems that are not in the dataset that the user named
+    already: int = 0  # number of problems that an earlier, interrupted import has written
 
     def as_json(self) -> dict[str, Any]:
         """Return the description as JSON data."""
@@ -160,13 +161,13 @@ async def import_rollouts(
         manifest = _manifest(made, digest, options, path, reading)
 
         def recall(entry: Entry) -> None:
-            # The last event of a problem is its span if the durations of all rollouts are known. If
-            # not, the last event is the outcome.
+            # A problem has been written completely if the journal has its last event. This is the
+            # problem's span if the durations of all rollouts are known, and the outcome if not.
             if isinstance(entry.event, ProblemSpan if reading.is_timed else OutcomeReached):
                 done.add(entry.event.problem)
 
-        # The journal's clock always shows 0, because the duration of the import says nothing about
-        # the rollouts.
+        # All events get the time 0, because the duration of the import says nothing about the
+        # rollouts.
         async with open_journal(
             out, manifest, JournalOptions(clock=lambda: 0.0), recall
         ) as journal:
@@ -192,7 +193,8 @@ def _files(format: Format, path: Path) -> list[Path]:
             return sorted(files, key=_natural)
     pickles = sorted(path.rglob("*.pkl"))
     if pickles:
-        return pickles[:1]  # opening a pickle file raises an error that says why it is refused
+        # opening this file raises an error that explains why pickle files are refused
+        return pickles[:1]
     raise DatasetError(
         str(path),
         f"the directory has no file named {' or '.join(format.patterns)}, as {format.name} writes",
@@ -215,14 +217,14 @@ class _Reading:
         self.format = format
         self.files = files
         self.options = options
-        self.is_timed = False  # whether the duration of every rollout is known
-        # keyed by problem: the index of the file, the start and the size of each record, all in one
-        # list
+        self.is_timed = False  # whether the files give the duration of every rollout
+        # For each problem, a flat list with three numbers per record: index of the record's file,
+        # `Place.start` and `Place.size`.
         self.problems: dict[str, array[int]] = {}
         self.digests = list[str]()
         self._known = {_plain(problem.text): problem for problem in options.known}
         self._known_ids = {problem.id for problem in options.known}
-        # names that atts gave to unnamed problems, keyed by a hash of the question
+        # Names that atts gave to problems without a name, keyed by a hash of the question.
         self._names: dict[bytes, str] = {}
         self._made = Imported(Path(), format.name, files=len(files))
         self._models = Counter[str]()
@@ -333,7 +335,7 @@ class _Reading:
         kind = self.options.kind or sample.kind or "math"
         answer = sample.reference
         if answer is not None and kind == "math":
-            # GSM8K's references are worked solutions that end in "#### 18"
+            # A reference of GSM8K is a whole solution that ends in the answer, such as "#### 18".
             answer = reference(answer.rpartition("####")[2].strip())
         return Problem(
             id=name or sample.problem or self._name(sample.question),
@@ -410,7 +412,8 @@ class _Reading:
         return file
 
     def _digest(self, path: Path) -> str:
-        self._file(len(self.digests))  # this call raises a clear error if the file cannot be read
+        # open the file first, because this raises a clear error if the file cannot be read
+        self._file(len(self.digests))
         return digest_of(path)
 
 
@@ -482,9 +485,10 @@ class _ProblemWriter:
     def __init__(self, journal: Journal, grades: Grades) -> None:
         self._record: Callable[[Event], None] = journal.record
         self._grades = grades
-        # verdicts of atts, keyed by the answer
+        # verdicts that atts gave on answers of this problem, keyed by answer
         self._verdicts: dict[str, tuple[VerdictStatus, str]] = {}
-        # how often the other tool gave each verdict, keyed by the answer
+        # for each answer of this problem, how often the other tool judged it correct and how often
+        # wrong
         self._recorded: dict[str, Counter[VerdictStatus]] = {}
 
     def write(
@@ -521,7 +525,8 @@ class _ProblemWriter:
         """Write one rollout, and return its answer, or None if it has no answer."""
         answer = None if sample.answer is None else sample.answer.strip() or None
         if sample.ended != "failed" and (sample.answer is None or _is_whole_text(sample)):
-            # If the text has no marked answer, the recorded answer is used, unless it is long.
+            # Use the marked answer in the text. If the text has none, use the recorded answer,
+            # unless it is long.
             answer = extract(sample.text, problem.kind) or (
                 answer if answer and len(answer) <= _FEW_WORDS else None
             )

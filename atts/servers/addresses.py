@@ -25,8 +25,8 @@ from atts.servers.options import (
 from atts.servers.sglang import SglangDialect
 from atts.servers.vllm import VllmDialect
 
-# A new dialect needs one file and one row here. `auto` tries the dialects in the order of the rows.
-# SGLang comes first, because its servers also answer some of vLLM's paths.
+# To add a dialect, write one file and add its class here. The scheme `auto` tries the classes in
+# this order. SGLang comes before vLLM, because its servers also answer some of vLLM's paths.
 _CLASSES: tuple[type[Dialect], ...] = (
     SglangDialect,
     LlamaCppDialect,
@@ -43,9 +43,12 @@ _SCHEMES: Mapping[str, str] = {
     "server": AUTO,
 }
 SCHEMES = tuple(_SCHEMES)
-"""All schemes with which the address of a server can begin."""
+"""All schemes with which the address of a server can begin, such as "vllm" in
+"vllm:http://HOST:PORT".
+"""
 
-# The settings of an address. Each setting has the name of its option and a parser for its value.
+# The settings that can follow "?" in an address. Each one has a field of `RemoteOptions` that it
+# sets, and a parser for its value.
 _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "in_flight": ("in_flight", int),
     "timeout": ("timeout_seconds", float),
@@ -118,7 +121,8 @@ def parse_address(scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS) -
     if scheme == "openai" and "://" not in rest.partition("?")[0]:
         return _openai_model(rest, defaults)
     if not is_url(rest):
-        # The message leaves out the parts that may contain a password or a key.
+        # Omit the user, password and query of the address from the message, because they may
+        # contain secrets.
         shown = rest.rsplit("@", 1)[-1].partition("?")[0]
         raise OptionError(
             "engine", f"{shown!r} is not a URL; write {scheme}:http://HOST:PORT/MODEL"
@@ -150,7 +154,7 @@ def _openai_model(rest: str, defaults: RemoteOptions) -> ServerAddress:
     model, _, query = rest.partition("?")
     settings = _settings(query)
     if not model or _HOST_AND_PORT.fullmatch(rest):
-        # HOST:PORT is a URL whose scheme is missing, so it must not be read as the name of a model.
+        # HOST:PORT is a URL without its scheme, so do not read it as the name of a model.
         raise OptionError(
             "engine", f"{model!r} is not a URL or a model; write openai:http://HOST:PORT/MODEL"
         )
@@ -202,7 +206,7 @@ def _chat_path(path: str) -> tuple[str, str]:
     parts = path.strip("/").split("/")
     for number, part in enumerate(parts, start=1):
         if _VERSION.fullmatch(part):
-            # the path of Google's API continues after the version: /v1beta/openai
+            # in Google's API, the base path continues after the version: /v1beta/openai
             end = number + 1 if parts[number : number + 1] == ["openai"] else number
             return "/" + "/".join(parts[:end]), "/".join(parts[end:])
     return "/v1", path.strip("/")
@@ -239,7 +243,7 @@ def _key(settings: dict[str, str], url: str, dialect: str) -> ApiKey:
     if (is_openai or is_named) and _is_set(OPENAI_KEY_VARIABLE):
         return ApiKey(OPENAI_KEY_VARIABLE)
     if is_openai and not _is_set(KEY_VARIABLE):
-        # OpenAI requires a key, so reading the missing key raises an error that names
+        # No key is set, but OpenAI requires one. Reading this key later raises an error that names
         # OPENAI_API_KEY.
         return ApiKey(OPENAI_KEY_VARIABLE)
     return ApiKey()

@@ -43,13 +43,13 @@ _ROLES: dict[Speaker, int] = {"system": SYSTEM, "user": USER, "assistant": ASSIS
 _NAMES: dict[int, Speaker] = {number: name for name, number in _ROLES.items()}
 # The largest number of bytes of text that one token id can represent.
 _LONGEST = 64
-# A pattern that splits a text into pieces about as long as the tokens of common models.
+# This pattern splits a text into pieces, which are about as long as the tokens of common models.
 _WORD = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}|\n+| +|.", re.DOTALL)
 
-# The context length that is assumed if the server does not report its context length. If the real
-# context is shorter, the server reports an error.
+# Context length, in tokens, that atts assumes if the server does not report it. If the real context
+# is shorter, the server refuses requests that are too long.
 CONTEXT = 131_072
-# The largest number of alternative tokens that servers return for each position.
+# Largest number of alternative tokens that servers list for each position of a reply.
 ALTERNATIVES = 20
 THINK = "<think>\n"
 THINK_END = "\n</think>\n\n"
@@ -107,13 +107,14 @@ class TextTokenizer:
 
         The last message is the beginning of the assistant's reply, which may be empty.
         """
-        # Compare the token's id with ASSISTANT first: the id of a piece of text is a large integer,
-        # which takes longer to hash than to compare.
+        # Compare with ASSISTANT before the look-up in `_NAMES`. The id of a piece of text is a
+        # large integer, which takes longer to hash than to compare.
         starts = [
             position for position, token in enumerate(ids) if token <= ASSISTANT and token in _NAMES
         ]
         if not starts or starts[0] != 0:
-            # Ids without a role are treated as a question from the user.
+            # If the ids do not begin with the id of a role, they are read as a question from the
+            # user.
             return self.messages((USER, *ids))
         messages = [
             Message(_NAMES[ids[start]], self.decode(ids[start + 1 : end]))
@@ -163,7 +164,8 @@ def _joined(sizes: list[int], count: int) -> list[int]:
     while num_pieces > count:
         size, first = heappop(heap)
         second = following[first]
-        # Skip an outdated entry: a size has changed, or the piece was joined to the previous piece.
+        # This entry of the heap is outdated if one of its two pieces has been joined to another
+        # piece since.
         if not sizes[first] or second == len(sizes) or sizes[first] + sizes[second] != size:
             continue
         sizes[first] = size
@@ -205,25 +207,26 @@ def _pieces(text: str) -> list[bytes]:
     words = [word.encode() for word in _WORD.findall(text)]
     if max(map(len, words), default=0) <= _LONGEST:
         return words
-    # Split long runs of spaces or line breaks, because one id can stand for only a few bytes.
+    # One id can represent only `_LONGEST` bytes, so split longer pieces. Such pieces are long runs
+    # of spaces or line breaks.
     return [
         word[start : start + _LONGEST] for word in words for start in range(0, len(word), _LONGEST)
     ]
 
 
-# Cached, because texts of one language have about ten thousand different pieces, and these occur in
-# every turn.
+# The cache is worthwhile, because texts of one language have only about ten thousand different
+# pieces, which occur in every turn.
 @lru_cache(1 << 16)
 def _id_of(piece: bytes) -> int:
-    # The leading byte preserves zero bytes. It also makes every id larger than the ids that mark
-    # roles and ends of messages.
+    # Without the leading byte 1, zero bytes at the start of a piece would be lost. This byte also
+    # makes every id larger than the ids of roles and of END.
     return int.from_bytes(b"\x01" + piece)
 
 
 @lru_cache(1 << 16)
 def _bytes_of(token: int) -> bytes:
-    # The ids that mark roles and ends of messages have no text. All other ids begin with the byte
-    # that `_id_of` adds.
+    # The ids of roles and of END are below 256 and have no text. All other ids begin with the byte
+    # 1 that `_id_of` adds.
     if token < 256:
         return b""
     return token.to_bytes((token.bit_length() + 7) // 8)[1:]
@@ -242,7 +245,7 @@ class TextDialect(Dialect):
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
         self._text = TextTokenizer()
-        # Whether the server has sent reasoning and content in separate fields.
+        # Whether any reply of the server so far had its reasoning in a separate field.
         self._separates = False
 
     def _written(
@@ -275,7 +278,7 @@ class TextDialect(Dialect):
         if finish == "length":
             ids = self._text.pieces(text, request.max_tokens)
             return RawCompletion(ids, (), finish, cached)
-        # The server also counts the end token.
+        # The id END counts as a token, so one token less than the limit is left for text.
         most = max(1, request.max_tokens - 1)
         count = min(tokens, most) or min(len(self._text.encode(text)), most)
         ids = (*self._text.pieces(text, count), END)
@@ -302,9 +305,9 @@ def with_reasoning(so_far: str, reasoning: str, content: str) -> str:
 
 class _Message(Struct):
     content: str | None = None
-    # vLLM, OpenRouter and Ollama send the reasoning in the field `reasoning`; `reasoning_content`
-    # is DeepSeek's older name. The fields are untyped, so that a reply whose reasoning is not a
-    # text is not refused.
+    # vLLM, OpenRouter and Ollama send reasoning in the field `reasoning`, and DeepSeek in
+    # `reasoning_content`. The type is Any, because a reply is still useful if its reasoning is not
+    # a text.
     reasoning: Any = None
     reasoning_content: Any = None
 
@@ -374,8 +377,9 @@ class ChatDialect(TextDialect, Rater):
         body = self._head(request.ids)
         body[self._limit] = request.max_tokens
         body["seed"] = seed_of(request, 31)
-        # OpenAI's reasoning models refuse these fields, and OpenAI's defaults are 1. Other servers
-        # always get the fields, because their defaults are those of the model's authors.
+        # OpenAI's reasoning models refuse temperature and top_p. OpenAI's defaults are 1, so atts
+        # leaves out values of 1. Other servers always get both fields, because each model may have
+        # other defaults there.
         if sampling.temperature != 1.0 or not self._is_openai:
             body["temperature"] = sampling.temperature
         if sampling.top_p != 1.0 or not self._is_openai:
@@ -389,8 +393,8 @@ class ChatDialect(TextDialect, Rater):
             body["top_k"] = sampling.top_k or -1
             body["min_p"] = sampling.min_p
         if self._is_openai and request.rollout:
-            # The requests of one rollout have long common prefixes, so they should use the same
-            # cache.
+            # OpenAI sends requests with the same key to the same cache. Requests of one rollout
+            # share it, because they have a long common prefix.
             name = request.rollout.encode("utf-8", "surrogatepass")
             body["prompt_cache_key"] = blake2b(name, digest_size=16).hexdigest()
         if request.thinking_budget and self._is_openrouter:
@@ -454,8 +458,8 @@ class ChatDialect(TextDialect, Rater):
 
     @property
     def _limit(self) -> str:
-        # OpenAI's newer models refuse the field "max_tokens", but other servers know only this
-        # field.
+        # OpenAI's newer models refuse the field "max_tokens", but all other servers know only
+        # "max_tokens".
         return "max_completion_tokens" if self._is_openai else "max_tokens"
 
     def _head(self, ids: TokenIds) -> dict[str, Any]:

@@ -41,16 +41,16 @@ T = TypeVar("T")
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Tokens = tuple[Token, ...]
-# A finite log-probability at or below this number is treated as invalid.
+# A finite log-probability at or below this number is an error of the server.
 LOWEST = -1e6
-# Rounding may make a log-probability slightly larger than 0.
+# Rounding may make a log-probability slightly positive; values up to this number are accepted.
 HIGHEST = 1e-4
-# vLLM writes minus infinity as this number, because JSON has no infinity.
+# The number that vLLM sends instead of minus infinity, which JSON cannot express.
 CLAMPED = -9999.0
 _MINUS_INFINITY = -1e300
 _WORDS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|NaN|-?Infinity', re.DOTALL)
-# NaN and infinities are not valid JSON, so they are replaced by numbers that no valid reply
-# contains. Later checks refuse 1e300, and read -1e300 as minus infinity.
+# Servers send NaN and infinities, although JSON does not allow them. Replace them with numbers that
+# no valid reply contains. Later checks refuse 1e300, and read -1e300 as minus infinity.
 _NUMBERS = {b"NaN": b"1e300", b"Infinity": b"1e300", b"-Infinity": b"-1e300"}
 
 
@@ -115,8 +115,8 @@ def are_logprobs(values: Sequence[float | None]) -> bool:
         known = [value for value in values if value is not None]
     if not known:
         return True
-    # Minimum, maximum and sum are faster than a loop over the values. Minimum and maximum may miss
-    # a NaN, but the sum is then NaN.
+    # The built-in functions are faster than a loop over the values. `min` and `max` may overlook a
+    # NaN, but `sum` does not.
     return LOWEST < min(known) and max(known) <= HIGHEST and not math.isnan(sum(known))
 
 
@@ -211,7 +211,8 @@ class TokenCounts(Struct):
 def error_text(reply: bytes) -> str:
     """Return the error message in the body of a reply, as one line."""
     try:
-        # Servers put the text into up to three nested objects, such as {"error": {"message": ...}}.
+        # Servers nest the error message in up to three objects, such as {"error": {"message":
+        # ...}}. Each pass of the loop opens one object.
         while True:
             fields = decode(reply, dict[str, Raw])
             names = [name for name in ("error", "message", "detail", "object") if name in fields]
@@ -225,13 +226,13 @@ def error_text(reply: bytes) -> str:
     return " ".join(text.split())[:300] or "no reason given"
 
 
-# httpx2 looks at every connection of a pool to find a free one, so many small pools are faster than
-# one large pool.
+# Number of connection pools. httpx2 looks at every connection of a pool to find a free one, so many
+# small pools are faster than one large pool.
 SHARDS = 16
-# The largest number of bytes that are read from the body of an error reply.
+# Largest number of bytes that are read from an error reply; the rest is cut off.
 ERROR_BYTES = 1 << 16
-# atts closes idle connections sooner than servers do (5 s in uvicorn), because a request must not
-# be sent on a connection that the server is closing.
+# atts closes a connection that has been idle for this time. uvicorn closes it after 5 s, and a
+# request sent at that moment would be lost.
 KEEP_ALIVE_SECONDS = 4.0
 
 
@@ -314,8 +315,8 @@ class AiohttpTransport:
             request = self._session.request(
                 method, url, data=body, headers=headers, allow_redirects=False
             )
-            # release() returns the connection to the pool, or closes it if the reply was not read
-            # completely
+            # The end of this block returns the connection to the pool. If the reply was not read
+            # completely, the connection is closed instead.
             async with request as response:
                 whole = await _whole(
                     response.status, response.headers, response.content.iter_any(), most
@@ -325,7 +326,7 @@ class AiohttpTransport:
             raise ConnectionLost(_error_words(error), sent=False) from error
         except library.InvalidURL as error:
             raise OptionError("url", f"{url!r} is not a URL") from error
-        except (library.ClientError, OSError) as error:  # a time-out is an OSError
+        except (library.ClientError, OSError) as error:  # OSError includes time-outs
             raise ConnectionLost(_error_words(error), sent=True) from error
 
     async def aclose(self) -> None:
@@ -377,8 +378,8 @@ class HttpxTransport:
                 finally:
                     await response.aclose()
                     with suppress(library.HTTPError, library.StreamError):
-                        # if the reply was not read completely, all generators that pass its parts
-                        # on must be closed
+                        # If the reply was not read completely, the generators inside `chunks` are
+                        # still open. The response is closed now, so reading once more ends them.
                         async for _ in chunks:
                             continue
                 return HttpReply(
@@ -400,7 +401,7 @@ class HttpxTransport:
 
 
 Transport = AiohttpTransport | HttpxTransport
-"""A set of open connections to a server; cancelling a call closes the call's connection."""
+"""A set of open connections to one server. If a call is cancelled, its connection is closed."""
 
 
 async def _whole(
@@ -510,9 +511,8 @@ def _error_words(error: BaseException) -> str:
     while cause := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(cause)
     for cause in causes:
-        # The message is made from the error number, because libraries add internal names to the
-        # system's message. TLS errors are excluded, because their numbers are not those of the
-        # system.
+        # Use the system's text for the error number, because libraries add internal names to the
+        # message. TLS errors have other numbers, so they are excluded.
         if isinstance(cause, OSError) and cause.errno and not isinstance(cause, ssl.SSLError):
             return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
     message = next((str(cause) for cause in causes if str(cause)), "")
@@ -530,24 +530,27 @@ _OVERFLOW = (
     "max_model_len",
     "too long",
 )
-# Time limit, in seconds, for requests about the server itself. The limit is short, because the
-# server computes nothing for these requests.
+# Time limit, in seconds, for requests about the server itself, such as its version. It is short,
+# because the server runs no model for them.
 _LOOK_SECONDS = 10.0
 _LOOK_BYTES = 16 << 20
-# Largest size of a reply in bytes: `_BASE_BYTES`, plus `_TOKEN_BYTES` for each token of the call.
+# Largest size of a reply, in bytes: `_BASE_BYTES`, plus `_TOKEN_BYTES` for each token of the
+# request and the reply.
 _BASE_BYTES = 1 << 18
 _TOKEN_BYTES = 1 << 10
 _MARK = re.compile(rb'"(?:model|system_fingerprint|weight_version)"\s*:\s*(?:"[^"\\]*"|\d+)')
-# `_MARK` is searched for only in this number of bytes at the beginning and at the end of a reply.
+# Only this number of bytes at the beginning, and as many at the end of a reply, are searched for
+# `_MARK`.
 _MARK_BYTES = 2048
-# Largest number of different model names and fingerprints that are stored; further names are
-# ignored.
+# Largest number of different model names and fingerprints that the client remembers. After that, it
+# does not notice new ones.
 _MOST_MARKS = 64
-# Longest wait before another attempt, in seconds, even if the server's Retry-After is longer.
+# Longest wait, in seconds, before a request is sent again, even if the server's Retry-After is
+# longer.
 _LONGEST_WAIT = 30.0
 HIDDEN = b"[API key]"
-# Shortest length, in characters, of a secret that is hidden. Shorter secrets may be ordinary words
-# in replies.
+# Only secrets of at least this number of characters are hidden in messages. A shorter secret may be
+# an ordinary word that also occurs elsewhere.
 _SHORTEST_SECRET = 8
 
 
@@ -611,9 +614,9 @@ class AdaptiveLimit(SlotQueue):
     SLOWEST_GROWTH = 1.05
     STEP_SECONDS = 1.0
     LONGEST_PAUSE = 15.0
-    # A new refusal resets the pause and its growth to their initial values if the last refusal was
-    # at least this number of seconds ago. With a smaller number, the long pauses of a busy server
-    # would reset them each time.
+    # If the server has refused nothing for this number of seconds, the next refusal resets the
+    # pause and the growth to their initial values. The time must be longer than the longest pause,
+    # because a pause itself may prevent refusals.
     MEMORY_SECONDS = 40.0
 
     __slots__ = (
@@ -652,8 +655,8 @@ class AdaptiveLimit(SlotQueue):
             else:
                 self._growth = max(self.SLOWEST_GROWTH, math.sqrt(self._growth))
                 self._pause = min(self.LONGEST_PAUSE, 2 * self._pause)
-            # The number of requests in flight may be far below the limit. The new limit is
-            # therefore computed from the smaller of these two numbers.
+            # The limit may be far above the number of requests that were in flight. Shrink from the
+            # smaller of these two numbers.
             was_too_much = min(self._limit, max(self.in_use, 1))
             self._set(max(1.0, was_too_much * self.SHRINK))
             self._shrunk_at = now
@@ -692,7 +695,8 @@ class Client:
         self.traffic = Traffic()
         self._clock = clock()
         self.limit = AdaptiveLimit(options.in_flight, self._clock)
-        # All request ids of this client begin with this text.
+        # The beginning of all request ids of this client; it is random, so that ids of two clients
+        # differ.
         self._prefix = uuid.uuid4().hex[:16]
         self._made = 0
         self._marks = set[bytes]()
@@ -769,8 +773,8 @@ class Client:
         :raises EngineError: for another status, or if no complete reply came.
         """
         self._made += 1
-        # All ids have the same length, because SGLang aborts every request whose id begins with the
-        # id of the aborted request.
+        # All ids have the same length, so that no id is the beginning of another id. SGLang aborts
+        # every request whose id begins with the given id.
         rid = f"{self._prefix}{self._made:016x}"
         url, body, headers = self._packed(make(rid))
         if not self.limit.take_nowait():
@@ -822,7 +826,8 @@ class Client:
         self.traffic.aborts += 1
         is_done = False
         with shielded(self.options.cancel_seconds):
-            # If the server is gone, nothing is left to abort. The failed abort is counted below.
+            # If the connection is lost, the request runs no longer. The failed abort is still
+            # counted below.
             with suppress(ConnectionLost):
                 data = msgspec.json.encode(call.body)
                 reply = await self._send(self.url + call.path, data, self._headers, _BASE_BYTES)

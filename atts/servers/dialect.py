@@ -42,7 +42,8 @@ from atts.servers.options import RemoteOptions
 T = TypeVar("T")
 LogProbs = Literal["raw", "processed", "none"]
 _KEPT_RATINGS = 256
-# largest number of problems for which the order of their first requests is stored
+# Largest number of problems whose order of arrival is stored. Requests of problems that came
+# earlier get priority.
 _KEPT_ARRIVALS = 65_536
 
 
@@ -50,12 +51,12 @@ _KEPT_ARRIVALS = 65_536
 class Identity:
     """A description of a server: its engine, version, model, context length and tokenizer."""
 
-    engine: str  # kind of server with its major and minor version, such as "vllm 0.33"
+    engine: str  # name and short version of the server's software, such as "vllm 0.33"
     version: str
     model: str
     context_length: int
     tokenizer: str = ""  # folder or hub id of the server's tokenizer, if the server reports it
-    routes: frozenset[str] = frozenset()  # names of the optional routes that the server has
+    routes: frozenset[str] = frozenset()  # names of the optional HTTP routes that the server has
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,26 +95,30 @@ class Dialect(ABC):
 
     name: str
     schemes: tuple[str, ...]
-    """The schemes with which addresses of this dialect's servers begin."""
+    """The schemes that choose this dialect at the beginning of an address."""
     found_at: str = ""
-    """A path to which only servers of this dialect reply with status 200; empty if there is no such
-    path.
+    """A path for which only servers of this dialect return status 200, so that `auto` can recognise
+    them; "" if there is no such path.
     """
     speaks: Literal["ids", "text"] = "ids"
     spare: int = 1
-    """Number of tokens by which a request must be shorter than the server's context length."""
+    """Number of tokens of the server's context that the prompt and the reply must leave free."""
     logprobs: LogProbs = "raw"
-    """Whether servers send raw or processed log-probs with sampled tokens; the probe may correct
-    this value.
+    """Whether the log-probs that come with sampled tokens are raw or processed. The probe measures
+    this, and may correct the value.
     """
     cuts_logprobs = False
-    """Whether processed log-probs include the effect of top-k, top-p and min-p."""
+    """Whether processed log-probs are computed after top-k, top-p and min-p, and not only after
+    temperature.
+    """
     priority_sign = 1
-    """1 if the server handles smaller priority numbers first, or -1 if it handles larger numbers
-    first.
+    """1 if the server handles requests with smaller priority numbers first, or -1 if it handles
+    those with larger numbers first.
     """
     takes_thinking_budget = False
-    """Whether servers can close the think block at a thinking budget."""
+    """Whether a server of this dialect can end a model's think block itself when the thinking
+    budget is used up.
+    """
 
     def __init__(self, options: RemoteOptions) -> None:
         if options.thinking == "send" and not self.takes_thinking_budget:
@@ -323,7 +328,8 @@ def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> Mod
             f"{client.url} has no model {wanted!r}",
             f"Models of the server: {', '.join(names)}",
         )
-    # The rows of adapters have a base model as parent.
+    # The server also lists its LoRA adapters. Each of them names its base model as parent, and a
+    # base model has no parent.
     base = [row for row in models if not row.parent]
     if len(base) != 1:
         raise UnsupportedByEngine(
@@ -369,9 +375,11 @@ async def in_queue(client: Client, running: str, waiting: str = "") -> int | Non
 class DraftCounts:
     """Statistics of a server's speculation since the server started."""
 
-    rounds: int  # number of proposals; each proposal is for one sequence
+    rounds: int  # how often the server proposed a few tokens for one sequence
     proposed: int
-    accepted: tuple[int, ...]  # for each position in a proposal, number of accepted tokens
+    # for the first, second and later positions in a proposal: how many proposed tokens were
+    # accepted
+    accepted: tuple[int, ...]
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
         """Return the differences from earlier statistics of the same server."""
@@ -404,8 +412,8 @@ def metric(text: str, name: str) -> int | None:
     lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
     total = 0
     for line in lines:
-        # The number's length is limited, because a faulty server may send a number that takes long
-        # to convert, such as 1e+0999999.
+        # Accept only short numbers. A faulty server may send a number such as 1e+0999999, which
+        # takes long to convert.
         count = re.fullmatch(r"\d{1,15}(\.\d{0,15})?(e\+0\d)?", line.rsplit(" ", 1)[-1])
         if count is None:
             return None
@@ -444,7 +452,7 @@ class DialectClient:
         else:
             logprobs = await self._raw(sampled, request, length)
         ids = sampled.ids[:length]
-        # If the model ended the text, the last id is an end token, which has no text.
+        # If `ended` is "end", the last id is an end token, which has no text.
         text = self.tokenizer.decode(ids[:-1] if ended == "end" else ids)
         return Completion(ids, text, ended, logprobs[:length], sampled.cached_tokens)
 
@@ -465,7 +473,8 @@ class DialectClient:
             return await self._rated(request)
         scores = await self._score_once(self.dialect, request, "read")
         if scores is None:
-            # The server read this chunk from its cache, so it returned no scores.
+            # None: the server took the chunk from its cache and did not score it. Request the
+            # scores again without the cache.
             self.client.traffic.uncached += 1
             scores = await self._score_once(self.dialect, request, "skip")
         if scores is None:
@@ -507,7 +516,8 @@ class DialectClient:
                 kept.append({token: row[token] for token in likeliest})
             return kept
 
-        # the reply contains `top` log-probabilities for every position
+        # The limit on the reply's size depends on this number of tokens: each position has its own
+        # token and `top` others.
         size = len(ids) * (1 + top)
         return await self.client.ask(
             lambda rid: lister.top_call(ids, top), read, self.dialect.abort, size
@@ -538,7 +548,8 @@ class DialectClient:
 
     def _sampling(self, request: SampleRequest, rid: str) -> Call:
         """Make the call for a completion, with the model's end tokens among the stop ids."""
-        # `replace` is not used, because it takes as long as encoding the request as JSON.
+        # Make the request field by field, because `dataclasses.replace` takes as long as encoding
+        # the request as JSON.
         sent = SampleRequest(
             request.ids,
             request.max_tokens,
@@ -582,7 +593,8 @@ class DialectClient:
             )
         known = [value for value in sent if value is not None]
         force = partial(self._force, self.dialect)
-        # After the first missing log-prob, all later log-probs are missing too.
+        # If one log-prob is missing, all later ones are missing too. So request one score for each
+        # position after the known ones.
         forced = await collect(
             [
                 partial(force, request.ids + ids[:number], ids[number])
@@ -593,8 +605,8 @@ class DialectClient:
 
     def _is_raw(self, sampling: Sampling) -> bool:
         """Return whether processed log-probs equal raw log-probs with these sampling settings."""
-        # At temperature 0, servers choose the most likely token of the distribution at temperature
-        # 1.
+        # For temperature 0, servers do not change the distribution, but only choose its most likely
+        # token. So processed log-probs equal raw ones.
         if sampling.temperature == 0.0:
             return True
         if self.dialect.cuts_logprobs:
@@ -746,7 +758,8 @@ def find_end(
         return stopped, "delimiter"
     if ended is not None:
         return length, ended
-    # In a text dialect, a server may count tokens without text, for which atts has no ids.
+    # In a text dialect, the server also counts tokens without text, for which atts has no ids. The
+    # number of ids may then be below the limit.
     is_full = len(ids) == request.max_tokens or spec.logprobs == "none"
     if sampled.finish == "length" and is_full:
         return len(ids), "length"

@@ -48,8 +48,8 @@ R = TypeVar("R", SampleRequest, ScoreRequest)
 _log = logging.getLogger("atts.servers")
 _log.addHandler(logging.NullHandler())
 _DEFAULTS = RemoteOptions()
-# Smallest number of seconds between two checks of a server for which atts no longer waits. All
-# calls between two checks fail at once, because each check takes time.
+# After atts has given up waiting for a lost server, calls fail at once. Only one call in this
+# number of seconds first checks whether the server is back.
 _LOOK_AGAIN_SECONDS = 5.0
 
 
@@ -124,17 +124,17 @@ class RemoteEngine(BaseEngine):
         self._model = model
         self._wanted_tokenizer = tokenizer
         self._needs = needs
-        # The following attributes are set while the engine opens.
+        # These attributes are None until the engine has been opened.
         self._client: Client | None = None
         self._dialect_client: DialectClient | None = None
         self._identity: Identity | None = None
         self._known: Known | None = None
         self._watch: Watch | None = None
-        # The first attribute is the time of the next check that the server has not changed. The
-        # second is the value of `Traffic.doubts` at the latest check.
+        # After the time `_trusted_until`, atts must check again that the server has not changed.
+        # `_doubts_checked` is the value of `Traffic.doubts` at the latest check.
         self._trusted_until = 0.0
         self._doubts_checked = 0
-        # number of answers since the latest check that the model has not changed
+        # number of answers since atts last checked that the server still has the same model
         self._unchecked = 0
         self._checking = anyio.Lock()
         self._changed: UnsupportedByEngine | None = None
@@ -201,8 +201,8 @@ class RemoteEngine(BaseEngine):
         assert self._identity is not None, "an open engine must have identified its server"
         client = self._opened()
         requests = self._requests()
-        # The number is read before the checks, because a connection may be lost during the checks.
-        # In this case, the server must be checked again.
+        # Read the number before the checks. If a connection is lost during the checks, `doubts`
+        # grows, and the server is checked again.
         doubts = client.traffic.doubts
         await wait_ready(client)
         identity = await identify(client, requests.dialect, self._model)
@@ -220,8 +220,8 @@ class RemoteEngine(BaseEngine):
         try:
             require_unchanged(self._name, self._identity, identity, self._known, seen)
         except UnsupportedByEngine as changed:
-            # The engine keeps this error and refuses all later calls, because another server's
-            # answers do not belong to this run.
+            # Keep the error, so that all later calls are refused. The answers of the changed server
+            # must not be mixed with earlier answers of this run.
             self._changed = changed
             raise
 
@@ -268,8 +268,8 @@ class RemoteEngine(BaseEngine):
         traffic = self.traffic
         is_first = self._counts.in_flight == 1
         if is_first and now - self._idle_since >= self.options.idle_seconds:
-            # During a pause without requests, the server may have been replaced without a lost
-            # connection.
+            # The server may have been replaced while no request was running. No connection was lost
+            # then, so a check is due now.
             self._trusted_until = now
         try:
             if now >= self._trusted_until:
@@ -277,8 +277,8 @@ class RemoteEngine(BaseEngine):
             result = await work(request)
             self._unchecked += 1
             if self._unchecked >= self.options.recheck_requests:
-                # Only one check runs at a time. Other answers do not wait for it, so that a check
-                # does not stop the traffic.
+                # If another call is checking already, return this answer without waiting for the
+                # check. A check would otherwise delay all calls.
                 if not self._checking.locked():
                     await self._glance()
         except EngineUnavailable as error:
@@ -288,8 +288,8 @@ class RemoteEngine(BaseEngine):
         watch.seen()
         doubts = traffic.doubts
         if doubts > self._doubts_checked:
-            # A connection was lost, or a reply had another model name, so this answer is valid only
-            # if the server has not changed.
+            # A connection was lost, or a reply had another model name. The answer is valid only if
+            # a check finds that the server is the same.
             await self._recheck(doubts)
         return result
 
@@ -334,7 +334,8 @@ class RemoteEngine(BaseEngine):
         if spec.logprobs == "none":
             convention: LogProbs = "none"
         elif "score" in spec.capabilities:
-            # If the sampled log-probs are not raw, raw log-probs are requested as scores.
+            # A server that can score always gives raw log-probs: if it does not send them with
+            # sampled tokens, atts requests them as scores.
             convention = "raw"
         else:
             convention = known.hot_convention
@@ -410,7 +411,7 @@ class Watch:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._now = clock()
-        # The time at which the server was lost; None after the server has answered a call.
+        # The time at which the server was lost. None: as far as atts knows, it is not lost.
         self._lost_at: float | None = None
         self._looked_at = -math.inf
         self._found_at = -math.inf
@@ -458,7 +459,8 @@ class Watch:
         if is_logged:
             self._log("is back after %.0f s", self._found_at - lost_at)
         if self.has_given_up:
-            # If the server is lost again, atts again waits up to `give_up_after` seconds.
+            # Forget that atts gave up. If the server is lost again, atts waits up to
+            # `give_up_after` seconds again.
             self.seen()
         return True
 
@@ -468,8 +470,8 @@ class Watch:
     async def _is_there(self) -> bool:
         self._looked_at = self._now()
         try:
-            # A loading server replies with status 503. A gateway in front of a lost server replies
-            # with 502 or 504.
+            # A server that is still loading replies with status 503. If the server is lost, a
+            # gateway replies with 502 or 504.
             return (await self._client.look("/health")).status < 500
         except EngineError:
             return False
@@ -540,7 +542,9 @@ def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokeniz
     )
 
 
-_ENTROPY_TOP = 20  # largest number of tokens that vLLM lists by default (--max-logprobs)
+# number of likely tokens to request per position; vLLM allows at most 20 by default
+# (--max-logprobs)
+_ENTROPY_TOP = 20
 
 
 def least_entropy(logprobs: Sequence[float]) -> float:
@@ -604,8 +608,8 @@ async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name:
 
 
 def _load_tokenizer(model: str, name: str) -> Tokenizer:
-    # imported here, because transformers is slow to import and servers that take text do not need
-    # it
+    # These modules import transformers, which takes seconds. They are not needed for servers that
+    # take text.
     from atts.models.folders import find_tokenizer
     from atts.models.tokenizers import ModelTokenizer
 
@@ -639,7 +643,8 @@ class ProbeReport:
         """Return the capabilities of the server that pipelines may use: "sample", "score", "rate"."""
         capabilities: set[str] = set(self.spec.capabilities)
         if "score" in capabilities:
-            # A rating is the score of one token, so a server that scores can also rate.
+            # A rating needs only the score of a single token, so a server that can score can also
+            # rate.
             capabilities.add("rate")
         return tuple(sorted(capabilities))
 

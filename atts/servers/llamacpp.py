@@ -20,8 +20,8 @@ from atts.servers.dialect import (
     tokens_of,
 )
 
-# A bias so large that no other token can be sampled. The server computes log-probs before it adds
-# the bias.
+# The logit bias with which the server must sample one given token. The server computes log-probs
+# before it adds the bias, so the bias does not change them.
 _FORCE = 1e9
 _REPLY_FIELDS = {
     "cache_prompt": True,

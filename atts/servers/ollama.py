@@ -22,8 +22,8 @@ from atts.servers.dialect import (
 )
 from atts.servers.options import RemoteOptions
 
-# Ollama allocates memory for every position of the context, so the default context is small. The
-# setting `context` requests a larger context.
+# Default context length in tokens. It is small, because Ollama allocates memory for every position
+# of the context. The setting `context` requests a larger one.
 CONTEXT = 8192
 
 
@@ -79,7 +79,7 @@ class OllamaDialect(TextDialect):
             model = f"{model}:latest"
         self._model = choose_model(client, rows, model).id
         shown: _Shown = await json_at(client, "/api/show", _Shown, {"model": self._model})
-        # the name of this field contains the model's family before the dot
+        # the model's family is a part of this field's name, such as "llama.context_length"
         lengths: list[int] = [
             decode(bytes(value), Count)
             for name, value in shown.model_info.items()

@@ -17,10 +17,10 @@ from atts.files import open_ordinary
 KEY_VARIABLE = "ATTS_API_KEY"
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 _LONGEST_KEY = 1 << 16
-# Spaces and control characters; a valid URL contains neither.
+# This pattern matches spaces and control characters, which a valid URL does not contain.
 _SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")
-# The name of a variable, with capital letters and few digits. An API key almost never matches this
-# pattern.
+# This pattern matches names of environment variables: capital letters, "_" and at most three
+# digits. It almost never matches an API key.
 _VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
 """The method with which atts asks a chat server to continue an answer. "ask" adds a request in
@@ -73,8 +73,8 @@ class ApiKey:
             else:
                 problem = f"the variable {self.variable} is not set"
             if self.variable == OPENAI_KEY_VARIABLE:
-                # atts may have chosen this variable by itself, so the advice does not mention the
-                # setting `key`.
+                # The user may not have named this variable: atts reads it for OpenAI's servers. So
+                # the advice does not mention the setting `key`.
                 advice = f"set this variable, or {KEY_VARIABLE}, to the API key"
             else:
                 advice = "write the API key there, or leave `key` out"
@@ -134,7 +134,8 @@ class RemoteOptions:
 
     timeout_seconds: float = 600.0
     attempts: int = 3
-    # Seconds to wait before the second attempt; the wait doubles for each further attempt.
+    # Seconds to wait before a failed request is sent a second time. The wait doubles before each
+    # further attempt.
     delay_seconds: float = 0.25
     in_flight: int = 4096
     # Time limit, in seconds, to open a connection. A busy machine needs some seconds to open
@@ -142,7 +143,8 @@ class RemoteOptions:
     connect_seconds: float = 10.0
     wait_seconds: float = 600.0
     give_up_after: float = GIVE_UP_AFTER
-    # Time limit, in seconds, of a request that aborts another request.
+    # Time limit, in seconds, of the request with which atts aborts a cancelled request on the
+    # server.
     cancel_seconds: float = 2.0
     recheck_seconds: float = 15.0
     recheck_requests: int = 64
@@ -154,8 +156,8 @@ class RemoteOptions:
     thinking: Literal["close", "send"] = "close"
     context: int = 0
     key: ApiKey = field(default_factory=ApiKey)
-    # File of certificates to trust instead of the system's certificates; servers' certificates are
-    # always verified.
+    # File of certificates to trust instead of the system's certificates. atts always verifies a
+    # server's certificate.
     ca_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -201,5 +203,6 @@ def is_url(text: str) -> bool:
         reachable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         return reachable and _SPACES.search(text) is None
     except ValueError:
-        # The URL has a bracket that is never closed, or a port that is not a number.
+        # Errors of `urlsplit` and `port`: the URL has a bracket without its partner, or a port that
+        # is not a number.
         return False

@@ -40,16 +40,17 @@ from atts.errors import (
 
 T = TypeVar("T")
 State = Literal["up", "down", "refused"]
-"""The state of a replica. "down": it failed and is tried again later. "refused": it came back as
-another engine, and is never used again.
+"""The state of a replica. "down": it failed, and will be checked again later. "refused": after a
+failure, its server had another model or version, so it is never used again.
 """
-# seconds before a failed replica is tried again; the time doubles with every failure
+# Seconds until a replica that failed once is checked again. The time doubles with every further
+# failure.
 _BACK_SECONDS = 0.5
 _LONGEST_SECONDS = 30.0
-# After this number of consecutive time-outs or invalid replies, a replica is treated as lost.
+# If this number of calls in a row time out or get invalid replies, the replica counts as lost.
 _FAILURES = 3
-# A replica gets no new requests if it has more than 1.25 times the mean number of requests in
-# flight, plus this number.
+# A rollout moves to another replica if its usual replica is too busy: if this has more requests in
+# flight than 1.25 times the mean of the usable replicas, plus this number.
 _SLACK = 8
 
 
@@ -80,7 +81,8 @@ class ReplicaLoad:
 
 
 Prefer = Callable[[Sequence[ReplicaLoad], SampleRequest | ScoreRequest], int]
-"""A function that takes the available replicas and a request, and returns the index of a replica.
+"""A function that takes the usable replicas and a request, and returns the index of the replica
+that gets the request.
 """
 
 
@@ -97,7 +99,7 @@ class _Member:
     in_a_row: int = 0
     retry_at: float = 0.0
     checking: anyio.Lock = field(default_factory=anyio.Lock)
-    checks: int = 0  # number of checks that found the replica usable again
+    checks: int = 0  # how often a check found that the replica was usable again
     reason: str = ""
 
     @property
@@ -136,7 +138,7 @@ class ReplicaPool:
         self._stack = AsyncExitStack()
         self._state: EngineState = "new"
         self._first: Replica | None = None
-        # replaced by the event loop's clock when the pool opens
+        # A stand-in for the event loop's clock, which is set when the pool opens.
         self._clock: Callable[[], float] = lambda: 0.0
 
     @property
@@ -185,13 +187,13 @@ class ReplicaPool:
             engine = member.engine
             if member.state == "down" and isinstance(engine, Returning):
                 if await engine.comes_back():
-                    # If several calls arrive here together, one call checks the replica, and the
-                    # others wait for the result.
+                    # If several calls wait for the same replica, only the first call checks it. The
+                    # others then find its state changed.
                     async with member.checking:
                         if member.state == "down":
                             await self._look(member)
             if member.state == "up":
-                # One usable replica is enough, so stop waiting for the other replicas.
+                # One usable replica is enough, so do not wait for the others.
                 group.cancel_scope.cancel()
 
         async with task_group() as group:
@@ -256,8 +258,8 @@ class ReplicaPool:
         try:
             answer = await call(member.engine)
         except EngineUnavailable as error:
-            # If a check has found the replica usable since the request began, ignore the error,
-            # because it is older than the check.
+            # Ignore the error if a check has found the replica usable since this request began. The
+            # check is newer than the connection that was lost.
             if member.checks == checks:
                 self._fail(member, error)
             raise
@@ -320,7 +322,7 @@ class ReplicaPool:
         rollout = request.rollout
         if not rollout:
             return least
-        # Use the replica that has the rollout's prefix in its cache, unless this replica has far
+        # Every rollout has one replica that caches its prefix. Use this replica, unless it has far
         # more requests than the others.
         home = max(free, key=lambda member: _weight(member.name, rollout))
         fair = sum(member.in_flight for member in free) / len(free)
@@ -346,7 +348,8 @@ class ReplicaPool:
             advice = "Serve the same model with the same settings on every replica"
             require_alike(f"replica {member.name}", self._first.spec, member.engine.spec, advice)
         except (EngineUnavailable, EngineTimeout, BadReply) as error:
-            # `_fail` sets a new and longer waiting time only if the replica's state is "up".
+            # `_fail` makes the waiting time longer only if the state is "up", so set this state
+            # first.
             member.state = "up"
             self._fail(member, error)
         except ATTSError as error:

@@ -32,20 +32,20 @@ from atts.servers.dialect import (
     Scorer,
 )
 
-# Largest difference of log-probs, in nats, between two requests to the same model. The server
-# batches requests differently, so their log-probs are not quite equal.
+# Two requests to the same model may give log-probs that differ by up to this number of nats,
+# because the server batches the requests differently.
 TOLERANCE = 0.05
 _TEXTS = ("Let x = 2.\n\nThen 12345 + 678 = 13023.", "\n\n  two  spaces", "naïve \\boxed{42} π")
 _QUESTION = "Start at 17. +5, -8, +11. What is the result?"
-# Test texts contain mistakes and sudden changes of subject, because the log-probs of different
-# models differ most on these.
+# The test texts contain mistakes and sudden changes of subject, because there the log-probs of
+# different models differ most.
 _MISTAKES = "So only: 17 plus 5 is 23.\n\nSo only: 23 minus 8 is 16.\n\n"
 _FIXED_TEXT = (
     f"{_MISTAKES}So only: 16 plus 11 is 26.\n\n"
     "The answer is \\boxed{26}. Canberra is the capital of Australia, and 17 * 23 = 391."
 )
 _TOKENS = 12
-# Token limit that is enough for a model to reason about the question and answer it.
+# A token limit, large enough for a model to reason about the question and then answer it.
 _REASONING_TOKENS = 2048
 _GREEDY = Sampling(temperature=0.0)
 _HOT = Sampling(temperature=2.0)
@@ -91,19 +91,23 @@ class Known:
 
     findings: tuple[Finding, ...]
     hot_convention: Literal["raw", "processed"]
-    """The kind of log-probs (raw or processed) that come with tokens sampled at temperatures other
-    than 0 and 1.
+    """Whether tokens sampled at temperatures other than 0 and 1 come with raw or processed
+    log-probs. If this was not measured, the dialect's value is used.
     """
     text: TokenIds
-    """The ids of the text that the server wrote at temperature 0 after the test's prompt."""
+    """The ids of the text with which the server continued the probe's prompt at temperature 0."""
     values: tuple[float, ...]
-    """The log-probs of the tokens in `text`: scores, or the log-probs from sampling if the server
-    cannot score.
+    """The log-probs of the tokens in `text`. They are scores, or the log-probs that came with the
+    text if the server cannot score.
     """
     convention: Convention = "unknown"
-    """The kind of log-probs that the test measured, or "unknown" if it could not be measured."""
+    """The measured kind of the log-probs that come with sampled tokens; "unknown" if it could not
+    be measured.
+    """
     fingerprint: tuple[float, ...] = ()
-    """The log-probs that `ServerProbe.fingerprint` returned when the engine opened."""
+    """Log-probs by which a changed model is recognised later. `ServerProbe.fingerprint` returned
+    them when the engine opened.
+    """
 
 
 class Seen(NamedTuple):
@@ -260,8 +264,8 @@ class ServerProbe:
             except NoVisibleText as error:
                 return f"{error.problem}: give chunks more than {tokens} tokens"
             except ContextOverflow:
-                # The server's context may be smaller than atts assumes, because some servers do not
-                # report its length.
+                # Some servers do not report their context length. The real context may then be too
+                # small for this test, so try fewer tokens.
                 if tokens <= _TOKENS:
                     raise
                 tokens //= 4
@@ -393,8 +397,8 @@ class ServerProbe:
         if drift > TOLERANCE:
             seen = f"scores of the same chunk differ by {drift:.3f} nats with and without the cache"
             return Finding("scores", "no", seen, "score")
-        # At temperature 0, scores and sampled log-probs are both those of the unchanged
-        # distribution.
+        # At temperature 0, the log-probs that come with sampled tokens are raw, as scores are. So
+        # both must agree.
         difference = _distance(first.logprobs, _known_logprobs(written))
         if difference > 2 * TOLERANCE:
             seen = f"scores differ by {difference:.3f} nats from the log-probabilities of the sampled text"
@@ -413,8 +417,8 @@ class ServerProbe:
             return "unknown"
         scores = await self._requests.score(ScoreRequest(self._prompt, hot.ids))
         if all(value > -TOLERANCE for value in scores.logprobs):
-            # The model is so certain of these tokens that temperature does not change their
-            # log-probs.
+            # All tokens have a probability near 1. Temperature does not change this, so raw and
+            # processed log-probs cannot be distinguished.
             return "unknown"
         return "raw" if _distance(scores.logprobs, sampled) <= 2 * TOLERANCE else "processed"
 
@@ -527,7 +531,7 @@ def _distance(left: tuple[float, ...], right: tuple[float, ...]) -> float:
     """
     if len(left) != len(right):
         return math.inf
-    # Equal values are compared first, because infinity minus infinity is NaN.
+    # Skip equal values, because the difference of two infinities is NaN.
     return max((abs(a - b) for a, b in zip(left, right, strict=True) if a != b), default=0.0)
 
 
@@ -544,13 +548,14 @@ def _first_ids(ids: TokenIds) -> str:
 
 _SAMPLED_TEXTS = 8
 _WARM = Sampling(temperature=0.7)
-# Largest deviation, in standard errors, that passes the test. If speculation is lossless, about one
-# test in a million exceeds this number.
+# The test fails if the deviation is more than this number of standard errors. With lossless
+# speculation, this happens in about one of a million tests.
 _MOST_DEVIATIONS = 5.0
-# If two log-probabilities differ by at most this number of nats, rounding may decide which token is
-# the most likely one. This is treated as a tie.
+# Two tokens count as equally likely if their log-probs differ by at most this number of nats.
+# Rounding may then decide which of them a server chooses at temperature 0.
 _TIE = 0.1
-# The log-probability, in nats, that replaces minus infinity.
+# Lower log-probs, such as minus infinity, are replaced by this number of nats, so that differences
+# stay finite.
 _FLOOR = -30.0
 
 
@@ -559,16 +564,16 @@ class Lossless(NamedTuple):
     scores.
     """
 
-    # number of tokens in the sampled texts; each token is compared with a token from a one-token
+    # number of tokens in the sampled texts, each of which is compared with a token from a one-token
     # request
     tokens: int
-    # mean log-probability of tokens from one-token requests, minus that of tokens in texts, in nats
+    # Mean difference in nats: log-prob of the token from the one-token request, minus log-prob of
+    # the text's token.
     deficit: float
-    # The same difference in standard errors.
+    # the sum of all differences, divided by its standard error
     deviation: float
-    # Largest difference, in nats, between the log-probs of two tokens at the same position. One
-    # token comes from a one-token request at temperature 0, the other from the text that the server
-    # wrote at temperature 0.
+    # At temperature 0, a one-token request may give a likelier token than the text has at the same
+    # position. This is the largest difference between the log-probs of two such tokens, in nats.
     greedy_gap: float
 
     @property

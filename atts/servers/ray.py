@@ -32,7 +32,7 @@ from atts.servers.pool import ReplicaPool, require_alike
 
 T = TypeVar("T")
 _CLOSE_SECONDS = 10.0
-# Time, in seconds, to wait for a new actor that replaces a dead actor. Meanwhile, other replicas
+# Time limit, in seconds, for a new actor to replace a dead actor. Meanwhile, the other replicas
 # answer the requests.
 _PATIENCE = 2.0
 
@@ -85,7 +85,7 @@ class RayEngine(ReplicaPool):
         self, make: Callable[[], Engine], *, name: str = "ray", options: RayOptions = _DEFAULTS
     ) -> None:
         self._options = options
-        # how the connection to the Ray cluster is handled when this engine closes
+        # whether to keep or to end the connection to the Ray cluster when this engine closes
         self._shut: Literal["leave it", "end it"] = "leave it"
         self._actors = [
             ActorReplica(make, f"{name}/{number}", options) for number in range(options.actors)
@@ -110,7 +110,7 @@ class RayEngine(ReplicaPool):
         self._shut = await anyio.to_thread.run_sync(_join, self._name, self._options.address)
         try:
             for actor in self._actors:
-                # all actors load at the same time; then the pool waits for each actor
+                # `start` does not wait, so all actors load their models at the same time
                 actor.start()
             await super().__aenter__()
         except BaseException:
@@ -165,7 +165,7 @@ def _begin(name: str, quiet: dict[str, Any]) -> None:
     """Start a Ray cluster on this machine."""
     try:
         _ray().init(address="local", include_dashboard=False, **quiet)
-    except Exception as error:  # Ray raises no more specific type of error
+    except Exception as error:  # Ray does not raise a more specific error
         _ray().shutdown()
         advice = (
             "Ray waits only 30 s, which may be too short on a busy machine: start the cluster "
@@ -187,7 +187,8 @@ class ActorReplica(BaseEngine):
         self._options = options
         self._slots = SlotQueue(options.in_flight)
         self._handle: Any = None
-        self._opening: Any = None  # Ray's reference to the result of `Host.open`
+        # Ray's object reference, from which the result of `Host.open` can be awaited
+        self._opening: Any = None
 
     @property
     def handle(self) -> Any:
@@ -257,7 +258,7 @@ class ActorReplica(BaseEngine):
                 try:
                     await _result(handle.close.remote())
                 except _ray(".exceptions").RayError:
-                    # The actor is already gone, so there is nothing to close.
+                    # The actor has died already, so its engine need not be closed.
                     pass
             _ray().kill(handle)
 
@@ -360,7 +361,8 @@ class Host:
             return self._failure or Failure(EngineUnavailable, "the engine is closed")
         if self._again is None or self._again.done():
             self._again = asyncio.create_task(self._recheck(self._engine))
-        # If the caller stops waiting and calls again, the second call waits for the same check.
+        # The shield keeps the check running if this call is cancelled. The next call then waits for
+        # the same check.
         failure = await asyncio.shield(self._again)
         return failure or (self._engine.spec, self._engine.tokenizer)
 

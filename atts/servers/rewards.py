@@ -25,7 +25,7 @@ from atts.servers.client import Call, Client, error_text
 from atts.servers.engine import open_tokenizer
 
 SEPARATOR = "<extra_0>"
-"""The token after each step in prompts of Qwen2.5-Math-PRM."""
+"""The token that Qwen2.5-Math-PRM expects after each step of a solution in its prompt."""
 _NAME = "reward model"
 _SCHEMES = ("vllm", "sglang")
 _TRIAL = ("What is 1 + 2 + 3?", "1 + 2 = 3.", "3 + 3 = 6, so the answer is \\boxed{6}.")
@@ -120,7 +120,8 @@ class RemoteRewardModel:
         problem, *steps = _TRIAL
         reply = await client.look(self._route, self._call(problem, steps).body)
         if reply.status == 404 and self._route == "/pooling":
-            self._route = "/classify"  # this route is for models that rate whole texts
+            # servers have this route if their model rates only whole texts
+            self._route = "/classify"
             reply = await client.look(self._route, self._call(problem, steps).body)
         if reply.status == 404:
             raise UnsupportedByEngine(
@@ -148,8 +149,8 @@ class RemoteRewardModel:
             return Call("/classify", {"input_ids": ids + self._tokenizer.encode("".join(steps))})
         text = "".join(steps)
         if self._route == "/pooling":
-            # A separator inside a step is replaced, because the server would return an additional
-            # reward for it.
+            # The server returns one reward per separator. Replace separators inside a step, so that
+            # each step gets one reward.
             parts = [step.replace(self._separator, " ").strip() for step in steps]
             text = "".join(part + self._separator for part in parts)
         messages = [

@@ -60,7 +60,8 @@ class SglangDialect(Scorer):
     name = "sglang"
     schemes = ("sglang",)
     found_at = "/server_info"
-    # SGLang shortens a request that would fill the context, and does not report the change.
+    # If a request would fill the whole context, SGLang lowers the request's token limit and does
+    # not report it. Two free tokens avoid this.
     spare = 2
     logprobs: LogProbs = "processed"
     priority_sign = -1
@@ -135,7 +136,7 @@ class SglangDialect(Scorer):
         generated: _Generated = decode(reply, _Generated)
         meta = generated.meta_info
         rows = meta.input_token_logprobs or ()
-        # The first row belongs to the prefix's last token, and has no log-prob.
+        # The first row is that of the prefix's last token. It has no log-prob, so skip it.
         values = [logprob_of(row[0]) for row in rows[1:] if row[0] is not None]
         are_asked_for = tuple([row[1] for row in rows]) == request.prefix[-1:] + request.suffix
         if not are_asked_for or len(values) != len(request.suffix):

@@ -82,19 +82,20 @@ class VllmDialect(TopScorer):
     name = "vllm"
     schemes = ("vllm",)
     found_at = "/version"
-    # A scoring request must also generate one token.
+    # vLLM cannot score without generating, so a scoring request needs room for one more token.
     spare = 1
     cuts_logprobs = True
     takes_thinking_budget = True
 
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
-        # Whether the server has the routes that --enable-scale-out adds.
+        # Whether the server was started with --enable-scale-out, which adds HTTP routes.
         self._scale_out = False
-        # The server version with which scoring from the cache was tested, and whether the test
-        # succeeded.
+        # The server's version when scoring from the cache was tested, and whether the test
+        # succeeded. Another version is tested again.
         self._cached_scores: tuple[str, bool] | None = None
-        self._has_thinking_budget = ""  # the server version that has accepted a thinking budget
+        # version of the server when it accepted a thinking budget; "" before the test
+        self._has_thinking_budget = ""
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
@@ -140,7 +141,8 @@ class VllmDialect(TopScorer):
         if request.stop:
             body |= {"stop": request.stop, "include_stop_str_in_output": True}
         if request.thinking_budget:
-            # vLLM also counts the tokens of the think block that are already in the prompt.
+            # This budget is for the whole think block, because vLLM also counts the block's tokens
+            # in the prompt.
             body["thinking_token_budget"] = request.thinking_budget
         return Call("/v1/completions", body | self._priority(request), self._named(rid))
 
@@ -249,7 +251,7 @@ class VllmDialect(TopScorer):
         vLLM's older model runner, which is used on CPUs, refuses these fields.
         """
         trial = self._cached_scoring(ScoreRequest((0,), (0,)), "atts-trial", "skip")
-        # A time-out means that the server is too busy, not that it lacks the route.
+        # After a time-out, assume that the server has the route, because it is probably only busy.
         with suppress(EngineTimeout):
             return (await client.look(GENERATE, trial)).status != 400
         return True
@@ -322,8 +324,8 @@ def _unpack(packed: str, count: int) -> tuple[float, ...]:
     The header of the file must be exactly the expected header.
     """
     data = base64.b64decode(packed, validate=True)
-    # The file has 8 bytes of magic number and version, 2 bytes with the length of the header, the
-    # header, and the numbers.
+    # The layout of an .npy file: magic number and version (8 bytes), length of the header (2
+    # bytes), header, and numbers.
     end = 10 + int.from_bytes(data[8:10], "little")
     header = data[10:end].decode("latin-1").strip()
     for kind, code in _FLOATS.items():
@@ -342,9 +344,9 @@ class VllmFeature:
     """A feature of vLLM, with the first version that has the feature."""
 
     since: VllmVersion
-    flag: str  # the server flag that enables the feature; "": no flag is needed
+    flag: str  # the server flag that enables the feature; "" if no flag is needed
     does: str
-    without: str  # the effect of an older version on a run
+    without: str  # what happens in a run if the server's vLLM is too old for the feature
 
 
 _THINKING_BUDGET: VllmVersion = (0, 19)
@@ -407,11 +409,13 @@ FEATURES = (
         "the target reads the whole prefix again for every chunk",
     ),
 )
-"""The features that need a certain version of vLLM, in the order of the versions."""
+"""The features of vLLM that atts uses, ordered by the version that introduced them."""
 LEAST = FEATURES[0].since
 """The oldest vLLM version that atts can use."""
 NEWEST = FEATURES[-1].since
-"""The newest vLLM version in the list. The dialect was written for this version's source code."""
+"""The version that introduced the newest feature in the list. The dialect was written for this
+version's source code.
+"""
 
 
 def read_version(text: str) -> VllmVersion:
@@ -426,8 +430,8 @@ def read_version(text: str) -> VllmVersion:
     if form is None:
         raise OptionError("--server-version", f"{text!r} is not a version such as 0.33")
     version = tuple(int(part) for part in form[1].split("."))
-    # A version without a patch number stands for its newest patch. So 0.10 is accepted, although
-    # 0.10.2 is required.
+    # Compare only the parts that the user gave. So 0.10 is accepted, because it may mean the
+    # required version 0.10.2.
     if version < LEAST[: len(version)]:
         problem = f"vLLM {text} returns no token ids, so atts cannot use it"
         raise OptionError("--server-version", f"{problem}; use {dotted(LEAST)} or newer")

@@ -27,7 +27,8 @@ __all__ = [
     "view_server",
 ]
 
-# The first two names need the packages of the extra `serve`.
+# The module that defines each name; a module is imported when one of its names is used. `app` needs
+# the packages of the extra `serve`.
 _HOME = {
     "build_app": "atts.serving.app",
     "run_server": "atts.serving.app",

@@ -37,11 +37,13 @@ from atts.serving.streams import ChatEvents, EventStream
 _log = logging.getLogger("atts.serving")
 _OPEN_PATHS = ("/health", "/ready", "/atts/view")
 _CLOSE = {"Connection": "close"}
-"""The header that closes the connection after a request was refused before its body was read.
-Without this header, the server would read the whole body.
+"""The header of replies to requests that are refused before their body was read. It closes the
+connection, so that the server need not read the rest of the body.
 """
 _USER = "atts.user"
-"""Key in a request's ASGI scope; the value is the name of the user to whom the API key belongs."""
+"""The key in a request's ASGI scope under which the user's name is stored. The user is found by the
+API key of the request.
+"""
 
 
 def build_app(service: Service, responses: Responses) -> ASGIApp:
@@ -94,7 +96,7 @@ class _Guard:
         if self._users and is_checked:
             given = dict(scope["headers"]).get(b"authorization", b"")
             user: str | None = None
-            # the loop compares every key, so its duration reveals nothing about the keys
+            # compare with all keys, so that the duration reveals nothing about them
             for key, name in self._users.items():
                 if hmac.compare_digest(given, key):
                     user = name
@@ -142,12 +144,12 @@ class _Endpoint:
             429).
         """
         if self._service.options.has_named_keys:
-            # the API key determines the user, because clients could otherwise use the share of
-            # another user
+            # The user comes from the API key, and not from the request. A client could otherwise
+            # claim the share of another user.
             asked = replace(asked, user=_user(request))
         self._service.check(asked)
-        # An overloaded server refuses here, because it must answer with a status before any header
-        # is sent.
+        # If the server is overloaded, refuse the request now. A stream sends its status before the
+        # run begins, so it could not refuse later.
         self._service.check_room(asked.user)
         return asked
 
@@ -366,7 +368,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 DRAIN_SECONDS = 30
-"""The time, in seconds, that running requests have to finish after the server was asked to end."""
+"""Time limit, in seconds, for running requests to finish after the server was asked to end."""
 
 
 class _Server(uvicorn.Server):
@@ -426,7 +428,7 @@ async def run_server(
                 build_app(service, responses),
                 log_level="warning",
                 access_log=False,
-                http="h11",  # uvicorn's other HTTP parser does not limit the size of headers
+                http="h11",  # unlike httptools, h11 limits the size of headers
                 lifespan="off",
                 timeout_graceful_shutdown=DRAIN_SECONDS,
                 h11_max_incomplete_event_size=1 << 16,
@@ -438,8 +440,8 @@ async def run_server(
             try:
                 await server.serve(sockets=[listener])
             finally:
-                # If the server was cancelled, its listener and connections are still open in the
-                # event loop, so they are closed here.
+                # If this task was cancelled, uvicorn has not closed its listener and connections,
+                # so close them here.
                 for one in getattr(server, "servers", ()):
                     one.close()
                 for connection in list(server.server_state.connections):
@@ -447,5 +449,5 @@ async def run_server(
                     if transport is not None:
                         transport.abort()
                 with anyio.CancelScope(shield=True):
-                    # wait one step of the event loop, in which the transports close
+                    # let the event loop run once, because it then closes the transports
                     await anyio.lowlevel.checkpoint()

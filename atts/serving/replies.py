@@ -33,16 +33,16 @@ class StoppedText:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
-        self._held = ""  # the part of the text that has not been sent yet
-        self.is_stopped = False  # whether the text has contained a stop string
+        # text that is not sent yet, because it may be the beginning of a stop string
+        self._held = ""
+        self.is_stopped = False  # whether a complete stop string has arrived
 
     def add(self, text: str) -> str:
         """Add a part of the text, and return the text that can now be sent."""
         if self.is_stopped:
             return ""
         text = self._held + text
-        # the text that was sent never contains the beginning of a stop string, so it need not be
-        # searched again
+        # No stop string begins in the text that was sent, so search only the text after it.
         found = [(text.find(stop), len(stop)) for stop in self._stop if stop in text]
         if found:
             self.is_stopped = True
@@ -319,19 +319,20 @@ def _turn(turn: Turn) -> dict[str, Any]:
 class LiveRun:
     """A listener that collects a run's rollouts while they are written (`atts.run.Listener`)."""
 
-    # function that is called with the index of a rollout and the text of its new turn
+    # This function is called for each new turn, with the index of its rollout and its text.
     written: Callable[[int, str], None] | None = None
-    leader: int | None = None  # index of the rollout that finished a turn first
-    text: str = ""  # text of the rollout `leader`
-    # number of finished turns, keyed by the rollout's index
+    # index of the rollout whose first turn finished before those of all others
+    leader: int | None = None
+    text: str = ""  # text so far of the rollout with the index `leader`
+    # number of finished turns of each rollout, keyed by the rollout's index
     turns: Counter[int] = field(default_factory=Counter[int])
     # answer of each rollout that has ended, keyed by the rollout's index
     ended: dict[int, str | None] = field(default_factory=dict[int, str | None])
     judged: int = 0
     escalated: int = 0
-    # whether the reply is the text of one model, without a vote
+    # whether one model answers alone, so that its text is the reply without a vote
     is_plain: bool = False
-    busy: BusyShare | None = None  # the record to which the times of this run's calls are added
+    busy: BusyShare | None = None  # collects the start and end of each engine call of this run
 
     def recalled(self, event: Event) -> None:
         """Handle an event of an earlier session.
@@ -354,7 +355,7 @@ class LiveRun:
     def _turned(self, sample: int, turn: Turn) -> None:
         text = "".join(chunk.text for chunk in turn.chunks)
         if turn.index < self.turns[sample]:
-            return  # a resumed session reports its earlier turns again
+            return  # A resumed run reports again the turns that an earlier session has counted.
         self.turns[sample] = turn.index + 1
         if turn.decision is not None:
             self.judged += 1
@@ -396,7 +397,7 @@ class ServedRun:
     ended: float | None = None
     status: RunWord = "waiting"
     live: LiveRun = field(default_factory=LiveRun, repr=False)
-    # the object `atts` of the reply, without texts of the conversation
+    # the field `atts` of the reply, without the texts of the conversation; None until the run ends
     facts: dict[str, Any] | None = None
     scope: CancelScope = field(default_factory=CancelScope, repr=False)
 

@@ -29,8 +29,9 @@ class NamedPolicy:
     samples: int
     rate: float
     early_stop: EarlyStop
-    efforts: tuple[str, ...] = ()  # values of `reasoning_effort` that choose this policy
-    # whether the reply is the whole text of a single rollout of one model
+    # values of OpenAI's field `reasoning_effort` that choose this policy
+    efforts: tuple[str, ...] = ()
+    # whether one model writes a single rollout, whose whole text is the reply
     is_plain: bool = False
 
     def applied(self, setup: Setup) -> Setup:
@@ -49,16 +50,19 @@ POLICIES = _by_name(
     NamedPolicy("careful", "atts", 8, 0.3, "certain", ("high", "xhigh")),
     NamedPolicy("exact", "exact", 1, 0.0, "none"),
 )
-"""The named policies of a server with a pair."""
+"""The policies that requests can name if the server has a draft and a target."""
 VOTES = _by_name(
     NamedPolicy("fast", "draft-only", 2, 0.0, "likely", ("none", "minimal", "low")),
     NamedPolicy("balanced", "draft-only", 4, 0.0, "likely", ("medium",)),
     NamedPolicy("careful", "draft-only", 8, 0.0, "certain", ("high", "xhigh")),
 )
-"""The named policies of a server with one model; the model's rollouts vote."""
+"""The policies that requests can name if the server has only one model. Its rollouts vote, and
+there are no escalations.
+"""
 DEFAULT = "balanced"
 METHODS = ("atts", "cascade", "coin", "draft-only", "target-only", "exact")
-"""The methods that a request to a pair may name; all other methods need a separate calibration run.
+"""The methods that requests can name if the server has a draft and a target. The other methods need
+a calibration run before the first request.
 """
 PLAIN: Mapping[str, NamedPolicy] = MappingProxyType(
     {
@@ -67,8 +71,8 @@ PLAIN: Mapping[str, NamedPolicy] = MappingProxyType(
     }
 )
 HOUSEKEEPING = replace(PLAIN["draft"], name="housekeeping")
-"""The policy for requests that chat programs send without the user, for example to get a title for
-the chat.
+"""The policy for requests that a chat program sends by itself, for example to get a title for the
+chat.
 """
 
 
@@ -78,7 +82,8 @@ class Offer:
 
     name: str
     policies: Mapping[str, NamedPolicy] = field(default_factory=lambda: POLICIES)
-    # policies with which the draft or the target answers alone, keyed by model name
+    # Policies with a single rollout of the draft or the target alone, keyed by the model name that
+    # chooses them.
     plain: Mapping[str, NamedPolicy] = field(default_factory=dict[str, NamedPolicy])
     methods: Sequence[str] = METHODS
 
@@ -174,13 +179,15 @@ class SolveRequest:
 
     model: str
     policy: NamedPolicy
-    turns: tuple[tuple[str, str], ...]  # role and text of each message, without reasoning
+    # role and text of each message of the conversation, without reasoning
+    turns: tuple[tuple[str, str], ...]
     stream: bool = False
     stream_usage: bool = False
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()  # the reply's content ends before the first of these stop strings
+    # strings that end the reply: its content is cut before the first of them
+    stop: tuple[str, ...] = ()
     seed: int | None = None
     user: str = ""
     atts: AttsFields = field(default_factory=AttsFields)
@@ -223,13 +230,13 @@ class SolveRequest:
             if self.atts.combine != "vote":
                 changes["combine"] = self.atts.combine
             if self.policy.is_plain:
-                # If one model answers alone, its text is the reply. The default prompt and the
-                # checks for repetitions therefore do not apply.
+                # If one model answers alone, the client gets its text unchanged. So atts adds no
+                # prompt of its own, and does not end the text when it repeats itself.
                 changes |= {"system": "", "instruction": "", "repeats": 1_000_000}
                 changes |= {"budget_forcing": 0, "turns": longest}
                 if self.stop:
-                    # the engine gets at most this number of stop strings; atts searches for the
-                    # others after each chunk
+                    # Some servers accept only few stop strings. atts looks for the other stop
+                    # strings itself after each chunk.
                     stop = (*self.stop, *policy.bounds(setup.budget).stop)[:_MOST_SENT_STOPS]
                     changes["chunking"] = replace(policy.chunking, stop=stop)
             setup = replace(setup, policy=replace(policy, **changes))
@@ -324,15 +331,16 @@ _UNSUPPORTED_IN_CHAT = (
     "frequency_penalty",
     "presence_penalty",
 )
-"""Fields of OpenAI's API that are refused, because a client would be misled if the server ignored
-them.
+"""Fields of OpenAI's API that atts cannot support. A request with one of them is refused, because a
+client may rely on the field's effect.
 """
 _EMPTY: tuple[object, ...] = (None, [], {}, False, 0)
 _MOST_SAMPLES = 64
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_SENT_STOPS = 4
-"""The largest number of stop strings in one engine call, because some servers refuse more."""
+"""The largest number of stop strings that are sent to an engine, because some servers refuse more.
+"""
 _MOST_SEED = 1 << 63
 
 
@@ -509,9 +517,8 @@ def _check_kinds(given: Mapping[str, Any], kinds: Mapping[str, str], prefix: str
 
 
 _COMBINE = ("vote", "select", "synthesize")
-"""The values of `atts.combine`.
-
-The value "auto" is missing, because it needs many problems, and a request has only one.
+"""The values that `atts.combine` can have in a request. "auto" is missing, because it needs many
+problems to choose a value, and a request has only one.
 """
 _TRACES = ("none", "summary", "full")
 

@@ -65,8 +65,8 @@ _UNSUPPORTED = (
     "top_logprobs",
     "stop",
 )
-"""Fields of OpenAI's API that are refused, because a client would be misled if the server ignored
-them.
+"""Fields of OpenAI's API that atts cannot support. A request with one of them is refused, because a
+client may rely on the field's effect.
 """
 _PARTS = ("input_text", "output_text", "text")
 
@@ -250,9 +250,10 @@ class ResponseEvents(Events):
         self._created = created
         self._number = run.removeprefix("r_")
         self._sequence = 0
-        self._index = -1  # index of the open output item; -1 before the first item
-        self._open = ""  # the kind of the open item: "reasoning" or "message"
-        self._text = ""  # text of the open item
+        self._index = -1  # index of the latest output item; -1 before the first item begins
+        # kind of the output item that is being sent: "reasoning" or "message"; "" between items
+        self._open = ""
+        self._text = ""  # text so far of the output item that is being sent
 
     def begin(self) -> Iterator[bytes]:
         """Yield the events at the start of a response, which has no output yet."""
@@ -336,8 +337,10 @@ class ResponseEvents(Events):
 
 
 _log = logging.getLogger("atts.serving")
-_MOST_KEPT = 200  # largest number of responses in memory, without background responses
-_LOOK_SECONDS = 600.0  # seconds between two removals of old responses
+# largest number of responses in memory; background responses are stored on disk instead
+_MOST_KEPT = 200
+# longest time, in seconds, between two removals of old responses from the disk
+_LOOK_SECONDS = 600.0
 _ID = re.compile(r"resp_[0-9a-f]{16}")
 _REQUEST = "request.json"
 _RESPONSE = "response.json"
@@ -348,7 +351,7 @@ CAP_HEADERS = ("x-atts-max-seconds", "x-atts-max-cost")
 class _Stored(msgspec.Struct):
     """The request of a background response; it is written to disk before the client gets a reply."""
 
-    body: Any  # the body of the request, as the client sent it
+    body: Any  # JSON body of the request, as the client sent it
     headers: dict[str, str]
     user: str
     created: int
@@ -424,7 +427,8 @@ class Responses:
             elif (folder / _REQUEST).exists():
                 found.append(((folder / _REQUEST).stat().st_mtime, folder.name))
             else:
-                # the server was killed before it had stored the request
+                # The folder has no request: the server was killed before it had written the
+                # request's file.
                 shutil.rmtree(folder, ignore_errors=True)
         return [name for _, name in sorted(found)]
 
@@ -609,7 +613,7 @@ def _remove_ended(responses: Path, before: float) -> None:
             path = folder / _RESPONSE
             if _ID.fullmatch(folder.name) and path.exists() and path.stat().st_mtime < before:
                 _remove(folder)
-    except OSError as error:  # the next removal tries again to remove the remaining files
+    except OSError as error:  # the next removal tries again
         _log.error("old responses in %s cannot be removed: %s", responses, error)
 
 

@@ -54,7 +54,8 @@ from atts.serving.requests import Offer, RequestError, SolveRequest, offer_of
 _log = logging.getLogger("atts.serving")
 
 
-# largest number of users that are stored; clients could invent any number of names
+# If this number of users is stored, users without requests are forgotten. Clients could otherwise
+# fill the memory with invented names.
 _MOST_USERS = 4096
 _FIRST_COST = 1.0
 
@@ -63,14 +64,16 @@ _FIRST_COST = 1.0
 class _Ticket:
     event: anyio.Event = field(default_factory=anyio.Event)
     state: Literal["waiting", "granted", "refused"] = "waiting"
-    # cost, divided by the user's share, that was charged when the slot was granted
+    # expected cost, divided by the user's share, that was added to `_User.served` when this request
+    # got its slot
     charged: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class _User:
     share: float
-    # total cost of the user's requests, divided by the user's share; new users begin at `_reached`
+    # Total cost of the user's requests, divided by the user's share. The user with the smallest
+    # value gets the next slot. A new user begins at `FairSlots._reached`.
     served: float = 0.0
     running: int = 0
     waiting: deque[_Ticket] = field(default_factory=deque[_Ticket])
@@ -101,10 +104,12 @@ class FairSlots:
         self._queue = queue
         self._shares = dict(shares or {})
         self._users = dict[str, _User]()
-        self._reached = 0.0  # largest value of `_User.served` at which a user has got a slot
+        # Largest `_User.served` of a user who got a slot. New users begin at this value, so that
+        # they do not get all slots for a while.
+        self._reached = 0.0
         self._mean = _FIRST_COST
-        # number of ended requests, at most 100; determines the weight of a new cost in the mean
-        # cost
+        # Number of ended requests, at most 100. Each new cost changes the mean cost by one part in
+        # this number.
         self._ended = 0
 
     @property
@@ -240,7 +245,8 @@ class CalibratorFolder:
     def __init__(self, folder: Path, models: Mapping[Role, str]) -> None:
         self._folder = folder
         self._models = dict(models)
-        # for each file, the number of decisions that its calibrator had made when it was last saved
+        # keyed by file name: how many decisions the calibrator had made when the file was last
+        # written
         self._saved = dict[str, int]()
 
     def continued(self, method: str, rate: float, plan: RunSpec) -> RunSpec:
@@ -270,7 +276,8 @@ class CalibratorFolder:
                 "the saved calibrator %s is left out: it belongs to other models or settings", path
             )
             return plan
-        calibrator.settle()  # discard scores that were in flight when the earlier session ended
+        # Drop scores without a decision: their requests ended with the earlier session.
+        calibrator.settle()
         gate.continue_with(calibrator, calibrator.next_issue)
         self._saved[path.name] = calibrator.decided
         return replace(
@@ -309,11 +316,14 @@ class CalibratorFolder:
         return self._folder / f"{method}-{rate:g}.json"
 
 
-# largest number of stored gates; requests choose the methods and rates of the gates
+# Largest number of gates in memory. Requests can name any method and rate, and each combination has
+# its own gate.
 _MOST_GATES = 64
-_MOST_PLANS = 256  # largest number of stored plans; requests choose the settings of the plans
+# Largest number of plans in memory. Each combination of settings that requests name has its own
+# plan.
+_MOST_PLANS = 256
 _RETRY_SECONDS = 5
-_MOST_RUNS = 1000  # largest number of finished runs that are stored
+_MOST_RUNS = 1000  # largest number of finished runs that are kept in memory
 _ONE_CALL = Amount(calls=1, total_tokens=1)
 
 
@@ -325,27 +335,30 @@ class ServeOptions:
         user without a key.
     """
 
-    name: str = "atts/pair"  # model name that clients use
-    # Folder for the ledger, the calibrators and background responses. With None, nothing is stored
-    # on disk.
+    name: str = "atts/pair"  # name of the model that clients write into their requests
+    # Folder in which the ledger, the calibrators and the background responses are stored. If it is
+    # None, they are lost when the server ends.
     state: Path | None = None
-    # name of the user, keyed by API key; "" if the key has no user
+    # the name of the user who has each API key; "" if the key belongs to nobody
     keys: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    # weight of each user when users wait for the server, above 0; the default weight is 1
+    # When requests wait, each user gets work in proportion to this number. It must be above 0, and
+    # is 1 for users who are not listed.
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
-    request_caps: Caps = Caps()  # the caps of a request are at most these caps
-    # caps on the spending of all requests together, including earlier sessions of the server
+    # upper limits for the caps of every request; a request can only lower its caps
+    request_caps: Caps = Caps()
+    # caps for all requests together, including those of earlier sessions of the server
     server_caps: Caps = Caps()
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
     requests: int = 64  # largest number of requests that run at the same time
-    queue: int = 256  # largest number of additional requests that wait
-    # requests that chat programs send without the user get one rollout of the draft, or the chosen
-    # policy
+    queue: int = 256  # largest number of requests that wait while `requests` others run
+    # Chat programs send some requests by themselves, for example for the title of a chat. Such a
+    # request gets one rollout of the draft, or the policy that it names.
     housekeeping: Literal["draft", "policy"] = "draft"
     body_bytes: int = 1 << 20
     keepalive_seconds: float = 15.0
-    save_seconds: float = 5.0  # seconds between two times at which changed calibrators are saved
-    # seconds for which a finished background response is kept
+    # seconds between two times at which calibrators are written to disk if they have changed
+    save_seconds: float = 5.0
+    # seconds until a finished background response is removed from the disk
     response_seconds: float = 30 * 86_400.0
 
     def __post_init__(self) -> None:
@@ -389,7 +402,7 @@ class Counts:
     cancelled: int = 0
     failed: int = 0
     limited: int = 0
-    housekeeping: int = 0  # number of requests that chat programs sent without the user
+    housekeeping: int = 0  # number of requests that chat programs sent by themselves
 
 
 class _Recount:
@@ -430,8 +443,8 @@ class Service:
         self.is_draining = False
         self.account = Account()
         self.busy = BusyShare()
-        # For each method and nominal rate: the number of escalated chunks and of judged chunks in
-        # each of the latest finished requests.
+        # For each method and nominal rate, one pair of numbers per finished request: escalated
+        # chunks and judged chunks. Only the latest requests are kept.
         self.judged = Recent[tuple[str, float], deque[tuple[int, int]]](_MOST_GATES)
         self.runs = Recent[str, ServedRun](_MOST_RUNS + self.options.requests + self.options.queue)
         self._slots = FairSlots(self.options.requests, self.options.queue, self.options.shares)
@@ -504,8 +517,8 @@ class Service:
                 async with background(self._save_often), task_group() as tasks:
                     self._tasks = tasks
                     yield self
-                    # a cancelled background response has no final state, so the next session
-                    # continues it
+                    # Cancel background responses that are still running. They have no final state
+                    # on disk, so the next session continues them.
                     tasks.cancel_scope.cancel()
             finally:
                 self._save()
@@ -775,8 +788,8 @@ class Service:
             plan = setup.plan(base.draft, base.target)
         if is_plain:
             plan = _ended_by(plan, request.stop)
-        # Some token limits depend on the context lengths of the engines, which are known because
-        # the engines are open.
+        # `resolved` computes token limits from the engines' context lengths. These are known,
+        # because the engines are open.
         plan = replace(plan.resolved(), policy_for_context=None)
         planned = _Planned(plan, setup.method, setup.rate, setup.policy.samples)
         if is_shared:
@@ -874,8 +887,8 @@ def _guarantee(gate: object) -> str:
 
 def _posed(request: SolveRequest, run: str, plan: RunSpec) -> tuple[Problem, RunSpec]:
     """Return the problem in a request, and the plan with the client's system prompt."""
-    # A request with a seed gets the same problem id and gate as in `atts solve`, and so the same
-    # answer.
+    # The problem's name determines its random numbers. With a seed, use the name that `atts solve`
+    # uses, so that both give the same answer.
     name = "problem" if request.seed is not None else run
     if request.policy.is_plain:
         system, examples, question = conversation_of(request.turns)
@@ -904,7 +917,7 @@ def conversation_of(
             merged[-1] = (role, f"{merged[-1][1]}\n\n{text}")
         else:
             merged.append((role, text))
-    # chat templates require that the first message is from the user
+    # Chat templates expect the user's message first, so insert an empty one.
     if merged[0][0] == "assistant":
         merged.insert(0, ("user", ""))
     texts = [text for _, text in merged]

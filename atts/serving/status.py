@@ -42,8 +42,8 @@ from atts.run import Progress
 from atts.serving.replies import BusyShare, ServedRun
 from atts.serving.service import Service
 
-_MOST_ENDED = 30  # largest number of finished requests or problems that the page shows
-# the page shows at most this number of characters, from the end of a rollout
+_MOST_ENDED = 30  # largest number of finished requests, or finished problems, on the page
+# largest number of characters of a rollout on the page; a longer rollout loses its beginning
 _MOST_TEXT = 6_000
 _CAPS = ("max_calls", "max_target_tokens", "max_total_tokens", "max_cost")
 
@@ -216,7 +216,7 @@ class RunStatus:
         settings = {name: setting.value for name, setting in manifest.settings.items()}
         spent = ledger.by_cap()
         tokens = progress.tokens
-        # without caps a run has no ledger, so the tokens come from the journal
+        # A run without caps has no ledger, so count its tokens from the journal.
         if not ledger.calls:
             spent = {"max_target_tokens": tokens["target"], "draft tokens": tokens["draft"]}
         budgets = [
@@ -261,7 +261,7 @@ class RunReading:
         self.busy = BusyShare()
         self.alarms: list[str] = []
         self.problems = OrderedDict[str, dict[str, Any]]()
-        # texts of all rollouts that belong to unfinished problems
+        # texts so far of the rollouts of problems that are not finished
         self._texts = dict[tuple[str, int], str]()
         self._turns = Counter[tuple[str, int]]()
 
@@ -310,7 +310,8 @@ class RunReading:
         key = (event.problem, event.sample)
         turn = event.turn
         if turn.index < self._turns[key]:
-            return  # a later session of the run wrote this turn again
+            # The turn is counted already: a resumed session wrote it into the journal again.
+            return
         self._turns[key] = turn.index + 1
         row = self.problems[event.problem]
         row["turns"] += 1
@@ -376,8 +377,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer a GET request of a browser on this machine."""
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         if host not in (HOST, "localhost"):
-            # refuse other host names: a page of a foreign name that resolves to this machine could
-            # read the run
+            # Refuse other host names. Otherwise a foreign web page could read the run, by a name
+            # that its owner lets resolve to this machine (DNS rebinding).
             self._send(403, "text/plain", b"ask 127.0.0.1\n")
         elif self.path in ("/", "/atts/view"):
             self._send(200, "text/html; charset=utf-8", page())

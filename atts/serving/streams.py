@@ -20,11 +20,12 @@ from atts.serving.requests import RequestError, SolveRequest
 from atts.serving.service import Service
 
 NEXT_LINE = "\n\n- another line of thought -\n\n"
-"""The text that separates two rollouts in the reasoning of a stream."""
+"""The text between two rollouts in the reasoning that a stream sends."""
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache, no-transform",
-    "x-accel-buffering": "no",  # this header keeps nginx from buffering the events
+    # without this header, nginx would collect events before it sends them
+    "x-accel-buffering": "no",
 }
 _Item = tuple[int, str] | Reply | RequestError
 
@@ -67,7 +68,7 @@ class EventStream(Response):
         self._events = events
         self._run = run
         self._leader: int | None = None
-        self._sent = ""  # text of the rollout that the stream shows
+        self._sent = ""  # text sent so far; all of it is from the rollout `_leader`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream to the client, and cancel the request if the client disconnects."""
@@ -78,8 +79,8 @@ class EventStream(Response):
         }
         await send(start)
         into, items = anyio.create_memory_object_stream[_Item](math.inf)
-        # The channel is closed after all tasks have ended, because a task may send a reply after
-        # the client has left.
+        # Close the stream of items only after all tasks have ended. A task may still put a reply
+        # into it after the client has left.
         with into, items:
             async with task_group() as group:
 
@@ -116,8 +117,8 @@ class EventStream(Response):
             with anyio.move_on_after(self._service.options.keepalive_seconds):
                 item = await items.receive()
             if item is None:
-                # Proxies close connections on which nothing is sent for a minute, so send a comment
-                # from time to time.
+                # Proxies close a connection on which nothing is sent for about a minute, so send an
+                # SSE comment.
                 await _body(send, b": keepalive\n\n")
             elif isinstance(item, RequestError):
                 await _body(send, b"".join(events.fail(item)), more=False)
@@ -176,7 +177,8 @@ class ChatEvents(Events):
         if self._request.stream_usage:
             yield event({**self._envelope(), "choices": list[Any](), **last})
         else:
-            # Strict clients expect a choice in every event, unless they have requested the usage.
+            # Strict clients expect a choice in every event. Only clients that requested the usage
+            # accept an event without a choice.
             yield self._chunk({}, more=last)
         yield _DONE
 

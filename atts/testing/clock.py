@@ -55,11 +55,10 @@ def virtual_options(backend: Backend, patience_seconds: float = 0.0) -> dict[str
     return {"clock": clock, "instruments": [clock]}
 
 
-# Virtual time does not advance while any task can run. When every task waits, virtual time jumps to
-# the next timer. But while worker threads compute, the loop waits in real time. So a timer ends
-# before a thread's result arrives only if this would also happen in real time. By default, the loop
-# does not wait for sockets and subprocesses before it jumps, so tests that use them must set
-# `patience_seconds`.
+# Virtual time stands still while any task can run. When all tasks wait, it jumps to the next timer.
+# While worker threads compute, however, the event loop waits in real time. So a timer can end
+# before a thread's result arrives only if it would in real time. By default, the loop does not wait
+# for sockets and subprocesses before it jumps, so tests that use them must set `patience_seconds`.
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -89,9 +88,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
-    # anyio keeps all its worker threads in a set, and its idle worker threads also in a queue. A
-    # worker becomes idle when its result arrives in the loop. Both collections change only in the
-    # loop's thread, so a worker whose result was delivered is always seen as idle.
+    # An anyio worker thread owes the loop a result until anyio adds it to `idle_workers`. anyio does
+    # this in the loop's own thread when the result arrives, so the collections do not change here.
     workers = getattr(thread, "workers", ())
     idle = getattr(thread, "idle_workers", ())
     return getattr(thread, "loop", None) is loop and thread in workers and thread not in idle
@@ -110,10 +108,11 @@ class _JumpingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout <= 0:
-            # no timer is scheduled, so wait for real events
+            # None: no timer is set, so wait for real events. 0: a task can run, so only look for
+            # events.
             return super().select(timeout)
-        # Check for running threads before the poll. A thread that ends after the check wakes the
-        # loop, so its result is not missed.
+        # Look for running threads first. A thread that ends after this look wakes the loop, so its
+        # result is not missed.
         wait = timeout if self._has_threads() else min(timeout, self._patience_seconds)
         ready = super().select(wait)
         if not ready:
@@ -131,7 +130,7 @@ class TrioClock:
     def __init__(self, patience_seconds: float = 0.0) -> None:
         self._now = 0.0
         self._patience_seconds = patience_seconds
-        # real time at which the current wait ends; None if the loop is not waiting
+        # real time at which the current wait ends and virtual time jumps; None if no wait has begun
         self._jump_at: float | None = None
 
     def start_clock(self) -> None:
@@ -165,7 +164,7 @@ class TrioClock:
 
 
 def _trio_threads() -> int:
-    # this import is late because trio is an optional dependency
+    # Imported here, because trio is an optional dependency.
     from trio.testing import active_thread_count
 
     return active_thread_count()

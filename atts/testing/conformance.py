@@ -30,7 +30,7 @@ from atts.sampling import Seed
 _Result = TypeVar("_Result")
 PLAIN = Sampling()
 GREEDY = Sampling(temperature=0.0)
-# a high temperature, at which even a confident model draws different tokens
+# settings with a temperature so high that even a confident model draws different tokens
 LOOSE = Sampling(temperature=1.5)
 
 
@@ -85,13 +85,14 @@ Need = Capability | Literal["seeds", "factory"]
 Check = Callable[["Probe"], Awaitable[None]]
 _registered: dict[str, Check] = {}
 CHECKS: Mapping[str, Check] = MappingProxyType(_registered)
-"""All checks by name, in the order in which they run. The first line of a check's docstring is the
-promise that is checked.
+"""All checks, keyed by name, in the order in which they run. The first line of a check's docstring
+is the promise that every engine must keep.
 """
 
 
 OPENING = "opening"
-"""The first check; if it fails, no other check can run."""
+"""The name of the first check. If it fails, the engine cannot be used, so no other check can run.
+"""
 
 
 def check(*needs: Need) -> Callable[[Check], Check]:
@@ -173,8 +174,8 @@ class Probe:
             len(logprobs) == len(suffix),
             f"scoring {len(suffix)} tokens gave {len(logprobs)} log-probs",
         )
-        # The condition uses "not" so that NaN also fails the check: every comparison with NaN is
-        # false.
+        # Comparisons with NaN are false, so `not value <= 1e-6` also finds NaN, but `value > 1e-6`
+        # would not.
         wrong = [value for value in logprobs if not value <= 1e-6]
         require(not wrong, f"scored log-probs must be numbers and at most 0, got {wrong[:3]}")
         return logprobs
@@ -600,8 +601,8 @@ async def check_seed_fields(probe: Probe) -> None:
 async def check_distribution(probe: Probe) -> None:
     """The frequency of a sampled token agrees with its log-prob, also at a low temperature."""
     written = await probe.engine.sample(probe.request(0, 1, GREEDY))
-    # A token with a log-prob near -0.5 is the best test of sampling, because it is neither rare nor
-    # certain.
+    # Use the position whose token has a probability closest to exp(-0.5), about 0.6. Errors of
+    # sampling show best at such a token, because it is neither rare nor certain.
     position = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5))
     ids = probe.prompt + written.ids[:position]
     token = written.ids[position]
@@ -614,7 +615,7 @@ async def check_distribution(probe: Probe) -> None:
             [((await probe.score(ids, (index,)))[0], index) for index in set(drawn)], reverse=True
         )
         if len(scores) < 2:
-            continue  # the second best token is so rare that it was never drawn
+            continue  # the second likeliest token is so rare that no draw gave it
         tied = scores[-1][0] >= scores[1][0] - probe.options.tie
         require(tied, f"top_k 2 drew {len(scores)} different tokens")
         lead = (scores[0][0] - scores[1][0]) / temperature
@@ -633,7 +634,7 @@ async def _draws(probe: Probe, ids: TokenIds, sampling: Sampling) -> list[int]:
 
 
 def _require_share(what: str, seen: int, draws: int, share: float) -> None:
-    # with this tolerance, a correct engine fails once in 10^5 checks
+    # With 4.5 standard errors, a correct engine fails in about one of 100,000 checks.
     slack = 4.5 * math.sqrt(share * (1 - share) / draws) + 1 / draws
     require(
         abs(seen / draws - share) <= slack,
@@ -645,7 +646,8 @@ def _require_share(what: str, seen: int, draws: int, share: float) -> None:
 async def check_hints(probe: Probe) -> None:
     """`rollout` and `priority` are only hints: wrong or missing hints change no answer."""
     honest = [await probe.engine.sample(request) for request in probe.requests(1)]
-    # the hint is wrong: requests for unrelated texts have the same rollout name
+    # All requests get the rollout name "same", although their texts are unrelated. This hint is
+    # wrong, but must not change an answer.
     for number, request in enumerate(probe.requests(1)):
         hinted = await probe.engine.sample(replace(request, rollout="same", priority=3 - number))
         what = "a rollout hint of another text changed the answer"
@@ -896,10 +898,10 @@ async def check_isolation(probe: Probe) -> None:
 class _Cancelled:
     """Numbers of calls, summed over all rounds of cancellation."""
 
-    calls: int = 0  # number of calls that began
-    returned: int = 0  # number of calls that were answered
-    running: int = 0  # number of calls in flight at the cancellation, as reported by the engine
-    late: int = 0  # number of calls that were answered after the cancellation
+    calls: int = 0  # number of calls that the check has made
+    returned: int = 0  # number of calls that returned an answer
+    running: int = 0  # calls in flight when they were cancelled, as counted by the engine
+    late: int = 0  # number of sampling calls that returned an answer although they were cancelled
 
 
 @check("sample")
@@ -914,8 +916,8 @@ async def check_cancellation(probe: Probe) -> None:
         again = await probe.engine.sample(probe.request())
         what = f"the answer changed after {number + 1} rounds of cancellation"
         await probe.require_same(what, probe.request(), again.ids, expected.ids)
-    # An answer may arrive after the cancellation if it was already on its way. But if every answer
-    # arrives, the engine ignored the cancellations.
+    # A cancelled call may still return an answer that was computed already. But if all cancelled
+    # calls return answers, the engine has ignored the cancellations.
     ignored = seen.running and seen.late >= seen.running
     require(
         not ignored,
@@ -953,8 +955,8 @@ async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
             for request in requests:
                 group.start_soon(one, request)
             await anyio.sleep(delay)
-            # Let answers arrive that are already on their way, so that they are not counted as
-            # late.
+            # First let those calls return whose answers have been computed, so that they do not
+            # count as late.
             await anyio.lowlevel.checkpoint()
             cancelled_at = anyio.current_time()
             seen.running += probe.engine.stats().in_flight
@@ -1064,8 +1066,8 @@ async def _check_all(
                 while remaining:
                     results.append(await _run(remaining.pop(0), probe))
                     if factory and results[-1].status == "broken":
-                        # a new engine is opened, because the state of this engine could make later
-                        # checks fail
+                        # The failed check may have left the engine in a bad state, so leave the
+                        # loop and open a new engine.
                         break
                 name = opened.spec.name
         except Exception as error:  # noqa: BLE001  # as in `_run`

@@ -33,18 +33,16 @@ from atts.testing.toy_model import (
 FaultKind = Literal[
     "refused", "slow", "dropped", "timeout", "wrong_length", "nan", "empty", "hang", "wrong_ids"
 ]
-"""Kinds of faults of an engine.
-
-refused: the call fails at once. slow: the answer comes after a delay. dropped: the connection
-breaks while the answer arrives. timeout: the call fails after a delay. hang: the answer never
-arrives.
+"""Kinds of faults of an engine. refused: the call fails at once. slow: the answer comes after a
+delay. dropped: the connection breaks while the answer arrives. timeout: the call fails after a
+delay. hang: the answer never arrives.
 
 The other kinds return impossible answers. wrong_length: one log-prob is missing. nan: a log-prob is
-NaN. empty: the answer has no tokens. wrong_ids: an id is outside the vocabulary; the answer to a
-scoring call has no ids, so a log-prob is positive instead.
+NaN. empty: the answer has no tokens. wrong_ids: a token id is outside the vocabulary. Answers to
+scoring calls have no ids, so they get a positive log-prob instead.
 """
-# largest number of scoring calls whose attempts are counted; calls older than these are assumed to
-# be finished
+# Largest number of scoring requests for which attempts are counted. Older requests are forgotten,
+# because they are probably finished.
 _REMEMBERED = 4096
 _Kind = TypeVar("_Kind", bound=str)
 
@@ -136,8 +134,8 @@ class FaultSchedule:
             return replace(
                 seed, purpose=f"fault {self._faults.seed} {seed.purpose} {hash(request.ids)}"
             )
-        # Python hashes tuples of ints equally in every process, so a request's fault is
-        # reproducible.
+        # The fault depends on hashes of the ids. Python hashes tuples of ints equally in every
+        # process, so the faults are reproducible.
         key = (
             request.rollout,
             hash(request.prefix),
@@ -374,8 +372,8 @@ class ScriptedEngine(BaseEngine):
         scored = len(request.suffix)
         times = self._latency
         seconds = times.per_score + times.scored_token * scored + times.prefilled_token * prefilled
-        # Python hashes tuples of ints equally in every process, so a request's latency is
-        # reproducible.
+        # The latency depends on hashes of the ids. Python hashes tuples of ints equally in every
+        # process, so the latencies are reproducible.
         name = f"{hash(request.prefix)} {hash(request.suffix)}"
         await self._wait(seconds, Seed(run=times.seed, problem=name, purpose="latency"))
         self._cache.keep(request.rollout, request.prefix + request.suffix)

@@ -44,9 +44,10 @@ ServerFault = Literal[
 ]
 """Kinds of faults of a server.
 
-429 and 500: the reply has this HTTP status. wrong_ids, nan and hang: as in `FaultKind`. refused:
-the server breaks the connection before it reads the request. reset: the connection breaks during
-the reply. truncated: the reply is only the first half of its JSON. slow_loris: the server sends one
+429 and 500: the reply has this HTTP status. nan: a log-prob is NaN. wrong_ids: the reply has an
+impossible token id, or another error if it has no ids. hang: the reply never comes. refused: the
+server breaks the connection before it reads the request. reset: the connection breaks during the
+reply. truncated: the reply is only the first half of its JSON. slow_loris: the server sends one
 byte of the reply per second.
 """
 
@@ -62,7 +63,7 @@ class ServerFaults:
 
     shares: Mapping[ServerFault, float] = field(default_factory=dict[ServerFault, float])
     seed: int = 0
-    retry_after: str = "0"  # the value of the header Retry-After in replies with status 429
+    retry_after: str = "0"  # value of the header Retry-After in replies with status 429
 
     def __post_init__(self) -> None:
         check_shares(self.shares, get_args(ServerFault))
@@ -120,7 +121,7 @@ class ServerQuirks:
         which the model writes garbage.
         """
         broken = "hot" if request.sampling.temperature else "greedy"
-        # A request for a single token is served without speculation.
+        # Real servers do not speculate in requests for a single token, so these stay correct.
         if self.speculation == broken and request.max_tokens > 1:
             return replace(request, sampling=Sampling(8.0))
         return request
@@ -396,10 +397,11 @@ class DialectServer:
         self.dialect: ServerDialect = dialect
         self.quirks = quirks
         self.faults = faults
-        self.calls: list[str] = []  # the paths of all requests for tokens or scores so far
+        # the paths of all requests for tokens or scores that the server has received
+        self.calls: list[str] = []
         self._make = make
         self._model = model
-        # API key that the server requires; tests may change it while the server runs
+        # the API key that requests must have; tests may change it while the server runs
         self.key = key
         self._loading_seconds = loading_seconds
         self._port = port
@@ -638,7 +640,7 @@ def split_reasoning(so_far: str, text: str) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-# fields of a request that hosted servers refuse
+# request fields that OpenAI and other hosted servers do not know, and therefore refuse
 _STRICT = (
     "top_k",
     "min_p",
@@ -681,7 +683,7 @@ async def chat_completions(call: ServerCall) -> Any:
     reasoning = ""
     if quirks.reasoning != "off" and text is not None:
         reasoning, content = split_reasoning(_so_far(body["messages"]), text)
-        # vLLM's parsers give null for an empty content, but OpenAI gives an empty text
+        # For an empty content, vLLM's reasoning parsers send null, but OpenAI sends an empty text.
         message["content"] = content if quirks.reasoning == "hidden" else content or None
         if quirks.reasoning != "hidden":
             message[quirks.reasoning] = reasoning or None
@@ -719,7 +721,7 @@ def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
             "closed": False,
         }
         if not wanted[call.state.quirks.prefill]:
-            # The message becomes a message of the user, without an error, as in SGLang.
+            # Like SGLang, treat the last message as one of the user, and report no error.
             messages[-1] = Message("user", messages[-1].content)
     return call.state.engine.tokenizer.render(messages)
 
@@ -809,8 +811,8 @@ async def ignoring(call: ServerCall) -> Any:
 
 def _reply(state: ServerState, done: Completion, word: str) -> Any:
     pairs = list(zip(done.ids, done.logprobs, strict=True))
-    # llama.cpp tokenizes the stop word separately, and removes one log-prob per token of it. This
-    # number can be wrong, because the stop word may have other tokens inside the text.
+    # llama.cpp removes the log-probs of the stop word. It counts the tokens of the stop word alone,
+    # and this count may differ from that inside the text.
     if word:
         pairs = pairs[: max(0, len(pairs) - len(state.engine.tokenizer.encode(word)))]
     kinds = {"length": "limit", "end": "eos", "delimiter": "word"}
@@ -847,7 +849,7 @@ LLAMACPP_ROUTES = Routes(
 )
 
 
-_SMALL = 64  # context length in tokens, if a request does not set it
+_SMALL = 64  # context length, in tokens, for requests that do not set it
 _DEFAULT_OLLAMA = Sampling(0.8, 40, 0.9)
 
 
@@ -958,7 +960,7 @@ async def generate_sglang(call: ServerCall) -> Any:
     limit = int(settings.get("max_new_tokens", 128))
     if limit == 0:
         return await _scored(call, rid)
-    # as in SGLang, a token limit that exceeds the context is lowered without an error
+    # Like SGLang, lower the token limit if it exceeds the context, and report no error.
     limit = min(limit, most - len(ids) - 2)
     request = request_of(ids, limit, settings, Sampling(), seed="sampling_seed")
     try:
@@ -993,7 +995,8 @@ async def _scored(call: ServerCall, rid: str) -> Any:
 
 def _completion(state: ServerState, done: Completion, request: SampleRequest, rid: str) -> Any:
     heat = request.sampling.temperature
-    # The division is a rough approximation of log-probs after temperature.
+    # Processed log-probs are those after temperature. Dividing raw log-probs by the temperature is
+    # a rough approximation, because the results do not sum to probability 1.
     divide = heat if state.quirks.logprobs != "raw" and heat > 0 else 1.0
     rows = [
         [value / divide, token, None] for value, token in zip(done.logprobs, done.ids, strict=True)
@@ -1025,7 +1028,8 @@ SGLANG_ROUTES = Routes(
 )
 
 
-# the sampling defaults, as from a model's generation_config.json
+# sampling settings for fields that a request omits; vLLM reads them from a model's
+# generation_config.json
 _DEFAULT_VLLM = Sampling(0.6, 20, 0.95)
 _CLAMP = -9999.0
 _THINK = "<think>"
@@ -1052,7 +1056,7 @@ async def completions_vllm(call: ServerCall) -> Any:
         for place in range(1, len(ids)) if body["prompt_logprobs"] else ():
             rows[place] |= await _likeliest(call, ids[:place], int(body["prompt_logprobs"]))
     request = request_of(ids, limit, body, _DEFAULT_VLLM)
-    # The fault changes either the scores or the completion of a reply, not both.
+    # If the reply has scores, the fault has changed these already, so the completion stays correct.
     done = await _thought(call, request, rid, spoil=not is_scored)
     text = done.text if body.get("include_stop_str_in_output") else shown(done, request.stop)
     choice |= {
@@ -1144,7 +1148,8 @@ async def generate_vllm(call: ServerCall) -> Any:
     packed = None
     if hit <= start and state.quirks.scoring == "honest":
         ids_scored, scores = await call.score(ids, start + 1, rid)
-        # This reply contains no ids, so the fault "wrong_ids" removes a score instead.
+        # The reply has no ids that could be wrong, so the fault "wrong_ids" removes one score
+        # instead.
         ids_lost = call.fault == "wrong_ids"
         packed = (
             _packed(scores.logprobs[:-1] if ids_lost else scores.logprobs) if ids_scored else None
@@ -1240,8 +1245,8 @@ def metrics(call: ServerCall) -> str:
     if call.state.quirks.speculation == "off":
         return text
     drafts = call.state.drafts
-    # The counters begin at high values, as on a server that has run for a long time. A client must
-    # therefore use differences between two replies.
+    # The counters begin at high values, as if the server had run for a long time. This catches
+    # clients that do not use differences between two replies.
     counts = {
         "drafts": 400_000 + drafts.rounds,
         "draft_tokens": 1_200_000 + drafts.proposed,
@@ -1288,8 +1293,8 @@ def routes_of(dialect: ServerDialect) -> Routes:
 
 RewardRoute = Literal["/pooling", "/classify", ""]
 Rewards = Callable[[str, Sequence[str]], float]
-"""A function that returns the probability that the last step is correct, given a problem and its
-steps.
+"""A function that takes a problem and the steps of a solution, and returns the probability that the
+last step is correct.
 """
 
 
@@ -1325,9 +1330,10 @@ class RewardServer:
         self.separator = separator
         self.route = "/classify" if dialect == "sglang" and route else route
         self.pools = pools
-        self.numbers = numbers  # number of values in each row of a reply
+        self.numbers = numbers  # how many rewards a row of a reply contains
         self.decode = decode
-        self.bodies: list[dict[str, Any]] = []  # bodies of all calls for rewards
+        # bodies of all requests for rewards that the server has received
+        self.bodies: list[dict[str, Any]] = []
         self._http: ThreadingHTTPServer | None = None
 
     @property

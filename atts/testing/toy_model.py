@@ -45,13 +45,15 @@ class Language(msgspec.Struct, frozen=True):
 
     specials: tuple[str, ...]
     fillers: tuple[str, ...]
-    openers: dict[str, float]  # phrases that can begin a step, each with its weight
+    openers: dict[str, float]  # phrases that can begin a step, with their relative frequencies
     full_stops: dict[str, float]
     rare_slips: tuple[int, ...]
-    words: dict[str, str]  # kind of each word in the grammar
-    # the next phase of the grammar, keyed by the current phase and the kind of the word read
+    words: dict[str, str]  # for each word, its kind in the grammar, such as "dot" for "."
+    # the next phase of the grammar, keyed by the current phase and then by the kind of the word
+    # that was just read
     phases: dict[str, dict[str, str]]
-    # the weights of the possible words in the phases of the grammar that need no computation
+    # For some phases, the words that can come next, with their relative frequencies. For the other
+    # phases, `ToyModel` computes the frequencies.
     phrases: dict[str, dict[str, float]]
 
 
@@ -61,7 +63,7 @@ LANGUAGE = msgspec.toml.decode(
 SPECIALS = LANGUAGE.specials
 FILLERS = LANGUAGE.fillers
 OPENERS = tuple(LANGUAGE.openers)
-# Tokens that contain a part of a blank line. Real tokenizers have such tokens too.
+# Tokens that join line breaks to other text. Real tokenizers have such tokens too.
 MERGES = (
     ".\n",
     ".\n\n",
@@ -101,7 +103,7 @@ class ToyTokenizer:
         self.dialect = dialect
         self.pieces: tuple[bytes, ...] = (*(b"" for _ in SPECIALS), *pieces)
         self.vocabulary = len(self.pieces)
-        self.end_id = 0  # id of the first special token, which ends a model's text
+        self.end_id = 0  # id of the token that ends a text; it is the first of `SPECIALS`
         text = repr((self.pieces, SPECIALS, TEMPLATE))
         self.digest = blake2b(text.encode(), digest_size=16).hexdigest()
         self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece}
@@ -160,7 +162,7 @@ class ToyTokenizer:
 _STATEMENT = re.compile(r"Start at (\d{1,2})\.((?: [+-]\d{1,2},?)+)")
 _OPERATION = re.compile(r"[+-]\d{1,2}")
 _BOX = re.compile(r"\\boxed\{(\d+)\}")
-MOODS = 8  # number of levels of `Question.mood`, and also of `Question.hardness`
+MOODS = 8  # `Question.mood` and `Question.hardness` both have this number of levels
 
 
 @dataclass(frozen=True)
@@ -301,7 +303,8 @@ class ReadingState:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        # ids of the current message that were read so far; None in a message of the assistant
+        # ids so far of a message of the system or the user; None while a message of the assistant
+        # is read
         self.prompt: list[int] | None = None
         self.restart(question)
 
@@ -311,8 +314,9 @@ class ReadingState:
         self.prompt = None
         self.phase = "open"
         self.word = -1
-        self.step = self.steps = 0  # number of finished sums, and number of blank lines read
-        # result of the last sum in the text, and first number of the current sum
+        # `step`: number of finished sums; `steps`: number of blank lines read
+        self.step = self.steps = 0
+        # `value`: result of the latest sum in the text; `left`: first number of the current sum
         self.value = self.left = question.start
         self.sign = 1
         self.operand = 0
@@ -484,7 +488,8 @@ class Distribution:
         if rank < len(self.ids):
             return self.ids[rank]
         if not self._floor_ids:
-            # because of rounding, the last bound may be slightly below the total probability
+            # Because of rounding, `target` can equal the last bound, and `rank` is then too large
+            # by one.
             return self.ids[-1]
         return self._floor_id(
             min(self._floor_ids - 1, int((target - self._bounds[-1]) / self.floor))
@@ -499,8 +504,8 @@ class Distribution:
         if sampling.temperature == 0:
             return Distribution(self.ids[:1], (1.0,), 0.0, 0, self.vocabulary)
         power = 1 / sampling.temperature
-        # divide all probabilities by the largest one, because their powers at low temperatures
-        # would underflow
+        # First divide all probabilities by the largest one. At a low temperature, the powers would
+        # otherwise underflow to 0.
         top = self.probabilities[0]
         weights = [(p / top) ** power for p in self.probabilities]
         floor = (self.floor / top) ** power
@@ -512,7 +517,7 @@ class Distribution:
             )
         if sampling.top_p < 1:
             weights, floors = _nucleus(weights, floor, floors, sampling.top_p)
-        # The largest weight is 1, so min-p can be compared with the weights.
+        # min-p is relative to the largest weight, which is 1 here.
         weights = [weight for weight in weights if weight >= sampling.min_p]
         if floor < sampling.min_p or floor == 0.0:
             floors = 0
@@ -534,7 +539,7 @@ class Distribution:
         return rank
 
 
-# cached, because filtered distributions are needed for every token
+# Every sampled token needs a filtered distribution, and computing it is slow, so cache the results.
 _filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)
 
 
@@ -553,10 +558,11 @@ def _nucleus(
 
 
 _ASSISTANT = SPECIALS.index("<|assistant|>")
-# probability that is spread over the whole vocabulary, so that every token is possible
+# total probability that is spread over all tokens, so that no token is impossible
 _LEAK = 1e-4
 _QUESTIONS_KEPT = 4096
-_DISTRIBUTIONS_KEPT = 4096  # about three times as many as 100 problems with 8 rollouts each need
+# largest number of distributions in the cache; 100 problems with 8 rollouts each need about a third
+_DISTRIBUTIONS_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -606,8 +612,8 @@ class ToyModel:
 
     def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
         """Return the state after `ids`; if `state` is given, begin with a copy of it."""
-        # Ids without a message of the assistant are a text to continue. The question of such a text
-        # depends only on its first id.
+        # If the ids have no message of the assistant, they are a text to continue. Such a text has
+        # no real question, so one is made from its first id.
         state = (
             ReadingState(_question(self.tokenizer, (ids[0],))) if state is None else state.copy()
         )
@@ -628,7 +634,7 @@ class ToyModel:
     def _turn(self, state: ReadingState, index: int) -> None:
         if index == _ASSISTANT:
             state.restart(_question(self.tokenizer, tuple(state.prompt or ())))
-        else:  # the messages of the system and of the user are read as one text
+        else:  # a system message and the user's message are read as one prompt
             state.prompt = state.prompt or []
 
     def distribution(self, state: ReadingState) -> Distribution:
@@ -740,7 +746,8 @@ class ToyModel:
         weights: dict[int, float] = {}
         for word, weight in words:
             index = self.tokenizer.end_id if word == "<|end|>" else self.tokenizer.piece_id(word)
-            if index is not None:  # the tokenizer with the dialect "other" lacks some tokens
+            # the tokenizer with the dialect "other" has no token for some words
+            if index is not None:
                 weights[index] = weights.get(index, 0.0) + weight
         distribution = self._known[key] = Distribution.of(weights, self.tokenizer.vocabulary, _LEAK)
         return distribution
@@ -855,10 +862,10 @@ _COMPARES = "Correct: 1"
 _JUDGES = "Is the last step correct?"
 _ANSWERS = "Answer:"
 _RATES = "I think the quality score is:"
-# number of ids at the end of a prompt that are searched for a question; a question has one token
-# per letter
+# A prompt may end with a question about a step. This number of ids at the end is searched for it,
+# because such a question has one token per letter.
 _QUESTION_IDS = 160
-_QUESTION_REPLY = 8  # largest token limit of a request that may be a question about a step
+_QUESTION_REPLY = 8  # Only requests with at most this token limit can be questions about a step.
 
 
 class Writer:
@@ -876,7 +883,8 @@ class Writer:
     def write(self, request: SampleRequest) -> Completion:
         """Continue a text. The request's seed determines one random number for each position."""
         model = self.model
-        # If the answer has not begun, the prompt may ask the model to compare or combine solutions.
+        # The prompt ends where the answer begins. It may ask the model to compare or combine
+        # solutions.
         if request.ids and request.ids[-1] == _ASSISTANT:
             reply = self._selector.reply(model.tokenizer.decode(request.ids), request.seed)
             if reply is not None:

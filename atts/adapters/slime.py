@@ -168,8 +168,8 @@ def _fill(sample: Any, rollout: Rollout) -> None:
     for chunk in rollout.chunks:
         count = len(chunk.draft_ids)
         ids += chunk.draft_ids
-        # Training on a token needs the draft's log-probability of it. Where that is unknown, the
-        # loss mask is 0, so the token is not trained on.
+        # Training on a token needs its log-probability under the draft. If that is unknown, the
+        # token's loss mask is 0, so the token is not trained on.
         is_known = chunk.author == "draft" and len(chunk.logprobs) >= count
         mask += [int(is_known)] * count
         logprobs += chunk.logprobs[:count] if is_known else [0.0] * count

@@ -525,8 +525,8 @@ class _ProblemWriter:
         """Write one rollout, and return its answer, or None if it has no answer."""
         answer = None if sample.answer is None else sample.answer.strip() or None
         if sample.ended != "failed" and (sample.answer is None or _is_whole_text(sample)):
-            # Use the marked answer in the text. If the text has none, use the recorded answer,
-            # unless it is long.
+            # Use the answer that the text marks, for example with \boxed. If there is none, use the
+            # recorded answer, unless it is long.
             answer = extract(sample.text, problem.kind) or (
                 answer if answer and len(answer) <= _FEW_WORDS else None
             )

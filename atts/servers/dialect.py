@@ -473,8 +473,8 @@ class DialectClient:
             return await self._rated(request)
         scores = await self._score_once(self.dialect, request, "read")
         if scores is None:
-            # None: the server took the chunk from its cache and did not score it. Request the
-            # scores again without the cache.
+            # The reply has no scores, because the server took the chunk from its cache. Count this,
+            # and request the scores again without the cache.
             self.client.traffic.uncached += 1
             scores = await self._score_once(self.dialect, request, "skip")
         if scores is None:

@@ -201,8 +201,8 @@ class RemoteEngine(BaseEngine):
         assert self._identity is not None, "an open engine must have identified its server"
         client = self._opened()
         requests = self._requests()
-        # Read the number before the checks. If a connection is lost during the checks, `doubts`
-        # grows, and the server is checked again.
+        # Read `doubts` before the checks. If a connection is lost during the checks, `doubts` grows,
+        # and the server is checked again.
         doubts = client.traffic.doubts
         await wait_ready(client)
         identity = await identify(client, requests.dialect, self._model)

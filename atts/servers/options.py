@@ -203,6 +203,6 @@ def is_url(text: str) -> bool:
         reachable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         return reachable and _SPACES.search(text) is None
     except ValueError:
-        # Errors of `urlsplit` and `port`: the URL has a bracket without its partner, or a port that
-        # is not a number.
+        # `urlsplit` or `port` raised this error: the URL has a bracket that is never closed, or a
+        # port that is not a number.
         return False

@@ -108,8 +108,8 @@ class FairSlots:
         # they do not get all slots for a while.
         self._reached = 0.0
         self._mean = _FIRST_COST
-        # Number of ended requests, at most 100. Each new cost changes the mean cost by one part in
-        # this number.
+        # Number of ended requests, counted up to 100. Each new cost has the weight 1 / `_ended` in
+        # the mean cost.
         self._ended = 0
 
     @property

@@ -88,8 +88,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
-    # An anyio worker thread owes the loop a result until anyio adds it to `idle_workers`. anyio does
-    # this in the loop's own thread when the result arrives, so the collections do not change here.
+    # An anyio worker thread owes the loop a result until anyio adds it to `idle_workers`. anyio
+    # does this in the loop's thread when the result arrives, so the collections do not change here.
     workers = getattr(thread, "workers", ())
     idle = getattr(thread, "idle_workers", ())
     return getattr(thread, "loop", None) is loop and thread in workers and thread not in idle

@@ -898,8 +898,8 @@ async def check_isolation(probe: Probe) -> None:
 class _Cancelled:
     """Numbers of calls, summed over all rounds of cancellation."""
 
-    calls: int = 0  # number of calls that the check has made
-    returned: int = 0  # number of calls that returned an answer
+    calls: int = 0
+    returned: int = 0
     running: int = 0  # calls in flight when they were cancelled, as counted by the engine
     late: int = 0  # number of sampling calls that returned an answer although they were cancelled
 

@@ -106,7 +106,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name's module when the name is first used, so that `import atts` is fast."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts' has no attribute {name!r}")
-    from atts.concurrency import import_lock  # atts.run imports anyio, which is slow
+    # imported here, because atts.concurrency imports anyio, which takes long to import
+    from atts.concurrency import import_lock
 
     with import_lock:
         return getattr(import_module(_HOME[name]), name)

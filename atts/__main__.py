@@ -4,8 +4,8 @@ import gc
 import signal
 import sys
 
-# Number of new objects after which Python collects garbage. With Python's default of 700 and
-# thousands of engine calls running, garbage collection would take a third of the time.
+# Python's garbage collector runs after this many new objects. At Python's default of 700, it would
+# take a third of the time of a run with thousands of engine calls.
 _COLLECT_AFTER = 20_000
 
 
@@ -21,7 +21,7 @@ def main() -> None:
 
     gc.set_threshold(_COLLECT_AFTER, 10, 10)
     code = run()
-    # from here on, Ctrl-C could only change the exit code, so ignore it
+    # The command has ended. Ctrl-C could now only change the exit code, so ignore it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 

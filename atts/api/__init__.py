@@ -140,7 +140,8 @@ __all__ = [
     "write_settings",
 ]
 
-# Importing these names loads the code for reports or local models, which few programs need.
+# These names are imported when they are first used, because their modules are slow to import
+# (reports, local models) and few programs need them.
 _NAMES = {
     "atts.api.answer_judge": "judge_unscored read_judge_prompt",
     "atts.api.block_comparison": "ComparedBlocks MeasuredPair compare_blocks",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_PROMPT = Path(__file__).with_name("judge_prompt.txt")
 _FIELDS = ("{reference}", "{answer}")
-# token limit of the judge's reply, enough for a model that reasons before it answers
+# Token limit of a judge's reply. It is high enough for a judge that reasons before it answers.
 _MAX_TOKENS = 4096
 _IN_FLIGHT = 16
 _DECISION = re.compile(r"\b(EQUAL|DIFFERENT|UNSURE)\b")
@@ -60,7 +60,8 @@ async def judge_unscored(
     if not any(_is_open(record) for record in everything):
         return everything
     slots = anyio.Semaphore(_IN_FLIGHT)
-    # use the name that the user gave, because an engine that is built here is named after its role
+    # An engine that is built here is named "target" after its role, so results show the name that
+    # the user gave.
     name = model.partition("?")[0] if isinstance(model, str) else model.spec.name
     async with build_engine(model, "target", chat=True) as engine:
 
@@ -85,8 +86,8 @@ async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) 
     """Return one record with the verdict that the judge model gives."""
     references = "\n(or)\n".join(record.golds)
     texts = {"{reference}": references, "{answer}": record.answer or ""}
-    # both placeholders are replaced in one pass, so that the text "{reference}" inside an answer
-    # stays unchanged
+    # Both placeholders are replaced in one pass. If an answer contains the text "{reference}", this
+    # text is not replaced.
     content = re.sub(r"\{(?:reference|answer)\}", lambda match: texts[match[0]], prompt)
     ids = engine.tokenizer.render([Message("user", content)])
     room = engine.spec.context_length - len(ids)

@@ -101,9 +101,9 @@ class _Reference:
 
     zoo: Zoo
     model: StoredModel
-    words: str  # name of the dataset with the problems
+    words: str  # name of the dataset that contains `problems`
     problems: tuple[Problem, ...]
-    # for each problem: the token ids of its prompt and answer together, and the number of ids that
+    # for each problem: the token ids of its prompt and the answer to it, and how many of these ids
     # belong to the prompt
     texts: tuple[tuple[TokenIds, int], ...]
     right: tuple[bool, ...]

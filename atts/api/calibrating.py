@@ -244,13 +244,14 @@ def replay(
         return replace(setup, policy=replace(setup.policy, samples=samples), **given).decider()[0]
 
     change = PolicyChange(samples, turns, vote, budget)
-    # fewer samples, turns or escalations need no new decisions, so the recorded decisions are kept
+    # The recorded decisions remain valid for fewer samples, turns or escalations. Only another gate
+    # or gate setting makes new decisions.
     decides_again = gate is not None or bool(given)
     return replay_run(recorded, change, fresh_gate if decides_again else None)
 
 
-# A method that differs from the recorded method only in these settings writes the same rollouts; it
-# only waits for fewer rollouts or starts more.
+# If two methods differ only in these settings, their rollouts have the same texts. These settings
+# decide when a rollout starts, how many run, and which rollouts wait for each other.
 _SAME_ROLLOUTS = ("barrier", "early_stop", "first_wave", "repeats")
 
 
@@ -304,7 +305,7 @@ def directory_of(run: Run) -> Path:
 
 
 RATE_OF_FILES = 0.4
-"""The default nominal rate in a report on a file of scores."""
+"""The nominal rate of a report on a file of scores, if neither user nor file gives a rate."""
 
 
 async def calibrate(
@@ -419,8 +420,8 @@ def stored_scores(
     if path.is_dir():
         scores = scores_of(path)
         return replace(scores, fingerprint={**scores.fingerprint, **(conditions or {})})
-    # `read_scores` accepts only files, and the operating system's message about a directory is not
-    # clear.
+    # For a directory, `read_scores` would raise the operating system's error, whose message is not
+    # clear. Raise an error with a clear message instead.
     try:
         return read_scores(path, per_question, scale, conditions)
     except OSError as error:
@@ -480,7 +481,8 @@ def calibration_report(
             default_rate = float(calibrator.rate)
             default_mode = calibrator.mode
     if rate not in (None, default_rate) or rate_scope not in (None, default_mode):
-        calibrator = None  # the calibrator was made for another rate or rate scope
+        # The file's calibrator was made for another rate or rate scope, so it cannot be used.
+        calibrator = None
     return calibration_of_scores(
         name,
         scores,
@@ -542,7 +544,7 @@ def _parts(run: RecordedRun) -> Iterator[list[Entry]]:
 def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
     gate, calibrator = Setup.recorded(manifest).decider()
     if isinstance(gate, AgreementGate):
-        gate = gate.inner  # an agreement gate wraps another gate, which has the calibrator
+        gate = gate.inner  # An agreement gate has no calibrator; the gate that it wraps has one.
     if not isinstance(gate, ConformalGate) or gate.calibrator is not calibrator:
         method = manifest.configuration.get("method")
         raise CalibrationInputError(

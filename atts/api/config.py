@@ -48,8 +48,8 @@ paths for tests.
 """
 
 Said = tuple[Key, object, str, str]
-"""A key with its given value, the origin of the value, and the name of this origin in error
-messages.
+"""A value that the user gave for a key: the key, the value, the origin of the value, and the
+origin's name in error messages.
 """
 
 
@@ -67,8 +67,8 @@ def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
             and isinstance(value, str)
             and value.lower() not in ("none", "null")
         ):
-            # Values of variables and flags are always texts, but a quoted number in TOML is
-            # probably a mistake.
+            # Environment variables and flags are always texts, which are converted later. In a
+            # TOML file, a number in quotation marks is probably a mistake.
             raise OptionError(
                 label,
                 f"{value!r} is a text, not {KINDS[key.kind]}: leave out the quotation marks",
@@ -147,7 +147,9 @@ def _nearest_key(name: str, known: Sequence[str]) -> str:
 ReportKind = Literal["html", "markdown", "json", "none"]
 
 _FLAGS: Mapping[str, str] = {"sampling.temperature": "temperature", "sampling.top_p": "top_p"}
-"""Keys whose command-line option is named after the last part of the key."""
+"""Keys inside a table whose command-line option omits the table: --temperature, not
+--sampling.temperature.
+"""
 
 _NEUTRAL = (
     "out",
@@ -165,8 +167,9 @@ _NEUTRAL = (
     "prices",
     *(key.name for key in keys_of(PairChoice, PairChoice())),
 )
-"""Keys that do not change a run's results, such as limits. A pair's name is among them, because the
-keys that the pair sets are compared instead.
+"""Keys that do not change a run's results, such as limits, so runs that differ only in these keys
+count as equal. The name of a pair is one of them, because the values that the pair sets are
+compared.
 """
 
 
@@ -250,7 +253,7 @@ class Job:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise OptionError("limit", f"{self.limit} leaves no problem; give at least 1")
-        _ = self.caps  # `caps` raises an error if a cap is impossible
+        _ = self.caps  # The property `caps` raises an error if the value of a cap is impossible.
         check_logs(self.log)
         for pair in self.column:
             if not all(pair.partition("=")):
@@ -341,7 +344,7 @@ class Configuration:
     """
 
     settings: Mapping[str, Setting]
-    # names of the keys whose values are derived from the models and from other keys
+    # names of the keys whose values were not given, but follow from the models and from other keys
     followed: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
@@ -387,8 +390,8 @@ class Configuration:
             for name, setting in self.settings.items()
             if name not in _NEUTRAL and not name.startswith("limits.")
         }
-        # If plain voting combines the answers, the other keys about combining answers have no
-        # effect.
+        # If `combine` is "vote", the other keys in COMBINE_KEYS have no effect on the run, so they
+        # are left out.
         if self["combine"] == "vote":
             for name in COMBINE_KEYS:
                 del kept[name]
@@ -406,8 +409,8 @@ class Configuration:
         :raises OptionError: a value is impossible.
         :raises CalibrationInputError: the value of `scores` is not a valid file of scores.
         """
-        # A derived token limit stays None in the policy, because it may be reduced when engines
-        # open.
+        # A token limit in `followed` was derived from the models. It stays None in the policy,
+        # because it may become smaller once the engines are open.
         given = {
             name: setting for name, setting in self.settings.items() if name not in self.followed
         }
@@ -447,7 +450,8 @@ def configure(
     source = Path(named) if named is not None else None
     if source is None and usual.exists():
         source = usual
-    # Later layers override earlier layers.
+    # If several sources set a key, the last one in this chain wins: flags before environment
+    # variables before the file.
     layers = chain(
         from_file(source, config_keys()) if source is not None else (),
         from_environment(environment, config_keys()),
@@ -457,8 +461,9 @@ def configure(
     settings |= {
         key.name: Setting(_read(key, value, label), origin) for key, value, origin, label in layers
     }
-    # The order matters: first the pair sets the keys that nothing else has set, and then the method
-    # fixes keys. Last, token limits are derived from the models and the method.
+    # The order of the next calls matters. First the pair sets the keys that the user has not set,
+    # and later the method fixes its keys. Token limits come last, because they depend on the models
+    # and the method.
     settings |= _of_pair(settings)
     settings |= _prompts_of_files(settings)
     settings |= _settled(settings)
@@ -551,7 +556,8 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
         before = dict(flat(asdict(base)))
         settled = dict[str, Setting]()
         for name, value in flat(asdict(preset(method).policy(base))):
-            # Keys that the method does not change keep their values and origins.
+            # Keys that the method does not change keep their values and the origins of these
+            # values.
             if name not in settings or value == before.get(name, settings[name].value):
                 continue
             if settings[name].origin != "default":

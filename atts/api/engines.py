@@ -44,16 +44,16 @@ REASONING = Budget("reasoning models", 16_000, 500)
 _ANSWERS_AT_ONCE = re.compile(r"instruct|chat|-it\b|-base\b", re.IGNORECASE)
 _REASONS = re.compile(r"\br1\b|qwq|think|reason|qwen3", re.IGNORECASE)
 _IS_BASE = re.compile(r"-base\b", re.IGNORECASE)
-# marks in the chat templates of models that reason before they answer
+# The chat template of a model that reasons before it answers contains one of these texts.
 _REASONING_TEMPLATE = re.compile(
     r"think>|enable_thinking|reasoning_content|<\|channel\|>|\[THINK\]"
 )
 _SERVER_CLASSES = ("RemoteEngine", "ReplicaPool", "RayEngine")
-# Token limit of one request in methods that read a rollout only at its end. At 10 tokens per
-# second, such a request ends well before `timeout_seconds`, and few rollouts are longer.
+# Token limit of one request, for methods that read a rollout only at its end. Even at 10 tokens per
+# second, such a request ends well before `timeout_seconds`. Few rollouts need a second request.
 _REQUEST_TOKENS = 4096
-_ROLLOUTS = 64  # assumed number of rollouts in flight if the caller does not give it
-_TOO_SMALL = 0.25  # a token limit below this fraction of the models' default causes a warning
+_ROLLOUTS = 64  # number of rollouts in flight, if the caller does not give it
+_TOO_SMALL = 0.25  # warn if a token limit is below this fraction of the default for the models
 
 
 def build_engine(
@@ -109,7 +109,8 @@ def build_engine(
     if scheme not in _LOCAL:
         from atts.servers import RemoteOptions, server_engine
 
-        # only "sample" is required here; a run checks its other requirements later
+        # Here the server must only be able to sample. A run later checks the other capabilities
+        # that it needs.
         defaults = RemoteOptions(give_up_after=give_up_after)
         return server_engine(scheme, rest, role, frozenset({"sample"}), defaults)
     from atts.accel import accelerated
@@ -168,8 +169,8 @@ def build_engines(
     :raises OptionError: as in `build_engine`, or if the two models cannot speculate as requested.
     """
     for words in (draft, target):
-        # check both addresses, because a misspelt setting is an error even if its engine is not
-        # built
+        # Check both addresses here. A misspelt setting must cause an error even if the method does
+        # not use that engine.
         if isinstance(words, str):
             check_engine_words(words)
     if in_flight is None:
@@ -312,11 +313,11 @@ def check_engine_words(name: str) -> tuple[str, str]:
         impossible.
     """
     scheme, _, rest = name.partition(":")
-    if "?" in scheme:  # an address without a model, such as "embedded?threads=1"
+    if "?" in scheme:  # The address names no model, only settings, such as "embedded?threads=1".
         scheme, _, rest = name.partition("?")
         rest = f"?{rest}"
     if scheme not in _NO_SERVERS:
-        # imported here, because most runs use no server
+        # imported here, because runs without a server do not need this module
         from atts.servers import SCHEMES
 
         if scheme not in SCHEMES:
@@ -355,7 +356,7 @@ def _on_ray(words: str, role: Role, chat: bool) -> Engine:
     from atts.servers import RayEngine
 
     inner, options = _ray_words(words)
-    # the model runs in a thread, because an actor is already a separate process
+    # A Ray actor is already a separate process, so the model inside it needs only a thread.
     here = LocalOptions(worker="thread")
     stages = StageOptions(stage_worker="ray")
     build = partial(build_engine, inner, role, here, stages=stages, chat=chat)
@@ -415,9 +416,10 @@ class _LocalWords(NamedTuple):
 class _ZooModel(NamedTuple):
     """The model that the address of a zoo engine names."""
 
-    folder: str  # the folder of the model, or of its lossy replacement
-    settings: str  # settings in the address that are meant for the local engine
-    loss: str  # description of the replacement's loss, for the log
+    folder: str  # folder of the model, or of the lossy replacement that is loaded instead
+    settings: str  # settings in the address that the local engine reads
+    # how much the replacement loses compared with the original model, as a text for the log
+    loss: str
     replicas: int
 
 
@@ -522,8 +524,8 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     contexts = [length for length in map(known_context, engines) if length is not None]
     names = [_engine_words(engine) for engine in engines]
     has_base = any(_IS_BASE.search(name) for name in names)
-    # The budget SMALL keeps its token limit per chunk: its stop strings end a chunk long before
-    # this limit.
+    # Each chunk may be as long as one request, except for the budget SMALL. Its stop strings end a
+    # chunk long before a token limit would.
     if not reads_chunks and not has_base and largest is not SMALL:
         tokens = min(largest.max_tokens, _REQUEST_TOKENS)
         largest = replace(largest, chunk_tokens=tokens, stop=())
@@ -544,7 +546,8 @@ def budget_warnings(policy: Policy, budget: Budget) -> Iterator[str]:
     per_turn = bounds.draft_tokens
     if policy.drafter == "target":
         per_turn = bounds.target_tokens
-    # with takeover "continue", an escalated chunk stays in the text and the target adds a chunk
+    # With takeover "continue", the draft's chunk stays in the text and the target adds a chunk. So
+    # an escalated turn has the tokens of both chunks.
     elif policy.takeover == "continue":
         per_turn += bounds.target_tokens
     most = bounds.turns * per_turn
@@ -598,7 +601,7 @@ def _folder_of(scheme: str, model: str) -> Path | None:
     try:
         zoo, name = _zoo(model)
         return zoo.folder(name)
-    except ATTSError:  # the zoo's error is reported when the engine opens
+    except ATTSError:  # Ignore the error here, because opening the engine raises it again.
         return None
 
 
@@ -628,7 +631,8 @@ def _model_budget(engine: str | Engine) -> Budget:
     scheme, _, model = words.partition(":")
     if scheme in ("embedded", "scripted"):
         return SMALL
-    # The scheme is not part of the model's name: "chat:" names a kind of server, not a chat model.
+    # Search only the model's name for "chat", not the scheme: "chat:" names a kind of server, not a
+    # chat model.
     folder = _folder_of(scheme, model) or _tokenizer_folder(settings)
     template = template_of(folder) if folder is not None else None
     if template is not None:
@@ -649,7 +653,7 @@ def _engine_words(engine: str | Engine) -> str:
     kind = type(engine).__name__
     model = Path(str(getattr(engine, "model", "")))
     if kind == "LocalEngine" and (model.parent / "__init__.py").exists():
-        return "embedded"  # only the embedded models have folders inside a Python package
+        return "embedded"  # Only the embedded models are stored inside a Python package.
     if kind == "LocalEngine":
         return f"hf:{model}"
     return "server:" if kind in _SERVER_CLASSES else "scripted"
@@ -663,7 +667,7 @@ def beside_reward_model(target: Engine, rule: ScoreRule) -> Engine:
     """
     if rule.kind != "prm" or not rule.reward:
         return target
-    # imported here, because most runs use no server
+    # imported here, because runs without a reward model do not need this module
     from atts.servers import RemoteRewardModel, RewardedTarget
 
     return RewardedTarget(target, RemoteRewardModel(rule.reward, rule.separator))

@@ -144,8 +144,10 @@ def comparison_setting(comparison: StopWhen) -> dict[str, Setting]:
     }
 
 
-_IN_A_HURRY = 5.0  # time in seconds that trackers have to finish after an error or a second Ctrl-C
-# For at most this number of different questions, a session remembers how often each was asked.
+# Seconds that trackers get to send their last data, if the run ends with an error or a second
+# Ctrl-C.
+_IN_A_HURRY = 5.0
+# A session counts how often each question was asked, for at most this many different questions.
 _REMEMBERED = 10_000
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -263,7 +265,8 @@ class evaluate:
         self._done.set()
 
     async def _whole(self) -> RunResult:
-        if self._events is not None:  # the run has been started already
+        # `async with` has already started the run.
+        if self._events is not None:
             return await self.result()
         return await self._run()
 
@@ -335,11 +338,12 @@ def check_resumes(
     if isinstance(recorded_policy, dict):
         then |= dict(flat(recorded_policy))
     then["seed"] = stored.seed
-    # A run records a gate's setting only if it is not the default.
+    # The manifest has a gate setting only if its value is not the default, so add the defaults.
     then = {name: default_of(name) for name in GATE_SETTINGS} | then
-    # An empty value and a missing value are the same setting.
+    # `None` and an empty value both mean that a setting is not set.
     changed = [name for name in now if (now[name] or None) != (then.get(name) or None)]
-    # leave out keys that differ only because the method differs
+    # If the user chose another method, report the method, but not the settings that this method
+    # sets itself.
     if "method" in changed:
         settled = {name for name, setting in setup.settings.items() if setting.origin[:2] != "--"}
         changed = [name for name in changed if name in _DECISIVE or name not in settled]
@@ -362,7 +366,7 @@ _OF_PROBLEMS = (
     *("dataset", "limit", "file", "column", "relative", "absolute", "units", "choices"),
     *("references", "shots"),
 )
-"""Keys that determine which problems run, and how answers are compared with references."""
+"""Keys that decide which problems run, and how answers are compared with references."""
 
 
 def _decisive_policy(setup: Setup) -> dict[str, Any]:
@@ -376,7 +380,9 @@ def _decisive_policy(setup: Setup) -> dict[str, Any]:
         is_of_pair = setting is not None and setting.origin.startswith(PAIR)
         if given.get(name) is None or is_of_pair:
             del policy[name]
-    del policy["letter"]  # a run records the key "letter" only if its problems have choices
+    # The manifest has the key "letter" only if the problems have choices, so do not compare it
+    # here.
+    del policy["letter"]
     return policy
 
 
@@ -438,10 +444,11 @@ class Session:
         self._plan: RunSpec | None = None
         self._shared: Graph | None = None
         self._is_closed = False
-        # how often each of the latest questions was asked
+        # For each question (by its digest): how often it was asked. The question that was asked
+        # last is the last entry.
         self._asked = OrderedDict[str, int]()
-        # Questions that were not asked for a long time are removed from `_asked`. This is the
-        # largest number of times that one of them was asked.
+        # When `_asked` is full, the question that was not asked for the longest time is removed.
+        # This is the largest count of all removed questions.
         self._forgotten = 0
 
     async def solve(
@@ -503,7 +510,7 @@ class Session:
                 raise EngineUnavailable("atts", "the session is closed", "Make a new session")
             if self._plan is None or self._shared is None:
                 engines = self.setup.engines()
-                # If the second engine cannot be opened, the stack closes the first engine.
+                # If the second engine cannot be opened, leaving this block closes the first engine.
                 async with AsyncExitStack() as stack:
                     for engine in dict.fromkeys(engines):
                         await stack.enter_async_context(engine)
@@ -512,8 +519,8 @@ class Session:
                 self._shared = Graph(rollouts=plan.concurrency, limits=plan.limits)
         plan = self._plan
         if options.directory is not None:
-            # The run needs a new gate, because the session's gate has learnt from questions that
-            # the run's journal does not contain.
+            # The session's gate has learned from earlier questions, which the journal of this run
+            # does not contain. So a run with a journal gets a new gate.
             plan = self.setup.plan(plan.draft, plan.target)
         plan = replace(plan, answers=answers_for(kind))
         return plan, replace(options, engines="are open", shared_graph=self._shared)
@@ -539,10 +546,11 @@ class Session:
     def _named(self, text: str) -> Problem:
         digest = blake2b(text.encode(), digest_size=6).hexdigest()
         count = self._asked.pop(digest, self._forgotten) + 1
-        self._asked[digest] = count  # keep the questions in the order in which they were last asked
+        # A question that is asked again moves to the end, so the first entry is the oldest.
+        self._asked[digest] = count
         if len(self._asked) > _REMEMBERED:
-            # If a removed question is asked again, its number continues above the numbers of all
-            # removed questions. So no problem id is used twice.
+            # A removed question may be asked again. Counting then continues above the largest
+            # removed count, so that every problem id is unique.
             _, oldest = self._asked.popitem(last=False)
             self._forgotten = max(self._forgotten, oldest)
         return Problem(f"{digest}-{count}", text)
@@ -583,12 +591,14 @@ class SyncSession:
         self._is_interrupted = False
         self._cancel_opening = None
         self._closing_error = None
-        # The thread is a daemon, so that a second Ctrl-C while the session closes ends the program.
+        # A daemon thread does not keep the process alive. So a second Ctrl-C ends the program even
+        # while the session closes.
         self._thread = Thread(target=self._work, name="atts-session", daemon=True)
         self._thread.start()
         try:
             self._open = self._opening.result()
-        except BaseException:  # an error of the session, or Ctrl-C while the session opens
+        # The session could not be opened, or Ctrl-C was pressed while it opened.
+        except BaseException:
             self._is_interrupted = True
             if self._cancel_opening is not None:
                 self._cancel_opening()
@@ -605,11 +615,13 @@ class SyncSession:
     ) -> None:
         opened = self._open
         self._open = None
-        # The session's thread does not exist in a forked child, so a child has nothing to close.
+        # After a fork, the session's thread runs only in the parent process. A child has nothing to
+        # close.
         if opened is None or self._thread is None or os.getpid() != self._process:
             return
         portal, _ = opened
-        with suppress(RuntimeError):  # if the loop has already ended, its error is raised below
+        # The call fails if the event loop has already ended. The loop's own error is raised below.
+        with suppress(RuntimeError):
             portal.call(portal.stop, error is not None)
         self._thread.join()
         if self._closing_error is not None and error is None:
@@ -631,8 +643,8 @@ class SyncSession:
         self._cancel_opening = lambda: schedule(scope.cancel)
         if self._is_interrupted:
             return
-        # The portal closes before the session, so that its cancelled questions do not cancel the
-        # session's clean-up.
+        # `async with` closes the portal first. The portal cancels the open questions, but not the
+        # clean-up of the session, which closes second.
         with scope:
             async with Session(self._setup) as session, BlockingPortal() as portal:
                 self._opening.set_result((portal, session))
@@ -687,7 +699,8 @@ async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
     :raises EngineError: an engine cannot be opened or is lost.
     """
     one = problem if isinstance(problem, Problem) else Problem("problem", problem)
-    # Ctrl-C cancels a single problem, because a partial result would be useless.
+    # With "ignore", the run does not handle Ctrl-C, so Ctrl-C cancels it at once. For a single
+    # problem, a partial result would be useless.
     options = RunOptions(signals="ignore")
     result = await evaluate([one], (setup or Setup()).informed(), options=options)
     return next(result.outcomes())
@@ -776,8 +789,8 @@ async def combine(
         if name in source.manifest.settings
     }
     decisive = {"rollouts_of": Setting(Path(run).name, "atts combine")}
-    # The configuration names the method that wrote the recorded rollouts, not the method that
-    # combines them.
+    # The new run combines recorded answers, but its configuration must name the method that wrote
+    # the recorded rollouts.
     if "method" in source.manifest.configuration:
         decisive["method"] = source.manifest.configuration["method"]
     rollouts = RecordedRollouts(source.outcomes, found.count)

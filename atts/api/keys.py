@@ -31,7 +31,7 @@ KINDS: Mapping[Any, str] = {
     bool: "true or false",
     str: "text",
 }
-"""The names that error messages use for the types of values."""
+"""For each type of a value, its name in error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Key:
     """One key of the configuration: "samples", or "sampling.temperature" inside a table."""
 
     name: str
-    kind: Any  # the type in the field's annotation, without None
+    kind: Any  # type of the values, from the field's annotation without `None`
     default: Json
-    optional: bool  # whether "none" is an allowed value
+    optional: bool  # whether the user may set the key to "none"
     help: str = ""
 
     @property
@@ -75,7 +75,8 @@ class Key:
         converted: Json = math.nan
         with suppress(msgspec.DecodeError):
             converted = _converted(value, self.kind)
-        # NaN means that the conversion failed; NaN itself is not allowed as a value
+        # Only NaN differs from itself. The value is NaN if the conversion failed, or if the user
+        # gave NaN, which no key allows.
         if converted != converted:
             raise OptionError(label, f"{value!r} is not {KINDS.get(self.kind, 'a list of texts')}")
         return converted
@@ -151,11 +152,14 @@ def _converted(value: Any, kind: Any) -> Any:
     if kind in (int, float):
         if isinstance(value, str):
             value = value.strip()
-            # the number is parsed as JSON, which requires a zero before the point
+            # The text is parsed as JSON, which does not allow a number such as ".5" without a digit
+            # before the point.
             if value.startswith("."):
                 value = f"0{value}"
             value = value.replace("_", "")
-        if kind is int:  # TOML and the random generators accept only 64-bit integers
+        # Allow only 64-bit integers, because TOML files and random generators accept no larger
+        # ones.
+        if kind is int:
             kind = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
         return msgspec.convert(value, kind, strict=False)
     if isinstance(value, str) and kind is bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atts.local import EngineShare
 
 PAIR = "pair "
-"""Beginning of the origin of values that a pair sets, followed by the pair's name."""
+"""If a pair sets a value, the origin of this value is this text followed by the pair's name."""
 Place = Literal["vllm", "sglang", "local"]
 _FIRST_PORT: Mapping[Role, int] = MappingProxyType({"target": 8000, "draft": 8001})
 _NEXT_PORT: Mapping[Role, int] = MappingProxyType({"target": 100, "draft": 1})
@@ -75,9 +75,10 @@ class ModelSize:
     kv_heads: int
     head_dim: int
     context: int
-    # whether the weights are published in 4 bits, so that --quantization does not reduce them
+    # True if the weights are published with 4 bits each, so that --quantization cannot reduce them
+    # further
     packed: bool = False
-    experts: bool = False  # whether the model is a mixture of experts, which only servers can run
+    experts: bool = False  # True for a mixture of experts, which only servers can run
 
     @property
     def cache_bytes(self) -> int:
@@ -96,7 +97,7 @@ class Pair:
     target: str
     note: str
     settings: Mapping[str, Json]
-    # prompt settings of benchmarks, keyed by the benchmark's name
+    # for each benchmark: the prompt settings for its problems
     prompts: Mapping[str, Mapping[str, Json]] = field(default_factory=dict[str, Mapping[str, Json]])
     published: Mapping[str, PublishedRow] = field(default_factory=dict[str, PublishedRow])
 
@@ -184,16 +185,18 @@ def _file() -> dict[str, Any]:
 CARDS: Mapping[str, float] = MappingProxyType(
     {"rtx4090": 24, "rtx5090": 32, "l40s": 48, "a100": 80, "h100": 80, "h200": 141, "b200": 180}
 )
-"""Gigabytes of memory of each kind of card."""
+"""For each kind of GPU card: its memory in gigabytes."""
 USUAL_CARDS = ("rtx4090", "h100", "h200")
 """The kinds of card that are shown if the user names no kind."""
 COUNTS = (1, 2, 4, 8)
-# usable fraction of a card's memory; the driver and other programs use the remaining memory
+# A server may use this fraction of a card's memory. The driver and other programs need the other
+# part.
 _USABLE = 0.92
-# memory in gigabytes for the CUDA context, CUDA graphs and activations of a server
+# Gigabytes of GPU memory that a server needs in addition to weights and KV cache: CUDA context,
+# CUDA graphs and activations.
 _OVERHEAD = 2.0
-_FP8 = 0.52  # size of weights in FP8, as a fraction of their size in 16 bits
-# number of full rollouts for which a draft gets cache memory if it shares a card with the target
+_FP8 = 0.52  # FP8 weights have this fraction of the size of 16-bit weights
+# A draft that shares a card with the target gets a KV cache for this many rollouts of full length.
 _ROLLOUTS = 4
 
 
@@ -213,8 +216,8 @@ class GpuPlacement:
 
     card: str
     count: int
-    context: int  # context length in tokens with which each server is started
-    # None if the method does not use the draft; the same holds for `target`
+    context: int  # number of tokens that the context of each server can hold
+    # `draft` or `target` is None if the method does not use this model
     draft: GpuShare | None
     target: GpuShare | None
 
@@ -336,14 +339,15 @@ def _placed(
     """Place both models; the draft gets a separate card if the target leaves one free, or else a
     share of the last card.
     """
-    # All sizes are in gigabytes. Cache sizes are in tokens; each server's cache must have room for
-    # at least one full context.
+    # Sizes in this function are in gigabytes, but `cache` and `tokens` are numbers of tokens. Each
+    # KV cache must hold at least one full context.
     usable = memory * _USABLE
     weights = target.weights * (_FP8 if is_quantized else 1.0)
-    # A separate card for the draft is better than a shared card, because both servers then have a
-    # larger cache.
+    # First try to leave one card free for the draft. On separate cards, both servers have more
+    # memory for their KV caches.
     for of_target in (count - 1, count) if count > 1 else (count,):
-        split = 1 << (of_target.bit_length() - 1)  # tensor parallel sizes are powers of two
+        # Tensor parallelism needs a power of two as the number of cards.
+        split = 1 << (of_target.bit_length() - 1)
         is_shared = split == count
         reserved = _least(draft, draft.weights, context, 1) if is_shared else 0.0
         room = usable - reserved - weights / split - _OVERHEAD
@@ -389,7 +393,7 @@ class LocalPlacement:
 
     card: str
     count: int
-    context: int  # number of tokens of one rollout with its problem
+    context: int  # number of tokens of one rollout of full length, including its problem
     shares: Mapping[Role, EngineShare]
 
     @property

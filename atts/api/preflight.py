@@ -38,12 +38,14 @@ from atts.pipelines import FixedGate, Policy, check_engines, needed_logprobs, pr
 from atts.run import Shard
 
 Status = Literal["ok", "warn", "fail"]
-# The first line of a settings file that this command wrote; only such a file may be replaced.
+# The first line of a settings file that `atts doctor` wrote. `atts doctor` replaces only files with
+# this line.
 _SIGNATURE = "# Written by `atts doctor`"
 _TIGHT_GB = 2.0
 _FULL_GB = 0.2
 _PROBLEM = Problem("doctor", "What is (17 + 25) * 3?")
-_TRIED = 16  # number of tokens in the draft's chunk that tests the target's scoring
+# The doctor lets the draft write a chunk of at most this many tokens, and lets the target score it.
+_TRIED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +79,18 @@ class DryRun:
     expected: Tokens | None
     basis: str
     at_most: Tokens
-    roles: tuple[Role, ...]  # roles whose models the method uses
-    budget: Mapping[str, Setting]  # token limits of rollouts and chunks, each with its origin
-    proposes: str = ""  # what proposes tokens to the target in speculative decoding, in words
-    # warnings about token limits that look too small, and about an unsuitable score
+    roles: tuple[Role, ...]  # the roles ("draft", "target") that the method uses
+    # for each token limit of rollouts and chunks: its value and the origin of the value
+    budget: Mapping[str, Setting]
+    # the source of the tokens that speculative decoding proposes to the target, as a text
+    proposes: str = ""
+    # warnings about token limits that look too small, and about a kind of score that is not
+    # suitable
     warnings: tuple[str, ...] = ()
-    # differences between atts's method and its published implementation
+    # differences between the method of this run and its published implementation
     departures: tuple[str, ...] = ()
-    # accuracy differences that the run can detect; empty without an earlier graded run
+    # texts that say which differences in accuracy the run can detect; empty without an earlier
+    # graded run
     power: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -105,7 +111,7 @@ class _Past:
     mean: Tokens
     rate: float
     dataset: str
-    # for each graded problem, whether each rollout is correct
+    # one tuple for each graded problem: for each of its rollouts, whether it is correct
     correct: tuple[tuple[bool, ...], ...]
 
 
@@ -125,7 +131,8 @@ def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
     problems = job.load().problems
     if shard is not None:
         problems = shard.take(problems)
-    # building the engines opens nothing, but raises the same errors for wrong settings as a run
+    # Building engines loads no model, but it raises an error for each wrong setting, as a run
+    # would.
     setup.engines()
     policy = setup.run_policy
     rollouts = len(problems) * policy.samples
@@ -194,8 +201,8 @@ def _token_limits(setup: Setup, policy: Policy) -> Tokens:
         return Tokens(min(length, turns * drafted), 0, 0)
     draft = turns * drafted
     if policy.escalates in ("rest", "rollout"):
-        # The target may write the whole remaining rollout, so its token limit is not that of a
-        # chunk.
+        # After an escalation, the target may write the whole remaining rollout. So its limit is the
+        # limit of a rollout, not of a chunk.
         return Tokens(min(draft, tokens), min(draft, tokens), tokens)
     if policy.takeover == "continue":
         draft = min(draft, length)
@@ -274,8 +281,8 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
         return Tokens(length, 0, 0), words
     drafted = length
     if setup.policy.takeover == "continue":
-        # The draft's chunk stays when the target adds a chunk, so a rollout needs fewer draft
-        # chunks.
+        # With takeover "continue", the draft's chunk stays in the text and the target adds a chunk.
+        # So a rollout needs fewer chunks of the draft.
         drafted = length / (1 + setup.rate)
     words += (
         f"; atts assumes that the target writes a chunk for a fraction {setup.rate:g} of the "
@@ -528,9 +535,9 @@ def _cards_here() -> Iterator[tuple[str, float]]:
     for line in done.stdout.splitlines():
         if not line.strip().isdecimal():
             continue
-        memory = int(line) * 1.048576e-3  # convert MiB to gigabytes
-        # Drivers reserve some memory, so a card may report up to 8 % less memory than the
-        # specification of its kind.
+        memory = int(line) * 1.048576e-3  # `nvidia-smi` prints MiB; CARDS has gigabytes
+        # The driver reserves some memory. So a card may report up to 8 % less memory than CARDS
+        # says.
         fitting = [name for name, size in CARDS.items() if size <= memory * 1.08]
         yield max(fitting, key=lambda name: CARDS[name], default="rtx4090"), memory
 
@@ -550,7 +557,7 @@ async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
                 opened[role] = engine
             except ATTSError as error:
                 advice = ""
-                # Show how to start the server only if no server answered.
+                # The start command of the server helps only if no server answered at the address.
                 if pair is not None and isinstance(error, EngineUnavailable):
                     advice = (
                         f"`atts pairs {pair.name} --card CARD` prints the start command of "

@@ -68,7 +68,7 @@ LENGTHS = (
     "chunking.target_tokens",
     "chunking.stop",
 )
-"""Keys whose defaults are derived from the models; the default of `turns` is derived from
+"""Keys whose defaults are derived from the models. The default of `turns` is derived from
 `max_tokens`.
 """
 _RISK_FORM = (
@@ -128,7 +128,8 @@ def _parsed_risk(text: str) -> tuple[float, float]:
         risk_level = float(risk)
         probability = float(kept) if mark else 0.9
     except ValueError:
-        risk_level = probability = math.nan  # a NaN value is refused by the range check below
+        # A text that is not a number becomes NaN. The range check below refuses NaN too.
+        risk_level = probability = math.nan
     if not (0 < risk_level < 1 and 0 < probability < 1):
         raise OptionError("abstain", f"{text!r} is not {_RISK_FORM}")
     return risk_level, probability
@@ -138,7 +139,7 @@ def _parsed_risk(text: str) -> tuple[float, float]:
 class Setup:
     """The settings of a run; the method `plan` makes the plan of the run from them."""
 
-    # The text in an annotation is the help text of the configuration key.
+    # For each field below, the text in `Annotated` is the help text of its configuration key.
     draft: Annotated[
         str | Engine,
         "draft model: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, llamacpp:URL, server:URL",
@@ -149,7 +150,8 @@ class Setup:
         "method: atts, a baseline such as target-only, or the method of another paper",
     ] = "atts"
     rate: Annotated[float, "share of chunks to escalate to the target"] = 0.2
-    # "aci" meets the rate over the whole run, so it may escalate more chunks of hard problems
+    # The scope "aci" controls only the rate of the whole run. So hard problems may get more
+    # escalations than easy ones.
     rate_scope: Annotated[
         CalibrationMode,
         "scope of rate control: chunks of each question (question), chunks of each turn of a "
@@ -167,9 +169,9 @@ class Setup:
         "no cap",
     ] = None
     policy: Policy = Policy()
-    # the gate of the run; with None, the run uses the gate of the method
+    # the gate that decides about chunks; None: the gate of `method`
     gate: Gate | RoundGate | None = None
-    # calibration scores that were computed before the run
+    # scores from an earlier run, from which the gate is calibrated
     stored: Sequence[float] | StoredScores = ()
     conditions: Annotated[
         Conditions,
@@ -210,7 +212,7 @@ class Setup:
         "accept a chunk without computing its score if this share of the finished rollouts agrees "
         "on an answer; other chunks are escalated instead",
     ] = None
-    # speculation makes the target faster, but does not change its texts
+    # Speculation makes the target faster, but does not change the texts that the target writes.
     speculate: Annotated[
         Speculate,
         "source of the tokens that speculation proposes to a local target: draft (the draft "
@@ -222,7 +224,8 @@ class Setup:
         int, "largest number of rollouts in flight at the same time, over all problems"
     ] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
-    # origin of each value, such as a file or flag; set by `configure`
+    # for each key, the source of its value, such as a file or a flag; `configure` fills this
+    # mapping
     provenance: Mapping[str, Setting] = field(default_factory=dict[str, Setting], repr=False)
 
     def __post_init__(self) -> None:
@@ -271,7 +274,8 @@ class Setup:
     @property
     def _is_judged(self) -> bool:
         """Return whether the run has a gate that may escalate chunks."""
-        if self.gate is not None:  # only the gate that accepts every chunk never escalates a chunk
+        # A gate may escalate chunks, unless it is the fixed gate that accepts every chunk.
+        if self.gate is not None:
             return self.gate != FixedGate("accept")
         return preset(self.method).is_judged
 
@@ -356,7 +360,8 @@ class Setup:
             and setting.value == policy.max_tokens
         )
         if is_of_pair and policy.max_tokens is not None:
-            # A token limit that a pair sets is a default, so it is cut like a model's default.
+            # The user did not choose this limit; the pair did. So reduce it to the context length,
+            # like the default limit of a model.
             needed = replace(budget, max_tokens=policy.max_tokens)
             policy = replace(policy, max_tokens=needed.within(context).max_tokens)
         return policy.filled(budget.within(context))
@@ -432,7 +437,8 @@ class Setup:
             settings=self.settings,
             alarms=partial(getattr, calibrator, "events"),
             on_problem_done=partial(let_go, gate),
-            # without a gate no scores are used, so the conditions of stored scores do not matter
+            # Without a gate, stored scores are not used. So the conditions under which they were
+            # made need no check.
             stored_under=stored.fingerprint if len(stored) and self._is_judged else None,
             judge=None if judge is None else judge.score,
             judge_under=None if judge is None else judge.fingerprint,
@@ -520,7 +526,8 @@ class Setup:
             "rate": self.rate,
             "stored": list(calibrator.stored.scores),
         }
-        # Settings without an effect are left out of the manifest.
+        # A setting is recorded only if it has an effect: `aci_step` is used only by the scope
+        # "aci".
         if self.rate_scope == "aci":
             decisive["aci_step"] = calibrator.tuning.aci_step
         judge = self._judge() if self._is_judged else None
@@ -638,7 +645,8 @@ async def _ask_ahead(answers: Sequence[str | None], *, kind: AnswerKind) -> None
     from atts.evaluators import group, takes_long
 
     if len(set(answers)) < 2:
-        return  # fewer than two answers need no comparison
+        # Fewer than two different answers cannot be compared, so nothing needs to be prepared.
+        return
     if takes_long(answers, kind):
         await anyio.to_thread.run_sync(partial(group, answers, kind))
 

@@ -71,7 +71,7 @@ _FIXED = (
 """
 
 _NOT_OF_COINS = ("method", "by_length", "score.kind", *GATE_SETTINGS)
-"""Keys that change which chunks escalate, but that the method coin does not use."""
+"""Keys that affect which chunks other methods escalate, but that the method coin does not use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,9 @@ def plan_sweep(
     ) -> SweepPoint:
         given = {**(policy or {}), **(flags or {}), **values, "out": None}
         made = configure(given, pairs, file=file)
-        made.setup()  # find impossible values before any run starts
+        # This call raises an error for an impossible value, so that the sweep fails before its
+        # first run.
+        made.setup()
         return SweepPoint(name, kind, values, made, directory / _folder(name))
 
     grid = list[SweepPoint]()
@@ -164,12 +166,13 @@ def plan_sweep(
         values = dict(zip(axes, chosen, strict=True))
         name = ",".join(f"{key}={_word(value)}" for key, value in values.items())
         grid.append(point("point", name, values))
-    # A baseline with the same configuration as a point of the grid is left out.
+    # If a baseline has the same configuration as a point of the grid, it is not run again.
     known = {one.configuration.digest for one in grid}
     baselines = list[SweepPoint]()
     notes = list[str]()
     if not any(preset(str(one.configuration["method"])).is_judged for one in grid):
-        # methods without a gate have no rate, so there is nothing to compare with the coin
+        # The coin escalates as many chunks as the gate does. If no method of the sweep has a gate,
+        # the coin has no use.
         references = [name for name in references if name != COIN]
     for values in _references(axes, references):
         shared = [key for key in values if key not in ("method", *LENGTHS)]
@@ -179,8 +182,8 @@ def plan_sweep(
             is_coin = values["method"] == COIN
             made = point("reference", name, values, _policy_of(base) if is_coin else None)
         except OptionError as error:
-            # A flag may contradict the method of a baseline. The sweep is still useful without this
-            # baseline.
+            # A flag of the user may contradict the method of this baseline. The sweep is still
+            # useful without the baseline.
             notes.append(f"the baseline {name} is left out: {error}")
             continue
         if made.configuration.digest not in known:
@@ -275,7 +278,8 @@ def _word(value: Value) -> str:
 def _folder(name: str) -> str:
     """Return a folder name that no other point of the sweep has."""
     plain = re.sub(r"[^\w.=,+-]+", "-", name)
-    # Replacing or cutting characters may make two names equal, so a digest is added.
+    # After replacing characters or cutting the text, two points may have the same name. A digest
+    # makes the folder names different.
     if plain == name and len(name) <= 100:
         return name
     return f"{plain[:80]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
@@ -321,7 +325,7 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
     ]
     if not left:
         return None
-    # Points with the same models come one after the other, so that engines are opened once.
+    # Sort the points by their models. Points with the same models then share the open engines.
     left.sort(key=lambda one: _words(one[1]))
     async with AsyncExitStack() as stack:
         opened: tuple[tuple[str, str], Engine, Engine] | None = None
@@ -474,7 +478,7 @@ sweep_sync = sync(sweep)
 
 
 SCORES = ("mean", "worst", "speculative", "draft", "rating", "verdict")
-"""The kinds of score that a pilot tests with the gate of method `atts`."""
+"""The kinds of score that a pilot compares; each is used by the gate of method `atts`."""
 PILOT = {"limit": 40, "samples": 4, "early_stop": "none"}
 """The settings that a pilot uses unless the user sets them."""
 
@@ -568,8 +572,8 @@ def _first_arms(rate: float) -> list[_Planned]:
     """Return the first arms: each model alone, method exact, coins, every kind of score, and
     escalation of whole problems.
     """
-    # Gates that decide on whole problems need the score kind "disagreement"; the coin does not use
-    # the score.
+    # A gate that decides on whole problems needs the score kind "disagreement". The coin ignores
+    # the score, but is compared at the same settings.
     whole_problems = {"escalates": "problem", "score.kind": "disagreement", "rate": rate}
     return [
         _Planned("draft-only", {"method": "draft-only"}),

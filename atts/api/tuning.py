@@ -24,9 +24,10 @@ from atts.servers import DraftCounts, RemoteEngine
 _QUESTION = "What is {} + {}? Reason step by step, and check the result in another way."
 _SAMPLING = Sampling(0.7)
 _REPEATS = 3
-_MARGIN = 0.03  # smallest relative gain in tokens per second for which a proposal is recommended
-# All timed steps count as having the same batch and context, so that one cost curve is fitted to
-# all of them.
+# Recommend speculation only if it raises the tokens per second by at least this fraction.
+_MARGIN = 0.03
+# The cost model fits a separate curve for each kind of step. All timed steps count as this one
+# kind, so that one curve is fitted to all of them.
 _STEPS = condition(is_mixed=False, context=256.0, sequences=1)
 
 
@@ -35,9 +36,10 @@ class LoadTiming:
     """The measurements of a server that had `load` requests in flight."""
 
     load: int
-    tokens: int  # total number of tokens in all replies
+    tokens: int  # number of tokens in all replies together
     seconds: float
-    drafted: DraftCounts | None  # None if the server proposes no tokens, or does not count them
+    # None if the server does not speculate, or does not report its counts
+    drafted: DraftCounts | None
 
     @property
     def goodput(self) -> float:
@@ -71,14 +73,15 @@ class LoadAdvice:
 
     load: int
     step_ms: float
-    measured: float  # tokens per second
-    # tokens per second that the measured step costs and acceptance rates predict for the current
-    # settings
+    measured: float  # measured tokens per second at the server's current settings
+    # Predicted tokens per second at the same settings. The prediction uses the measured step costs
+    # and acceptance rates.
     forecast: float
-    # number of proposed tokens with the highest predicted speed; 0 if proposals are not faster
+    # The number of proposed tokens that gives the highest predicted speed; 0 if speculation is not
+    # faster.
     length: int
-    best: float  # predicted tokens per second if `length` tokens are proposed
-    plain: float  # predicted tokens per second without proposals
+    best: float  # predicted tokens per second, if `length` tokens are proposed in each step
+    plain: float  # predicted tokens per second without speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +89,11 @@ class TuneAdvice:
     """Advice on a server's speculation, with the measurements on which the advice is based."""
 
     method: str
-    # acceptance rate at each position if all earlier positions were accepted; empty without
-    # proposals
+    # For each position in a proposal: the acceptance rate of its token, if all earlier tokens were
+    # accepted. Empty if the server does not speculate.
     acceptance: tuple[float, ...]
     loads: tuple[LoadAdvice, ...]
-    fewest_rows: int = 1  # smallest number of rows (tokens of all requests) of a timed step
+    fewest_rows: int = 1  # the fewest tokens, summed over all requests, that a timed step computed
 
     @property
     def config(self) -> str:
@@ -200,7 +203,7 @@ async def tune(
     for name, value in (("--tokens", tokens), ("--most", most)):
         if value < 1:
             raise OptionError(name, f"{value} is below 1")
-    # this first request is not timed, because the server may still compile code
+    # The server may still compile code, so this first request is not timed.
     await _timed(engine, 1, min(tokens, 16), 0)
     timings = list[LoadTiming]()
     for load in loads:
@@ -253,7 +256,7 @@ def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> T
     curve = costs.curve(_STEPS)
     assert curve is not None, "at least one step must have been timed"
     shares = np.concatenate([[1.0], survival.acceptance([0])[0]])
-    # expected number of tokens that a step writes, for each number of proposed tokens
+    # index: number of proposed tokens; value: expected tokens that one step adds to one request
     expected = shares.cumsum()
 
     def goodput(load: int, length: float) -> float:
@@ -267,7 +270,8 @@ def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> T
         plain = goodput(load, 0)
         best = 0
         if has_proposed:
-            # If several proposal lengths have the same predicted speed, choose the shortest.
+            # If several numbers of proposed tokens have the same predicted speed, the smallest one
+            # is chosen.
             best = max(range(most + 1), key=lambda length: (goodput(load, length), -length))
             if goodput(load, best) < (1 + _MARGIN) * plain:
                 best = 0

@@ -28,7 +28,7 @@ EXIT_CODES: dict[int, str] = {
     130: "interrupted; finished work is kept, and the same command continues the run",
     141: "the reader of the output closed the pipe, as `| head` does",
 }
-"""Every exit code of the command line with its meaning."""
+"""For each exit code of the command line: its meaning."""
 INTERRUPTED = 130
 CLOSED_PIPE = 141
 DISK = 4
@@ -41,7 +41,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings_on_stderr():
             code = _run(words)
-        # flush here, because this is the last chance to notice a full disk or a closed pipe
+        # Write the buffered output now. A full disk or a closed pipe then raises an error that is
+        # handled below.
         sys.stdout.flush()
     except ATTSError as error:
         return _failed(str(error), error.exit_code)
@@ -78,10 +79,10 @@ def build(words: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    # Only the named command is imported, because importing all commands takes longer than most
-    # commands run.
+    # Import only the command that the user named. Importing all commands would take longer than
+    # most commands run.
     asked = next((word for word in words if not word.startswith("-")), None)
-    # when the shell completes a command line, it needs the options of every command
+    # Shell completion needs the options of every command, so then import all commands.
     completing = "_ATTS_COMPLETE" in os.environ
     for name, entry in sorted(COMMANDS.items()):
         if name == asked or completing:
@@ -96,19 +97,19 @@ def _run(words: Sequence[str]) -> int:
     """Run the command line, and return its exit code, also for a usage error."""
     try:
         code = build(words)(args=list(words), prog_name="atts", standalone_mode=False)
-    except SystemExit as stop:  # typer raises SystemExit if a pipe was closed
-        # the library rich has caught the broken pipe and disabled our output
+    except SystemExit as stop:  # typer and rich raise SystemExit if the reader has closed the pipe
+        # rich catches the BrokenPipeError itself, and sends all later output to /dev/null.
         if isinstance(stop.__context__, BrokenPipeError):
             return CLOSED_PIPE
         if isinstance(stop.__context__, OSError):
             raise stop.__context__ from None
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
-        # typer turns Ctrl-C into an exception with exit code 1, so the original exception is raised
-        # again
+        # Some versions of typer turn Ctrl-C into their own exception. Raise the KeyboardInterrupt
+        # again, because `run` handles it.
         if isinstance(error.__cause__, KeyboardInterrupt):
             raise error.__cause__ from None
-        # only typer's exceptions have a message for the user
+        # Only typer's own exceptions have this method, which returns a message for the user.
         if not hasattr(error, "format_message"):
             raise
         return _misunderstood(error)
@@ -118,7 +119,8 @@ def _run(words: Sequence[str]) -> int:
 def _misunderstood(error: Any) -> int:
     """Print one line with the usage error, and one line with the command that prints the help."""
     text = " ".join(str(error.format_message()).split())
-    if not text:  # no command was given, so typer has printed the help
+    # The message is empty if the user named no command; typer has then printed the help.
+    if not text:
         return int(error.exit_code)
     context = getattr(error, "ctx", None)
     code = _failed(text[:1].lower() + text[1:].rstrip("."), int(error.exit_code))
@@ -139,7 +141,8 @@ def _reader_left() -> bool:
     """
     watch = select.poll()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the stream is not a file, or is closed
+        # A stream that is closed, or is not a file, has no file descriptor to ask.
+        with suppress(OSError, ValueError):
             watch.register(stream.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0))
 

@@ -511,7 +511,8 @@ def _report(
 
     per_question, scale, seed = how
     if file != "-":
-        # This call only checks the file, so that an error names the options of this command.
+        # The result is not needed. If the file is invalid, this call raises an error that names
+        # this command's options.
         scores_of(file, per_question, scale, None)
         options = {"per_question": per_question, "scale": scale_named(scale), "seed": seed}
         return calibration_report(file, rate=rate, rate_scope=rate_scope, **options)  # type: ignore[arg-type]  # named by type

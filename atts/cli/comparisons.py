@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 Run = Annotated[
     Path, typer.Argument(help="Run directory, or a file with the output of `atts eval --json`.")
 ]
-_MANY = 100_000  # a larger number of problems is printed as "more than 100,000"
+# If more problems than this are needed, print "more than 100,000" instead of the number.
+_MANY = 100_000
 
 
 def compare(
@@ -94,8 +95,8 @@ def _comparison_lines(comparison: Compared) -> list[str]:
     ]
     common = "1 problem" if comparison.problems == 1 else f"{comparison.problems:,} problems"
     lines = [f"{names[0]} → {names[1]}", f"{common} in common", ""]
-    # if the file has single rollouts, or one answer per problem, the vote's accuracy is the mean
-    # accuracy of the rollouts
+    # If each problem has one rollout or one answer, the vote and the single rollouts are equally
+    # accurate. Then print this accuracy only once.
     is_one = comparison.single is not None and _is_same(comparison.vote, comparison.single)
     is_vote = comparison.mcnemar is not None
     lines += _accuracy_lines("vote" if is_vote or not is_one else "accuracy", comparison.vote)
@@ -363,7 +364,7 @@ def replay(
     for option, value in (("--orders", orders), ("--match", match)):
         if value is not None:
             raise OptionError(option, "it needs --rules")
-    # `Any`, because the called function checks the value
+    # typed `Any`, because `again` checks whether these texts are allowed values
     words: Any = {
         "rate_scope": rate_scope,
         "vote": vote,
@@ -397,7 +398,7 @@ def _play_rules(
     from atts.journal import open_run
 
     run = open_run(directory)
-    # `Any`, because the called function checks the value
+    # typed `Any`, because `RefereeOptions` checks whether this text is an allowed value
     words: Any = {} if match is None else {"unit": match}
     options = RefereeOptions(
         rules=[name.strip() for name in rules.split(",") if name.strip()],

@@ -368,7 +368,7 @@ def _judged(
     everything: list[GradedRecord | BadRecord] = []
     for each in results:
         if strict and isinstance(each, BadRecord):
-            raise each.error  # check the prompt before a model is loaded
+            raise each.error  # Raise the error here, before a judge model is loaded.
         everything.append(each)
     graded = [each for each in everything if not isinstance(each, BadRecord)]
     judged = iter(anyio.run(partial(judge_unscored, graded, model, instructions)))

@@ -99,12 +99,11 @@ def _run_and_print(
         page = None if kind == "none" else report(result, format=kind)
         lines = result_objects if as_json else result_table
         say("\n".join(lines(result, configuration, page)))
-    # the interrupt came before the run handled interrupts, or after the run had ended
+    # Ctrl-C was pressed before the run could handle it, or after the run had ended.
     except KeyboardInterrupt:
         return _unfinished("interrupted; finished work is kept", 130)
     except EngineError as error:
-        # Without a journal the run has not begun, so the message need not say how to continue the
-        # run.
+        # If there is no journal, the run has not begun. So do not print how to continue it.
         if not (directory / JOURNAL).exists():
             raise
         return _unfinished(str(error), error.exit_code)
@@ -186,8 +185,8 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     return [*lines, "Nothing was run."]
 
 
-# For each length that can be configured: the model that it limits (None: both models), and the text
-# with which a dry run prints it.
+# For each key with a token or turn limit: the model that it limits (None: both models), and the
+# unit that a dry run prints after the number.
 _BUDGET: dict[str, tuple[Role | None, str]] = {
     "max_tokens": (None, "tokens a rollout"),
     "turns": (None, "turns a rollout"),
@@ -229,7 +228,7 @@ def result_objects(result: RunResult, configuration: Configuration, page: Path |
     return [json_line(each) for each in (*problems, summary)]
 
 
-# with at least this many rollouts per problem, the results include avg@N and cons@N
+# With at least this many rollouts per problem, avg@N and cons@N are printed too.
 _MANY_ROLLOUTS = 16
 
 

@@ -36,10 +36,10 @@ SETUP = (
     "method rate samples turns max_tokens thinking_tokens temperature top_p early_stop combine "
     "rate_scope scores pair backend draft target"
 )
-"""The keys of a setup that have a command-line option."""
+"""The keys of `Setup` that have a command-line option, such as --method."""
 
 _KEYS: Mapping[str, str] = {"temperature": "sampling.temperature", "top_p": "sampling.top_p"}
-"""Configuration keys with a short option: --temperature sets sampling.temperature."""
+"""Options whose key is inside a table: --temperature sets sampling.temperature."""
 
 
 def _key(
@@ -218,8 +218,8 @@ def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]
     parameter of the command; if it is both, the parameter defines the option.
     """
 
-    # Typer reads a command's options from its signature, so this code builds a signature from the
-    # options of the configuration keys and the parameters of the command.
+    # Typer reads the options of a command from the signature of its function. So this code makes a
+    # signature that also contains the options of the configuration keys.
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
         inner = signature(function, eval_str=True)
         context, *rest = inner.parameters.values()

@@ -105,7 +105,7 @@ class PlainLines:
     stream: TextIO
     next: float = LINE_SECONDS
     state: str = ""
-    num_warned: int = 0  # number of warnings that have been printed
+    num_warned: int = 0  # how many of the run's warnings have been printed
 
     def refresh(self) -> None:
         """Print a line of progress if enough seconds have passed or the run's state has changed."""
@@ -116,7 +116,7 @@ class PlainLines:
         is_new = snapshot.state != self.state
         self.state = snapshot.state
         if is_new and self.state in ("loading", "running"):
-            # A short run prints only one line, at its end.
+            # Wait before the first line, so that a short run prints only its last line.
             wait = LOADING_SECONDS if self.state == "loading" else LINE_SECONDS
             self.next = snapshot.seconds + wait
         elif is_new or snapshot.seconds >= self.next:
@@ -153,7 +153,7 @@ def table(snapshot: ProgressSnapshot) -> RenderableType:
     rows.add_column(overflow="fold")
     rows.add_row("problems", _bar(snapshot))
     for name, words in (*_facts(snapshot), *_models(snapshot)):
-        # the name of a model may look like markup, for example "[/]"
+        # A model's name may look like rich's markup, for example "[/]". `Text` prints it unchanged.
         rows.add_row(name, Text(sanitized(words)))
     parts: list[Any] = [rows]
     if snapshot.note and snapshot.state != "over":
@@ -205,7 +205,8 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
     rows = [
         ("rollouts", busy if snapshot.state != "over" else f"{snapshot.rollouts_done:,} ended"),
         (snapshot.judged_unit, chunks if snapshot.accepted + snapshot.escalated else ""),
-        # the rate has no interval, because it counts all finished chunks
+        # All finished chunks are counted, not a sample of them. So the rate has no confidence
+        # interval.
         ("rate", f"{snapshot.rate.value:.3f}{nominal}" if snapshot.rate.n_samples else ""),
         ("accuracy", snapshot.accuracy.brief() if snapshot.graded else ""),
         ("tokens", f"{share}; {speed}" if tokens["draft"] + tokens["target"] else ""),

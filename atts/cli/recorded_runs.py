@@ -453,7 +453,8 @@ def import_run(
     check_out(out)
     if kind is not None and kind not in get_args(AnswerKind):
         raise OptionError("--kind", f"{kind!r} is unknown", get_args(AnswerKind))
-    words: Any = {"kind": kind, "grades": grades}  # the constructor of the options checks the value
+    # typed `Any`, because `ImportOptions` checks whether these are allowed values
+    words: Any = {"kind": kind, "grades": grades}
     options = ImportOptions(
         columns=named_values(column or (), "--column", "FIELD=COLUMN"),
         metric=metric or "",
@@ -575,7 +576,8 @@ def export(
     from atts.api import open_teacher
     from atts.journal import open_run
 
-    words: Any = {"kind": kind, "keep": keep}  # `Any`, because the called function checks the value
+    # typed `Any`, because `ExportOptions` checks whether these are allowed values
+    words: Any = {"kind": kind, "keep": keep}
     options = ExportOptions(pairs=pairs, seed=seed, **words)
     run = open_run(directory)
     if teacher is None:

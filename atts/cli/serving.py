@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from atts.api import Setup
 
 KEY_VARIABLE = "ATTS_SERVE_KEY"
-_PAGE_SECONDS = 10  # time limit in seconds for a server to send its page
+_PAGE_SECONDS = 10  # seconds to wait for a server to send its page
 _LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
@@ -300,8 +300,8 @@ def view(
     lock = threading.Lock()
 
     def status() -> dict[str, object]:
-        # all requests share this object, because it remembers the part of the journal that has been
-        # read
+        # All requests share `reading`, which remembers how far it has read the journal. So only one
+        # thread at a time may use it.
         with lock:
             return reading.status()
 
@@ -311,7 +311,8 @@ def view(
         raise UsageError(f"--port {port}: cannot listen on this port ({error.strerror})") from error
     with server:
         say(f"atts shows {source} on http://127.0.0.1:{server.server_port}/atts/view", flush=True)
-        with suppress(KeyboardInterrupt):  # the command runs until Ctrl-C, which is not an error
+        # Ctrl-C is the usual way to stop this command, so it is not an error.
+        with suppress(KeyboardInterrupt):
             server.serve_forever()
 
 

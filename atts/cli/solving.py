@@ -108,7 +108,8 @@ def text_of(problem: str) -> str:
     named = Path(problem)
     try:
         is_file = len(problem) < 1024 and named.is_file()
-    except OSError:  # the text of a problem may be a name that the file system does not accept
+    # A problem's text may contain characters that the file system does not allow in a name.
+    except OSError:
         is_file = False
     text = problem
     try:
@@ -192,7 +193,7 @@ class StoryPrinter:
         from rich.text import Text
 
         number = f"{sample} " if sample is not None and self._follow is None else ""
-        lines = [""]  # a chunk that is only white space is shown as one empty line
+        lines = [""]  # If a chunk is only white space, show one empty line.
         if text.strip():
             lines = sanitized(text).rstrip("\n").split("\n")
         for line in lines:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from atts.files import jsonable
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""The control characters of a terminal, except line ends and tabs."""
+"""The control characters that a terminal would obey, except tabs and line ends."""
 
 
 def sanitized(text: str) -> str:
@@ -58,7 +58,8 @@ class _StderrHandler(logging.Handler):
         try:
             tell(f"atts: {record.getMessage()}")
         except OSError:
-            return  # the program that was reading our standard error has ended
+            # The program that read our standard error has ended, so nobody can see the message.
+            return
 
 
 @contextmanager
@@ -87,7 +88,8 @@ def warnings_on_stderr() -> Generator[None]:
 
 
 def _plain(record: logging.LogRecord) -> logging.LogRecord:
-    # if arguments do not fit their message, the logging module reports the error later
+    # If the arguments do not fit the message, `getMessage` fails. The logging module reports this
+    # error later.
     with suppress(Exception):
         record.msg = sanitized(record.getMessage())
         record.args = None

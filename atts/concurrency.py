@@ -175,15 +175,16 @@ def clock() -> Callable[[], float]:
 
     :raises anyio.NoEventLoopError: no event loop is running.
     """
-    anyio.current_time()  # raises NoEventLoopError if no event loop is running
+    anyio.current_time()  # raises NoEventLoopError if no event loop runs
     try:
-        # `current_task` returns None in trio's guest mode, where the two loops have different
-        # clocks
+        # In trio's guest mode, trio runs inside an asyncio loop that has another clock.
+        # `current_task` is then None, so trio's clock is used.
         if asyncio.current_task() is not None:
             return asyncio.get_running_loop().time
     except RuntimeError:
         pass
-    from trio.lowlevel import current_clock  # safe to import, because the running loop is trio's
+    # The running event loop is trio's, so trio is already loaded.
+    from trio.lowlevel import current_clock
 
     return current_clock().current_time
 
@@ -200,7 +201,7 @@ def loop_caller() -> Callable[[Callable[[], None]], None]:
     )
 
     def schedule(function: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop has ended, so the call is dropped
+        with suppress(RuntimeError):  # If the event loop has ended, the function is never called.
             run(function)
 
     return schedule
@@ -212,8 +213,7 @@ class _Waiter:
     def __init__(self, event: anyio.Event, tokens: int) -> None:
         self.event = event
         self.tokens = tokens
-        # `_grant` changes the state to "granted"; if the waiting task is cancelled, the state
-        # becomes "gone"
+        # "granted": `_grant` gave the task a slot; "gone": the waiting task was cancelled
         self.state = "waiting"
 
 
@@ -232,13 +232,13 @@ class SlotQueue:
     def __init__(self, slots: int | None, tokens: int | None = None) -> None:
         self.slots = slots
         self.tokens = tokens
-        # negative while more slots are in use than the limit that `resize` set
+        # Negative after `resize` has set a limit below the number of slots in use.
         self.free_slots: float = math.inf if slots is None else slots
         self.free_tokens: float = math.inf if tokens is None else tokens
         self._event: Callable[[], anyio.Event] = anyio.Event
-        # queues of waiting tasks, keyed by priority; a queue is removed when it becomes empty
+        # For each priority: the queue of the tasks that wait. A queue is removed when it is empty.
         self._lanes: dict[int, deque[_Waiter]] = {}
-        self._priorities: list[int] = []  # sorted priorities of the queues that are not empty
+        self._priorities: list[int] = []  # the keys of `_lanes` in ascending order
 
     def enter_loop(self) -> None:
         """Store the event class of the running loop. Finding this class takes most of the time of
@@ -301,13 +301,14 @@ class SlotQueue:
         except BaseException:
             if (
                 waiter.state == "granted"
-                # The request was granted and cancelled in the same step of the loop, so its slot
-                # and tokens must be given back.
+                # `_grant` gave this task a slot just before the task was cancelled. The task will
+                # not use the slot and its tokens, so give them back.
             ):
                 self.give(tokens)
             else:
                 waiter.state = "gone"
-                # this request leaves the queue, so smaller requests behind it may fit now
+                # The cancelled request leaves the queue, so smaller requests behind it may now get
+                # a slot.
                 self._grant()
             raise
 
@@ -316,7 +317,7 @@ class SlotQueue:
 
     def give(self, tokens: int = 0) -> None:
         """Give back a slot and its tokens, and grant the waiting requests that now fit."""
-        # a slot that is given back twice would silently raise the limit forever
+        # Giving back a slot twice would raise the limit for ever, without an error.
         assert self.slots is None or self.free_slots < self.slots, (
             "a slot must be taken before it is given back"
         )
@@ -342,7 +343,7 @@ class SlotQueue:
 
 
 _PARENT_SECONDS = 0.25
-"""Seconds between two checks in which a child process tests whether its parent still runs."""
+"""A child process tests at this interval, in seconds, whether its parent still runs."""
 _DEATH_SIGNAL = 1
 """The number of the Linux prctl option PR_SET_PDEATHSIG, which requests a signal at the parent's
 end.
@@ -401,8 +402,8 @@ def end_with(parent: int) -> None:
     has ended.
     """
     if sys.platform == "linux":
-        # SIGCONT wakes a stopped child, because a stopped child cannot check whether its parent
-        # still runs
+        # A stopped child cannot test whether its parent still runs, so Linux wakes it with SIGCONT
+        # when the parent ends.
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGCONT)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 

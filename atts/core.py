@@ -18,7 +18,8 @@ Ending = Literal["delimiter", "length", "end"]
 text.
 """
 TurnKey = tuple[str, int, int]
-"""The key of a turn in a run: the problem's id, the index of the sample and the index of the turn.
+"""The key of a turn in a run: the problem's id, the index of the rollout (sample) and the index of
+the turn.
 """
 Action = Literal["accept", "verify", "escalate"]
 Origin = Literal["gate", "forced", "warm-up", "budget", "certificate", "recalled"]
@@ -51,13 +52,13 @@ class Grading:
     relative: float = 0.0
     absolute: float = 0.0
     units: Literal["optional", "required"] = "optional"
-    # "decimals": a decimal with five digits is accepted for a value such as 1/3, whose decimals
-    # never end
+    # "decimals": a decimal with at least five significant digits equals a value without a finite
+    # decimal, such as 1/3
     rounding: Literal["decimals", "none"] = "decimals"
-    # "formula": letters that usually mean positive quantities in physics are assumed to be
-    # positive; "positive": all letters are assumed to be positive
+    # "formula": letters that usually mean positive quantities in physics count as positive;
+    # "positive": all letters count as positive
     variables: Literal["formula", "real", "positive"] = "formula"
-    # "text": the text of the correct choice is accepted, and not only its letter
+    # "text": an answer may be the letter of the correct choice or the text of this choice
     choices: Literal["letter", "text"] = "letter"
 
 
@@ -73,7 +74,7 @@ class Problem:
     subject: str = ""
     choices: tuple[str, ...] = ()
     source: str = ""
-    # how answers are compared with the reference; with None, the default rules are used
+    # rules for comparing answers with the reference; None: the default rules
     grading: Grading | None = None
     # pairs (problem, solution) that are shown to the model as examples before this problem
     examples: tuple[tuple[str, str], ...] = ()
@@ -124,15 +125,16 @@ class SampleRequest:
     stop: tuple[str, ...] = ()
     stop_ids: TokenIds = ()
     rollout: str = ""
-    priority: int = 0  # requests with lower numbers are served first
+    priority: int = 0  # the engine serves requests with lower numbers first
     logprobs: Literal["raw", "unneeded"] = "raw"
-    # number of ids at the end of `ids` that belong to the completion; `max_tokens` does not count
-    # these ids
+    # The last `num_begun` of `ids` already belong to the completion. `max_tokens` does not count
+    # them.
     num_begun: int = 0
-    # a guess at the completion, which may make the engine faster but never changes its text
+    # A guess at the completion. If the guess is good, the engine may be faster; the text never
+    # changes.
     hint: TokenIds = ()
-    # largest number of tokens in a think block, including those in `ids`; an engine with the
-    # capability "thinking" then closes the block; 0 means no limit
+    # The think block may have this many tokens, including those in `ids`; 0 means no limit. At the
+    # limit, an engine with the capability "thinking" closes the block.
     thinking_budget: int = 0
 
 
@@ -175,10 +177,15 @@ class ScoreRequest:
     suffix: TokenIds
     rollout: str = ""
     priority: int = 0
-    turn: int = 0  # index of the rollout's turn; used only in records of times
-    draw: SampleRequest | None = None  # a hint for the engine that never changes the scores
-    entropies: bool = False  # only for engines with the capability "entropy"
-    texts: tuple[str, ...] = ()  # only for engines with the capability "reward"
+    # index of the rollout's turn; only recorded with the times of calls, so it does not change the
+    # scores
+    turn: int = 0
+    # The engine may sample this completion while it scores. The scores do not change.
+    draw: SampleRequest | None = None
+    # True: also return entropies; needs an engine with the capability "entropy"
+    entropies: bool = False
+    # the texts that a reward model reads; needs an engine with the capability "reward"
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +238,11 @@ class Decision:
     issue: int | None = None
     score: float | None = None
     p: float | None = None
-    why: str = ""  # the reason for the decision as a text for people; the program does not read it
+    # the reason for the decision; only shown to people, and never read by the program
+    why: str = ""
     origin: Origin = "gate"
-    # number of tokens of the chunk, if the gate takes the length into account
+    # number of tokens of the chunk, if the gate compares the score with scores of chunks of similar
+    # length
     length: float | None = None
 
     @property
@@ -256,22 +265,23 @@ class Features:
     question: str
     turn: int = 0
     sample: int = 0
-    # index of the chunk in the order in which the run requested scores
+    # The run numbers its score requests from 0. This is the number of the request for this chunk.
     issue: int | None = None
-    # estimated share of the run's decisions that are still to be made, 0 to 1; None if unknown
+    # estimate of the share of the run's decisions that come after this one, 0 to 1; None if unknown
     left: float | None = None
     tokens: int = 0
-    # mean of the draft's log-probabilities; NaN if there are none, so every comparison with it is
-    # false
+    # Mean log-probability that the draft gave to the chunk's tokens. NaN if unknown; then every
+    # comparison with a threshold is false.
     draft_logprob: float = math.nan
-    # the draft's certainty of the chunk, computed by the score rule in `atts.pipelines.scores` (0
-    # is certain, lower is less certain); NaN if there are no log-probabilities
+    # How certain the draft was of the chunk: 0 is certain, lower is less certain. Computed by the
+    # rule in `atts.pipelines.scores`; NaN without log-probabilities.
     draft_evidence: float = math.nan
     has_answer: bool = False
-    answered: int = 0  # number of sibling rollouts that have an answer
-    # share of the siblings' answers that are equal to their most frequent answer, 0 to 1
+    answered: int = 0  # how many sibling rollouts already have an answer
+    # share of the answered siblings that have the most frequent answer, 0 to 1
     agreement: float = 0.0
-    agrees: bool = False  # whether this chunk's answer is the most frequent answer of the siblings
+    # True if this chunk's answer equals the most frequent answer of the siblings
+    agrees: bool = False
     text: str = ""
 
     def decision(
@@ -307,8 +317,8 @@ class Chunk:
     draft_ids: TokenIds
     target_ids: TokenIds
     ended: Ending
-    # log-probabilities of the model that wrote the chunk, one per generated id (including a
-    # generated end token); may be empty
+    # One log-probability for each generated id, including an end token, from the model that wrote
+    # the chunk. May be empty.
     logprobs: tuple[float, ...] = ()
 
     @property
@@ -346,14 +356,15 @@ class Turn:
     discarded: tuple[Chunk, ...] = ()
     score: float | None = None
     decision: Decision | None = None
-    # the reason why a score is missing, or a description of a failure; the program does not read it
+    # The reason why the score is missing, or the description of a failure. Only shown to people.
     note: str = ""
-    # number of tokens that the target scored; 0 if the score was copied from an equal chunk of a
-    # sibling rollout
+    # How many tokens the target scored for this turn. It is 0 if the score was copied from an equal
+    # chunk of a sibling rollout.
     scored_tokens: int = 0
-    is_forced: bool = False  # whether budget forcing inserted the chunk's text
-    # whether the rollout starts its text again with this turn and discards the chunks of earlier
-    # turns
+    # True if atts inserted the text, such as "Wait" or the end of the think block
+    is_forced: bool = False
+    # True if the rollout's text starts again with this turn. The chunks of all earlier turns are
+    # then discarded.
     restarts: bool = False
 
     @property
@@ -432,11 +443,10 @@ class Usage:
     scored_tokens: int = 0  # tokens scored by the target
     draft_prefill_tokens: int = 0
     target_prefill_tokens: int = 0
-    # sampled tokens that were not used, because their chunk was discarded or their call was
-    # cancelled
+    # Tokens that were sampled but not used: their chunk was discarded, or their call was cancelled.
     wasted_tokens: int = 0
     calls: int = 0
-    # number of target tokens that were sampled during a scoring call, without a decoding step
+    # Target tokens that were sampled during a scoring call, so they needed no decoding step.
     drawn_tokens: int = 0
 
     @property
@@ -468,12 +478,12 @@ class Rollout:
     sample: int
     prompt: Prompt
     turns: tuple[Turn, ...] = ()
-    finish: Finish | None = None  # None while the rollout runs
+    finish: Finish | None = None  # None as long as the rollout runs
     answer: str | None = None
     usage: Usage = Usage()
     error: str = ""
-    # True if the model did not mark an answer as final, and the answer was extracted from the
-    # finished text
+    # True if the model marked no final answer. The answer was then found in the finished text by
+    # weaker rules.
     is_fallback_answer: bool = False
 
     def ids(self, role: Role) -> TokenIds:
@@ -510,7 +520,7 @@ class Rollout:
 
 
 Combine = Literal["vote", "select", "synthesize", "auto"]
-"""The methods for finding a problem's answer from the answers of its rollouts."""
+"""The ways to find a problem's answer from the answers of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,9 +530,10 @@ class CombinePlan:
     """
 
     action: Literal["vote", "select", "synthesize"]
-    # whether the target's choice is only recorded, and the vote stays the answer
+    # True: the target's choice is recorded to test the selector, but the answer of the vote is kept
     is_trial: bool = False
-    # largest share of the most frequent answer at which the vote is called split, 0 to 1
+    # The vote counts as split if its most frequent answer has at most this share of the votes, 0 to
+    # 1.
     below: float = 1.0
     why: str = ""
 
@@ -536,18 +547,19 @@ class Combination:
     plan: CombinePlan
     voted: str  # the most frequent answer among the rollouts
     share: float  # share of the votes for `voted`, 0 to 1
-    # for each half of the rollouts: the vote share of its most frequent answer, and whether that
-    # answer is `voted`
+    # One pair for each half of the rollouts, if only this half votes: the vote share of the winner,
+    # and whether the winner is `voted`.
     halves: tuple[tuple[float, bool], ...] = ()
-    finalists: tuple[str, ...] = ()  # answers that the target compared by reading their solutions
+    # The answers among which the target chose. It compared the solutions of these answers.
+    finalists: tuple[str, ...] = ()
     # the answer that the target chose or wrote; None if the target made no decision
     chosen: str | None = None
-    # number of pairs of solutions that the target compared in both presentation orders
+    # how many pairs of solutions the target compared, each pair in both presentation orders
     pairs: int = 0
-    # number of these pairs for which both presentation orders had the same result
+    # for how many of these pairs the target preferred the same solution in both orders
     consistent: int = 0
     usage: Usage = Usage()
-    error: str = ""  # the reason why the target could not be asked; empty if it could
+    error: str = ""  # why the request to the target failed; empty if it did not fail
 
     @property
     def answer(self) -> str:
@@ -570,9 +582,9 @@ class Outcome:
     status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
     why: str = ""
     usage: Usage = Usage()
-    # a warning about the answer, for example that the problem is unlike the calibration problems
+    # A warning to the user, for example that the problem differs from the calibration problems.
     doubt: str = ""
-    combination: Combination | None = None  # None if the vote alone decides the answer
+    combination: Combination | None = None  # None if the vote alone decided the answer
 
     @property
     def is_complete(self) -> bool:
@@ -593,17 +605,16 @@ RolloutStatus = Literal["done", "failed", "settled", "cancelled"]
 ProblemStatus = Literal["done", "failed", "cancelled"]
 
 RELEASE = "release"
-"""The stage name of the time in which a finished rollout waits for the siblings that started with
-it.
+"""A finished rollout may keep its slot until the siblings that started with it end. In the records
+of times, this wait has the stage name `RELEASE`.
 """
 HOLD = "hold"
-"""The stage name of the time in which a rollout waits for the score of an equal chunk of another
-rollout.
+"""A rollout may wait for a score that a sibling has requested for an equal chunk. In the records of
+times, this wait has the stage name `HOLD`.
 """
 
-# Every engine call makes a span. Spans are msgspec structs, because making a struct takes a fifth
-# of the time of making a frozen dataclass. The journal stores the tag of a span as the kind of its
-# line.
+# Spans are msgspec structs, because each engine call makes one. Making a frozen dataclass would
+# take five times as long. In the journal, the field `kind` of a line is the tag of its span.
 
 
 class CallSpan(
@@ -616,19 +627,19 @@ class CallSpan(
     session's journal, so no engine was called. Spans are never changed after they are made.
     """
 
-    node: int  # index of the call, which is higher than the indices of the calls that it waited for
+    node: int  # index of the call; all calls that it waited for have lower indices
     stage: str
     engine: str
     problem: str
-    sample: int  # -1: the call belongs to the problem, not to a rollout
+    sample: int  # index of the rollout; -1 for a call that belongs to the whole problem
     turn: int
-    # time at which the rollout could have made the call; `queued` is later if the rollout first
-    # waited for siblings
+    # Time at which the rollout could have made the call, if it had not waited for siblings.
+    # `queued` is the time after this wait.
     ready: float
     queued: float
-    started: float  # time at which a slot and its tokens were granted
+    started: float  # time at which the engine's queue gave the call a slot and room for its tokens
     ended: float
-    after: tuple[int, ...] = ()  # indices of the calls that this call waited for
+    after: tuple[int, ...] = ()  # `node` of each call that this call waited for
     attempt: int = 0
     status: CallStatus = "done"
     tokens: int = 0
@@ -664,12 +675,13 @@ class RolloutSpan(
     problem: str
     sample: int
     status: RolloutStatus
-    queued: float  # time at which the rollout was added to the queue
-    started: float  # time at which the rollout got a slot and started
+    queued: float  # time at which the rollout began to wait for a slot
+    started: float  # time at which the rollout got its slot and began
     ended: float
     released: float
     attempts: int = 1
-    # seconds that the rollout waited for siblings, in rounds or before it gave back its slot
+    # Seconds that the rollout waited for its siblings: in rounds, for their scores, and at its end
+    # before it gave back its slot.
     waited: float = 0.0
     error: str = ""
 

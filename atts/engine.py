@@ -74,25 +74,29 @@ class EngineSpec:
 
     name: str
     model: str
-    # digest of the tokenizer; if two digests are equal, each id has the same meaning in both
+    # digest of the tokenizer; models with equal digests use the same token ids for the same text
     tokenizer: str
     context_length: int
     end_ids: TokenIds
     vocabulary: int
-    engine: str = ""  # type and major.minor version of the engine, such as "local 0.1"
+    engine: str = ""  # kind of the engine with its major and minor version, such as "local 0.1"
     dtype: str = "float32"
-    # whether scores and drawn tokens are computed in a lower numerical precision than sampled
-    # tokens
+    # True if the engine computes scores and drawn tokens in a lower precision than sampled tokens
     rounds_scores: bool = False
-    # "none": the engine's completions have no log-probabilities
+    # "raw": log-probabilities before the temperature is applied; "processed": after it; "none":
+    # the completions have none
     logprobs: Literal["raw", "processed", "none"] = "raw"
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
-    flops_per_token: float = 0.0  # floating-point operations for one decoded token; 0 if unknown
-    weights: str = ""  # digest of the weight files, if they are local
-    chat_template: str = ""  # digest of the chat template, if the engine renders conversations
-    # log-probabilities of a fixed text; if they change, the server's model has changed
+    # floating-point operations that decoding one token takes; 0 if unknown
+    flops_per_token: float = 0.0
+    weights: str = ""  # digest of the weight files; empty if the files are not on this machine
+    # digest of the chat template; empty if the engine does not render conversations
+    chat_template: str = ""
+    # Log-probabilities of a fixed text, used to recognise the model. If they change, the server has
+    # loaded another model.
     known_logprobs: tuple[float, ...] = ()
-    # results of the probe requests to a server, such as ("scores", "yes: 12 finite scores, ...")
+    # Results of the requests that probe a server, as pairs such as ("scores", "yes: 12 finite
+    # scores, ...").
     findings: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> dict[str, object]:
@@ -112,7 +116,7 @@ class EngineSpec:
         return fields_to_match
 
 
-# names of those probe results that do not depend on time or load
+# The probes whose results depend only on the server and its model, not on the time or the load.
 _LASTING = (
     "tokenizer",
     "scores",
@@ -141,7 +145,8 @@ def is_other_model(was: Sequence[float], now: Sequence[float]) -> bool:
         return False
     if len(was) != len(now):
         return True
-    # `dist` returns infinity if the distance is too large for a float
+    # If the numbers are very large, `math.dist` returns infinity and raises no error. With NaN,
+    # `<=` is false, so the models count as different.
     return not math.dist(was, now) / math.sqrt(len(was)) <= _SAME_MODEL_NATS
 
 
@@ -163,13 +168,14 @@ class EngineStats:
     cancelled: int = 0
     failed: int = 0
     sampled_tokens: int = 0
-    # prompt tokens that were computed, without those that were taken from a cache
+    # prompt tokens that the engine computed; tokens from a cache are not counted
     prefilled_tokens: int = 0
     scored_tokens: int = 0
     cached_tokens: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
-    queue_seconds: float = 0.0  # seconds that requests waited in the queue, summed over requests
+    # seconds that requests waited in the engine's queue, summed over all requests
+    queue_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -363,8 +369,8 @@ def stepping(engine: Engine) -> Stepping | None:
     """Return the engine that counts steps, which is this engine or one inside it; None if there is
     none.
     """
-    # `isinstance` with a protocol takes ten times as long, and each request to a server calls this
-    # function
+    # Every request to a server calls this function. `isinstance` with the protocol would take ten
+    # times as long as `hasattr`.
     while not hasattr(engine, "steps_taken"):
         if not isinstance(engine, EngineAround):
             return None
@@ -420,7 +426,8 @@ def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> N
         if not ids:
             raise UsageError(f"{what} is empty, but a request needs at least one id")
         kinds = set[type](map(type, ids))
-        # `type` is compared first, because `isinstance` with an abstract class is slow
+        # Most ids are plain `int`. Comparing types is fast, but `issubclass` with the abstract
+        # class `Integral` is slow.
         is_plain = kinds == {int}
         if not is_plain and (
             bool in kinds or not all(issubclass(kind, Integral) for kind in kinds)
@@ -447,7 +454,8 @@ class BaseEngine(ABC):
         self._spec: EngineSpec | None = None
         self._tokenizer: Tokenizer | None = None
         self._counts = EngineCounters()
-        # only a placeholder, because no loop may be running yet; `open` sets the event loop's clock
+        # A placeholder, because perhaps no event loop runs yet. `open` replaces it with the clock
+        # of the event loop.
         self._clock: Callable[[], float] = lambda: 0.0
         self._busy_since = 0.0
         self._idle_since = 0.0
@@ -586,29 +594,32 @@ class Speculated:
     snapshots.
     """
 
-    # number of verified proposals; a step that verifies proposals for several sequences adds one
-    # for each sequence
+    # How many proposals were verified. A step that verifies proposals for several sequences adds
+    # one for each sequence.
     rounds: int = 0
-    proposed: int = 0  # number of proposed tokens
-    accepted: int = 0  # number of proposed tokens that the target accepted
-    # for each position in a proposal: number of proposals of which all earlier tokens were accepted
+    proposed: int = 0  # tokens in all proposals
+    accepted: int = 0  # proposed tokens that the target accepted
+    # For each position in a proposal: the number of proposals whose earlier tokens were all
+    # accepted.
     tested_at: tuple[int, ...] = ()
-    # for each position in a proposal: number of proposals of which this token and all earlier
-    # tokens were accepted
+    # For each position in a proposal: the number of proposals whose tokens up to this position were
+    # all accepted.
     accepted_at: tuple[int, ...] = ()
-    seconds: float = 0.0  # seconds spent on making proposals
-    choices: int = 0  # number of decisions about a proposal's length, one per sequence and step
-    # sum of the chosen proposal lengths, in tokens; chosen / choices is the mean length
+    seconds: float = 0.0  # seconds that making the proposals took
+    # how often the length of a proposal was chosen: once for each sequence in each step
+    choices: int = 0
+    # Sum of all chosen proposal lengths, in tokens. So chosen / choices is the mean length.
     chosen: int = 0
-    # predicted and measured numbers of tokens and of seconds, summed over the steps with a
-    # prediction
+    # Sums over the steps for which tokens and seconds were predicted. The fields `expected_*` have
+    # the predicted numbers, and the fields `came_*` the measured numbers.
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    # predicted seconds for the same tokens without speculation, minus the measured seconds
+    # For the same tokens: predicted seconds without speculation, minus the measured seconds with
+    # speculation.
     saved_seconds: float = 0.0
-    silence: str = ""  # the reason why no token was proposed; empty if tokens were proposed
+    silence: str = ""  # the reason why the engine proposed no tokens; empty if it proposed some
 
     def __add__(self, other: Speculated) -> Speculated:
         return self._with(other, add)
@@ -634,7 +645,8 @@ class Speculated:
         300 tokens proposed, 80 % accepted (by position in a proposal 0.90 0.89 0.88), 1.6 proposed per step
         """
         if not self.proposed:
-            # if no tokens were proposed, proposal lengths and times say nothing about speculation
+            # Without proposed tokens, the counters say nothing about speculation, so print only the
+            # reason.
             return ", ".join(filter(None, ("no tokens proposed", self.silence)))
         shares = " ".join(f"{share:.2f}" for share in self.accepted_share[:8])
         accepted = 100 * self.accepted / self.proposed
@@ -676,8 +688,8 @@ class Speculating(Protocol):
 
 def speculated_by(engine: object) -> Speculated | None:
     """Return the engine's counters of speculative decoding, or None if the engine has none."""
-    # `isinstance` with a protocol takes ten times as long, and each request to a server calls this
-    # function
+    # Every request to a server calls this function. `isinstance` with the protocol would take ten
+    # times as long as `hasattr`.
     return cast(Speculating, engine).speculated() if hasattr(engine, "speculated") else None
 
 

@@ -33,7 +33,7 @@ from difflib import get_close_matches
 from typing import ClassVar
 
 DISTRIBUTION = "atts-llm"
-"""The name under which pip installs this package; `atts` is taken by another project."""
+"""The name of this package for pip. Another project on PyPI already has the name `atts`."""
 
 
 class ATTSError(Exception):

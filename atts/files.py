@@ -233,7 +233,8 @@ def from_json(text: str) -> Any:
     try:
         value = json.loads(text, parse_constant=_constant)
         if "\\u" in text:
-            # a lone surrogate passes json.loads, but cannot be encoded
+            # JSON may contain half of a surrogate pair, such as "\ud800". `json.loads` accepts it,
+            # but `encode` raises an error.
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from anyio import CancelScope
 
 _Result = TypeVar("_Result")
-# number of times that Ctrl-C must be pressed to kill the process; this press acts as without a
-# handler
+# The first press of Ctrl-C cancels the function. The press with this number kills the process at
+# once.
 _PATIENCE = 4
 
 

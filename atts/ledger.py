@@ -22,13 +22,14 @@ from atts.errors import ATTSError, JournalCorrupt, OptionError
 from atts.files import read_ordinary, storage, write_atomic
 
 LEDGER = "ledger.jsonl"
-"""The name of a ledger's file in a run directory."""
+"""In a run directory, the ledger's file has this name."""
 PRICES = "prices by role"
-"""The name of a setting in the run's manifest. It stores the price of each role's model, from which
-reports compute costs.
+"""A run's manifest has a setting with this name. It stores the prices of each role's model, from
+which reports compute costs.
 """
 
-# picodollars in a dollar; costs are counted in whole picodollars, so that sums are exact
+# Picodollars in a dollar. Costs are whole numbers of picodollars, because sums of integers have no
+# rounding error.
 _PICO = 10**12
 _MILLION = 10**6
 
@@ -48,8 +49,8 @@ class Amount:
     """
 
     calls: int = 0
-    target_tokens: int = 0  # number of tokens that the target wrote
-    total_tokens: int = 0  # tokens of prompts, scored texts and completions, summed over all calls
+    target_tokens: int = 0  # tokens that the target wrote
+    total_tokens: int = 0  # tokens of prompts, scored texts and completions together
     picodollars: int = 0
 
     def __add__(self, other: Amount) -> Amount:
@@ -155,9 +156,9 @@ class Price:
     :raises OptionError: a price is below 0, or cached tokens cost more than other input tokens.
     """
 
-    input: float  # price of prompts and scored texts
+    input: float  # for prompts and scored texts
     output: float
-    # price of prompt tokens that come from a cache; if None, they have the price `input`
+    # for prompt tokens that come from a cache; None: the same price as `input`
     cached: float | None = None
 
     def __post_init__(self) -> None:
@@ -295,8 +296,8 @@ def most_of(role: Role, request: SampleRequest | ScoreRequest, prices: Prices) -
     if isinstance(request, SampleRequest):
         return _amount(role, len(request.ids), 0, request.max_tokens, prices)
     read = len(request.prefix) + len(request.suffix)
-    # a drawn beginning has at most one token more than the suffix, because it ends at the first
-    # difference
+    # `draw` ends at the first token that differs from the suffix. So it has at most one token more
+    # than the suffix.
     drawn = 0 if request.draw is None else min(request.draw.max_tokens, len(request.suffix) + 1)
     return _amount(role, read, 0, drawn, prices)
 
@@ -352,17 +353,18 @@ class Account:
         self.prices: Prices = dict(prices or {})
         self.spent = spent or Amount()
         self.reserved = Amount()
-        # part of `spent` that was charged for calls without a reply
+        # The part of `spent` that was charged for calls that got no reply.
         self.unanswered = unanswered or Amount()
-        self.written = 0  # number of tokens that draft and target wrote together
+        self.written = 0  # tokens that draft and target wrote
         self.cached = 0  # prompt tokens that came from a cache
-        self.limit = ""  # the name of the cap that refused a call; empty if none did
+        self.limit = ""  # the cap that has refused a call; empty as long as no call was refused
         self._file: LedgerFile | None = file
         if file is None and inside is not None:
             self._file = inside._file
         self._outer: tuple[Account, ...] = () if inside is None else inside.accounts
         self._may_refuse = self.caps.limits_calls
-        self._settled: anyio.Event | None = None  # made by the task that waits for it
+        # set when a call is settled; a task that waits for this creates the event
+        self._settled: anyio.Event | None = None
         self._refused: anyio.Event | None = None
 
     @property
@@ -554,13 +556,14 @@ class LedgerFile:
         self._path = path
         self._most_lines = most_lines
         recorded = _read(path)
-        self.total = Amount()  # spending of earlier sessions, summed over all accounts
-        self._others = Spending()  # spending of all accounts without a sum of their own
+        self.total = Amount()  # what earlier sessions spent, summed over all accounts
+        self._others = Spending()  # summed over all accounts not in `_kept`
         self._kept = {name: Spending() for name in keep}
         for name, spending in recorded.items():
             self.total += spending.total
             self._spending(name).add(spending)
-        self._open = dict[int, tuple[str, Amount]]()  # reservations of calls in flight
+        # for each call in flight, its account and its reservation
+        self._open = dict[int, tuple[str, Amount]]()
         self._number = 0
         self._lines = 0
         self._handle = -1
@@ -669,15 +672,16 @@ def _read(path: Path) -> dict[str, Spending]:
             kind, name, call, *values = _decode(line)
         except (msgspec.DecodeError, ValueError) as error:
             if number == len(lines):
-                # The process was killed while it wrote this line. If the line was a reservation,
-                # the call never started.
+                # The process was killed while it wrote the last line. If the line was a
+                # reservation, its call was never sent. If it was a settlement, the whole
+                # reservation is charged.
                 break
             raise JournalCorrupt(path, f"line {number} is damaged") from error
         amount = Amount(*values)
         if kind == "reserve":
             open_calls[call] = name, amount
             continue
-        if call:  # a line whose number is 0 is a sum over earlier calls
+        if call:  # A line with number 0 is a sum over earlier calls, so it settles no reservation.
             open_calls.pop(call, None)
         spent.setdefault(name, Spending()).count(amount, is_answered=kind != "charge")
     for name, amount in open_calls.values():

@@ -54,7 +54,7 @@ class GateInputs:
     """
 
     calibrator: Calibrator
-    # number of scores at the start of the run that the conformal gate uses instead of stored scores
+    # The conformal gate first collects this many scores, and uses them instead of stored scores.
     warmup: int = 0
 
     @classmethod
@@ -76,10 +76,12 @@ class Preset:
     what: str
     changes: dict[str, Any]
     gate: Callable[[GateInputs], Gate | RoundGate]
-    # whether a gate judges chunks; if False, every chunk is kept without a decision
+    # False if no gate decides about chunks, so that every chunk is kept
     is_judged: bool = True
-    has_rate: bool = True  # whether the share of escalated chunks follows the nominal rate
-    departures: tuple[str, ...] = ()  # differences from the published implementation of the method
+    # False if the method does not use the nominal rate to decide how many chunks escalate
+    has_rate: bool = True
+    # texts that say how the method differs from its published implementation
+    departures: tuple[str, ...] = ()
 
     def policy(self, base: Policy) -> Policy:
         """Return the base policy with this method's changes; all other settings stay the same."""
@@ -108,7 +110,8 @@ def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
     """
     if policy.exact:
         return ("draft", "target")
-    if policy.drafter == "target":  # the target does not judge chunks that it wrote itself
+    # The target writes all chunks, and does not judge its own chunks.
+    if policy.drafter == "target":
         return ("target",)
     is_target_asked = is_judged or policy.combine != "vote"
     return ("draft", "target") if is_target_asked else ("draft",)
@@ -164,9 +167,9 @@ def _first_turns(inputs: GateInputs) -> list[tuple[str, float]]:
     return [(question, score) for question, turn, score in rows if turn == 0]
 
 
-# The published loop scores a chunk before it looks for an answer in the chunk. After an escalated
-# chunk, the target continues the text. Every rollout runs to its end, and there is no guard against
-# repetition.
+# The published code of the paper scores a chunk before it looks for an answer in the chunk. After
+# an escalation, the target continues the text. Every rollout runs to its end, even if its text
+# repeats itself.
 _AS_PUBLISHED: dict[str, Any] = {
     "takeover": "continue",
     "score": ScoreRule("mean"),
@@ -190,8 +193,8 @@ PAPER_DEPARTURES = (
     "published code a model grades, and a question counts as solved if any of 16 rollouts is "
     "correct",
 )
-"""The differences between the paper's presets and its published code, which make the same decisions
-if the scores are equal.
+"""How the presets for the paper differ from the paper's published code. Both make the same
+decisions if their scores are equal.
 """
 
 PRESETS: tuple[Preset, ...] = (
@@ -270,7 +273,7 @@ PRESETS: tuple[Preset, ...] = (
         "spec-reason",
         "the target rates each chunk from 0 to 9, and rewrites chunks rated below 7",
         {"score": ScoreRule("rating"), "takeover": "replace", "answers": "verify"},
-        # a score is 10 minus the rating, so ratings below 7 have scores above this threshold
+        # The score of a chunk is 10 minus its rating. So a chunk rated below 7 has a score above 3.
         lambda g: ThresholdGate(3.0),
         has_rate=False,
     ),

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-# numpy is imported inside functions, because commands that draw no random numbers should not wait
-# for the import. The distributions are implemented here, because scipy would be more than a third
-# of the installed size for users who only use servers.
+# numpy is imported inside the functions that use it, so commands that draw no random numbers start
+# faster. This module computes quantiles itself, because scipy would be more than a third of the
+# installed size.
 
-# The largest number of steps of the continued fraction. Usually, the square root of the number of
-# trials is enough.
+# Limit on the steps in which the continued fraction of the beta distribution is computed. Usually,
+# the square root of the number of trials is enough.
 _MOST_STEPS = 100_000
 
 
@@ -92,8 +92,8 @@ def student_quantile(share: float, freedom: float) -> float:
     >>> round(student_quantile(0.975, 29), 4)
     2.0452
     """
-    # t^2 / (freedom + t^2) has the distribution Beta(1/2, freedom / 2), and its odds are t^2 /
-    # freedom
+    # If t has Student's distribution, t^2 / (freedom + t^2) has the distribution Beta(1/2, freedom
+    # / 2). The odds of this fraction are t^2 / freedom.
     tail = 2 * min(share, 1 - share)
     odds = math.exp(-_beta_log_odds(tail, freedom / 2, 0.5)) if tail < 1 else 0.0
     return math.copysign(math.sqrt(freedom * odds), share - 0.5)
@@ -109,7 +109,7 @@ def student_tail(value: float, freedom: float) -> float:
     square = value * value
     if square == 0:
         return 1.0
-    # `rest` is 1 - `part`. Each is computed separately, so that neither loses digits.
+    # `part` and `rest` add up to 1. Computing 1 - `part` would lose digits, so each has a formula.
     rest = freedom / (freedom + square)
     part = square / (freedom + square)
     return math.exp(_beta_log_tails(rest, part, freedom / 2, 0.5)[0]) if rest else 0.0
@@ -181,7 +181,7 @@ def binomial_quantile(share: float, n: int, chance: float) -> int:
     """Return the smallest integer c for which P(Bin(n, chance) <= c) is at least `share`."""
     if float(binomial_cdf(0, n, chance)) >= share:
         return 0
-    # invariant: the distribution function is below `share` at `low`, and at least `share` at `high`
+    # In each step, P(Bin(n, chance) <= low) is below `share`, and P(Bin(n, chance) <= high) is not.
     low = 0
     high = n
     while high - low > 1:
@@ -207,7 +207,7 @@ def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) 
     return _floats(np.vectorize(of_one, otypes=[float])(n, right))
 
 
-# the function is called for many problems but with few different arguments, so cache the results
+# Many problems need this probability, but with few different arguments, so it is cached.
 @lru_cache(maxsize=1 << 16)
 def _hypergeometric_tail(least: int, n: int, right: int, drawn: int) -> float:
     if n < drawn:
@@ -247,7 +247,7 @@ def _beta_log_odds(share: float, a: float, b: float) -> float:
     is_lower = share <= 0.5
     wanted = math.log(share) if is_lower else math.log1p(-share)
     odds = math.log(a / b)
-    for _ in range(100):  # fewer than ten steps are needed
+    for _ in range(100):  # Newton's method; in practice, fewer than ten steps are needed
         value = 1 / (1 + math.exp(-odds))
         rest = 1 / (1 + math.exp(odds))
         below, above = _beta_log_tails(value, rest, a, b)
@@ -257,7 +257,7 @@ def _beta_log_odds(share: float, a: float, b: float) -> float:
         else:
             step = (above - wanted) * math.exp(above - density)
         odds += step
-        # stop, because the next step would be about as small as the square of this step
+        # The error is now about the square of this step, so another step would change nothing.
         if abs(step) <= 1e-9 * (1 + abs(odds)):
             break
     return odds
@@ -267,7 +267,8 @@ def _beta_log_tails(value: float, rest: float, a: float, b: float) -> tuple[floa
     """Return the logarithms of P(Beta(a, b) <= value) and P(Beta(a, b) > value), where `rest` is 1
     - value.
     """
-    # the continued fraction converges fast below the mean, so compute the other tail above the mean
+    # The continued fraction converges fast only below the mean. Above the mean, compute the other
+    # tail, which is below its mean.
     if value * (a + b + 2) > a + 1:
         above, below = _beta_log_tails_below_mean(rest, value, b, a)
         return below, above
@@ -279,7 +280,7 @@ def _beta_log_tails_below_mean(
 ) -> tuple[float, float]:
     powers = a * math.log(value) + b * math.log(rest) - _log_beta(a, b)
     below = powers + math.log(_beta_fraction(value, a, b) / a)
-    # A rounding error may make a tail probability larger than 1.
+    # After a rounding error, a probability could be larger than 1 and its logarithm positive.
     below = min(below, -1e-300)
     return below, math.log(-math.expm1(below))
 

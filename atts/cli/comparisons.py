@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Run = Annotated[
     Path, typer.Argument(help="Run directory, or a file with the output of `atts eval --json`.")
 ]
-# If more problems than this are needed, print "more than 100,000" instead of the number.
+# If more problems than this are needed for 80 % power, print "more than 100,000".
 _MANY = 100_000
 
 

@@ -61,8 +61,8 @@ class Answers:
     unmarked: Callable[[str], int] = lambda text: 0
     extract_finished: Callable[[str], str | None] = lambda text: None
     prepare: Callable[[Sequence[str | None]], Awaitable[None]] = _nothing_to_prepare
-    # a function that returns the `Answers` of a problem; None if all problems use the same
-    # functions
+    # If problems need different functions, this function returns the `Answers` of a problem;
+    # otherwise None.
     for_problem: Callable[[Problem], Answers] | None = None
 
     def of(self, problem: Problem) -> Answers:
@@ -132,7 +132,8 @@ class RolloutEngine(Engine, Protocol):
     results that an earlier session recorded.
     """
 
-    has_recorded_calls: bool  # whether an earlier session recorded calls of this problem
+    # True if an earlier session of the run recorded calls for this problem
+    has_recorded_calls: bool
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
         """Return the result that an earlier session recorded for a call. The record stays available
@@ -148,7 +149,9 @@ class RolloutEngine(Engine, Protocol):
 
 
 EngineBinder = Callable[[Engine, Role, Caller, float], RolloutEngine]
-"""A function that makes the engine for one rollout, with a time limit in seconds for every call."""
+"""A function that makes the engine for one rollout. Its arguments are the engine, its role, the
+caller in the task graph, and the time limit of a call in seconds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,27 +165,27 @@ class Context:
     target: Engine
     gate: Gate | RoundGate
     answers: Answers
-    bind: EngineBinder  # `atts.run.EngineCalls` implements this protocol
+    bind: EngineBinder  # in a run, this function returns an `atts.run.EngineCalls`
     seed: int = 0
     listener: RolloutListener = NullListener()
-    # roles ("draft", "target") whose log-probabilities are used; see `needed_logprobs`
+    # The engines of these roles must return log-probabilities; `needed_logprobs` chooses the roles.
     logprobs: frozenset[Role] = frozenset({"draft", "target"})
     left: RunLength = field(default_factory=RunLength)
-    # chooses how many tokens to draft under method exact
+    # with method exact: decides how many tokens the draft writes before the target scores them
     draft_length: DraftLength = field(default_factory=DraftLength)
     planner: Planner = field(default_factory=SplitPlanner)
-    # chooses which model writes the chunks under method exact
+    # with method exact: decides whether the draft or the target writes a chunk
     writers: WriterChoice = field(default_factory=WriterChoice)
-    # returns the score of a chunk from its features (see `judge_features`); used if score.kind is
-    # learned
+    # With score kind "learned": the function that predicts a chunk's score from its features (see
+    # `judge_features`).
     judge: Callable[[Sequence[float]], float] | None = None
 
 
-# Texts below this number of characters are searched completely for an answer after every chunk. In
-# longer texts, only the end is searched.
+# After every chunk, the rollout's text is searched for an answer. A text with fewer characters than
+# this is searched from its beginning, a longer one only at its end.
 _READ_WHOLE = 1_200
-# Number of tokens per request if the target writes without a gate. The text is searched for an
-# answer after each request.
+# After an escalation, the target may write the rest of a rollout alone. Each request then asks for
+# at least this many tokens, if the context has room.
 _LONG_PIECE = 4_096
 
 
@@ -191,15 +194,17 @@ class Proposal:
     """A chunk that the drafter wrote, with the data that the gate may use."""
 
     chunk: Chunk
-    position: int  # tree node that the chunk leads to (see `Siblings`)
+    position: int  # tree node of the text that ends with this chunk; see `Siblings`
     answer: str | None
     score: float | None = None
-    flaw: str = ""  # the reason why the requested score is missing; empty if it is not missing
-    # index of the first token that the target rejects; 0 if unknown or not needed
+    # why the chunk has no score, although the gate requested one; empty if it has a score
+    flaw: str = ""
+    # The target would reject the chunk's token with this index, and accept all earlier ones. 0 if
+    # this is unknown or not needed.
     first_rejected: int = 0
-    score_reused: bool = False  # whether the score comes from an equal chunk of a sibling
-    # the beginning of a replacement, which the target drew while it scored the chunk; gates do not
-    # use it
+    score_reused: bool = False  # True if the score was copied from an equal chunk of a sibling
+    # The first tokens of a replacement for the chunk, which the target sampled while it scored the
+    # chunk. Gates do not read them.
     beginning: Beginning | None = None
 
 
@@ -224,9 +229,11 @@ class Siblings:
         self._group = group
         self.rollouts: dict[int, Rollout] = {}
         self._positions: dict[tuple[int, TokenIds], int] = {}
-        # scores of chunks, keyed by the tree node that the chunk leads to
+        # For each scored chunk: its score. The key is the tree node of the text that ends with the
+        # chunk.
         self.scores: dict[int, KnownScore] = {}
-        # futures of requested scores, keyed by the same tree nodes
+        # For each chunk whose score was requested but is not known yet. The keys are tree nodes, as
+        # in `scores`.
         self.pending_scores: dict[int, Arrival] = {}
 
     def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
@@ -290,10 +297,11 @@ class RolloutBuilder:
         self.score_source = source_of(policy.score)
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
         self.needs_first_rejected = policy.takeover == "repair" and is_comparable
-        # whether the target draws a replacement while it scores
+        # For these two sources, the target computes log-probabilities of the chunk's tokens. So it
+        # can also sample a replacement in the same call.
         reads_chunks = self.score_source in ("log-probabilities", "judge")
-        # If an escalation makes the target write the whole rollout again, no chunk needs a
-        # replacement.
+        # If `escalates` is "rollout", the target writes the whole rollout again. Then no single
+        # chunk needs a replacement.
         is_scoring = policy.takeover == "replace" and policy.escalates != "rollout" and reads_chunks
         self.draws = is_scoring and "draw" in target.capabilities
         self._bounds = policy.bounds()
@@ -306,35 +314,39 @@ class RolloutBuilder:
             "target": policy.sampling_of("target"),
         }
 
-        # the rollout so far, and values computed from its text
+        # The rollout up to now. Other fields store values computed from its text, so that the text
+        # is not read again.
         self.rollout = Rollout(problem.id, scope.sample, prompt)
         siblings.rollouts[scope.sample] = self.rollout
-        self.turn = 0  # the index of the current turn
-        # whether the next turn begins the text again from the prompt, written by the target
+        self.turn = 0  # index of the turn that is being written
+        # True if the text was discarded, so that the target writes the next turn directly after the
+        # prompt
         self._is_restarting = False
         self.text = ""
-        self.position = 0  # the current node in the tree of the siblings' texts
+        self.position = 0  # tree node of the text so far; see `Siblings`
         self._ids: dict[Role, TokenIds] = {"draft": prompt.draft_ids, "target": prompt.target_ids}
         self._room = self.room_left()
-        # whether the thinking budget still applies: True until the think block is closed
+        # True while the think block is open. Only its tokens count against the thinking budget.
         self._is_thinking = policy.thinking_tokens is not None
 
-        # cost of the rollout, including the current turn; `rollout.usage` is updated at the end of
-        # each turn
+        # Tokens and calls of the rollout, including the turn that is being written. `rollout.usage`
+        # has only the finished turns.
         self.usage = Usage()
-        # number of tokens that were written in the current turn, and neither accepted nor discarded
-        # yet
+        # Tokens that were written in this turn, but whose chunks were neither accepted nor
+        # discarded yet.
         self._unassigned = 0
-        # the next chunk, if it was written while the previous chunk was judged
+        # The next chunk, if the drafter wrote it while the previous chunk was being judged.
         self._ahead: Chunk | None = None
 
-        # the state of the search for an answer
+        # how often the wait text may still be inserted instead of ending the rollout
         self.budget_forcings_left = policy.budget_forcing
-        # the answer that was found before the last inserted "wait"
+        # The answer before the last inserted wait text. It is used if the rollout ends without
+        # another answer.
         self._earlier_answer: str | None = None
-        # index of a character of the text; no answer begins before this character
+        # Index of a character in `text`. Earlier characters belong to no answer, so they are not
+        # searched again.
         self._searched_to = 0
-        # the text that was searched last, and the answer found in this text
+        # the text that was searched last, with the result of the search
         self._last_search: tuple[str, str | None] = ("", None)
 
     async def propose(self) -> Proposal:
@@ -378,8 +390,8 @@ class RolloutBuilder:
         longer part of its text.
         """
         self.hand_over()
-        # The earlier turns do not reduce the limit: the target may write as many turns as the
-        # draft.
+        # The draft's turns do not count: from here on, the target may write as many turns as the
+        # draft could.
         self._bounds = self._bounds._replace(turns=self.turn + self._bounds.turns)
         self._is_restarting = True
         prompt = self.rollout.prompt
@@ -531,7 +543,8 @@ class RolloutBuilder:
         self.position = self.siblings.position(turn.chunks, self.position)
         for chunk in turn.chunks:
             self.text += chunk.text
-            # The text that ends the think block may be split between two chunks.
+            # The end mark of the think block may begin in the previous chunk, so search the end of
+            # that chunk too.
             if THINK_END in self.text[-len(chunk.text) - len(THINK_END) :]:
                 self._is_thinking = False
             self._ids = {
@@ -572,13 +585,14 @@ class RolloutBuilder:
         closed is ignored.
         """
         unread = text[self._searched_to :]
-        # the text with this chunk was already searched when the chunk was proposed
+        # The same text is searched when a chunk is proposed, and again when it is accepted. The
+        # second search uses the stored result.
         if self._last_search[0] != unread:
             extract = self.context.answers.extract
             answer = extract(unread)
             if answer is not None and last is not None and last.ended == "length":
-                # "The answer is 1" may continue as "12", so an answer is ignored if one more digit
-                # would change it.
+                # The chunk's token limit may have cut a number: "The answer is 1" may continue as
+                # "12". Ignore the answer if another digit would change it.
                 if extract(unread + "0") != answer:
                     answer = None
             self._last_search = (unread, answer)
@@ -622,7 +636,8 @@ class RolloutBuilder:
         is no room for the text and one more token, the rollout continues to its limit.
         """
         self._is_thinking = False
-        self.budget_forcings_left = 0  # do not insert "wait", because it would extend the thinking
+        # The inserted wait text would make the model think longer, so do not insert it any more.
+        self.budget_forcings_left = 0
         before = self.target.tokenizer.decode(self.rollout.prompt.target_ids) + self.text
         text = self.policy.thinking_end
         if before.rfind(THINK) <= before.rfind(THINK_END):
@@ -639,7 +654,8 @@ class RolloutBuilder:
         """End the rollout; if the model ended the text without a marked answer, search the text for
         a stated answer.
         """
-        # A text that was cut at a limit is not searched: "The total is 1" may continue as "12".
+        # Search only a text that the model ended. If a limit cut the text, "The total is 1" may
+        # continue as "12".
         chunks = self.rollout.turns[-1].chunks
         has_model_ended = bool(chunks) and chunks[-1].ended == "end"
         is_fallback = False
@@ -727,7 +743,8 @@ def _tokens_kept(rollout: Rollout) -> int:
     )
 
 
-# ---- prompts and chunks, in the token ids of both models
+# The following functions make prompts and chunks. Both have token ids for draft and target, whose
+# tokenizers may differ.
 
 
 def render(problem: Problem, policy: Policy, draft: Engine, target: Engine) -> Prompt:
@@ -760,7 +777,7 @@ def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
     messages: list[Message] = []
     system = policy.system
     if problem.kind == "code" and system == Policy().system:
-        # the usual prompt asks for an answer in a LaTeX box, but programs are not written in boxes
+        # The default system prompt asks for an answer in a LaTeX box, which is wrong for programs.
         system = _PROGRAM
     if system:
         messages.append(Message("system", system))
@@ -816,7 +833,7 @@ def continued(beginning: Beginning, rest: Completion | None, engine: Engine) -> 
     assert ended is not None, "a beginning that has not ended must have a continuation"
     text_ids = ids[:-1] if ended == "end" and ids[-1] in engine.spec.end_ids else ids
     if len(logprobs) != len(ids):
-        logprobs = ()  # the engine sent no log-probabilities for the later tokens
+        logprobs = ()  # The engine sent no log-probabilities for some tokens, so use none at all.
     return Completion(ids, engine.tokenizer.decode(text_ids), ended, logprobs, cached_tokens)
 
 

@@ -38,15 +38,17 @@ if TYPE_CHECKING:
     from atts.journal import FinishedProblem
 
 COVERED = 0.9
-"""Share of the problems that a comparison could correct, 0 to 1. At least this share must be
-treated as split.
+"""In some problems the vote is wrong, but another finalist is correct. Of these problems, at least
+this share (0 to 1) must count as split.
 """
 PROVEN = 10.0
-"""Odds that the selector helps. At these odds or higher, `auto` lets the selector overrule votes.
+"""If the odds that the selector helps are at least this high, `auto` lets the selector overrule
+votes.
 """
 REFUTED = 0.2
-"""Odds that the selector helps. At these odds or lower, `auto` stops asking the selector."""
-_TRIALS = 3  # number of attempts to shorten solutions until they fit into the context
+"""If the odds that the selector helps are at most this high, `auto` stops asking the selector."""
+# The solutions are cut at most this many times, until the question fits into the context.
+_TRIALS = 3
 _END_OF_THOUGHT = "</think>"
 
 
@@ -74,17 +76,18 @@ class Combiner:
     """
 
     def __init__(self) -> None:
-        # Shares of votes for the leading answer, one per problem whose vote was wrong although
-        # another of the most frequent answers was correct.
+        # For each problem whose vote was wrong although another finalist was correct: the share of
+        # votes for the wrong answer. In ascending order.
         self._winnable: list[float] = []
-        # Shares of votes for the leading answer when only half the rollouts vote. Stored only if
-        # the vote of all rollouts has another winner.
+        # For each half of a problem's rollouts whose winner differs from the winner of all
+        # rollouts: the share of votes for the half's winner. In ascending order.
         self._overruled: list[float] = []
-        # number of graded problems in which the target's choice was correct and the vote wrong
+        # problems in which the target's choice was correct, but the vote was wrong
         self.better = 0
-        # number of graded problems in which the target's choice was wrong and the vote correct
+        # problems in which the vote was correct, but the target's choice was wrong
         self.worse = 0
-        # number of pairs of answers with the same verdict in both presentation orders
+        # pairs of answers for which the target preferred the same answer in both presentation
+        # orders
         self.consistent = 0
         self.inconsistent = 0
         self._is_graded = False
@@ -189,7 +192,8 @@ async def combined(
     )
     if plan.action != "vote":
         asked = _Question(outcome, count.answers[: policy.finalists], policy, context)
-        # The combination is queued, limited and retried like an additional rollout.
+        # The target's work on this problem runs like one more rollout, with the next free number.
+        # So it is queued, limited and retried in the same way.
         number = range(policy.samples, policy.samples + 1)
         (result,) = await scope.rollouts(asked.select_or_write, number)
         found = replace(found, finalists=asked.answers, usage=asked.usage)
@@ -238,7 +242,8 @@ class RecordedRollouts:
     def __init__(self, outcomes: Callable[[], Iterable[Outcome]], count: int) -> None:
         self._outcomes = outcomes
         self._count = count
-        self._open: dict[str, Outcome] = {}  # outcomes of open problems, keyed by problem
+        # for each problem that was read but not combined yet: its recorded outcome
+        self._open: dict[str, Outcome] = {}
         self._over = set[str]()
 
     def __len__(self) -> int:
@@ -296,11 +301,11 @@ class _Question:
     ) -> None:
         self.answers = answers
         self.usage = Usage()
-        self.unusable = ""  # why a question has no usable reply
+        self.unusable = ""  # why a request to the target failed; empty if none failed
         self._problem = outcome.problem
         self._policy = policy
         self._context = context
-        # for each answer, the text of the first rollout with this answer
+        # For each answer: the text of the first rollout that gave it.
         texts: dict[str, str] = {}
         for rollout in sorted(outcome.rollouts, key=lambda one: one.sample):
             if rollout.answer is not None:
@@ -374,8 +379,8 @@ class _Question:
         labels = classes([first, second, *self.answers], self._context.answers.group)
         if labels[0] != labels[1]:
             return _Verdict(None, 1, 0)
-        # use the spelling of the finalist that equals the new answer, so that both get the same
-        # verdict from a grader
+        # If the new answer equals a finalist in another spelling, use the finalist's spelling. A
+        # grader then gives both the same verdict.
         spelt = [answer for answer, label in zip(self.answers, labels[2:], strict=True)
                  if label == labels[0]]  # fmt: skip
         return _Verdict(spelt[0] if spelt else first, 1, 1)
@@ -420,7 +425,7 @@ class _Question:
     ) -> tuple[int, ...]:
         """Return the token ids of the question; long solutions are cut at their beginnings."""
         texts = [self._texts[index] for index in order]
-        # leave out the reasoning, because the text after it contains the whole solution
+        # Leave out the think block, because the text after it contains the whole solution.
         texts = [text.rpartition(_END_OF_THOUGHT)[2].strip() or text.strip() for text in texts]
         ids: tuple[int, ...] = ()
         for _ in range(_TRIALS):
@@ -438,8 +443,8 @@ def question_text(prompt: str, problem: Problem, solutions: Sequence[str]) -> st
     numbered = "\n\n".join(
         f"Solution {number}:\n{text}" for number, text in enumerate(solutions, start=1)
     )
-    # all fields are replaced in one pass, so that braces in the inserted texts are not read as
-    # fields
+    # Both placeholders are replaced in one pass. So a "{problem}" inside a solution is not
+    # replaced.
     parts = {"{problem}": problem.text, "{solutions}": numbered}
     return re.sub(r"\{problem\}|\{solutions\}", lambda match: parts[match.group()], prompt)
 
@@ -474,7 +479,7 @@ class CombinedVerdicts:
 
     is_vote_correct: bool
     is_choice_correct: bool
-    is_any_correct: bool  # whether at least one rollout has a correct answer
+    is_any_correct: bool  # True if at least one rollout has a correct answer
 
     @classmethod
     def of(cls, line: FinishedProblem) -> CombinedVerdicts | None:
@@ -509,23 +514,26 @@ class CombineSummary:
     """The effect and the cost of selection or synthesis in a run, and the largest possible gain."""
 
     problems: int
-    split: int  # number of problems with a split vote, for which the target was asked
-    # number of these problems that only tested the selector and kept the answer of the vote
+    split: int  # problems whose vote was split, so that the target was asked
+    # problems in which the target's choice was only recorded, and the answer of the vote was kept
     trials: int
-    changed: int  # number of problems in which the target's choice replaced the answer of the vote
-    gained: int  # number of changed answers that are correct although the vote is wrong
+    changed: int  # problems in which the target's choice replaced the answer of the vote
+    gained: int  # problems in which the target's choice made a wrong answer correct
     lost: int
     pairs: int
     consistent: int
-    winnable: int  # number of graded problems with a split and wrong vote but a correct rollout
-    # gain in accuracy over the vote on graded problems (a share, -1 to 1), with its interval
+    # graded problems with a split vote in which the vote was wrong, but a rollout was correct
+    winnable: int
+    # Accuracy with the target's choices minus accuracy of the vote, on graded problems, with its
+    # confidence interval. It is a share, -1 to 1.
     gain: Estimate
-    # the largest possible gain: a correct answer is chosen whenever a rollout has one
+    # The gain if the target had always chosen a correct answer where one of the rollouts has one.
     ceiling: float
-    below: float  # final threshold: votes count as split if the leader's share is at most this
+    # At the end of the run, votes counted as split if the leading answer had at most this share.
+    below: float
     actions: tuple[str, ...]
     usage: Usage
-    unusable: int = 0  # number of problems whose question to the target failed
+    unusable: int = 0  # problems for which the request to the target failed
 
     def __str__(self) -> str:
         """Return the summary as a sentence."""

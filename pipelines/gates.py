@@ -13,7 +13,7 @@ from atts.core import Action, Decision, Features, Origin
 from atts.errors import CalibrationInputError, OptionError
 
 GateReads = Literal["score", "nothing"]
-"""The numbers that a gate reads: only the score of the chunk, or nothing."""
+"""What a gate reads to make its decision: the score of the chunk, or no number at all."""
 
 
 class Gate(Protocol):
@@ -69,7 +69,7 @@ class Forgetting(Protocol):
 
 def let_go(kept: object, question: str) -> None:
     """Let a gate, and every gate inside it, forget a question."""
-    # `isinstance` with a protocol would be ten times slower
+    # `isinstance` with the protocol would take ten times as long as `hasattr`.
     if hasattr(kept, "forget"):
         cast(Forgetting, kept).forget(question)
     inner = getattr(kept, "inner", None)
@@ -142,7 +142,7 @@ class ConformalGate:
         """Report the decision to the calibrator. An escalation without a score changes only the
         realised rate, not the stored scores.
         """
-        # decisions that an earlier session recorded already have the number of their request
+        # If the decision was read from an earlier session, continue counting after its number.
         if decision.issue is not None:
             self._issued = max(self._issued, decision.issue + 1)
         self.calibrator.observe(decision, escalated)
@@ -163,7 +163,6 @@ class NonLearningGate(ABC):
         """Request a score for every chunk."""
         return features.decision("verify", why="every chunk is scored")
 
-    # a subclass whose `preview` returns "verify" must override `decide`
     @abstractmethod
     def decide(self, features: Features, score: float) -> Decision:
         """Return "accept" or "escalate" for a chunk with this score."""
@@ -250,7 +249,9 @@ class StaticRankGate(NonLearningGate):
     """
 
     reads: ClassVar[GateReads] = "score"
-    pools: Mapping[str, tuple[float, ...]]  # scores in ascending order
+    # for each question: calibration scores in ascending order; the key "" has the scores of all
+    # questions
+    pools: Mapping[str, tuple[float, ...]]
     tau: float
 
     @classmethod
@@ -317,7 +318,7 @@ CUES = (
 class CueGate(NonLearningGate):
     """The gate of Speculative Thinking: escalate a chunk if its text contains a cue such as "wait"."""
 
-    reads: ClassVar[GateReads] = "nothing"  # the gate uses only the text of a chunk
+    reads: ClassVar[GateReads] = "nothing"  # This gate reads the chunk's text, but no score.
     needs_text: ClassVar[bool] = True
     cues: tuple[str, ...] = CUES
 
@@ -412,7 +413,8 @@ class CappedGate:
         return decision
 
 
-_SIBLINGS = 3  # smallest number of siblings with an answer for which their agreement is used
+# The agreement of siblings is used only if at least this many siblings have an answer.
+_SIBLINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,8 +426,8 @@ class AgreementGate:
     """
 
     inner: Gate
-    # share, 0 to 1: chunks are accepted if this share of the siblings with an answer has the same
-    # answer
+    # A chunk is accepted if at least this share (0 to 1) of the answered siblings have the same
+    # answer.
     agreement: float
 
     def preview(self, features: Features) -> Decision:
@@ -494,7 +496,8 @@ class WarmingGate:
         self._make = make
         self._meanwhile: Meanwhile = meanwhile
         self._seen: list[WarmScore] = []
-        self.gate: Gate | None = None  # the gate that `make` built; None during the warm-up
+        # the gate that `make` returned; None as long as the warm-up lasts
+        self.gate: Gate | None = None
 
     @property
     def spent(self) -> int:
@@ -562,7 +565,8 @@ class CertifiedGate:
     """
 
     inner: Gate
-    # the guarantee and the conditions that void it, for the manifest and the report of a run
+    # Two texts for the manifest and the report: the guarantee, and the conditions under which it
+    # does not hold.
     promise: tuple[str, str]
 
     def preview(self, features: Features) -> Decision:

@@ -37,7 +37,8 @@ from atts.sampling import Seed
 
 Round = Mapping[int, tuple[Features, float]]
 
-# After scoring, the decision "verify" is an error. Without this check the chunk would be accepted.
+# The error message if a gate decides "verify" although the chunk already has a score. Without this
+# error, the chunk would be accepted.
 NOT_FINAL = (
     "the gate decided 'verify' on a chunk that already has a score; the gate's methods decide and "
     "decide_round must return 'accept' or 'escalate'"
@@ -64,8 +65,8 @@ class ChunkJudge:
         is_escalated = decision.action == "escalate"
         self._gate.observe(decision, is_escalated)
         if is_escalated and proposal.score_reused and builder.draws:
-            # The score was copied from a sibling, so the target has not read this chunk yet. Let it
-            # read the chunk now, because it draws the replacement's tokens while it reads.
+            # The score was copied from a sibling, so the target has not scored this chunk. Score it
+            # now, because the same call also samples the first tokens of the replacement.
             read = await score_by_target(builder, proposal)
             proposal = replace(proposal, beginning=read.beginning)
         return decision, proposal
@@ -116,7 +117,8 @@ class RoundJudge:
 
     def _ranking(self, round_: Round) -> Mapping[int, Decision]:
         """Return the decisions of a round; the first rollout that calls this ranks all chunks."""
-        # a new round begins only after every rollout has read its decision of the previous round
+        # All rollouts of a round get the same `round_` object. When a new object comes, every
+        # rollout has already read its decision of the previous round.
         if self._round is not round_:
             samples = sorted(round_)
             decisions = self._gate.decide_round([round_[sample] for sample in samples])
@@ -190,7 +192,8 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
     if builder.target.has_recorded_calls:
         request = _request(builder, proposal.chunk)
         if builder.target.recorded_scores(request) is not None:
-            # in the earlier session this rollout sent the request, so it sends the request again
+            # In an earlier session, this rollout requested the score itself instead of copying it.
+            # Make the same request again, so that its recorded reply is used.
             known = None
         elif known is None:
             known = _recorded_for_sibling(builder, proposal.chunk, request)
@@ -273,7 +276,7 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
         scores = await builder.target.score(request)
     except EngineError as error:
         return replace(proposal, flaw=_excuse(error))
-    # tokens of the suffix count as scored, not as prefill
+    # `scored_tokens` counts the suffix, so `target_prefill_tokens` counts only the prefix.
     read = max(0, len(request.prefix) - scores.cached_tokens)
     builder.usage += Usage(scored_tokens=len(request.suffix), target_prefill_tokens=read, calls=1)
     if source == "judge":
@@ -328,7 +331,7 @@ async def _reward(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     chunk = proposal.chunk
     written = [one.text for one in builder.rollout.chunks]
     steps = [text for text in written if text.strip()]
-    # the token ids only identify the call in the journal; the reward model reads the texts
+    # The reward model reads `texts`. The token ids only identify the call in the journal.
     ids = builder.ids("target", [chunk])
     request = ScoreRequest(
         ids[:-1],
@@ -362,7 +365,8 @@ async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
             answers.append(await collect([partial(_logprob, target, one) for one in requests]))
         except EngineError as error:
             return replace(proposal, flaw=_excuse(error))
-    # the target reads the chunk once, then each question
+    # Every request contains the chunk, but its tokens are counted once, because later requests find
+    # them in the prefix cache.
     calls = sum(map(len, answers))
     read = len(proposal.chunk.target_ids)
     builder.usage += Usage(scored_tokens=calls, target_prefill_tokens=read, calls=calls)
@@ -418,7 +422,8 @@ async def _ask_in_text(
     ]
     if not any(map(sum, counts)):
         return replace(proposal, flaw="none of the target's replies contains an expected word")
-    # add Jeffreys' prior, so that a word that is in no reply does not get probability 0
+    # 0.5 is added to each count (Jeffreys' prior). So a word that is in no reply does not get
+    # probability 0.
     answers = [[math.log(count + 0.5) for count in row] for row in counts]
     score = verdict_score(answers) if is_verdict else rating_score(answers)
     return replace(proposal, score=float(f"{score:.5g}"))
@@ -467,20 +472,25 @@ def _excuse(error: EngineError) -> str:
 
 
 RATING = "\n\nI think the quality score is: "
-"""The text that asks the target for a rating of one digit, as in SpecReason."""
+"""This text asks the target to rate a chunk with one digit, as in SpecReason."""
 
 VERDICT = "\n\nIs the last step correct? Answer {first} or {second}.\nAnswer: "
-"""The text that asks the target for a verdict of one word. The question is asked with both orders
-of the words, because models prefer one position.
+"""This text asks the target whether a chunk is correct. It is asked with both orders of the words
+"Yes" and "No", because models prefer one position.
 """
 
 YES = "Yes"
 NO = "No"
 
 
-_REPLIES = 4  # number of replies for one score, if the target sends no log-probabilities
-_REPLY_TOKENS = 4  # number of additional tokens, for a space or line break before the word
-_CONTINUED = 32  # length in tokens of the continuation that is compared with a chunk
+# If the target sends no log-probabilities, it writes this many short replies for one score. The
+# score is estimated from the words in these replies.
+_REPLIES = 4
+# token limit of such a reply; the expected word may follow a space or a line break
+_REPLY_TOKENS = 4
+# The target writes this many tokens at most in place of the chunk. They are compared with the
+# chunk.
+_CONTINUED = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,9 +93,9 @@ class Budget:
 
 PromptName = Literal["select", "synthesis"]
 COMBINE_KEYS = ("combine", "finalists", "combine_tokens", "select_prompt", "synthesis_prompt")
-"""Fields of a policy that have no effect if `combine` is "vote"; then manifests leave them out."""
+"""If `combine` is "vote", these fields of a policy have no effect, so manifests leave them out."""
 REWARD_KEYS = ("reward", "separator")
-"""Fields of a score that have an effect only if its kind is "prm"; manifests of other kinds leave
+"""If the kind of a score is not "prm", these fields of its rule have no effect, so manifests leave
 them out.
 """
 PROMPT_FIELDS = ("{problem}", "{solutions}")
@@ -109,20 +109,20 @@ def own_prompt(name: PromptName) -> str:
 
 
 SMALL = Budget("embedded models", 512, 64, ("\n\n",))
-"""The budget of the embedded models and of the scripted models, whose chunks are steps of at most
-40 tokens.
+"""The budget of the embedded models and the scripted models. Their chunks are steps of a solution,
+with at most 40 tokens.
 """
 THINK = "<think>"
 THINK_END = "</think>"
 THINKING_END = (
     f"\n\nI have no time left to think, so I answer now.\n{THINK_END}\n\nThe final answer is"
 )
-"""The default text that atts inserts into a rollout after its thinking budget is used up."""
-_PROMPT = 512  # number of tokens of the context that are reserved for the problem
+"""The default for the text that atts inserts when a rollout has used up its thinking budget."""
+_PROMPT = 512  # tokens of the context that are kept free for the problem
 _LEAST_TURNS = 15
-_STEP_TOKENS = 35  # the assumed length, in tokens, of a chunk that a stop string ends
-# The assumed length of a chunk without stop strings, as a share of its token limit. It is below 1,
-# because draft and target may count tokens differently.
+_STEP_TOKENS = 35  # If stop strings end the chunks, a chunk is assumed to have this many tokens.
+# Without stop strings, a chunk is assumed to have this share of its token limit. The share is below
+# 1, because draft and target may count tokens differently.
 _FULL = 0.8
 
 
@@ -509,8 +509,8 @@ class Policy:
         if self.score.kind != "prm":
             for name in REWARD_KEYS:
                 fields["score"].pop(name, None)
-        # the manifest has the digest of the judge instead, because the path of the judge's file may
-        # change
+        # The path of the judge's file may change, so the manifest has a digest of the judge instead
+        # of the path.
         fields["score"].pop("judge", None)
         return fields
 
@@ -571,7 +571,7 @@ def check_engines(
     """
     source = source_of(policy.score)
     if _reads(gate) == "nothing":
-        source = "votes"  # a gate that uses no score needs no scoring
+        source = "votes"  # This gate reads no score, so the target need not be able to score.
     if source in ("log-probabilities", "judge"):
         _check_scorer(target)
     if source == "judge":

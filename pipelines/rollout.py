@@ -300,7 +300,8 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
         builder.enter([written], [chunk], decision, score, proposal.flaw)
         return
     if builder.policy.takeover == "continue":
-        # as in the paper, keep the draft's chunk, and let the target write the chunk after it
+        # As in the paper, the draft's chunk stays in the text, and the target writes the chunk
+        # after it.
         kept = [chunk] if chunk.text or chunk.draft_ids or chunk.target_ids else []
         if not builder.may_write(kept):
             note = proposal.flaw or "the context has no room for the target's text"
@@ -310,17 +311,17 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
         builder.enter([*kept, written], (), decision, score, proposal.flaw)
         return
     if builder.policy.takeover == "repair":
-        # keep only the tokens of the chunk before the first token that the target rejects
+        # Keep the tokens of the chunk before the first token that the target rejects.
         part = first_tokens(chunk, proposal.first_rejected, builder.draft)
-        # The whole chunk fitted into the context, and this part is shorter. So there is room for at
-        # least one token of the target.
+        # The whole chunk fitted into the context, and `part` is shorter. So at least one token of
+        # the target fits too.
         if part is not None:
             written = await builder.write("target", [part])
             note = f"the first {part.tokens} of {chunk.tokens} tokens were kept"
             builder.enter([part, written], [chunk], decision, score, note, part.tokens)
             return
-    # The chunk is discarded. The target writes a replacement with its own stream of random numbers,
-    # so the replacement does not depend on the discarded chunk.
+    # Discard the chunk, and let the target write a replacement. The target has a separate stream of
+    # random numbers, so the replacement does not depend on the chunk.
     written = await builder.replace(proposal)
     builder.enter([written], [chunk], decision, score, proposal.flaw)
 
@@ -332,8 +333,7 @@ class RunningVote:
         self.policy = policy
         self.group = group
         self.ended = 0
-        # the reason why the remaining rollouts cannot change the winner; empty if they can change
-        # it
+        # Why the other rollouts cannot change the winner of the vote; empty if they still can.
         self._settled = ""
         self._cast: dict[int, Ballot] = {}
 

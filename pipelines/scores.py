@@ -39,10 +39,13 @@ ScoreSource = Literal[
     "continuation",
     "votes",
 ]
-"""The source of a score: the target's log-probabilities of the chunk, the draft's
-log-probabilities, the entropy of the draft's distributions, the probability from a reward model,
-the prediction of a learned judge, the target's answer to a question about the chunk, the text that
-the target writes in place of the chunk, or the votes of a problem's rollouts.
+"""What a score is computed from.
+
+"log-probabilities": the target's log-probabilities of the chunk. "draft": the draft's
+log-probabilities. "entropy": the entropy of the draft's distributions. "reward": the probability
+from a reward model. "judge": the prediction of a learned judge. "question": the target's answer to
+a question about the chunk. "continuation": the text that the target writes in place of the chunk.
+"votes": the votes of a problem's rollouts.
 """
 _SOURCES: Mapping[ScoreKind, ScoreSource] = {
     "draft": "draft",
@@ -67,8 +70,7 @@ _UNITS: Mapping[ScoreKind, str] = {
     "prm": "nats",
     "verdict": "nats",
 }
-"""The unit of the logarithm of a score, by kind. Scores of other kinds are not shown as logarithms.
-"""
+"""For each kind of score that is shown as a logarithm: the unit of this logarithm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +205,8 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
         if not logprobs:
             return math.nan
     if isinstance(rule, ScoreRule) and rule.kind == "speculative":
-        # the author may have one additional log-probability, for the end token, but never fewer
-        # than the target
+        # The model that wrote the chunk may have one more log-probability, for its end token. If it
+        # has fewer than the target, there is no score.
         if len(chunk.logprobs) < len(logprobs):
             return math.nan
         pairs = zip(logprobs, chunk.logprobs, strict=False)
@@ -229,7 +231,7 @@ def first_rejected_token(
         return 0
     drops = [before - now for now, before in zip(target, author, strict=False)]
     for position, drop in enumerate(drops):
-        if not drop < nats:  # a drop of NaN rejects the token
+        if not drop < nats:  # `not <` is also true if the drop is NaN, so NaN rejects the token.
             return position
     return drops.index(max(drops))
 
@@ -259,8 +261,8 @@ JUDGE_FEATURES = (
     "agreement of answered siblings",
     "unknown agreement",
 )
-"""The features from which a learned judge predicts. A shortfall is the amount by which the target's
-log-probability of a token is below the draft's.
+"""The names of the features from which a learned judge predicts. A shortfall is the amount by which
+the target's log-probability of a token is below the draft's.
 """
 
 
@@ -274,7 +276,8 @@ def judge_features(
     if not target or len(draft) < len(target):
         return (math.nan,) * len(JUDGE_FEATURES)
     pairs = list(zip(target, draft, strict=False))
-    # limited, because a token with probability 0 would dominate the sum
+    # Lower log-probabilities are raised to this value. Otherwise one token with probability 0 would
+    # dominate the sum.
     least = -30.0
     given = [max(least, value) for value in target]
     own = [max(least, value) for _, value in pairs]

@@ -6,31 +6,37 @@ from dataclasses import dataclass, field
 
 from atts.core import Role
 
-_UNKNOWN = 8  # number of tokens to draft before a scoring call, until enough drafts were tested
-# A stretch is a series of chunks written by one model. It has at least this number of chunks, or
-# half the number of chunks in flight if that is more.
+# The draft writes this many tokens before each scoring call, until enough of its tokens have been
+# tested.
+_UNKNOWN = 8
+# A stretch is a series of chunks that one model writes. It ends after this many chunks, or half the
+# number of chunks in flight if this is more.
 _CHUNKS = 8
-# the draft writes if it gives at least this number of times the target's tokens per second
+# The draft writes only if this gives at least this many times the tokens per second that the target
+# gives.
 _GAIN = 1.05
-# While the draft is the faster writer, the target is not tried for a stretch if it is much slower.
-# "Much slower" means at least this many times the draft's time per token.
+# If the draft is faster, the target sometimes writes one chunk as a test. A stretch of the target
+# follows only if the target needed less than this many times the draft's time per token.
 _SLOWER = 1.5
-# If the draft's chunk took at most this share of the target's time per token, a stretch of the
-# draft is tried at once, even with many chunks in flight. If it took more, the stretch waits until
-# the run may lose the time of `_UNSURE` chunks.
+# If the target is faster, the draft sometimes writes one chunk as a test. If it needed at most this
+# share of the target's time per token, a stretch of the draft follows at once. With few chunks in
+# flight, a larger share is enough. If the draft needed more time, the stretch waits until the run
+# may lose the time of `_UNSURE` chunks.
 _SURE = 0.4
 _UNSURE = 1.5
-# number of stretches by the faster writer after the first unsuccessful try of the slower writer
+# After the first test that the slower model failed, the faster model writes this many stretches.
+# After each further failure it writes twice as many.
 _AFTER_LOSS = 16
-# largest number of stretches by the faster writer between two tries of the slower writer
+# The faster model writes at most this many stretches before the slower model is tested again.
 _LONGEST = 64
-# Shares of the run's time that drafting has lost. Drafting stops above the first share, and may
-# start again below the second share.
+# Limits on the time that slow drafting has cost, as shares of the run's time. Above the first
+# share, drafting stops; below the second share, it may be tried again.
 _MOST_LOST = 0.02, 0.012
-# a try of the draft is always allowed if it loses at most this share of the target's mean time per
-# chunk
+# Each try of the draft may lose at least this share of the mean time in which the target writes a
+# chunk.
 _GRACE = 0.25
-_FORGETTING = 0.8  # weight of the old value when the mean time of the target's chunks is updated
+# In the moving average of the target's time per chunk, the old average has this weight.
+_FORGETTING = 0.8
 
 
 @dataclass(slots=True)
@@ -42,7 +48,8 @@ class DraftLength:
     not the text.
     """
 
-    # number of drafted tokens that were tested; tokens after a rejected token are not tested
+    # drafted tokens that the target accepted or rejected; tokens after a rejected token do not
+    # count
     tested: int = 0
     accepted: int = 0
     drafted: int = 0
@@ -81,8 +88,8 @@ class BegunChunk:
     writer: Role
     since: float
     is_look: bool
-    tokens: int = 0  # number of tokens accepted so far
-    drafted_until: float = 0.0  # time at which `tokens` was last updated
+    tokens: int = 0  # accepted tokens of the chunk so far
+    drafted_until: float = 0.0  # time at which the last of these tokens were added
 
 
 @dataclass(slots=True)
@@ -102,26 +109,29 @@ class WriterChoice:
     the target finishes the chunks that the draft has begun.
     """
 
-    writer: Role = "target"  # model that writes the current stretch
+    writer: Role = "target"  # the model that writes this stretch of chunks
     best: Role = "target"
-    # tokens per second of all rollouts together, by writer
+    # for each writer: running average of the tokens per second of all rollouts together
     rates: dict[Role, float] = field(default_factory=dict[Role, float])
-    # seconds per token of the last chunk, by writer
+    # for each writer: seconds per token of its last chunk
     seconds: dict[Role, float] = field(default_factory=dict[Role, float])
-    in_flight: list[BegunChunk] = field(default_factory=list[BegunChunk])  # chunks in flight
-    chunk_seconds: float = 0.0  # mean seconds of a chunk that the target writes
-    before: int = 0  # number of unfinished chunks that began before this stretch of chunks
-    ended: int = 0  # number of chunks that ended in this stretch
-    tokens: int = 0  # number of tokens of the chunks that ended in this stretch
-    busy: float = 0.0  # seconds of the stretch in which a chunk was in flight
+    in_flight: list[BegunChunk] = field(default_factory=list[BegunChunk])
+    chunk_seconds: float = 0.0  # moving average of the seconds in which the target writes a chunk
+    before: int = 0  # unfinished chunks that began before this stretch, which are not counted in it
+    ended: int = 0  # chunks of this stretch that have ended
+    tokens: int = 0  # tokens of the ended chunks of this stretch
+    busy: float = 0.0  # seconds of this stretch in which at least one chunk was in flight
     now: float = 0.0
-    elapsed: float = 0.0  # seconds of the run in which a chunk was in flight
-    lost: float = 0.0  # seconds lost by finished tries of the draft
-    tried_since: float | None = None  # start time of the draft's current try
+    elapsed: float = 0.0  # seconds of the whole run in which at least one chunk was in flight
+    # seconds that all earlier tests of the draft have cost, compared with the target alone
+    lost: float = 0.0
+    # time at which the draft's current test stretch began; None if there is none
+    tried_since: float | None = None
     tried_busy: float = 0.0
     tried_tokens: float = 0.0
-    stay: int = 1  # number of stretches by the faster writer between two tries of the slower writer
-    # number of stretches by the faster writer until the next try of the slower writer
+    # The faster model writes this many stretches before the slower model is tested again.
+    stay: int = 1
+    # number of stretches that are still to be written before this test
     left: int = 1
     is_look_due: bool = False
     is_looking: bool = False
@@ -171,8 +181,8 @@ class WriterChoice:
             until = max(begun.drafted_until, begun.since)
             self.seconds["draft"] = (until - begun.since) / max(1, begun.tokens)
         if self.tried_since is not None:
-            # if the chunk began before the try, count only the share of its tokens that was written
-            # during the try
+            # If the chunk began before the try, only a share of its tokens belongs to the try: the
+            # share of its time that lies in the try.
             share = min(1.0, (now - self.tried_since) / seconds) if seconds else 1.0
             self.tried_tokens += share * (tokens - begun.tokens)
         if begun.is_look:
@@ -245,7 +255,8 @@ class WriterChoice:
         if begun.writer == "draft" and "target" in self.seconds:
             excess = seconds - tokens * self.seconds["target"]
             self.lost += max(0.0, excess) / (len(self.in_flight) + 1)
-        # in the meantime, this writer was found to be the faster writer
+        # While this chunk was being written, its model has become the faster one, so there is
+        # nothing to decide.
         if begun.writer == self.best:
             return
         if self._is_promising():
@@ -263,7 +274,8 @@ class WriterChoice:
         draft = self.seconds["draft"]
         if self.best == "draft":
             return target < _SLOWER * draft
-        if not (target and self.rates["target"]):  # speeds are unknown, because no time has passed
+        # A speed of 0 means that the clock has not advanced, so the speeds are unknown.
+        if not (target and self.rates["target"]):
             return False
         count = len(self.in_flight) + 1
         if draft < (_SURE + (1 / _GAIN - _SURE) / count) * target:

@@ -13,7 +13,9 @@ from atts.core import Rollout
 _LEAST_WEIGHT = 1e-3
 VoteKind = Literal["majority", "confidence"]
 Grouper = Callable[[Sequence[str]], Sequence[int]]
-"""A function that returns one class label for each answer; equal labels mean equal answers."""
+"""A function that groups answers: it returns one label for each answer, and equal answers have
+equal labels.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,14 @@ def classes(answers: Sequence[str], group: Grouper) -> list[int]:
 def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
     """Count ballots by classes of equivalent answers, which may be different strings."""
     labels = classes([ballot.answer for ballot in ballots], group)
-    answers: dict[int, str] = {}  # for each class, the spelling of its answer that was seen first
+    answers: dict[int, str] = {}  # for each label: the spelling of its first answer
     weights: dict[int, float] = {}
     counts: dict[int, int] = {}
     for ballot, label in zip(ballots, labels, strict=True):
         answers.setdefault(label, ballot.answer)
         weights[label] = weights.get(label, 0.0) + ballot.weight
         counts[label] = counts.get(label, 0) + 1
-    # sorting is stable, so ties go to the class that was seen first
+    # `sorted` is stable, so in a tie the class that was seen first wins.
     heaviest_first = sorted(answers, key=lambda label: -weights[label])
     return Tally(
         tuple(answers[label] for label in heaviest_first),
@@ -124,7 +126,7 @@ def settled_probability(current: Tally, remaining: int) -> float:
     first, *rivals = current.counts
     others = sum(rivals)
     lost = 0.0
-    for rival in [*rivals, 0]:  # 0 votes: the unseen class
+    for rival in [*rivals, 0]:  # The 0 stands for an answer that no rollout has given yet.
         lost += _overtaken(first, rival, others - rival, len(rivals), remaining)
     return max(0.0, 1.0 - lost)
 

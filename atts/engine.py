@@ -32,12 +32,12 @@ _Value = TypeVar("_Value")
 _MOST_IDS = 1 << 31
 EngineState = Literal["new", "open", "closed"]
 Capability = Literal["sample", "score", "rate", "draw", "entropy", "reward", "thinking"]
-"""The names of what an engine can do.
+"""The abilities that an engine may have.
 
-"sample": it continues ids. "score": it returns the log-probability of every token of a suffix.
-"rate": it scores single-token suffixes among a few likely tokens, which is enough for a one-digit
-rating. "draw": while scoring, the engine also samples from the distributions that it computes
-(`ScoreRequest.draw`). It also continues a completion that another engine began
+"sample": it writes tokens after given token ids. "score": it returns the log-probability of every
+token of a suffix. "rate": it scores single-token suffixes among a few likely tokens, which is
+enough for a one-digit rating. "draw": while scoring, the engine also samples from the distributions
+that it computes (`ScoreRequest.draw`). It also continues a completion that another engine began
 (`SampleRequest.num_begun`). "entropy": it returns the entropy of its distribution at every token of
 a suffix (`ScoreRequest.entropies`). "reward": a reward model answers requests with
 `ScoreRequest.texts`. "thinking": it closes a think block that has used up its budget
@@ -270,7 +270,7 @@ class Engine(Protocol):
 
 
 GIVE_UP_AFTER = 3600.0
-"""The default number of seconds to wait for a lost server."""
+"""If a server no longer answers, a run waits this many seconds for it, if the user sets no time."""
 
 
 @runtime_checkable

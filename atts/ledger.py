@@ -156,9 +156,9 @@ class Price:
     :raises OptionError: a price is below 0, or cached tokens cost more than other input tokens.
     """
 
-    input: float  # for prompts and scored texts
+    input: float  # price of tokens in prompts and scored texts
     output: float
-    # for prompt tokens that come from a cache; None: the same price as `input`
+    # price of prompt tokens that come from a cache; None: the same price as `input`
     cached: float | None = None
 
     def __post_init__(self) -> None:
@@ -357,7 +357,7 @@ class Account:
         self.unanswered = unanswered or Amount()
         self.written = 0  # tokens that draft and target wrote
         self.cached = 0  # prompt tokens that came from a cache
-        self.limit = ""  # the cap that has refused a call; empty as long as no call was refused
+        self.limit = ""  # name of the cap that refused a call; empty if none did
         self._file: LedgerFile | None = file
         if file is None and inside is not None:
             self._file = inside._file
@@ -557,7 +557,7 @@ class LedgerFile:
         self._most_lines = most_lines
         recorded = _read(path)
         self.total = Amount()  # what earlier sessions spent, summed over all accounts
-        self._others = Spending()  # summed over all accounts not in `_kept`
+        self._others = Spending()  # spending of all accounts that are not in `_kept`
         self._kept = {name: Spending() for name in keep}
         for name, spending in recorded.items():
             self.total += spending.total

@@ -20,7 +20,9 @@ from atts.run import RunResult
 
 _POLICY = Policy(samples=1, sampling=Sampling(0.0), early_stop="none")
 _ROOM = 2
-"""Token limit of a changed model, divided by the length of the original model's longest text."""
+"""The token limit of a changed model is this many times the length of the original model's longest
+text.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,7 @@ class Answers:
     unmarked: Callable[[str], int] = lambda text: 0
     extract_finished: Callable[[str], str | None] = lambda text: None
     prepare: Callable[[Sequence[str | None]], Awaitable[None]] = _nothing_to_prepare
-    # If problems need different functions, this function returns the `Answers` of a problem;
-    # otherwise None.
+    # Returns the `Answers` of a problem. None if all problems use the functions of this object.
     for_problem: Callable[[Problem], Answers] | None = None
 
     def of(self, problem: Problem) -> Answers:

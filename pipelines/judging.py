@@ -365,8 +365,8 @@ async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
             answers.append(await collect([partial(_logprob, target, one) for one in requests]))
         except EngineError as error:
             return replace(proposal, flaw=_excuse(error))
-    # Every request contains the chunk, but its tokens are counted once, because later requests find
-    # them in the prefix cache.
+    # Every request contains the chunk, but its tokens are counted once: later requests should find
+    # them in the target's prefix cache.
     calls = sum(map(len, answers))
     read = len(proposal.chunk.target_ids)
     builder.usage += Usage(scored_tokens=calls, target_prefill_tokens=read, calls=calls)

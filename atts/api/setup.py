@@ -171,7 +171,7 @@ class Setup:
     policy: Policy = Policy()
     # the gate that decides about chunks; None: the gate of `method`
     gate: Gate | RoundGate | None = None
-    # scores from an earlier run, from which the gate is calibrated
+    # scores computed before this run, from which the gate is calibrated
     stored: Sequence[float] | StoredScores = ()
     conditions: Annotated[
         Conditions,

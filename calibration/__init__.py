@@ -1,18 +1,22 @@
 """Conformal calibration, which turns a stream of scores into decisions at a guaranteed rate."""
 
-# Everything is made from plain numbers and strings:
+# All calls take plain numbers and strings:
 #
-#   Calibrator(rate, mode, stored=scores)     decide(score, question=, turn=, sample=, issue=), then
-#                                             observe(decision)
-#   replay_scores(records, rate, mode, seed)         the same on recorded scores, with metrics
-#   StoredScores.of(scores, per_question)     scores of a calibration run; read_scores(path) of a file
-#   examine(stored, rate)                     what stored scores can promise
-#   DriftMonitor(stored, policy=)             observe(nonconformity, question, turn); a Calibrator
-#                                             has one
+#   calibrator = Calibrator(rate, mode, stored=scores)
+#   calibrator.decide(score, question=, turn=, sample=, issue=)
+#       decides on a chunk; then call calibrator.observe(decision)
+#   replay_scores(records, rate, mode, seed)
+#       decides on recorded scores, and computes metrics of the rate
+#   StoredScores.of(scores, per_question), read_scores(path)
+#       return the scores of a calibration run, from a list or from a file
+#   examine(stored, rate)
+#       checks stored scores, and estimates how uncertain their threshold is
+#   DriftMonitor(stored, policy=).observe(nonconformity, question, turn)
+#       detects drift; a Calibrator already contains a monitor
 #   certify([Candidate(gate, rate, losses, cost)], epsilon)
-#                                             the cheapest policy with a bounded loss of accuracy
+#       finds the cheapest policy whose loss of accuracy is at most epsilon
 #   certify_abstention(confidence, wrong, risk)
-#                                             the confidence below which no answer is given
+#       finds the lowest confidence at which an answer may be given
 
 from atts.calibration.certificates import (
     Abstention,

@@ -3,9 +3,10 @@ threshold.
 """
 
 # All tests use one loss per problem, because the samples of one problem are correlated. All
-# guarantees are for problems drawn like the calibration problems (Angelopoulos et al., "Learn then
-# Test", 2021). Each policy's p-value is valid for the null hypothesis "the true mean loss is above
-# epsilon". Fixed-sequence testing keeps the probability of any false certificate below delta.
+# guarantees assume that later problems come from the same distribution as the calibration problems
+# (Angelopoulos et al., "Learn then Test", 2021). Each policy has a p-value for the null hypothesis
+# "the true mean loss is above epsilon". Fixed-sequence testing keeps the probability of any false
+# certificate below delta.
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ from atts.sampling import beta_quantile, beta_upper_quantile, binomial_cdf, norm
 Losses = NDArray[np.float64]
 
 PValue = Callable[[Sequence[float]], float]
-"""A p-value of the hypothesis "the true mean loss is too large"."""
+"""A function from losses to the p-value of the hypothesis "the true mean loss is too large"."""
 
-# The confidence interval of the share of problems on which two runs differ misses the true share
-# with this probability.
+# Probability that the confidence interval below does not contain the true value. The interval is
+# for the share of problems on which two runs differ.
 _INTERVAL_MISS = 0.001
-# Abstention thresholds are tested in two walks downwards, which start at these multiples of 1/20.
-# Each walk gets half of delta. The walk from 1 finds cautious thresholds; the walk from 0.6 does
-# not stop because of a few unlucky problems at high confidence.
+# Confidence thresholds are tested from a start value downwards, in steps of 1/20. There are two
+# start values, 20/20 and 12/20, and each sequence of tests gets half of delta. The sequence from 1
+# finds high thresholds. The sequence from 0.6 is for data in which a few wrong answers with high
+# confidence stop the first sequence.
 _STARTS = (20, 12)
 
 
@@ -47,7 +49,8 @@ def checked_losses(losses: ArrayLike, low: float = 0.0) -> Losses:
         raise CalibrationInputError(
             "losses", array.shape, "at least one problem, and exactly one loss for each problem"
         )
-    outside = ~((array >= low) & (array <= 1))  # True for NaN too
+    # Comparisons with NaN are False, so NaN is "outside" too.
+    outside = ~((array >= low) & (array <= 1))
     if outside.any():
         raise CalibrationInputError("loss", float(array[outside][0]), f"a number in [{low:g}, 1]")
     return array
@@ -125,15 +128,16 @@ def betting_p_value(losses: ArrayLike, epsilon: float) -> float:
     """
     array = checked_losses(losses)
     seen = np.arange(1, len(array) + 1)
-    # Compute the mean and variance of all losses before each loss. An artificial first loss, with
-    # mean epsilon and variance epsilon * (1 - epsilon), makes both defined for the first real loss.
+    # For each loss, compute the mean and the variance of all losses before it. The first loss has
+    # none before it, so put an artificial loss in front. Its mean is epsilon, and its variance is
+    # epsilon * (1 - epsilon).
     mean = (epsilon + _sums_before(array)) / seen
     variance = (epsilon * (1 - epsilon) + _sums_before((array - mean) ** 2)) / seen
     gain = epsilon - mean
-    # These bets approximate the bets whose capital grows fastest. The capital stays positive
+    # These bets are close to those that make the capital grow fastest. The capital stays positive
     # because each bet is below 1 / (1 - epsilon).
     bets = np.clip(gain / np.maximum(variance + gain * gain, 1e-9), 0.0, 0.75 / (1 - epsilon))
-    # at least a small bet, because the capital cannot grow if the bet is 0
+    # With a bet of 0 the capital cannot grow, so bet at least 0.1.
     bets = np.maximum(bets, 0.1)
     capital = np.cumsum(np.log1p(bets * (epsilon - array)))
     return math.exp(-max(0.0, float(capital.max())))
@@ -175,15 +179,15 @@ def net_p_value(losses: ArrayLike, epsilon: float) -> float:
     n = len(array)
     differing = int(np.count_nonzero(array))
     net = round(float(array.sum()))
-    # The Clopper-Pearson interval of the share of problems that differ.
+    # [low, high] is the Clopper-Pearson interval of the share of problems on which the runs differ.
     low = 0.0
     high = 1.0
     if differing:
         low = float(beta_quantile(_INTERVAL_MISS / 2, differing, n - differing + 1))
     if differing < n:
         high = beta_upper_quantile(_INTERVAL_MISS / 2, differing + 1, n - differing)
-    # A mean net loss of epsilon is possible only if the runs differ on at least a share epsilon of
-    # the problems.
+    # The mean net loss can be epsilon only if the share of problems with different results is at
+    # least epsilon. So smaller shares need not be tried.
     shares = np.linspace(max(low, epsilon), max(high, epsilon), 65)
     worst = max(_chance_of_at_most(net, n, float(share), epsilon) for share in shares)
     return min(1.0, _INTERVAL_MISS + worst)
@@ -202,8 +206,8 @@ def _chance_of_at_most(net: int, n: int, differing: float, epsilon: float) -> fl
     lost = (differing + epsilon) / 2
     won = (differing - epsilon) / 2
     characteristic = (1 - differing + lost * turn + won * turn.conj()) ** n
-    # Entry k is the probability that the sum is k modulo `size`, so negative sums are at the end.
-    # Move them to the front.
+    # Entry k of the inverse FFT is the probability that the sum is k modulo `size`. Negative sums
+    # are therefore at the end, and `roll` moves them to the front.
     probabilities = np.roll(np.fft.irfft(characteristic, size), n)
     return float(np.clip(probabilities[: net + n + 1].sum(), 0.0, 1.0))
 
@@ -283,7 +287,7 @@ class Tested:
     rate: float
     cost: float
     loss: float
-    # None if an earlier candidate failed the test, so that this candidate was not tested
+    # p-value of the test; None if the candidate was not tested, because an earlier candidate failed
     p: float | None
     certified: bool
 
@@ -301,7 +305,8 @@ class Certificate:
     problems: int
     chosen: Tested | None
     tested: tuple[Tested, ...]
-    # estimated number of problems that would certify the safest candidate; None if no number would
+    # Estimated number of calibration problems that would be enough to certify the safest candidate.
+    # None if no number would be enough.
     needed: int | None
     superior: Tested | None = None
     kind: Literal["certificate", "net-certificate"] = "certificate"
@@ -436,7 +441,7 @@ def _test_chain(chain: list[Candidate], share: float, p_value: PValue) -> list[T
     p_values = list[float]()
     for candidate in chain:
         p_values.append(p_value(candidate.losses))
-        # the test stops at its first failure, so later candidates need no p-value
+        # Testing stops at the first candidate that fails, so later candidates need no p-value.
         if p_values[-1] > share:
             break
     num_rejected = len(rejected(p_values, share))
@@ -541,8 +546,8 @@ def certify_abstention(
     if certified:
         best = min(certified, key=lambda step: (step.threshold, step.answered, step.wrong))
         return Abstention(risk, kept, problems, best.threshold, best.answered, best.wrong)
-    # The first threshold of a walk is its most cautious one. Of the two first thresholds, report
-    # the one that needs fewer problems.
+    # No threshold was certified. Each sequence of tests begins with its highest threshold. Of these
+    # two thresholds, report the one that would need fewer additional problems.
     firsts = [walk[0] for walk in walks]
     needed = [_abstention_problems_needed(problems, step, risk, share) for step in firsts]
     nearest = min(
@@ -558,7 +563,7 @@ def _steps_down(
 ) -> Iterator[_Step]:
     """Yield the step of each threshold, in twentieths, from `start` down to 0."""
     for twentieths in range(start, -1, -1):
-        # a problem with confidence NaN is never answered
+        # The comparison is False for NaN, so a problem with confidence NaN counts as not answered.
         is_answered = confidences >= twentieths / 20 - 1e-9
         num_wrong = int((is_answered & is_wrong).sum())
         yield _Step(twentieths / 20, int(is_answered.sum()), num_wrong)

@@ -5,8 +5,8 @@ Realised rates are compared with the nominal rate.
 
 from __future__ import annotations
 
-# Everywhere in this package a larger score is worse, and `rate` is the fraction to escalate. The
-# paper's alpha is 1 - rate and appears in formulas only.
+# In this package, a larger score is worse and `rate` is the fraction to escalate. The paper's alpha
+# is 1 - rate; only formulas use alpha.
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,17 @@ from atts.sampling import beta_quantile, binomial_quantile, student_quantile
 Rate = float | Fraction
 
 Standing = Literal["held", "unclear", "left"]
-"""The verdict on a realised rate: on target ("held"), off target ("left"), or "unclear"."""
+"""The verdict on a realised rate: "held" means on target, "left" means off target, and "unclear"
+means that there is too little data to decide.
+"""
 
-# A rate is on target if it is inside the central interval of the binomial distribution. The
-# interval has this probability.
+# A realised rate is on target if it is inside a central interval of the binomial distribution. This
+# is the probability that the interval contains.
 COIN = 0.95
-# A rate is off target if it is outside the interval of this probability for runs whose questions
-# vary as much as the questions of this run. With this wider interval, a working gate is called off
-# target once in 100 runs, not once in 20. A rate outside the first interval but inside the second
-# is called unclear.
+# A realised rate is off target if it is outside a second, wider interval. The wider interval allows
+# for questions that differ from each other as much as in this run. It contains the rate of a
+# working gate with this probability, so about 1 run in 100 gets a false "off target". A rate that
+# is only inside the wider interval is called unclear.
 _CLUSTERED = 0.99
 
 
@@ -101,8 +103,8 @@ class RateCheck:
                 "(99 %)"
             )
         low, high = self.coin
-        # After few decisions the interval is wide, so a rate inside it proves little. The text
-        # therefore contains the interval.
+        # After few decisions the interval is wide, so "inside the interval" proves little. The text
+        # then shows the interval, so that readers see how wide it is.
         is_wide = (high - low) / 2 > min(self.nominal, 1 - self.nominal) / 2
         width = (
             f"; with so few decisions, coin tosses have rates in {_interval_text(self.coin)} (95 %)"
@@ -124,7 +126,8 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
     'unclear'
     """
     nominal = float(exact_rate(rate))
-    # shape [questions, 2]: number of decisions and number of escalations per question
+    # Array of shape [questions, 2]: the number of decisions and the number of escalations of each
+    # question.
     rows = np.array([row for row in questions if row[0]], float).reshape(-1, 2)
     if not len(rows) or (rows[:, 1] > rows[:, 0]).any() or (rows < 0).any():
         raise CalibrationInputError(
@@ -219,7 +222,7 @@ def split_threshold(stored: Scores, rate: Rate) -> float:
     ordered = np.sort(np.asarray(stored, float))
     if ordered.ndim != 1:
         raise CalibrationInputError("stored scores", ordered.shape, "one list of numbers")
-    # NaN is sorted to the end, so the last score is NaN if any score is NaN.
+    # `np.sort` puts NaN last, so checking the last score is enough.
     if len(ordered) and np.isnan(ordered[-1]):
         raise CalibrationInputError("stored score", math.nan, "a number")
     if k > len(ordered):
@@ -258,7 +261,7 @@ class ClusterSummary:
 
     scores: int
     clusters: int
-    icc: float  # intraclass correlation; NaN if it cannot be estimated
+    icc: float  # intraclass correlation of the scores of a question; NaN if it cannot be estimated
     effective: float
 
     def __str__(self) -> str:
@@ -302,8 +305,8 @@ def summarise(clusters: Clusters) -> ClusterSummary:
     if math.isnan(icc):
         return ClusterSummary(total, len(values), icc, float(len(values)))
     typical_size = float((sizes**2).sum() / sizes.sum())
-    # A negative estimate of the correlation is noise, because the effective size cannot exceed the
-    # number of scores.
+    # Treat a negative estimate of the correlation as 0. Otherwise the effective sample size would
+    # exceed the number of scores.
     effective = total / (1 + (typical_size - 1) * max(0.0, icc))
     return ClusterSummary(total, len(values), icc, effective)
 

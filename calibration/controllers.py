@@ -26,18 +26,17 @@ from atts.errors import CalibrationInputError, OptionError
 Mode = Literal["split", "marginal", "aci", "question", "question-turn"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# The deficit is the number of missing escalations: rate * decisions - escalations. A run may end
-# with a deficit of this share of its decisions. If no deficit were allowed, noise would decide
-# which of the last, hardest chunks escalate.
+# Deficit = rate * decisions - escalations, the number of escalations that are still missing. When a
+# run ends, the deficit may be this share of the run's decisions. If it had to be 0, the controller
+# would choose the last chunks of the run by chance instead of by score.
 SLACK = 0.006
-# If the deficit is larger than the allowed one, a controller removes the excess within 1 / _HASTE
-# (half) of the remaining decisions. With a smaller number, the deficit would shrink too slowly in
-# runs whose scores arrive sorted.
+# If the deficit exceeds the allowed deficit, the excess is removed within 1 / _HASTE (half) of the
+# remaining decisions. A smaller value would remove it too late if scores arrive sorted.
 _HASTE = 2.0
-# The level is the rate that the controller currently aims at. One decision changes it by this
-# number, divided by the number of rollouts of a problem. With a smaller number, short runs miss
-# their rate. With a larger number, all problems get about the same rate, although the scores should
-# decide which problems get more.
+# The level is the rate that the controller currently aims at. A decision changes the level by step
+# * (rate - escalated). The step is this number divided by the number of rollouts per problem. With
+# a smaller step, short runs miss their rate. With a larger step, all problems get about the same
+# rate, although hard problems should get more escalations.
 _PROBLEM_STEP = 0.016
 
 
@@ -45,8 +44,9 @@ _PROBLEM_STEP = 0.016
 class RunEnd:
     """The distance to the end of a run."""
 
-    left: float = math.inf  # number of decisions until the run ends, including the next one
-    slack: float = 0.0  # number of escalations that may be missing when the run ends
+    left: float = math.inf  # number of remaining decisions of the run, including the next decision
+    # deficit that is allowed when the run ends: the number of missing escalations
+    slack: float = 0.0
 
 
 UNKNOWN = RunEnd()
@@ -113,7 +113,8 @@ class Adaptive(Controller):
         self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
     ) -> float:
         lead = self._level - self._rate
-        # `lead` is the deficit so far, multiplied by the step.
+        # `lead` is step * deficit, because every decision moves the level by step * (rate -
+        # escalated).
         deficit = max(0.0, abs(lead) / self._step - end.slack)
         pace = _HASTE * deficit / max(_HASTE, end.left)
         if pace <= abs(lead):
@@ -123,14 +124,14 @@ class Adaptive(Controller):
     def update(
         self, nonconformity: float | None, question: str, turn: int, escalated: bool
     ) -> None:
-        # The level may leave [0, 1]. The controller's bound holds only if the level stores the
-        # whole deficit.
+        # Do not clip the level to [0, 1]. The bound on the realised rate holds only if the level
+        # contains the whole deficit.
         self._level += self._step * (self._rate - escalated)
 
     def merge(self, state: Any) -> None:
-        # Both controllers started with the rate as their level, so add up how far each level has
-        # moved. A new controller copies the level instead, so that a restored controller is
-        # bit-identical.
+        # Both levels started at the nominal rate, so the merged level is the rate plus both
+        # changes. A new controller copies the other level instead. The copy is bit-identical, which
+        # a sum of floats may not be.
         if self._level == self._rate:
             self._level = float(state["level"])
         else:
@@ -169,18 +170,19 @@ class Feedback(Controller):
         """
         super().__init__(rate)
         self._logit = math.log(rate / (1 - rate)) if 0 < rate < 1 else 0.0
-        # A step on the logit scale changes the rate by that step times rate * (1 - rate). Dividing
-        # by the variance makes one gain suitable for all rates.
+        # A change d of the logit changes the rate by about d * rate * (1 - rate). The gains are
+        # divided by this variance, so that the same gains suit all rates.
         variance = max(rate * (1 - rate), 1e-3)
         self._gains = tuple(gain / variance for gain in gains)
         self._order = order / variance
         self._limit = limit
-        # The deficit is stored for each question, for each turn and for the whole run.
+        # Deficits: the numbers of missing escalations of each question, of each turn and of the
+        # whole run.
         self._questions = DefaultTable(str, float)
         self._turns = DefaultTable(int, float)
         self._overall = 0.0
-        # scores of the siblings that were accepted, and of those that were escalated; the key is
-        # (question, turn)
+        # For each (question, turn): the scores of accepted chunks, and the scores of escalated
+        # chunks.
         self._siblings = GroupTable(lambda: (Ranks(), Ranks()))
 
     def current_rate(
@@ -195,11 +197,12 @@ class Feedback(Controller):
         turn_deficit = self._turns.get(turn, 0.0)
         lean = by_question * deficit + by_turn * turn_deficit + overall * self._overall
         if self._order:
-            # At most three siblings that contradict the order of scores are counted. So they do not
-            # outweigh the deficits.
+            # A sibling contradicts the order of scores if it was escalated with a better score, or
+            # accepted with a worse score. Count at most three of them, so that the deficits still
+            # decide.
             inversions = self._inversions(nonconformity, question, turn)
             lean += self._order * max(-3, min(3, inversions))
-        # math.exp overflows above 709.
+        # math.exp raises OverflowError for arguments above 709.
         logit = max(-700.0, min(700.0, self._logit + lean))
         return 1 / (1 + math.exp(-logit))
 
@@ -239,24 +242,29 @@ class Tuning:
     The defaults were tuned on half of the questions of one recorded run, for all rates together.
     """
 
-    # step for 8 rollouts per problem; `for_rollouts` returns the step for other numbers
+    # step of mode "aci" for 8 rollouts per problem; see `for_rollouts` for other numbers
     aci_step: float = 0.002
-    # A missing escalation shifts the logit of the rate by gain / (rate * (1 - rate)). There is a
-    # gain for the question, for the turn and for the whole run.
+    # Each missing escalation raises the logit of the current rate by gain / (rate * (1 - rate)).
+    # There are separate gains for missing escalations of the question, of the turn and of the run.
     question_gain: float = 0.23
     turn_gain: float = 0.035
     overall_gain: float = 0.02
-    # shift of the logit for each sibling whose decision contradicts the order of scores, times rate
-    # * (1 - rate)
+    # Each sibling whose decision contradicts the order of scores changes the logit by order / (rate
+    # * (1 - rate)). Siblings are chunks of the same question and turn.
     order: float = 0.144
-    # If a question lacks this number of escalations, its next chunk is escalated, whatever its
-    # score is. If it has this number too many, its next chunk is accepted.
+    # If this number of escalations is missing in a question, its next chunk is always escalated.
+    # With this number too many, its next chunk is always accepted. `limit_at` returns a smaller
+    # limit at rates near 0 and 1.
     limit: float = 4.0
-    # The mean score of all questions weighs as much as this number of scores of the question.
+    # The expected score of a question is its mean score, mixed with the mean of all questions. The
+    # mean of all questions counts as this number of scores.
     shrinkage: float = 1.0
-    # The rank among the scores of the turn weighs as much as this number of scores of the question.
+    # A residual is a score minus the expected score of its question. It is ranked in two groups:
+    # among residuals of all questions, and among those of its question. The first rank counts as
+    # this number of residuals of the question.
     residuals: float = 20.0
-    # The rank among the scores of other questions weighs as much as this number of siblings.
+    # The rank from the residuals is combined with the rank among siblings (chunks of the same
+    # question and turn). The rank from the residuals counts as this number of siblings.
     siblings: float = 24.0
 
     @classmethod

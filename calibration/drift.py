@@ -31,10 +31,10 @@ from atts.calibration.state import DefaultTable, Persisted
 from atts.errors import CalibrationInputError, OptionError
 from atts.sampling import binomial_tail, normal_quantile
 
-# Largest share of repeated scores, 0 to 1, that causes no warning.
+# Up to this share of repeated scores, from 0 to 1, there is no warning.
 FEW = 0.02
-# Scores that are this near to the better end of the scale are not treated as copies. Different
-# chunks may have such scores if the model is certain of them.
+# If the model is certain, different chunks get scores close to the best possible score. Such scores may be
+# equal in two questions. So scores within this distance of it are not called copies.
 _CERTAIN = 1e-6
 
 
@@ -47,11 +47,11 @@ class DuplicateScores:
     questions are different, so equal scores in two questions are a fault.
     """
 
-    # The share of scores that repeat another score of the same question, or of any question if
-    # questions are not known.
+    # The share of scores that repeat an earlier score of the same question. If questions are not
+    # known, an earlier score of any question counts.
     within: float
-    across: float  # the share of scores that also occur in another question
-    distinct: float  # the share of questions without repeated scores
+    across: float  # share of scores that also occur in another question
+    distinct: float  # share of questions in which no score occurs twice
     clustered: bool
 
     @classmethod
@@ -139,8 +139,8 @@ def _are_distinct(questions: Sequence[Sequence[float]], depth: int) -> list[bool
 
 
 Floats = NDArray[np.float64]
-# Smallest number of compared scores per question for which their standard deviations are compared
-# too.
+# Standard deviations of questions are compared if at least this number of scores per question is
+# compared. With fewer scores, only means are compared.
 _SPREAD_FROM = 3
 
 
@@ -168,7 +168,7 @@ class QuestionSample:
             return cls((), 1, 0.0)
         icc = summarise({name: np.array(scores) for name, scores in questions.items()}).icc
         size = int(np.median([len(scores) for scores in questions.values()]))
-        # An unknown correlation counts as 1, and a negative correlation as 0.
+        # If the correlation cannot be estimated, assume the worst case, 1.
         icc = 1.0 if math.isnan(icc) else max(0.0, icc)
         return cls(tuple(tuple(scores) for scores in questions.values()), size, icc)
 
@@ -200,8 +200,8 @@ class QuestionSample:
             ours = int((counts >= depth).sum())
             theirs = int((stored >= depth).sum())
             variance = (1 / ours + 1 / theirs) * (self.icc + (1 - self.icc) / depth)
-            # Of equally good depths, the largest is taken, so that standard deviations can be
-            # compared too.
+            # `<=` prefers the largest of several equally good depths. A larger depth may allow a
+            # comparison of standard deviations too.
             if variance <= least:
                 best_depth = depth
                 least = variance
@@ -228,7 +228,7 @@ def normal_scores(values: Floats, reference: Floats) -> Floats:
     With ranks, no single outlier can decide the test.
     """
     ordered = np.sort(reference, axis=0)
-    # twice the average rank, so that the ranks of equal values are integers
+    # Twice the average rank of a value. The factor 2 makes the ranks of tied values integers.
     ranks = list[NDArray[np.int64]]()
     for column in range(values.shape[1]):
         below = np.searchsorted(ordered[:, column], values[:, column], "left")
@@ -236,35 +236,38 @@ def normal_scores(values: Floats, reference: Floats) -> Floats:
         ranks.append(below + up_to)
     size = len(reference) + 1
     share = (np.column_stack(ranks) + 1) / (2 * size)
-    # limited, because the quantiles of 0 and 1 are infinite
+    # The normal quantiles of 0 and 1 are infinite, so keep away from both.
     inside = np.clip(share, 0.5 / size, 1 - 0.5 / size)
     return np.asarray(np.vectorize(normal_quantile, otypes=[float])(inside), float)
 
 
-_MOST = 256  # largest number of live questions, and also of stored questions, that are compared
-_DRAWS = 4_999  # number of simulated runs without drift
-# Number of runs in a first simulation. If its p-value is at most `_DOUBT`, a second simulation
-# draws `_DRAWS` runs.
+# at most this number of live questions and this number of stored questions are compared
+_MOST = 256
+_DRAWS = 4_999  # number of simulated runs without drift, for one p-value
+# To save time, a first p-value uses only this number of simulated runs. If it is at most `_DOUBT`,
+# it is computed again with `_DRAWS` runs.
 _GLANCE = 499
 _DOUBT = 0.1
-# The weight of the squared normal scores relative to the normal scores. The squares detect a wider
-# or narrower distribution sooner.
+# Distances between questions use normal scores z, and also z**2 with this weight. The squares
+# detect sooner that a distribution became wider or narrower.
 _BEND = 0.5
-_DIGITS = 9  # number of digits to which statistics are compared, because sums have rounding errors
+# Statistics that agree to this number of decimals are equal; sums of floats have rounding errors.
+_DIGITS = 9
 
-# Number of normal distributions in the mixture of the likelihood ratio. Their means, widths and
-# correlations differ from those of the stored scores.
+# The likelihood ratio compares the stored scores' normal distribution with a mixture of others.
+# This is the number of normal distributions in the mixture.
 _COMPONENTS = 128
-# The correlation between the shifts of mean and of standard deviation. Another model often has both
-# higher and more variable scores.
+# In the mixture, the mean score and the spread of scores shift together, with this correlation.
+# Another model often has scores that are both higher and more variable.
 _TOGETHER = 0.9
-# The standard deviation of the logarithm of the width, relative to the stored scores.
+# In the mixture, widths vary around those of the stored scores. This is the standard deviation of
+# the logarithm of the width.
 _STRETCH = 0.3
-# The standard deviation of the transformed correlation. Half of the components have the stored
-# scores' correlation; in the other half the correlation varies by this much.
+# In the mixture, half of the distributions have the correlation of the stored scores. The others
+# have the correlation tanh(x), and this is the standard deviation of x.
 _TIES = 0.5
-_AT_ONCE = 1024  # number of rows of weights that are processed at once, to limit memory
-_FLAT = 0.1  # smallest standard deviation of a column, so that constant columns do not divide by 0
+_AT_ONCE = 1024  # simulated runs that are processed in one block, to limit memory
+_FLAT = 0.1  # standard deviations below this value are raised to it, to avoid a division by 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +300,8 @@ def two_sample_test(
     stride = -(-len(stored.questions) // _MOST)
     theirs = question_features(stored.questions[::stride], depth)
     ours = question_features(latest, depth)
-    # The random draws depend on the run's scores, so a replay repeats them. If all runs had the
-    # same draws, all runs would have the same error.
+    # The seed depends on the run's scores, so a replay of the run draws the same numbers. With a
+    # fixed seed, an unlucky draw would affect all runs in the same way.
     draw = np.random.default_rng([seed, zlib.crc32(np.sort(ours, axis=None).tobytes())])
     drawn = _drawn_p_value(ours, theirs, _GLANCE, draw)
     if drawn <= max(_DOUBT, significance):
@@ -319,20 +322,20 @@ def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Gen
     """
     n = len(ours)
     k = len(theirs)
-    # A draw of question q in run r gets the number r * k + q, so one call of `bincount` counts all
-    # runs.
+    # If run r draws question q, store the number r * k + q. One call of `bincount` can then count
+    # the draws of all runs.
     drawn = draw.integers(k, size=(draws, n)) + k * np.arange(draws)[:, None]
-    # Each row has the weights of one run: n weights of the questions in `ours`, then k of those in
-    # `theirs`.
+    # Row r contains the weights of run r: n weights for the live questions (`ours`), then k weights
+    # for the stored questions (`theirs`).
     weights = np.zeros((draws + 1, n + k))
-    weights[0, :n] = 1 / n  # the run that is tested
+    weights[0, :n] = 1 / n  # row 0 is the real run; the other rows are simulated runs
     weights[1:, n:] = np.bincount(drawn.ravel(), minlength=draws * k).reshape(draws, k) / n
     live = normal_scores(ours, theirs)
     stored = normal_scores(theirs, theirs)
     both = np.concatenate([live, stored])
     distances = _distances(both)
-    # The energy distance is 2 E|X - Y| - E|X - X'| - E|Y - Y'|; its last term is the same for all
-    # runs, so it is left out.
+    # The energy distance of samples X and Y is 2 E|X - Y| - E|X - X'| - E|Y - Y'|. Y are the stored
+    # questions, so the last term is the same for all runs and is left out.
     to_stored = 2 * weights @ distances[:, n:].mean(axis=1)
     within = np.einsum("ij,ij->i", weights @ distances, weights)
     return _joint_rank(to_stored - within, mixture_ratios(both, stored, weights, n))
@@ -349,14 +352,14 @@ def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator
     both = np.concatenate([ours, theirs])
     both = normal_scores(both, both)
     distances = _distances(both)
-    # Each row chooses n of all questions, as if they were the live questions: shape [1 + draws, n +
-    # k].
+    # Array of shape [1 + draws, n + k]. Each row marks n of the n + k questions, which play the
+    # role of the live questions.
     chosen = np.zeros((_DRAWS + 1, n + k))
-    chosen[0, :n] = 1  # the run that is tested
+    chosen[0, :n] = 1  # row 0 is the real run; the other rows are random choices
     positions = np.argpartition(draw.random((_DRAWS, n + k)), n - 1, axis=1)[:, :n]
     np.put_along_axis(chosen[1:], positions, 1.0, axis=1)
-    # Three sums of distances: among the chosen questions, from the chosen questions to all
-    # questions, and among all questions.
+    # Sums of distances between pairs of questions: both chosen (`inside`), the first chosen
+    # (`reach`), and all pairs (`whole`).
     inside = np.einsum("ij,ij->i", chosen @ distances, chosen)
     reach = chosen @ distances.sum(axis=1)
     whole = float(distances.sum())
@@ -404,7 +407,7 @@ def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions
     same = _terms(np.zeros((1, size)), _spread(np.ones((1, size)), np.array(tie)))
     gain = questions * (_terms(means, spreads) - same)
     moments = weights @ _moments((scores - centre) / width)
-    # Process blocks of rows, because the array [rows of weights, components] is large.
+    # The array of shape [rows of weights, components] is large, so process it in blocks of rows.
     parts = [
         _log_mean_exp(moments[start : start + _AT_ONCE] @ gain.T)
         for start in range(0, len(moments), _AT_ONCE)
@@ -457,13 +460,13 @@ def _log_mean_exp(logs: Floats) -> Floats:
     return np.asarray(most + np.log(np.exp(logs - most[:, None]).mean(axis=1)), float)
 
 
-# The probability of a false warning: a question like the stored questions is called out of domain.
+# A question that is like the stored questions gets a false "out of domain" warning with at most
+# this probability.
 LEVEL = 0.05
-# Smallest number of scores for which a question is checked. The mean of fewer scores is too
-# uncertain.
+# Questions with fewer scores than this number are not checked, because their mean is too uncertain.
 _LEAST = 3
-# Scores are capped at this quantile of the stored scores, so that one extreme chunk does not make
-# its question look out of domain.
+# Larger scores are replaced by this quantile of the stored scores. Without this limit, one extreme
+# chunk could make its whole question look out of domain.
 _CAP = 0.98
 
 
@@ -521,10 +524,10 @@ DriftPolicy = Literal["recalibrate", "widen", "escalate", "report"]
 DRIFT_POLICIES: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
 Kind = Literal["duplicates", "shift", "martingale"]
 
-# The tests of the live questions, as pairs: the number of scores of the stored turn after which a
-# test is made, and its share of the false-alarm probability. The test at 300 scores, where the
-# power is needed, has three quarters. All shares, including those of the martingale and of the
-# tests for copies, add up to at most 1.
+# The times at which live and stored questions are compared. Each pair is a number of live scores,
+# and the share of the false-alarm probability for the test at that time. Only scores of the stored
+# turn count. The test at 300 scores gets about three quarters, because it matters most. All shares,
+# with those of the martingale and of the tests for copies, sum to at most 1.
 _MAIN = 300
 _LOOKS = (
     (64, 0.03),
@@ -535,20 +538,20 @@ _LOOKS = (
     (1500, 0.03),
     (4800, 0.03),
 )
-# If other turns are among the first 300 scores, there is an extra test at the 300th score of all
-# turns. It spends this part of the share of the test at 300 scores.
+# If the first 300 live scores include scores of other turns, there is an additional test. It is
+# made at 300 scores of all turns. Its share is taken from the share of the test at `_MAIN`.
 _EARLY = 0.2
-# Additional share for each test, for the comparison of repeated scores in stored and live
-# questions.
+# Each test also checks whether stored scores are copies. This is the share of the false-alarm
+# probability for this check.
 _COPIED = 0.003
 _MARTINGALE = 0.029
-# An alarm also needs the p-value that treats the stored questions as a sample to be small: at most
-# this many times the significance of the test.
+# An alarm needs two small p-values. The second treats the stored questions as a random sample. It
+# may be at most this factor times the significance of the test.
 _SLACK = 3.5
-_FEWEST = 4  # smallest number of live questions, and also of stored questions, for a test
-_KEPT = 512  # largest number of live questions that are remembered
+_FEWEST = 4  # a test needs at least this number of live questions, and of stored questions
+_KEPT = 512  # at most this number of live questions is remembered
 _BETS = (-1.0, -0.5, 0.0, 0.5, 1.0)
-_JUMP = 0.01  # the share of its capital that each bet gives up at each step
+_JUMP = 0.01  # share of its capital that each bet shares out among all bets at each step
 
 
 class SimpleJumper(Persisted):
@@ -605,7 +608,7 @@ class DriftEvent:
     """A drift alarm, with the action that followed."""
 
     kind: Kind
-    scores: int  # number of live scores before the alarm
+    scores: int  # number of live scores at the time of the alarm
     questions: int
     p: float
     action: DriftPolicy
@@ -649,13 +652,14 @@ class DriftMonitor(Persisted):
         self._turn = min(stored.turns, default=0)
         self._reference = QuestionSample.of(stored, self._turn)
         self._live = DefaultTable(str, list[float])
-        self._scores = 0  # number of live scores, of all turns
-        self._seen = 0  # number of live scores of the stored turn
-        self._looks = 0  # number of tests made
+        self._scores = 0  # number of live scores so far, of any turn
+        self._seen = 0  # number of live scores so far, of the turn of the stored scores
+        self._looks = 0  # number of scheduled tests that were made
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
         self._repeats = DuplicateScores.of(stored)
-        # False if there are too few stored questions, or after an alarm
+        # Whether the monitor still tests. It stops after an alarm, and needs enough stored
+        # questions.
         self.watching = len(self._reference.questions) >= _FEWEST
         if self._repeats.fault:
             self._alarm("duplicates", 0.0, self._repeats.fault)
@@ -678,7 +682,7 @@ class DriftMonitor(Persisted):
 
     def _take(self, nonconformity: float, question: str, theta: float) -> None:
         self._seen += 1
-        # treat a chunk without a question as a separate question
+        # A chunk without a question's name counts as a question with one chunk.
         key = question or f"chunk {self._scores}"
         scores = self._live[key]
         if len(scores) < self._reference.size:
@@ -697,8 +701,8 @@ class DriftMonitor(Persisted):
         if not is_due:
             share = 0.0
         elif due_at == _MAIN < self._scores:
-            # Other turns were among the first 300 scores, so the extra test below has already spent
-            # its part of the share.
+            # The first 300 scores included other turns, so the additional test below was already
+            # made. Its share is taken from this test.
             share -= _EARLY
         if self._scores == _MAIN:
             share = max(share, _EARLY)
@@ -719,8 +723,9 @@ class DriftMonitor(Persisted):
             )
 
     def _bet(self, mean: float, theta: float) -> None:
-        # The martingale needs independent uniform values. If questions are exchangeable, the
-        # smoothed ranks of each question among all earlier questions are independent and uniform.
+        # The martingale needs independent uniform values. Rank the question's mean among the means
+        # of all earlier questions. If questions are exchangeable, such smoothed ranks are
+        # independent and uniform.
         below, equal = self._ranked.counts(mean)
         self._martingale.update((below + theta * (1 + equal)) / (len(self._ranked) + 1))
         self._ranked.add(mean)
@@ -761,7 +766,7 @@ class DriftMonitor(Persisted):
         self.watching = not self.events and len(self._reference.questions) >= _FEWEST
 
 
-_HALVES = 400  # number of random splits of the questions into halves
+_HALVES = 400  # number of random splits of the questions into two halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -784,18 +789,18 @@ class Health:
     infinite: int
     repeats: DuplicateScores
     threshold: float  # the split-conformal threshold; worse scores are escalated
-    # 90 % interval of the long-run rate at the threshold, if the scores were independent
+    # 90 % interval of the rate in a long run at this threshold, assuming independent scores
     long_run: tuple[float, float]
-    # the same interval for the effective number of scores, because scores of a question are
-    # correlated
+    # The same interval for the smaller effective sample size, because the scores of one question
+    # are correlated.
     long_run_clustered: tuple[float, float]
-    # Standard deviation of the rate in one half of the questions, if the threshold is computed from
-    # the other half.
+    # The threshold is computed from one half of the questions and applied to the other half. This
+    # is the standard deviation of the rate over random halves.
     half_split: float
     turns: tuple[TurnHealth, ...]
-    # "log" if logarithms of scores are compared, "linear" if the scores themselves are compared
+    # "log": scores are compared by their logarithms; "linear": by their values
     measure: Measure
-    # the kind of the score rule; None if the fingerprint does not contain it
+    # the kind of score, such as "prm"; None if the fingerprint does not name it
     score_kind: str | None
 
     @property
@@ -923,5 +928,5 @@ def _as_score(stored: StoredScores, nonconformity: float) -> float:
     value = nonconformity if stored.scale.worse == "higher" else -nonconformity
     if stored.scale.measure != "log":
         return value
-    # exp(710) overflows; thresholds are infinite if there are too few scores
+    # math.exp overflows from 710. The threshold is infinite if there are too few scores.
     return math.exp(value) if value < 700 else math.inf

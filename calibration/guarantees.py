@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 TEXTS: dict[str, dict[str, str]] = tomllib.loads(
     Path(__file__).with_name("guarantees.toml").read_text(encoding="utf-8")
 )
-"""The guarantees and the conditions that void them, by mode, as format strings with fields of
-`Facts`.
+"""For each mode, the texts of the guarantee and of the conditions that void it. The texts are
+format strings with fields of `Facts`.
 """
 
 
@@ -35,8 +35,8 @@ def with_spaced_percent(text: str) -> str:
     return re.sub(r"(?<=\d)%", " %", text)
 
 
-# The estimated length of a run of known size is wrong by a few percent at the end. So a run may end
-# although this estimate still expects 1 / `_LAST` of its decisions.
+# The expected length of a run is wrong by a few percent. So bounds also hold if the run ends
+# earlier, with up to 1 / `_LAST` of the expected decisions missing.
 _LAST = 20
 
 
@@ -50,10 +50,10 @@ class Facts:
     escalated: int
     tuning: Tuning
     events: Sequence[DriftEvent]
-    # expected number of decisions before the run ends; infinite if unknown
+    # expected number of remaining decisions in the run; infinite if unknown
     left: float = math.inf
-    # share of decisions, 0 to 1: of the first n decisions, at most ceil(cap * n) escalate, for
-    # every n
+    # Hard cap, a share from 0 to 1: at most ceil(cap * n) of the first n decisions escalate, for
+    # every n.
     cap: Fraction | None = None
 
     @property
@@ -220,7 +220,7 @@ def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[s
             f"rate of {100 * facts.rate:g} %."
         )
     for event in facts.events:
-        # a drift alarm voids the guarantee
+        # every drift alarm voids the guarantee
         voided_by += (
             f"; THE GUARANTEE IS ALREADY VOID after {event.scores} scores: "
             f"{event.message} ({event.action})"

@@ -14,7 +14,7 @@ from atts.errors import CalibrationInputError
 
 Floats = NDArray[np.float64]
 PENALTIES = (1.0, 10.0, 100.0, 1000.0)
-"""The ridge penalties that are tried. A penalty of 1 has the weight of one example."""
+"""The ridge penalties that are tried. A penalty of 1 weighs as much as one training example."""
 _FOLDS = 5
 _RESAMPLES = 1000
 _LEAST_GROUPS = 10
@@ -25,7 +25,7 @@ _KIND = "atts judge"
 class Examples:
     """Training examples: each chunk's features, the gain from an escalation, and the problem."""
 
-    names: tuple[str, ...]  # names of the judge's features
+    names: tuple[str, ...]  # names of the features, in the order of each list in `features`
     features: Sequence[Sequence[float]]
     gains: Sequence[float]
     problems: Sequence[str]
@@ -49,8 +49,8 @@ class AdvantageJudge:
     mean_gain: float
     penalty: float
     rate: float
-    # gain in accuracy over a coin, divided by the number of all chunks: the estimate, and the two
-    # ends of its 95 % interval
+    # The accuracy per chunk that this judge adds, compared with a coin that escalates as many
+    # chunks. The three numbers are the estimate and the two ends of its 95 % interval.
     over_coin: tuple[float, float, float]
     chunks: int
     problems: int

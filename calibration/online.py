@@ -36,22 +36,24 @@ from atts.core import Action, Decision, Origin
 from atts.errors import CalibrationInputError, OptionError
 
 Group = int | tuple[str, int] | None
-"""The group of stored scores to compare with: a turn, a (question, turn), or all scores (None)."""
+"""The stored scores with which a score is compared: those of a turn, those of a (question, turn),
+or all scores (None).
+"""
 
 HOLD = 64
-"""The default number of scores that may wait for the score of an earlier chunk."""
+"""Default limit on the scores that wait until an earlier chunk gets its score."""
 
 _KIND = "atts calibrator"
 _VERSION = 1
 _NORMAL = NormalDist()
-# With fewer known scores than this number, a run of known size escalates less, because ranks among
-# few scores are unreliable.
+# A rank among few scores is unreliable. With fewer scores than this number, mode "aci" escalates
+# less, if the end of the run is known.
 _FEW = 40
-# After an alarm with the action "widen", the current rate is multiplied by `_WIDER` for `_WIDENED`
-# decisions.
+# After a drift alarm with the action "widen", the next `_WIDENED` decisions use a rate that is
+# `_WIDER` times as high.
 _WIDENED = 500
 _WIDER = 1.5
-# Exceptions that may occur while a damaged or edited state is read.
+# Reading a damaged or edited state may raise these exceptions.
 _UNREADABLE = (
     LookupError,
     TypeError,
@@ -69,7 +71,7 @@ class PendingScore(NamedTuple):
     nonconformity: float
     question: str
     turn: int
-    length: float | None  # length of the chunk, if the mode ranks by length
+    length: float | None  # length of the chunk, if scores are ranked by length
 
 
 class ReorderBuffer:
@@ -142,7 +144,8 @@ class ReorderBuffer:
             elif self._next in self._skipped:
                 self._skipped.discard(self._next)
             elif len(self._waiting) > self._limit:
-                # A score that never arrives must not keep all later scores out of the pools.
+                # Too many scores wait for this missing score, so give it up. Otherwise one lost
+                # score would keep all later scores out of the pools.
                 self.given_up += 1
             else:
                 return released
@@ -228,8 +231,8 @@ class Calibrator(Persisted):
         self.scale = self.stored.scale
         self.fingerprint = dict(self.stored.fingerprint if fingerprint is None else fingerprint)
         check_stored(self.stored, self.fingerprint, mode, by_length=by_length)
-        # Options, with the names that they have in the saved state. "cap" and "by_length" are saved
-        # only if used.
+        # These options are saved with the state, under these names. "cap" and "by_length" are saved
+        # only if they are set.
         self._options: dict[str, object] = {
             "drift": drift,
             "window": window,
@@ -246,9 +249,11 @@ class Calibrator(Persisted):
         self._pool, self._controller = build_mode(mode, self._nominal, window, decay, tuning)
         self._order = ReorderBuffer(hold)
         self._end = RunEnd()
-        # finished questions; their data is dropped when their last waiting score is released
+        # Questions that are finished, but may still have scores in the reorder buffer. Their data
+        # is dropped when the buffer has no more scores of them.
         self._over = set[str]()
-        # the action after an alarm, and the number of decisions left for which "widen" applies
+        # The action of the last drift alarm, and for "widen", how many more decisions use the
+        # higher rate.
         self._alert: DriftPolicy | None = None
         self._widened = 0
         self._take_stored(drift)
@@ -296,8 +301,8 @@ class Calibrator(Persisted):
         p = rank.p(theta)
         rate = self._controller.current_rate(value, question, turn, self._end)
         if left is not None and self.mode == "aci" and rate < 1:
-            # A rank among few scores is unreliable, so escalate less now. Later escalations remove
-            # the deficit when ranks are more reliable.
+            # A rank among few scores is unreliable, so escalate less for now. The controller
+            # escalates more later, when ranks are reliable, to reach the rate.
             rate *= min(1.0, rank.size / _FEW)
         if self._alert == "escalate":
             rate = 1.0
@@ -384,8 +389,8 @@ class Calibrator(Persisted):
         self._forget_over()
 
     def _forget_over(self) -> None:
-        # Wait until the last score of the question is released, because a released score would
-        # create its state again.
+        # A question may be dropped only after its last score left the reorder buffer. A later score
+        # would add the question to the pools again.
         ready = [question for question in self._over if not self._order.has_waiting(question)]
         for question in ready:
             self._over.discard(question)
@@ -464,12 +469,13 @@ class Calibrator(Persisted):
     def _learn_all(self, released: Sequence[PendingScore]) -> None:
         for pending in released:
             self._learn(pending)
-        if self._over:  # a released score may be the last score of its question
+        if self._over:  # The released scores may include the last score of a finished question.
             self._forget_over()
 
     def _learn(self, pending: PendingScore) -> None:
         nonconformity, question, turn, length = pending
-        # No sample has the index -1, so the random numbers here differ from those of `decide`.
+        # Real samples have indices from 0. With index -1, the random numbers here differ from those
+        # of `decide`.
         value = self._pool_value(nonconformity, question, turn, -1, length)
         self._store_length(nonconformity, length)
         self._pool.add(value, question, turn)
@@ -588,8 +594,7 @@ class Calibrator(Persisted):
             if fingerprint is not None:
                 check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
             calibrator = cls._from_state(state)
-            # Compare the new calibrator's state with the given state. They differ if someone edited
-            # the given state.
+            # If someone edited the file, the two states differ.
             is_whole = (
                 same(calibrator.state(), state)
                 and type(calibrator.seed) is int
@@ -622,7 +627,8 @@ class Calibrator(Persisted):
         calibrator.fingerprint = dict(state["fingerprint"])
         super(Calibrator, calibrator).merge(state)
         if calibrator._strata is not None:
-            calibrator._strata = LengthStrata()  # the state contains the stored scores too
+            # Start empty, because the saved strata already include the stored scores.
+            calibrator._strata = LengthStrata()
             calibrator._strata.merge(state["lengths"])
         calibrator._order.restore(state["order"])
         calibrator._monitor.restore(state["monitor"])
@@ -688,8 +694,8 @@ METRICS = (
     "agreement_with_sorted",
 )
 
-# Bins of turns, wide enough that each bin has enough decisions. Turns after the last range are
-# ignored.
+# Ranges of turns, first and last turn included. Later turns are rare, so a range has more turns
+# there. Turns above 14 are ignored.
 TURN_BINS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 5), (6, 9), (10, 14))
 
 
@@ -823,7 +829,8 @@ def rate_metrics(
     x: Floats = np.asarray(nonconformity, float)
     e: Floats = np.asarray(escalated, float)
     question_rates: Floats = np.bincount(q, e) / np.bincount(q)
-    question_turn = q * (int(t.max()) + 1) + t  # index of the (question, turn) of each decision
+    # one number for each pair (question, turn), so that decisions can be grouped by it
+    question_turn = q * (int(t.max()) + 1) + t
     return {
         "overall_error": float(abs(e.mean() - rate)),
         "turn_rms": turn_rms(t, e, rate),
@@ -868,7 +875,8 @@ def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float
     for members in np.split(order, bounds):
         over = nonconformity[members][escalated[members] == 1]
         kept = np.sort(nonconformity[members][escalated[members] == 0])
-        # `below` excludes ties and `up_to` includes them, so their mean counts a tie as one half.
+        # `below` leaves out tied scores and `up_to` counts them. Their mean therefore counts each
+        # tie as half a win.
         below = np.searchsorted(kept, over, "left")
         up_to = np.searchsorted(kept, over, "right")
         wins += float((below + up_to).sum()) / 2
@@ -885,7 +893,8 @@ def sorted_decisions(questions: Any, turns: Any, nonconformity: Any, rate: float
     q = np.asarray(questions)
     t = np.asarray(turns)
     x = np.asarray(nonconformity, float)
-    # sorted by question, then by turn, then from worst to best; ties stay in arrival order
+    # Sort by question, then by turn, then from the worst score to the best. Ties stay in order of
+    # arrival.
     order = np.lexsort((np.arange(len(q)), -x, t, q))
     starts = np.flatnonzero(np.diff(q[order]) | np.diff(t[order])) + 1
     decisions = np.zeros(len(q))

@@ -18,8 +18,8 @@ from atts.calibration.conformal import check_fraction
 from atts.calibration.state import DefaultTable, GroupTable, Persisted
 from atts.errors import CalibrationInputError
 
-# Number of scores in a block after a split. A block has at most twice as many scores, which bounds
-# the time of an insertion.
+# Number of scores in a block just after a split. A block grows to at most twice this number, so an
+# insertion moves few scores.
 _LOAD = 4096
 _TOP: Callable[[Any], float] = itemgetter(-1)
 
@@ -76,7 +76,7 @@ class Ranks:
             raise KeyError(score)
         del block[position]
         self._size -= 1
-        if not block:  # an empty block is removed, because a block's last score is its key
+        if not block:  # Remove an empty block, because the search for a block reads its last score.
             del self._blocks[at]
 
     def counts(self, score: float) -> tuple[int, int]:
@@ -88,7 +88,8 @@ class Ranks:
         left = bisect_left(blocks[at], score)
         below = sum(map(len, blocks[:at])) + left
         equal = bisect_right(blocks[at], score, left) - left
-        # A tie may span blocks: perplexities of certain chunks are all 1.
+        # Equal scores may fill several blocks. For example, all chunks of which the model is
+        # certain have perplexity 1.
         while blocks[at][-1] == score and at + 1 < len(blocks):
             at += 1
             equal += bisect_right(blocks[at], score)
@@ -110,9 +111,9 @@ class Ranks:
 class WeightedRank(NamedTuple):
     """The weighted rank of a new score among stored scores; the new score has weight 1."""
 
-    below: float  # weight of the stored scores below the given score
-    equal: float  # weight of the stored scores equal to the given score
-    size: float  # weight of all stored scores
+    below: float  # total weight of the stored scores below the new score
+    equal: float  # total weight of the stored scores equal to the new score
+    size: float  # total weight of all stored scores
 
     def p(self, theta: float) -> float:
         """Return the smoothed conformal p-value, near 1 for a worse score.
@@ -144,7 +145,8 @@ class Window:
             )
         self._width = width
         self._ranks = Ranks()
-        self._order = deque[float]()  # stays empty if the width is None
+        # scores from oldest to newest; stays empty if the width is None
+        self._order = deque[float]()
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -181,10 +183,10 @@ class Fading:
         check_fraction("decay", decay)
         self._decay = decay
         self._kept = math.ceil(21 / -math.log(decay))
-        self._next = 1.0  # the weight of the next score
-        self._order = deque[float]()  # scores, oldest first
+        self._next = 1.0  # the weight that the next score will get
+        self._order = deque[float]()  # scores from oldest to newest
         self._scores = array("d")
-        # in the order of `_scores`: ascending, and equal scores oldest first
+        # weights[i] belongs to scores[i]; scores ascend, and equal scores are oldest first
         self._weights = array("d")
 
     def __len__(self) -> int:
@@ -216,21 +218,24 @@ class Fading:
 
 
 ScoreHistory = Window | Fading
-"""The scores among which a new score is ranked. To restore a history, add all its items to an empty
-history.
+"""A container of the scores among which a new score is ranked. To restore a saved container, add
+all its items to an empty one.
 """
 
 
-# A stratum is split when it has at least `_LEAST` scores and at least 1 / `_SHARE` of all scores.
+# A stratum contains chunks of similar length. It is split in two when it has at least `_LEAST`
+# scores and at least 1 / `_SHARE` of all scores.
 _LEAST = 30
 _SHARE = 16
-# The slope is shrunk towards 0, as if this number of additional scores had slope 0.
+# Strength of the ridge penalty: the slope is fitted as if this number of additional scores had
+# slope 0.
 _RIDGE = 2.0
 
 Point = tuple[float, float]
-"""The logarithm of a chunk's length, and the chunk's nonconformity."""
+"""A chunk as (logarithm of its length, nonconformity)."""
 Sums = list[float]
-"""Five sums over points: of 1, log-length, score, squared log-length, and log-length times score.
+"""Five sums over the chunks, where x is the log-length and y the score: of 1, x, y, x * x and x *
+y.
 """
 
 
@@ -242,7 +247,8 @@ class _Stratum:
     __slots__ = ("flat", "ranks", "split_from", "sums")
 
     def __init__(self, points: Iterable[Point] = (), split_from: int = _LEAST) -> None:
-        # length, score, length, score, ...: point objects would take eight times the memory
+        # Log-lengths and scores alternate: x0, y0, x1, y1, ... A list of tuples would take eight
+        # times the memory.
         self.flat = array("d")
         self.ranks = Ranks()
         self.split_from = split_from
@@ -273,8 +279,8 @@ class _Stratum:
         """
         ordered = sorted(self.points)
         median = ordered[len(ordered) // 2][0]
-        # All chunks of the median length stay in one half. Choose the half that makes the sizes
-        # more equal.
+        # Chunks of the median length must not be separated. Put them where the sizes of the two
+        # halves differ less.
         before = bisect_left(ordered, (median, -math.inf))
         after = bisect_left(ordered, (median, math.inf))
         imbalance_before = len(ordered) - before - before
@@ -302,7 +308,8 @@ class LengthStrata(Persisted):
     __slots__ = ("_bounds", "_count", "_strata")
 
     def __init__(self) -> None:
-        self._bounds = list[float]()  # the largest log-length of each stratum except the last one
+        # the largest log-length in each stratum; the last stratum has no upper bound
+        self._bounds = list[float]()
         self._strata = [_Stratum()]
         self._count = 0
 
@@ -340,8 +347,8 @@ class LengthStrata(Persisted):
     def _split(self, at: int) -> None:
         stratum = self._strata[at]
         shorter, longer = stratum.halves()
-        # one half is too small, because nearly all chunks have the same length (for example, the
-        # token limit)
+        # If nearly all chunks have the same length, such as the token limit, one half would be
+        # tiny. So do not split until the stratum has twice as many scores.
         if min(len(shorter), len(longer)) < _LEAST // 4:
             stratum.split_from = 2 * len(stratum)
             return
@@ -377,11 +384,12 @@ class LengthStrata(Persisted):
         self._count = sum(map(len, self._strata))
 
 
-# The pool of a turn is used once it has this number of scores. Until then, the pool of all turns is
-# used.
+# The pool of a turn is used as soon as it has this number of scores. Before that, ranks come from
+# the pool of all turns.
 MINIMUM = 20
 
-_FORGOTTEN = "\x1fforgotten"  # key of the entry that contains the sums of all finished questions
+# the entry with this key has the sums of all forgotten questions
+_FORGOTTEN = "\x1fforgotten"
 HistoryFactory = Callable[[], ScoreHistory]
 
 
@@ -539,7 +547,8 @@ class Residuals(ScorePool):
     ever.
     """
 
-    # `_own` has the residuals of each question; the name is part of the file format
+    # `_own` maps each question to the residuals of its scores. Saved states contain the name, so it
+    # cannot change.
     __slots__ = ("_means", "_own", "_prior", "_ranks", "_shrinkage", "_stored_means")
     saved = ("_ranks", "_means", "_own")
 
@@ -659,7 +668,8 @@ def _blend(rank: WeightedRank, few: Ranks, value: float, prior: float) -> Weight
     number breaks the ties in both.
     """
     below, equal = few.counts(value)
-    # number of scores of the pool that have the same weight as one score of `few`
+    # Scores of the pool are many, but together count as `prior` scores. So one score of `few`
+    # weighs as much as this number of scores of the pool.
     worth = (rank.size + 1) / prior
     return WeightedRank(
         below=rank.below + below * worth,

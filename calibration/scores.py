@@ -20,8 +20,7 @@ from atts.files import from_json, read_ordinary
 Worse = Literal["higher", "lower"]
 Measure = Literal["log", "linear"]
 
-# A score may be outside the domain by this tolerance, because sums of float32 log-probabilities are
-# rounded.
+# Sums of float32 log-probabilities are rounded, so a score may be outside its domain by this much.
 _SLACK = 1e-6
 
 
@@ -60,12 +59,13 @@ class Scale:
         >>> PERPLEXITY.nonconformity(1.0), LOG_PROB.nonconformity(-2.5)
         (0.0, 2.5)
         """
-        # a fast path for floats, because every decision calls this function
+        # Every decision calls this function, so skip the slow conversion if the score is a float.
         if type(score) is float:
             value = score
         else:
             value = plain_number(what, score, f"a number, {self.domain}")
-        if not self.low <= value <= self.high:  # true for NaN too
+        # Comparisons with NaN are False, so NaN is refused below.
+        if not self.low <= value <= self.high:
             if not self.low - _SLACK <= value <= self.high + _SLACK:
                 raise CalibrationInputError(what, value, self.domain)
             value = min(max(value, self.low), self.high)
@@ -109,8 +109,8 @@ def scale_named(name: str) -> Scale:
     return SCALES[name]
 
 
-# The header of an .npy file with one row of numbers. The groups match the type of the numbers and
-# their count.
+# The header of an .npy file with a one-dimensional array. The two groups match the data type and
+# the length of the array.
 _HEADER = re.compile(
     rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)"
     rb"\{'descr': '([<>|][fiu][1248])', 'fortran_order': (?:False|True), 'shape': \((\d{1,15}),\), \} *\n",
@@ -223,7 +223,7 @@ class StoredScores:
             for number, row in enumerate(rows, 1)
         ]
         lengths = list[float]()
-        if all(row.get("length") for row in rows):  # otherwise lengths are not used
+        if all(row.get("length") for row in rows):  # Lengths are used only if every record has one.
             lengths = [
                 plain_number(f"length of record {number}", row["length"])
                 for number, row in enumerate(rows, 1)
@@ -461,7 +461,7 @@ def _read_mapping(
     if kind == "atts scores":
         return StoredScores.restore(read_state(path))
     if kind == "atts calibrator":
-        # the scores that the calibrator started from
+        # The stored scores with which the calibrator was created, without live scores.
         return StoredScores.restore(read_state(path)["stored"])
     is_mapping = isinstance(table, dict)
     if not is_mapping or not all(isinstance(scores, list) for scores in table.values()):

@@ -99,7 +99,7 @@ def _merged(mine: Any, theirs: Any) -> Any:
         return tuple(_merged(one, other) for one, other in zip(mine, theirs, strict=True))
     if isinstance(mine, list):
         return [float(value) for value in theirs]
-    for score in theirs:  # a list, tuple or other collection of scores
+    for score in theirs:  # any other collection: add its scores one by one
         mine.add(float(score))
     return mine
 
@@ -181,8 +181,7 @@ def same(one: Any, other: Any) -> bool:
     >>> same({"turn": 1}, {"turn": 1.0}), same([1], [True])
     (True, False)
     """
-    # In Python, True == 1 is true, and a tuple is never equal to a list; the comparison as JSON
-    # corrects both.
+    # In Python, True equals 1, and a tuple never equals a list. So compare the values as JSON text.
     first = json.dumps(_as_floats(strict(one)), sort_keys=True)
     second = json.dumps(_as_floats(strict(other)), sort_keys=True)
     return first == second

@@ -33,8 +33,8 @@ from atts.sampling import binomial_tail, normal_quantile
 
 # Up to this share of repeated scores, from 0 to 1, there is no warning.
 FEW = 0.02
-# If the model is certain, different chunks get scores close to the best possible score. Such scores may be
-# equal in two questions. So scores within this distance of it are not called copies.
+# If the model is certain of a chunk, its score is close to the best possible score. Within this
+# distance of the best score, equal scores in two questions are not called copies.
 _CERTAIN = 1e-6
 
 

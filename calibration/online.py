@@ -594,7 +594,7 @@ class Calibrator(Persisted):
             if fingerprint is not None:
                 check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
             calibrator = cls._from_state(state)
-            # If someone edited the file, the two states differ.
+            # The two states must be equal. They are not if someone edited the saved state.
             is_whole = (
                 same(calibrator.state(), state)
                 and type(calibrator.seed) is int

@@ -106,7 +106,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-# type checkers do not see `__getattr__`, so they still report misspelt names
+# Type checkers must not see this `__getattr__`. It would accept every name, so they would no longer
+# report misspelt names.
 if not TYPE_CHECKING:
 
     def __getattr__(name):

@@ -12,16 +12,16 @@ from atts.evaluators.programs import find_program
 from atts.evaluators.syntax.vocabulary import Tables
 
 _DATA = Tables(Path(__file__).with_name("answers.toml"))
-PATTERNS = _DATA.patterns()  # the regular expressions of `answers.toml`, by name
+PATTERNS = _DATA.patterns()  # the regular expressions in the file answers.toml, by name
 OPENING = re.compile(r"\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _PLACEHOLDERS = {"", *_DATA.table("placeholders", list[str])}
 
 Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "program", "box", "marker", "statement", "number", "cut", "none"]
-# number of characters at the end of a text that are searched for an answer
+# If a text is longer, only this number of characters at its end is searched for an answer.
 MOST_CHARACTERS = 1_000_000
-_TAIL = 4_000  # number of characters at the end of a text that are searched for a statement
+_TAIL = 4_000  # only this number of last characters is searched for a sentence with a value
 _NUMBER = PATTERNS["number"]
 _MATHS = PATTERNS["span"]
 _RUN = PATTERNS["run"]
@@ -35,7 +35,7 @@ _LINE_RUN = re.compile(r"\n(?: {0,2}\n){2,}")
 _CLOSINGS = {'"': r'(?<!\\)"', "'": "'", "[": r"\]"}
 
 
-# ---- boxes
+# ---- LaTeX boxes, such as \boxed{5}
 
 
 class Box(NamedTuple):
@@ -71,13 +71,13 @@ def boxes(text: str) -> tuple[list[Box], int | None]:
     at = 0
     while (start := PATTERNS["box"].search(text, at)) is not None:
         at = start.end()
-        # a match inside a word such as "unboxed" is not a box
+        # "boxed" at the end of a longer word, such as "unboxed", does not begin a box.
         is_word_end = start.start() > 0 and text[start.start() - 1].isalpha()
         if is_word_end and not start[0].startswith("\\"):
             continue
         brace = OPENING.match(text, at)
         if brace is None and not start[0].startswith("\\"):
-            continue  # "boxed" is a word of a sentence, as in "the value boxed is 18"
+            continue  # "boxed" without a brace is an ordinary word, as in "the value boxed is 18"
         if brace is None:
             bare = PATTERNS["bare"].match(text, at)
             if bare:
@@ -116,7 +116,8 @@ def last_group(complete: list[Box], text: str) -> list[str]:
         before = text[max(0, box.start - 24) : box.start]
         if content.lower() in _PLACEHOLDERS or PATTERNS["denied_box"].search(before):
             continue
-        gap = text[box.end : begins]  # a comma or "and" joins two boxes
+        # Boxes belong together if only a comma or "and" is between them.
+        gap = text[box.end : begins]
         plain = " ".join(PATTERNS["gap_noise"].sub(" ", gap[:81]).split())
         if group and (len(gap) > 80 or not PATTERNS["gap"].fullmatch(plain)):
             break
@@ -125,7 +126,7 @@ def last_group(complete: list[Box], text: str) -> list[str]:
     return list(dict.fromkeys(group))
 
 
-# ---- texts
+# ---- extracting the answer from a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +175,21 @@ def extraction(
         return Extraction(program, "none" if program is None else "program")
     text = _final_part(_first_turn(_with_plain_blanks(text[-MOST_CHARACTERS:])))
     firsts = [mark.end() for name in ("marks", "box") if (mark := PATTERNS[name].search(text))]
-    # The text asks a second question after the answer, so the text from there on is ignored.
+    # After the answer, some models write a second question. Ignore the text from there on.
     again = PATTERNS["again"].search(text, min(firsts)) if firsts else None
     if again:
         text = text[: again.start()]
     complete, open_at = boxes(text) if firsts else ([], None)
     group = last_group(complete, text)
     if kind == "choice" and group and not any(map(_has_choice, group)):
-        # the box contains no letter, but the text may state the letter of the choice elsewhere
+        # The problem has choices, but the box does not contain a letter. Search the text for the
+        # letter of the choice.
         choice = _stated_choice(text, fallback)
         if choice is not None:
             return choice
     if group:
-        # the text after the last box may name another value as the final answer
+        # After the last box, the text may still say "the final answer is ...". That value has
+        # priority.
         after = text[complete[-1].end :]
         final = marked(after, kind) if PATTERNS["final"].search(after) else None
         if final is not None:
@@ -303,7 +306,8 @@ def marked(text: str, kind: AnswerKind) -> str | None:
         following = text[mark.end() : mark.end() + _TAIL]
         if len(following) < _TAIL and "\n\n" not in following.strip() and is_cut(following):
             return ""
-        # the mark is inside bold text, as in "**Answer: No**, since ..."
+        # If the marker is inside bold text, as in "**Answer: No**, since ...", the answer ends with
+        # the bold text.
         if text[: mark.start()].endswith("**") and "**" not in sign:
             bold, ends, _ = following.partition("**")
             following = bold if ends and bold.strip() and "\n" not in bold else following
@@ -348,7 +352,8 @@ def _value(following: str, kind: AnswerKind) -> str | None:
     if polar := PATTERNS["polar"].match(sentence):
         return str(polar[1])
     if PATTERNS["quantified"].match(sentence):
-        return _trimmed(sentence)  # in "all n that are powers of 2" the answer is not 2
+        # keep the whole phrase: in "all n that are powers of 2", the answer is not 2
+        return _trimmed(sentence)
     answer = _stated_in(sentence)
     if not answer and len(sentence.split()) <= 4 and len(sentence) < 60:
         return _trimmed(sentence)
@@ -443,7 +448,8 @@ def stated(text: str, kind: AnswerKind) -> str | None:
     """Return the value of the last sentence with a value, or of a final line without words."""
     text = PATTERNS["end_of_proof"].sub("", text[-_TAIL:].rstrip("` \n")).rstrip("` \n")
     text = PATTERNS["end_in_maths"].sub(" ", text)
-    # join the lines of a displayed formula, because the formula is one part of its sentence
+    # A displayed formula may span several lines. Join them, because the formula belongs to one
+    # sentence.
     text = _MATHS.sub(lambda maths: " ".join(maths[0].split()), text)
     if kind == "choice":
         return _choice(text)
@@ -472,7 +478,8 @@ def _bare(line: str) -> str | None:
     *_, line = PATTERNS["arrow"].split(line)
     whole = _MATHS.match(line)
     if whole and not line[whole.end() :].strip(" .*"):
-        # the whole formula is the value: [-2, 7] is an interval, not two numbers
+        # The line is one formula, so the formula is the value. [-2, 7] is an interval, not two
+        # numbers.
         return _inside(whole)
     run = _RUN.search(line)
     if run and not _is_inside(run, [*_MATHS.finditer(line)]):
@@ -503,7 +510,8 @@ def _choice(text: str, first: bool = False) -> str | None:
         settled = [*PATTERNS["leading_letter"].finditer(text)][:1]
     if not settled:
         settled = [*_LETTER.finditer(rest)]
-        if len(plain.split()) >= 13:  # a single letter in a long text is not a choice
+        # In a long text, a single capital letter is probably not the letter of a choice.
+        if len(plain.split()) >= 13:
             return None
     if not settled:
         return None

@@ -23,8 +23,8 @@ _KINDS: dict[str, AnswerKind] = {
     "answer": "math",
 }
 _PERCENT_AFTER_BOX = re.compile(r"\}\$?\s*(?:\\?%|percent\b)[^{}]*\Z")
-# length in characters from which a reference is regarded as a worked solution that contains the
-# answer
+# References of at least this many characters are regarded as worked solutions. The answer is then
+# extracted from the solution.
 _PROSE = 200
 
 
@@ -38,10 +38,14 @@ class GradedRecord:
     id: str
     verdict: Verdict
     answer: str | None
-    found_by: str  # "given", or the name of the rule that extracted the answer
-    # whether the record itself says that the answer is correct; None if it does not say
+    # the name of the rule that extracted the answer; "given" if the record contains the answer
+    # itself
+    found_by: str
+    # The record's own statement of whether its answer is correct; None without such a statement. It
+    # is used to count disagreements.
     expected: bool | None = None
-    # reference answers that were compared; worked solutions are reduced to their answers
+    # The reference answers with which the answer was compared. From a worked solution, only its
+    # answer is kept.
     golds: tuple[str, ...] = ()
     kind: AnswerKind = "math"
 

@@ -1,9 +1,10 @@
 """A child process that runs one untrusted program, and imports no module of atts."""
 
-# The module `programs.py` runs this file as a script, in its own session and with a clean
-# environment. The files for input and output are already open. After `_confine`, the program can
-# open only files of Python's library. It cannot start or signal a process, or open a socket. Only
-# the parent process has the expected outputs, and compares them.
+# The module `programs.py` starts this file as a script, in a new session and with a clean
+# environment. The files for input and output are opened before `_confine` is called. After this
+# call, the untrusted program can open only files of Python's library. It cannot start or signal a
+# process, or open a socket. The expected outputs never reach this process, because the parent
+# process compares the outputs.
 
 import contextlib
 import ctypes
@@ -17,31 +18,35 @@ import sys
 from typing import Any
 
 _MEBIBYTE = 1 << 20
-_ALLOW = 0x7FFF0000  # results of a seccomp filter: allow the call, or let it fail
+# A seccomp filter returns one of these two values: allow the system call, or let it fail.
+_ALLOW = 0x7FFF0000
 _ERRNO = 0x00050000
-_X86_64 = 0xC000003E  # number by which a seccomp filter recognises x86-64
+_X86_64 = 0xC000003E  # the number of the x86-64 architecture in seccomp filters
 _CLONE, _CLONE3, _CLONE_THREAD = 56, 435, 0x10000
-# system calls with this number or a higher one belong to the x32 interface
+# System calls from this number on use the x32 interface of the kernel. All of them are refused.
 _X32 = 0x40000000
-# Numbers of the x86-64 system calls that are refused. They concern sockets and other channels,
-# processes and signals, limits, and system administration. The permissions and times of files are
-# also included, because Landlock does not restrict them.
+# Numbers of the x86-64 system calls that are refused. They belong to sockets, processes, signals,
+# limits and system administration. Calls that change permissions or times of files are refused too,
+# because Landlock does not restrict them.
 _REFUSED = (
     *(41, 42, 43, 44, 46, 49, 50, 53, 288, 425),  # sockets, and io_uring
     # fork, vfork, execve, execveat, ptrace, memory of other processes
     *(57, 58, 59, 322, 101, 310, 311, 312),
-    *(62, 129, 200, 234, 297, 424, 434, 438),  # signals, and handles of other processes
+    # signals, and file descriptors that refer to other processes
+    *(62, 129, 200, 234, 297, 424, 434, 438),
     *(109, 112, 160, 302, 141, 142, 144, 203, 314),  # sessions, limits, priorities
-    # shared memory and message queues, which outlive a process
+    # shared memory and message queues, which would still exist after the end of the process
     *(29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 241),
     # permissions, owners and times of files
     *(90, 91, 92, 93, 94, 260, 268, 452, 132, 235, 261, 280),
-    *(188, 189, 190, 197, 198, 199),  # extended attributes
+    *(188, 189, 190, 197, 198, 199),  # extended attributes of files
     *(105, 106, 113, 114, 116, 117, 119, 122, 123, 126),  # identity of the user, and capabilities
     # mounts, host name, devices
     *(155, 161, 165, 166, 167, 168, 169, 170, 171, 172, 173, 163, 179),
-    *(159, 164, 227, 305, 175, 176, 246, 313, 320),  # clocks, kernel modules, loading of kernels
-    *(248, 249, 250, 272, 298, 304, 308, 321, 323),  # keys, namespaces, events, file handles
+    # setting clocks, loading kernel modules, loading another kernel
+    *(159, 164, 227, 305, 175, 176, 246, 313, 320),
+    # kernel keys, namespaces, performance events, file handles
+    *(248, 249, 250, 272, 298, 304, 308, 321, 323),
 )
 
 
@@ -54,14 +59,14 @@ def main() -> None:
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     if job["function"]:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        # the result of a function is its return value, so discard what it prints
+        # The result is what the function returns. What it prints is discarded.
         os.dup2(nowhere, 1)
     try:
         _confine(job)
     except OSError as error:
         sys.stderr.write(f"cannot confine: {error}\n")
         sys.stderr.flush()
-        os._exit(1)  # the program has not started yet
+        os._exit(1)  # never run the untrusted program without the restrictions
     sys.setrecursionlimit(20_000)
     space: dict[str, Any] = {"__name__": "__main__" if not job["function"] else "program"}
     exec(compile(source, "program.py", "exec"), space)
@@ -97,7 +102,8 @@ def _confine(job: dict[str, Any]) -> None:
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_STACK, 64 * _MEBIBYTE)
     libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.prctl(38, 1, 0, 0, 0))  # forbid new privileges; Landlock and seccomp require this
+    # Set PR_SET_NO_NEW_PRIVS; without it, the kernel refuses Landlock and seccomp.
+    _check(libc.prctl(38, 1, 0, 0, 0))
     _restrict_files(libc)
     _restrict_calls(libc)
 
@@ -148,13 +154,15 @@ def _restrict_calls(libc: ctypes.CDLL) -> None:
         line(at_least, _X32, 0, 1),
         refused,
         line(equal, _CLONE3, 0, 1),
-        line(back, _ERRNO | errno.ENOSYS),  # the C library then calls clone instead
+        # pretend that clone3 does not exist, so that the C library calls clone
+        line(back, _ERRNO | errno.ENOSYS),
     ]
     for number in _REFUSED:
         filters += [line(equal, number, 0, 1), refused]
     filters += [
         line(equal, _CLONE, 0, 3),
-        # load the flags of clone, because a new thread is allowed, but a new process is not
+        # Threads are allowed, but new processes are not. So look at the flags of clone, the first
+        # argument.
         line(load, 16),
         line(any_bit, _CLONE_THREAD, 1, 0),
         refused,

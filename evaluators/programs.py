@@ -31,15 +31,14 @@ _FENCE = re.compile(
 )
 _LANGUAGES = ("", "python", "python3", "py")
 _WORKER = Path(__file__).with_name("program_worker.py")
-# seconds that the start of a child process may take on a busy machine, in addition to the program's
-# time
+# Additional time for the start of a child process on a busy machine, in seconds. The program's own
+# time limit does not include it.
 _STARTING_SECONDS = 5.0
-_MOST_OUTPUT = 8  # largest output of a program, in MiB
+_MOST_OUTPUT = 8  # limit on the output of a program, in MiB
 _AT_ONCE = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
 
 End = Literal["done", "error", "time", "memory", "output"]
-"""The way in which a run of a program ended. "done" means a normal end, even if the output is
-wrong.
+"""How a run of a program ended. "done" means that it ended normally, even if its output is wrong.
 """
 
 
@@ -61,8 +60,9 @@ class ProgramTests(msgspec.Struct, frozen=True, omit_defaults=True):
 
     cases: tuple[Case, ...]
     public: int = 0
-    function: str = ""  # name of the function to call; "" if the program reads standard input
-    seconds: int = 6  # limit on the CPU time of one run, in seconds
+    # name of the function to test; "" if the program reads standard input instead
+    function: str = ""
+    seconds: int = 6  # limit on the CPU time of one run of the program, in seconds
     megabytes: int = 1024
 
     @classmethod
@@ -128,7 +128,8 @@ def judge_program(reference: str, program: str) -> Verdict:
     """
     tests = ProgramTests.read(reference)
     total = len(tests.cases)
-    # run the tests one by one, because each run needs a process and most wrong programs fail early
+    # All tests of a function run in one process. Tests of standard input need a process each. So
+    # run these one by one, because most wrong programs fail an early test.
     step = total if tests.function else 1
     for begin in range(0, total, step):
         cases = tests.cases[begin : begin + step]
@@ -290,7 +291,7 @@ def _call_function(program: str, inputs: Sequence[str], tests: ProgramTests) -> 
     end, output, detail = _child(program, job, "", tests)
     runs: list[ProgramRun] = []
     for line in output.splitlines()[: len(inputs)]:
-        # the last line of the output may be incomplete
+        # If the program was stopped, its last line of output may be cut. Ignore such a line.
         with suppress(ValueError, KeyError, TypeError):
             runs.append(ProgramRun("done", json.dumps(json.loads(line)["value"])))
     if len(runs) < len(inputs):

@@ -54,7 +54,7 @@ RULES = {
     "limits": "the comparison would exceed a limit on size or computation",
     "time": "the comparison took too long",
 }
-"""The meaning of each rule of a verdict, as a text for users."""
+"""For each rule of a verdict, an explanation for users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +77,20 @@ class Verdict:
 class Limits:
     """Limits on the work of a comparison. A comparison that would exceed a limit is undecided."""
 
-    raw_characters: int = 250_000  # longest text that is cleaned, in characters
-    characters: int = 20_000  # longest text after cleaning, in characters
+    raw_characters: int = 250_000  # largest number of characters of an answer before cleaning
+    characters: int = 20_000  # largest number of characters of an answer after cleaning
     tokens: int = 12_000
-    depth: int = 40  # greatest nesting depth of brackets and operators
+    depth: int = 40  # largest depth of nested brackets and operators
     items: int = 4_000  # largest number of items of a list, set, tuple or matrix
-    bits: int = 100_000  # largest number of bits of an exact integer
-    terms: int = 400  # largest number of terms of a sum or product over an index
-    steps: int = 20_000  # largest number of steps of one numeric evaluation
-    # largest number of steps in all evaluations of a pair; a step on long numbers counts several
-    # times
+    bits: int = 100_000  # largest size of an exact integer, in bits
+    # largest number of terms of a sum or product sign, such as the sum over k from 1 to 100
+    terms: int = 400
+    steps: int = 20_000  # largest number of operations in one numeric evaluation of an expression
+    # Largest number of operations in all evaluations for one pair of answers. An operation on long
+    # numbers counts several times.
     work: int = 200_000
-    # time limit for the case that another limit is missing; it should never determine a verdict
+    # Time limit, in seconds. It is a safety net: the other limits should stop every comparison
+    # earlier, because a verdict must not depend on the speed of the machine.
     seconds: int = 60
 
 

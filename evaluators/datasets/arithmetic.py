@@ -1,8 +1,8 @@
 """Arithmetic word problems generated from a seed, with worked solutions, for the embedded models."""
 
-# The number of steps determines the level of a problem. Problems with 2, 3, 4, 5-6 and 7-8 steps
-# have the levels 1 to 5. No computation is in two splits, because a hash of a problem's operations
-# chooses the split. The wording does not change the hash.
+# A problem's level depends on its number of steps: 2, 3, 4, 5-6 and 7-8 steps give the levels 1 to
+# 5. A hash of the problem's operations chooses its split, so no computation is in two splits. The
+# hash ignores the wording.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from atts.evaluators.syntax.vocabulary import Tables
 Split = Literal["train", "calibration", "test"]
 Operator = Literal["+", "-", "*", "/"]
 
-LIMIT = 199  # the largest number that a problem or its solution may contain
+LIMIT = 199  # the largest number that may occur in a problem or in its solution
 LEVELS: dict[int, tuple[int, ...]] = {1: (2,), 2: (3,), 3: (4,), 4: (5, 6), 5: (7, 8)}
-"""The numbers of steps that a problem of each level may have."""
+"""For each level, the possible numbers of steps of a problem."""
 
 _WORDS = Tables(Path(__file__).with_name("arithmetic.toml"))
 _NAMES, _ITEMS, _OPENERS = (_WORDS.table(name, list[str]) for name in ("names", "items", "openers"))
@@ -31,8 +31,8 @@ _INSTRUCTIONS, _EVENTS = (
 )
 _RELATIONS, _GROUPS = (_WORDS.table(name, dict[str, str]) for name in ("relations", "groups"))
 _COMPUTED: dict[Operator, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv}
-# Number of equal parts into which a hash divides all computations. The splits test and calibration
-# get one part each, so about ten exercises are drawn for each of their problems.
+# A hash assigns each computation to one of this number of equal parts. One part is the split
+# "test", and one is "calibration". So to get one test problem, about ten exercises must be drawn.
 _BUCKETS = 10
 
 
@@ -218,7 +218,8 @@ def _next_operation(random: Random, value: int) -> Operation:
     }
     choices: list[Operator] = [operator for operator, most in largest.items() if most >= 2]
     if 2 <= value <= LIMIT // 4:
-        # list multiplication and division twice, because they are possible less often than addition
+        # Multiplication and division are possible for fewer numbers than addition. To make up for
+        # this, list them twice, so that they are chosen more often.
         choices.append("*")
     if divisors:
         choices.extend(("/", "/"))
@@ -334,8 +335,8 @@ def _comparison(random: Random, count: int) -> Exercise | None:
     sentences = [f"{names[0]} has {values[0]} {item}s."]
     steps = list[Step]()
     for index, name in enumerate(names[1:]):
-        # compare with the previous person if the question is about the last person, so that every
-        # step is needed
+        # If the question is about the last person, compare each person with the one before. Then
+        # every step is needed for the answer.
         earlier_index = index if not together else random.randint(0, index)
         change = _next_operation(random, values[earlier_index])
         other = names[earlier_index]

@@ -325,7 +325,7 @@ def load_dataset(
     whole = _load(bare, options, selection, cut)
     problems = whole.problems
     notes = [*whole.notes]
-    # generated datasets are already selected and sliced
+    # For a generated dataset, selection and slice were applied when it was generated.
     parts = () if whole.source == "generated" else (selection, cut)
     for part in parts:
         words = part.words()
@@ -382,7 +382,8 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
                     return _copy(known, copy, options)
         copy = HubSource(repo[1], DATA, Columns())
         return _copy(Benchmark.unknown(repo[1]), copy, options)
-    # the reader refuses an unknown file type, and its message lists the known types
+    # A file of unknown type goes to the reader too, because its error message lists the known
+    # types.
     if path.exists() or (kind_of(path) and not is_hub):
         return _file(path, options, Benchmark.unknown(name))
     raise OptionError(
@@ -412,7 +413,8 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
             rows=tuple(table.rows[i] for i in kept),
             places=tuple(table.places[i] for i in kept),
         )
-    # optional columns, such as the level, may be missing in newer commits of the copy
+    # A newer version of the hub dataset may lack optional columns, such as the level. Load it
+    # without them, and report this in the notes.
     needed = ("text", "answer", "choices", "distractors")
     gone = {
         field: name
@@ -475,7 +477,7 @@ def _dataset(
 def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
     """Generate problems; `selection` gives their number, seed and levels."""
     name = "arithmetic"
-    # the generator raises an error for any other split
+    # The cast only satisfies type checkers. The generator raises an error for an unknown split.
     split = cast(arithmetic.Split, options.split)
     count = selection.sample or BENCHMARKS[name].size
     levels = selection.levels or (1, 2, 3, 4, 5)
@@ -485,8 +487,8 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
     rest = replace(selection, sample=None, levels=())
     wanted = range(count)[cut.start : cut.stop : cut.step]
     is_whole = rest.words() or not wanted
-    # Problems after the end of the slice need not be generated, because earlier problems do not
-    # depend on them.
+    # A problem does not depend on the problems after it. So problems after the end of the slice are
+    # not generated.
     generated = _generated(split, count if is_whole else max(wanted) + 1, selection.seed, levels)
     if is_whole:
         problems = select(select(generated, rest, name), cut, name)

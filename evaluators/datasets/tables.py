@@ -27,10 +27,8 @@ from atts.evaluators.verdict import STRICT, changed
 from atts.files import from_json, open_ordinary
 
 AnswerForm = Literal["plain", "integer", "final"]
-"""The form of a reference answer.
-
-"plain": the answer itself. "integer": a whole number, such as 025, 27.0 or 336°. "final": a
-solution that ends with "####" and the answer.
+"""How reference answers are written in the dataset. "plain": only the answer. "integer": a whole
+number, such as 025, 27.0 or 336°. "final": a solution that ends with "####" and the answer.
 """
 Answers = Literal["required", "optional"]
 Network = Literal["auto", "never"]
@@ -40,7 +38,8 @@ only the cache.
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 LISTED = Tables(Path(__file__).with_name("benchmarks.toml"))
-ALIASES = LISTED.table("columns", dict[str, str])  # the usual column names of each field
+# for each field, the column names that are usual in datasets
+ALIASES = LISTED.table("columns", dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class HubSource:
     repo: str
     files: tuple[str, ...]
     columns: Columns
-    # name of a column and a text; only rows with this text in this column are read
+    # (column, text): only rows that have this text in this column are read
     keep: tuple[str, str] | None = None
     quirk: str = ""
 
@@ -99,14 +98,15 @@ class Benchmark:
     name: str
     title: str
     size: int
-    kind: AnswerKind | None = "math"  # None means "choice" for problems with choices, else "math"
+    # None: "choice" for problems with choices, "math" for all others
+    kind: AnswerKind | None = "math"
     form: AnswerForm = "plain"
     grading: Grading = Grading()
     aliases: tuple[str, ...] = ()
-    # number of problems and seed, if this benchmark is a random sample of another benchmark
+    # (number of problems, seed), if this benchmark is a random sample of another benchmark
     sample: tuple[int, int] | None = None
     hubs: tuple[HubSource, ...] = ()
-    prefix: str = ""  # prefix of the problem ids; "" means the benchmark's name
+    prefix: str = ""  # first part of the problem ids; "" stands for the name of the benchmark
     note: str = ""
 
     @classmethod
@@ -149,9 +149,10 @@ class LoadOptions:
     answers: Answers = "required"
     seed: int = 0
     grading: Mapping[str, float | str | None] = field(default_factory=dict[str, float | str | None])
-    shots: Path | None = None  # file of worked examples that are put before every problem
+    # file with worked examples, which are put into the prompt before every problem
+    shots: Path | None = None
     network: Network = "auto"
-    cache: Path | None = None  # None means the cache of huggingface_hub
+    cache: Path | None = None  # cache folder; None for the default folder of huggingface_hub
 
     def __post_init__(self) -> None:
         for option, known in (("answers", Answers), ("network", Network), ("kind", AnswerKind)):
@@ -167,12 +168,13 @@ class LoadOptions:
         return None if asked == Columns() else asked
 
 
-# ---- rows
+# ---- reading the rows of files
 
 Row = Mapping[str, object]
-# Largest size of a file after decompression, in bytes: a hundred times the largest benchmark.
+# Limit on the size of a file after decompression, in bytes. The largest benchmark has about 1 % of
+# it.
 _MOST_BYTES = 1 << 30
-_ROW_BYTES = 256  # bytes of memory that a row takes in addition to its values
+_ROW_BYTES = 256  # memory of a row without its values, in bytes
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
@@ -185,7 +187,7 @@ class RowTable:
     source: str
     rows: tuple[Row, ...]
     places: tuple[str, ...]
-    digest: str  # sha256 of the content of all files, in order
+    digest: str  # SHA-256 of the contents of all files, one after the other
 
     def place(self, index: int) -> str:
         """Return where a row comes from, without the source, which error messages already name."""
@@ -273,7 +275,8 @@ def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]
         case ".parquet":
             return enumerate(_parquet(path, data, source), 1)
         case ".jsonl" | ".ndjson":
-            # not splitlines(), which would also split at a U+2028 inside a JSON string
+            # `splitlines` would also split at the character U+2028, which may be inside a JSON
+            # string.
             lines = _text(path, data, source).split("\n")
             return json_lines(lines, source, f"{path.name} ")
         case ".json":
@@ -287,7 +290,8 @@ def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]
 
 def _text(path: Path, data: bytes, source: str) -> str:
     try:
-        return data.decode("utf-8-sig")  # exported CSV files often begin with a byte order mark
+        # "-sig" skips a byte order mark, with which exported CSV files often begin
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         problem = f"{path.name} line {line} is not UTF-8 (byte {data[error.start]:#04x} at offset {error.start})"
@@ -305,7 +309,7 @@ def _json_list(text: str, path: Path, source: str) -> list[object]:
             f"{path.name} is not JSON ({error})",
             "If the file has one JSON object per line, rename it to .jsonl",
         ) from None
-    # some files contain the list as a value of an object: {"data": [...]}
+    # Some JSON files have an object around the list, such as {"data": [...]}.
     if isinstance(value, dict):
         lists = [part for part in cast(dict[str, object], value).values() if isinstance(part, list)]
         value = lists[0] if len(lists) == 1 else value
@@ -332,7 +336,8 @@ def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[i
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         for row in reader:
-            if None in row:  # DictReader collects cells without a header under the key None
+            # if a row has too many cells, DictReader stores the additional cells under the key None
+            if None in row:
                 problem = f"{path.name} line {reader.line_num} has more fields than the header's {len(row) - 1}"
                 raise DatasetError(source, problem, "Quote fields that contain the delimiter")
             yield reader.line_num, dict(row)
@@ -345,7 +350,9 @@ def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[i
 
 
 def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
-    try:  # imported by name, because pyarrow is optional and has no types
+    # import_module hides the import from type checkers; pyarrow is optional and has no type
+    # annotations
+    try:
         pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
         advice = "Install pyarrow: pip install 'atts-llm[parquet]'"
@@ -357,8 +364,8 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
     try:
         file = parquet.ParquetFile(pyarrow.BufferReader(data))
         groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-        # A few bytes of a compressed column may stand for a large value that is repeated in every
-        # row. So the number of rows that are read at once is limited.
+        # Parquet can store a large value once and repeat it in every row. So a small file can need
+        # much memory, and only a limited number of rows is read at once.
         rows_at_once = _MOST_BYTES // max((group.total_byte_size for group in groups), default=1)
         for batch in file.iter_batches(batch_size=max(1, min(1024, rows_at_once))):
             bytes_read += batch.nbytes + _ROW_BYTES * len(batch)
@@ -372,7 +379,7 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
     return rows
 
 
-# ---- problems
+# ---- turning rows into problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,8 +449,8 @@ class Reader:
         stated = self.text(index, self.columns.tolerance)
         absolute = self.options.grading.get("absolute")
         if stated:
-            # a tuple may have a tolerance for each entry; the largest tolerance is used for all
-            # entries
+            # If the answer is a tuple, the column may have a tolerance for each entry. The largest
+            # of them is used for all entries.
             try:
                 absolute = max(map(float, stated.strip("()").split(",")))
             except ValueError:
@@ -469,7 +476,8 @@ class Reader:
         if not 2 <= len(choices) <= len(LETTERS):
             raise self.error(index, f"has {len(choices)} choices")
         order: Sequence[int] = range(len(choices))
-        # shuffle the choices, because the correct choice is the first in every row
+        # In such datasets, the correct choice comes first in every row. So put the choices in
+        # random order.
         if self.columns.distractors:
             order = letter_order(self.options.seed, name, len(choices))
         letter = LETTERS[order.index(correct)] if answer else ""
@@ -528,7 +536,8 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
     answers = "optional" if has_tests(table) else reader.options.answers
     columns = find_columns(table, reader.columns, answers)
     if has_tests(table):
-        # the column `level` of code tasks contains words, not numbers
+        # In datasets of code tasks, the column "level" contains words, but a level must be a
+        # number.
         columns = replace(columns, level="")
     reader = replace(reader, columns=columns)
     problems = [reader.problem(index) for index in range(len(table.rows))]
@@ -580,7 +589,7 @@ def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
 
 def cell(value: object) -> str:
     """Return a cell as text: 5.0 becomes "5", and the items of a list are joined by commas."""
-    # NaN stands for a missing value in Parquet files that were made from data frames
+    # In Parquet files that pandas wrote, a missing value may be NaN. NaN is not equal to itself.
     if value is None or value != value:
         return ""
     if isinstance(value, float) and value.is_integer():
@@ -616,7 +625,7 @@ def _level(text: str) -> int | None:
 
 
 def _choice_texts(value: object) -> list[str]:
-    # the cell may have the form {"text": [...], "label": [...]} or {"A": ..., "B": ...}
+    # A cell with choices may also be {"text": [...], "label": [...]} or {"A": ..., "B": ...}.
     if isinstance(value, Mapping):
         choices = cast(Mapping[str, object], value)
         if isinstance(choices.get("text"), list):

@@ -17,12 +17,12 @@ from typing import Any
 from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import OutOfTime, Undecided
 
-SECONDS = 5.0  # time limit for one pair of expressions, in seconds
-_TIMEOUTS = 2  # number of timeouts after which an expression is not sent again
-_START = 60.0  # time limit for the start of the worker, which imports sympy, in seconds
-_KEPT = 4096  # largest number of cached replies of sympy
-_NODES = 400  # largest number of nodes in a pair that is sent to sympy
-_FAILURES = 5  # number of failed starts after which the worker is not started again
+SECONDS = 5.0  # time limit of the worker for one pair of expressions, in seconds
+_TIMEOUTS = 2  # after this number of timeouts, an expression is not sent to the worker any more
+_START = 60.0  # time limit for the start of the worker, in seconds; the worker must import sympy
+_KEPT = 4096  # largest number of replies of the worker in the cache
+_NODES = 400  # pairs of expression trees with more nodes than this are not sent to the worker
+_FAILURES = 5  # after this number of failed starts, the worker is not started any more
 
 
 _trial = threading.local()
@@ -52,7 +52,7 @@ def are_equal(one: Node, two: Node, positive: frozenset[str] = frozenset()) -> b
     """
     if len(one.walk()) + len(two.walk()) > _NODES:
         raise Undecided("too large for algebra")
-    # sort the trees, so that the order of the two answers does not matter
+    # The comparison is symmetric. Sort the two trees, so that both orders use the same cache entry.
     trees = sorted(json.dumps(_tree(node)) for node in (one, two))
     reply = WORKER.ask(trees[0], trees[1], json.dumps(sorted(positive)))
     if reply == "time":
@@ -73,7 +73,8 @@ class Worker:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        # id of the process that started the worker; a forked process starts its own worker
+        # Process id of the process that started the worker. After a fork, the child process must
+        # start a worker for itself.
         self.owner = 0
         self.failures = 0
         self.buffer = b""
@@ -82,8 +83,8 @@ class Worker:
 
     def ask(self, one: str, two: str, positive: str = "[]") -> Any:
         """Return the worker's reply on two trees, from the cache if it is known."""
-        # read the cache without the lock, because another thread may hold it while the worker
-        # computes
+        # Look into the cache before taking the lock. Another thread may hold the lock for seconds,
+        # while the worker computes.
         with suppress(KeyError):
             return self.answers[one, two, positive]
         questions = getattr(_trial, "questions", None)
@@ -93,7 +94,7 @@ class Worker:
         with self.lock:
             if (one, two, positive) in self.answers:
                 return self.answers[one, two, positive]
-            # the larger expression is regarded as the cause of a timeout
+            # If a comparison times out, the larger of its two expressions gets the blame.
             larger = max(one, two, key=len)
             if self.timeouts[larger] >= _TIMEOUTS:
                 return "time"
@@ -119,7 +120,7 @@ class Worker:
             self.process.stdin.write(question.encode() + b"\n")
             self.process.stdin.flush()
             line = self.line(SECONDS + 3)
-        except OSError:  # the worker ran out of memory, or was killed
+        except OSError:  # the pipe is closed, because the worker ran out of memory or was killed
             line = None
         if line is None:
             has_ended = self.process.poll() is not None
@@ -144,9 +145,10 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # the new session keeps Ctrl-C from the worker
+                # in a new session, the worker does not receive Ctrl-C from the terminal
+                start_new_session=True,
             )
-        except OSError:  # pairs stay undecided if there is no worker
+        except OSError:  # without a worker, expressions stay undecided
             self.failures += 1
             return False
         if self.line(_START) == b"ready":
@@ -188,7 +190,8 @@ class Worker:
         if is_ours:
             process.wait()
         else:
-            # only the process that started the worker may wait for it
+            # After a fork, the worker is not a child of this process, so this process cannot wait
+            # for it.
             process.returncode = 0
 
 

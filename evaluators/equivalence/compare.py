@@ -39,18 +39,21 @@ from atts.evaluators.syntax.tree import (
 from atts.evaluators.syntax.vocabulary import is_generic, measure
 from atts.evaluators.verdict import STRICT, Limits, TooLarge, Undecided, Undefined
 
-# largest number of set members that are compared in pairs, because comparing all pairs is slow
+# Comparing all pairs of members of two sets is slow. Larger sets are compared only by their exact
+# values.
 _PAIRWISE = 64
 Labels = dict[Node, Node]
 COLLECTIONS = ("list", "set", "tuple", "matrix", "union")
 
 
-# kinds of nodes that may describe a family of values, such as "k pi, k in Z"
+# Kinds of nodes that may stand for infinitely many values, such as "k pi, k in Z".
 _OF_FAMILIES = ("list", "builder")
-# functions whose values may be very long, because sympy would compute every digit
+# Expressions with these functions of numbers are not sent to sympy, because sympy would compute
+# every digit of a huge value.
 _HUGE = ("factorial", "double_factorial", "binom")
-_OF_LINES = ("parallel", "perp")  # relations in which the two sides may be exchanged
-_SYMBOLIC = ("sum", "opaque", "matrix")  # kinds of nodes that have no numeric value
+# relations between lines: exchanging the two sides does not change the meaning
+_OF_LINES = ("parallel", "perp")
+_SYMBOLIC = ("sum", "opaque", "matrix")  # kinds of nodes for which no numeric value is computed
 
 
 def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
@@ -59,7 +62,8 @@ def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
         return False
     inside = gold.walk() + answer.walk()
     if isinstance(undecided, TooLarge) and sum(node.kind == "sum" for node in inside) > 1:
-        return False  # the numbers in nested sums and products are too large for sympy too
+        # if nested sums are too large for numeric evaluation, they are too large for sympy too
+        return False
     if has(gold, *_SYMBOLIC) or has(answer, *_SYMBOLIC):
         return True
     if isinstance(undecided, TooLarge):
@@ -197,13 +201,13 @@ class Comparer:
             return None
         equation, other, value = (gold, answer, right) if is_stated[0] else (answer, gold, left)
         if value.kind in ("list", "builder", "add") and views.progression(value):
-            return None  # the value is a residue class itself
+            return None  # the value is itself a residue class, such as 2 + 5k
         stated = views.stated_value(equation, other)
         if stated is None:
             return None
         return self.same(stated, value) and self.ruled("equation", True)
 
-    # ---- names
+    # ---- comparing named values, such as "x = 5"
 
     def by_label(
         self, one: Labels | None, two: Labels | None, gold: Node, answer: Node
@@ -244,11 +248,12 @@ class Comparer:
             pairs = zip(one.args, two.args, strict=False)
             value = substituted(value, {arg.text: other for arg, other in pairs})
         if {value.kind, right.value.kind} == {"congruence", "number"}:
-            return self.ruled("congruence", False)  # "x = 5" differs from "x = 5 modulo 9"
+            # "x = 5" is not the same answer as "x = 5 modulo 9"
+            return self.ruled("congruence", False)
         is_one_thing = one == two or views.may_name_one(one, two)
         return self.ruled("name", is_one_thing) and self.same(value, right.value)
 
-    # ---- relations
+    # ---- comparing equations and inequalities
 
     def relations(self, gold: Node, answer: Node) -> bool:
         """Compare two relations.
@@ -258,7 +263,8 @@ class Comparer:
         """
         if gold.kind != "relation" or answer.kind != "relation":
             return self.ruled("relation", False)
-        if has(gold, "ratio") or has(answer, "ratio"):  # a:b = 2:3 means a/b = 2/3
+        # Replace ratios by quotients: a:b = 2:3 means a/b = 2/3.
+        if has(gold, "ratio") or has(answer, "ratio"):
             gold = views.with_quotients(gold)
             answer = views.with_quotients(answer)
         one = gold.text.split()
@@ -304,7 +310,7 @@ class Comparer:
         )
         return self.ruled("interval", verdict)
 
-    # ---- values that are not relations
+    # ---- comparing all other values
 
     def values(self, gold: Node, answer: Node) -> bool:
         """Compare two answers that are not relations. The rule depends on the kinds of their root nodes."""
@@ -329,7 +335,8 @@ class Comparer:
             gold = views.progression(gold) or gold
             answer = views.progression(answer) or answer
             kinds = {gold.kind, answer.kind}
-        if kinds == {"word", "congruence"}:  # for example, "odd" is compared with "n is odd"
+        # For example, one answer is "odd" and the other is "n is odd".
+        if kinds == {"word", "congruence"}:
             gold = stated_property(gold.text) if gold.kind == "word" else gold
             answer = stated_property(answer.text) if answer.kind == "word" else answer
             kinds = {gold.kind, answer.kind}
@@ -349,7 +356,8 @@ class Comparer:
             kinds == {"symbol", "mul"}
             and len(views.letters(gold)) == len(views.letters(answer)) > 1
         ):
-            # one answer is a name such as AB, and the other is the segment \overline{AB}
+            # One answer is a name of several letters, such as AB. The other is a product of
+            # letters, as in \overline{AB}. Compare only the letters.
             return self.ruled("text", views.letters(gold) == views.letters(answer))
         return self.plain(gold, answer)
 
@@ -415,14 +423,16 @@ class Comparer:
             return self.ruled("logic", False)
         one = views.members(gold)
         two = views.members(answer)
-        fractional_parts = [  # {x} may mean the fractional part of x
+        # {x} with a single letter may be the fractional part of x instead of a set
+        fractional_parts = [
             node
             for node in (gold, answer)
             if node.kind == "set" and [arg.kind for arg in node.args] == ["symbol"]
         ]
         if len(fractional_parts) == 1 and len(one) == len(two):
             return self.ruled("set", False)
-        # one answer states the same value in several forms
+        # One answer has one value. The other joins values by "or", so each of them must be this
+        # value.
         if (len(one) == 1 and answer.text == "or") or (len(two) == 1 and gold.text == "or"):
             return all(self.same(a, b) for a in one for b in two)
         if len(one) == len(two) and views.counts_apart(one) != views.counts_apart(two):
@@ -509,7 +519,7 @@ class Comparer:
         )
         return self.ruled(rule, verdict)
 
-    # ---- single values
+    # ---- comparing two single values
 
     def plain(self, gold: Node, answer: Node) -> bool:
         """Compare two single values. They may have units, signs or bases, or be ratios."""
@@ -526,17 +536,19 @@ class Comparer:
             return self.ratios(gold, answer)
         if "based" in kinds:
             return self.ruled("base", views.same_numeral(gold, answer))
-        # one side may have lost its degree sign, or the sign may be part of the value
+        # Only one value has a degree sign. The sign may be missing in the other, or 30° may mean
+        # pi/6. Accept both.
         if "degree" in kinds and kinds[0] != kinds[1]:
             bare = [node.args[0] if node.kind == "degree" else node for node in (gold, answer)]
             return self.same(*bare) or self.ruled("degrees", self.numbers(gold, answer))
         letters = [node.text.upper() for node in (gold, answer) if node.kind == "symbol"]
-        if len(letters) == 2 and {*letters} <= {*"ABCDEFGHIJ"}:  # these are the letters of choices
+        # single letters from A to J are letters of choices, not variables
+        if len(letters) == 2 and {*letters} <= {*"ABCDEFGHIJ"}:
             return self.ruled("text", letters[0] == letters[1])
         infinite = [views.infinity(node) for node in (gold, answer)]
         if any(infinite) and not has(gold, *_SYMBOLIC) and not has(answer, *_SYMBOLIC):
             return self.ruled("infinity", infinite[0] == infinite[1])
-        if "percent" in kinds and kinds[0] != kinds[1]:  # 10 % is equal to 0.1, but not to 10
+        if "percent" in kinds and kinds[0] != kinds[1]:  # 10 % equals 0.1, but not the number 10
             return self.ruled("percent", self.numbers(gold, answer))
         return self.numbers(gold, answer)
 
@@ -559,7 +571,7 @@ class Comparer:
         if self.grading.units == "required" and gold.kind != answer.kind:
             if any(unit and unit[0] and not is_generic(unit[0]) for unit in (one, two)):
                 return self.ruled("unit", False)
-        # the value 1 marks a unit that the lexer only guessed
+        # If a quantity has the value 1, the lexer was not sure of its unit; see `_Lexer.unit`.
         if any(node.kind == "quantity" and node.value is not None for node in (gold, answer)):
             return self.ruled("unit", False)
         return self.same(left, right)

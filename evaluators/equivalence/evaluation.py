@@ -24,7 +24,7 @@ from atts.evaluators.verdict import (
     Undefined,
 )
 
-# ---- exact arithmetic
+# ---- exact arithmetic with fractions
 
 
 class NotRational(Exception):
@@ -74,7 +74,8 @@ def _integer_root(value: int, index: int) -> int:
         root = math.isqrt(value)
     else:
         root = 1 << -(-value.bit_length() // index)
-        while True:  # Newton's method; the start is not below the root
+        # Newton's method for an integer root. It starts at or above the root and decreases.
+        while True:
             better = ((index - 1) * root + value // root ** (index - 1)) // index
             if better >= root:
                 break
@@ -191,12 +192,13 @@ EXACT: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
 }
 
 
-# ---- approximation
+# ---- approximate values with error bounds
 
 
-Number = Any  # an mpf or mpc number of the thread's mpmath context; mpmath has no type annotations
-NOTHING = -(10**9)  # a placeholder for the magnitude of zero
-MAX_MAGNITUDE = 1 << 24  # larger values than 2**MAX_MAGNITUDE are not computed
+# a real or complex number of this thread's mpmath context; mpmath has no type annotations
+Number = Any
+NOTHING = -(10**9)  # the magnitude of zero, whose logarithm does not exist
+MAX_MAGNITUDE = 1 << 24  # absolute values above 2**MAX_MAGNITUDE are not computed
 
 _local = threading.local()
 
@@ -210,8 +212,8 @@ def context(bits: int) -> Any:
     return arithmetic
 
 
-# Fill mpmath's cache of constants once, with more bits than any computation uses. All threads share
-# this cache, and mpmath fills it without a lock.
+# Compute mpmath's constants once, with more bits than any later computation needs. All threads
+# share mpmath's cache of constants, and mpmath fills the cache without a lock.
 _CONSTANTS = [+getattr(context(6_500), name) for name in ("pi", "e", "ln2", "ln10")]
 
 
@@ -408,7 +410,7 @@ FUNCTIONS: dict[str, Callable[[Arithmetic, Approx], Approx]] = {
 }
 
 
-# ---- evaluation of trees
+# ---- evaluating expression trees
 
 Value = Fraction | Approx
 Environment = Mapping[str, Fraction]
@@ -494,14 +496,16 @@ class Evaluator(Arithmetic):
             if node.kind in _SMALL and isinstance(result, Fraction):
                 return result
             return self.checked(result)
-        except (ZeroDivisionError, ValueError) as error:  # mpmath raises ValueError at a pole
+        # mpmath raises ValueError where a function is infinite, such as cot(0)
+        except (ZeroDivisionError, ValueError) as error:
             raise Undefined(f"no value: {error}") from error
 
     def size_of(self, result: Value) -> int:
         """Return the number of bits that measure the work of an evaluation step."""
         if isinstance(result, Fraction):
             return result.numerator.bit_length() + result.denominator.bit_length()
-        # computing a function of mpmath takes as long as several multiplications
+        # A function value in mpmath costs as much as several multiplications, so count 4 times the
+        # bits.
         return 4 * self.bits
 
     def lacking(self, why: str) -> Exception:
@@ -755,8 +759,8 @@ class Evaluator(Arithmetic):
             raise Undecided(f"the function {node.text}")
         size = near[0].magnitude
         if size != NOTHING:
-            # many bits are needed, because tanh and similar functions can be as close to 1 as
-            # 2**-(3 << 2 size)
+            # If |x| is about 2**size, tanh(x), coth(x) and erf(x) may differ from 1 by only 2**-(3
+            # * 4**size). So more bits are needed.
             is_flat = node.text in ("tanh", "coth", "erf") and size > 0
             self.widen(3 << min(2 * size, 20) if is_flat else 2 * abs(size))
         return rule(self, near[0])
@@ -782,8 +786,8 @@ def _is_whole(value: Value) -> TypeGuard[Fraction]:
     return isinstance(value, Fraction) and value.denominator == 1
 
 
-# kinds of nodes whose exact values need no check of their size; sums and products check it
-# themselves
+# Exact values of these nodes are not checked for size here. Sums and products check it while they
+# are computed.
 _SMALL = frozenset({"number", "symbol", "add", "mul"})
 _SCALES = {"percent": (number(Fraction(1, 100)),), "degree": (number(Fraction(1, 180)), PI)}
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {

@@ -41,10 +41,11 @@ from atts.evaluators.syntax.tree import (
 from atts.evaluators.syntax.vocabulary import measure, squashed
 from atts.evaluators.verdict import LIMITS, Limits, OutOfTime, Undecided, Undefined
 
-# largest number of answers with one loose key that are all compared with each other; in a larger
-# group, each answer is compared only with the first few
+# In a group of at most this number of answers with a common loose key, all pairs are compared. In a
+# larger group, each answer is compared only with the first few.
 _CROWD = 48
-# up to this number of different answers, all pairs are compared, even without a common key
+# With at most this number of different answers, all pairs are compared, even pairs without a common
+# key.
 _FEW = 16
 
 
@@ -100,7 +101,7 @@ class _Classes:
         self.limits = limits
         self.keys = Keys(limits)
         self.verdicts: dict[tuple[int, int], str] = {}
-        self.texts: list[str] = []  # for each strong key, the first text that has it
+        self.texts: list[str] = []  # for each class, the first text with its strong key
 
     def of(self, texts: Sequence[str]) -> dict[str, int]:
         """Return the index of each text's class. `texts` must be sorted and distinct."""
@@ -193,7 +194,9 @@ class Keys:
         if not reading.trees:
             return "text:" + spaceless(reading.text)
         node = reading.trees[0]
-        if reading.lettered:  # the letter of the choice and its text must both be equal
+        # Answers such as "(C) 46" are equal only if both the letter and the text after it are
+        # equal.
+        if reading.lettered:
             return f"choice:{reading.choice}:{node!r}"
         if not has(node, *_NOT_VALUES, "percent", "degree") and not is_decimal(node):
             with suppress(NotRational, Undecided, Undefined):
@@ -266,8 +269,8 @@ class Keys:
         yield "value:" + written(self.value(value))
         constants = arbitrary(variables(value))
         others = variables(value) - constants
-        # this key ignores the names of arbitrary constants, and the values of constants that are
-        # added
+        # A key from the difference of the values at two points, with 1 for each arbitrary constant.
+        # So x^2 + C and x^2 + K + 3 have the same key.
         if constants and others:
             prober = Prober(self.limits)
             known = {name: number(1) for name in constants}
@@ -334,8 +337,8 @@ class Keys:
         if stated is not None:
             yield from self.tokens(stated)
         yield from self.region_tokens(node)
-        # the left side minus the right side at one point, divided by the same difference at another
-        # point
+        # Key of an equation: (left side - right side) at one point, divided by the same difference
+        # at another point. A constant factor does not change this quotient.
         if len(node.args) == 2:
             sides = minus(*node.args)
             prober = Prober(self.limits)
@@ -373,7 +376,7 @@ class Keys:
         return min(self.tokens(named(node).value), default="?")
 
 
-_MANY = 40  # number of entries of a collection that are checked for rounded values
+_MANY = 40  # only this number of entries of a list or set is checked for rounded values
 
 
 def _digits(value: Any, count: int) -> str:

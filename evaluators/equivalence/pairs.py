@@ -44,21 +44,22 @@ from atts.evaluators.verdict import (
     Verdict,
 )
 
-_MOST = 3  # largest number of arbitrary constants for which renamed constants are tried
-# letters for constants of integration, for numbered constants, and for arbitrary constants in
-# general
+_MOST = 3  # with more arbitrary constants than this, other assignments of letters are not tried
+# Patterns for three kinds of letters: constants of integration, numbered constants such as c_1, and
+# arbitrary constants of any kind.
 _INTEGRATION = re.compile(r"[CcKk](?:_\d)?|const")
 _NUMBERED = re.compile(r"[CcKk]_\d")
 _ARBITRARY = re.compile(r"[A-Da-dKk](?:_\d)?|alpha|beta|const")
 _PARAMETERS = frozenset("tskmnruvlj") | {"lambda", "mu"}
-# Physical constants, each with its value and a letter. If this letter is in the other answer, that
-# answer contains the constant's value.
+# Physical constants: the name, the value, and a letter in the value. If the other answer contains
+# this letter, it probably uses the value instead of the name.
 _DEFINED = {
     "hbar": (quotient(symbol("h"), Node("mul", (TWO, PI))), "h"),
     "k": (quotient(number(1), Node("mul", (number(4), PI, symbol("epsilon_0")))), "epsilon_0"),
     "k_e": (quotient(number(1), Node("mul", (number(4), PI, symbol("epsilon_0")))), "epsilon_0"),
 }
-# names that mean functions in the solution of an equation, even if no argument is written
+# In the solution of an equation, "y = ..." means the function y(x). The same holds for these
+# letters.
 _FUNCTIONS = ("y", "u", "w")
 
 
@@ -90,7 +91,7 @@ def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
     if left != right or len(left) > 1:
         yield from _renamed(gold, answer, left, right, is_solution)
     yield from _shifted(one.value, two.value)
-    # a log in an antiderivative is a natural logarithm
+    # In an antiderivative, "log" means the natural logarithm.
     if _terms(one.value) and _terms(two.value):
         natural = _natural(one.value), _natural(two.value)
         if natural != (one.value, two.value):
@@ -157,8 +158,8 @@ def _are_arbitrary(names: list[str], others: list[str], body: Node, is_solution:
         return True
     if not variables(body) - set(names):
         return False
-    # A and B in A cos t + B sin t are arbitrary only if the other answer has constants such as c_1,
-    # c_2
+    # In A cos t + B sin t, A and B may be given numbers. They count as arbitrary only if one answer
+    # has numbered constants, such as c_1 and c_2.
     if len(names) > 1:
         return any(all(map(_NUMBERED.fullmatch, each)) for each in (names, others))
     is_of_integration = all(_INTEGRATION.fullmatch(name) for name in (*names, *others))
@@ -176,8 +177,8 @@ def _shifted(one: Node, two: Node) -> Iterator[tuple[Node, Node]]:
                 continue
             whole = minus(_without(one, left), _without(two, right))
             names = sorted(variables(whole))
-            # C is a constant of integration only if it is added to a function: 2 + C is not an
-            # antiderivative
+            # C is a constant of integration only if it is added to a function of a variable. 2 + C
+            # is not an antiderivative.
             if not names or not variables(_without(one, left)) or not _is_of_functions(names):
                 continue
             point = {name: number(Fraction(1, 2 + at)) for at, name in enumerate(names)}
@@ -234,7 +235,7 @@ def _is_linear(node: Node, names: frozenset[str]) -> bool:
     return all(_is_linear(arg, names) for arg in inside)
 
 
-_PHRASE = 4  # largest number of words in a name or date
+_PHRASE = 4  # phrases of at most this number of words are regarded as names or dates
 _BOLD = re.compile(r"\\(?:mathbf|bold|bm|pmb|bf)")
 _FORMULA = re.compile(r"\\mathrm\s*\{\s*(?:[A-Z][a-z]?)+\s*\}")
 _MATRIX_FACTOR = re.compile(
@@ -373,7 +374,7 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
         return Verdict("equal", "same text")
     formulas = [_FORMULA.fullmatch(reading.text) for reading in (one, two)]
     if all(formulas) and one.text.lower() == two.text.lower():
-        # upper and lower case matter: CS is a compound, Cs is an element
+        # In chemical formulas, upper and lower case differ: CS is a compound, but Cs is an element.
         return Verdict("different", "text")
     products = [_matrix_product(reading.text) for reading in (one, two)]
     if products[0] is not None and products[1] is not None:
@@ -432,7 +433,7 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
             verdict = _unscored(error)
         except OutOfTime:
             verdict = Verdict("unscored", "time", "the comparison took too long")
-        except RecursionError:  # the caller has already used most of the stack
+        except RecursionError:  # the calling program left too little of Python's stack
             verdict = _unscored(TooLarge("nested too deeply for the remaining stack"))
         if verdict.is_equal:
             return verdict
@@ -466,7 +467,8 @@ def _unread(one: Reading, two: Reading) -> Verdict:
         return Verdict("different", "malformed", str(problem))
     if type(problem) is Prose and readable.trees:
         return Verdict("different", "prose", str(problem))
-    # This applies only to short phrases such as names. A sentence has many wordings with one meaning.
+    # Short phrases such as names differ if their words differ. Long sentences may have the same
+    # meaning in other words, so they stay undecided.
     are_short = all(len(reading.squashed.split()) <= _PHRASE for reading in (one, two))
     if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and are_short:
         return Verdict("different", "text")

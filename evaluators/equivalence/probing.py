@@ -36,16 +36,16 @@ _WHOLE = words("of_integers")
 _STEPS = words("stepping")
 _TURNS = words("turning")
 _SWITCHES = words("switching") | _STEPS | _WHOLE | _NATURAL
-_INDICES = frozenset("nmkjNMK")  # letters that usually stand for integers, such as n in floor(n/2)
-# Number of points at which expressions without branches are compared. Analytic expressions that
-# agree at one generic point agree everywhere.
+_INDICES = frozenset("nmkjNMK")  # letters that usually are integers, such as n in floor(n/2)
+# Expressions without branches are compared at this number of random points. Such expressions are
+# analytic, so agreement at one random point practically proves equality.
 _SMOOTH = 6
 _SCATTERED = 24
 _CONSTANTS = 14
-_SWEEP = 120  # largest modulus for which all residues are tried
+_SWEEP = 120  # for moduli up to this number, all residues are tried
 
 
-# ---- points
+# ---- points at which expressions are compared
 
 
 def domains(*nodes: Node) -> dict[str, Domain]:
@@ -129,7 +129,7 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
         yield generic(ranges, index)
     constants = tuple(_constants((left, right), limits))
     conditions = [each for node in (left, right) for each in node.walk() if each.kind == "relation"]
-    # the smallest integer to try is 0 if a condition mentions 0, else 1
+    # Counting starts at 0 if a condition contains the number 0, otherwise at 1.
     least = 1 - any(arg.value == 0 for each in conditions for arg in each.args)
     for base in (generic(ranges, 0), generic(ranges, 3))[: len(ranges)]:
         for name, domain in ranges.items():
@@ -142,7 +142,7 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
                 values = _whole_around(marks, domain, least)
             for value in values:
                 yield base | {name: value}
-    # at these points, the values of all variables are close to one constant
+    # Add points at which all variables are close to each other and to a multiple of one constant.
     if len(ranges) > 1 and set(ranges.values()) == {"real"}:
         for mark in constants:
             for factor in (Fraction(3), Fraction(-3), Fraction(1, 7)):
@@ -188,7 +188,8 @@ def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
         if value > 3:
             yield Fraction(math.isqrt(int(value)))
     yield from {one / two for one in kept[:6] for two in kept[:6] if one != two}
-    if has_logarithm:  # at these points, a logarithm has the value of a constant
+    # add arguments at which a logarithm is close to a constant of the expressions
+    if has_logarithm:
         for base in (math.e, 10):
             for value in kept:
                 if 1 < value < 300:
@@ -239,7 +240,7 @@ def _whole_around(marks: Iterable[Fraction], domain: Domain, least: int) -> list
     known = sorted({abs(math.floor(mark)) for mark in marks})
     values = {mark + step for mark in known for step in (-1, 0, 1, mark)}
     values |= set(range(1, max((mark for mark in known if mark <= _SWEEP), default=0) + 1))
-    # for these integers n, terms such as 2n+1 are close to multiples of an odd modulus
+    # Add integers n for which a term such as 2n + 1 is close to a multiple of a large modulus.
     for slope in range(2, 8):
         for modulus in known[:8]:
             if modulus > _SWEEP and math.gcd(slope, modulus) == 1:
@@ -250,15 +251,14 @@ def _whole_around(marks: Iterable[Fraction], domain: Domain, least: int) -> list
     return [Fraction(value) for value in sorted(values) if domain == "step" or value >= least]
 
 
-# ---- comparison of values
+# ---- comparing the values of two expressions
 
 _BITS = 200
 _MOST_BITS = 6_000
-_ENOUGH = 3  # number of points at which both sides must have equal real values
-# number of bits by which a difference must exceed the error bound, so that two values count as
-# different
+_ENOUGH = 3  # two expressions are equal if they agree at this number of points with real values
+# Two values differ only if their difference is 2**_SLACK times as large as the error bound.
 _SLACK = 12
-# if an expression has one of these names, its values may be complex
+# an expression with one of these names may have complex values
 _COMPLEX = frozenset({"i", "re", "im", "arg"})
 
 
@@ -278,12 +278,14 @@ class Prober:
     def __init__(self, limits: Limits, budget: Budget | None = None) -> None:
         self.limits = limits
         self.budget = budget or Budget(limits)
-        # variables that stand for sizes, such as lengths; only positive values of these variables
-        # are tried
+        # Names of variables that are sizes, such as lengths. Only positive values are tried for
+        # them.
         self.positive = frozenset[str]()
-        # whether both expressions are real functions of real variables
+        # True if neither expression contains i, Re, Im or arg, so that both are regarded as real
+        # functions.
         self.is_of_reals = False
-        self.apart = 0  # number of points at which only one side has a real value
+        # number of points at which only one of the expressions is defined over the real numbers
+        self.apart = 0
 
     def value(self, node: Node, env: Environment = NOWHERE, bits: int = _BITS) -> Value:
         """Return the exact value, or an approximation if the value is not rational.
@@ -394,7 +396,7 @@ class Prober:
             first, one, is_first_out = self.measured(left, env, bits)
             second, two, is_second_out = self.measured(right, env, bits)
             needed = max(one, two) + _BITS
-            # a small term that is added to a large term becomes visible with more bits
+            # With too few bits, a small term is lost in a sum with a large term. So use more bits.
             if needed > bits:
                 bits = needed
                 continue

@@ -104,7 +104,8 @@ class Line:
         if node.kind == "union" or node.text == "or" or not (node.text or is_inequality(node)):
             return either
         both = self.shared(parts, len(parts))
-        # in a list such as "x < 1, x > 3", both conditions cannot be true, so one of them suffices
+        # In the list "x < 1, x > 3", the conditions exclude each other. So the list means that one
+        # of them holds.
         return either if not both and node.kind == "list" and not node.text else both
 
     def built(self, member: Node, condition: Node) -> Region | None:
@@ -199,7 +200,7 @@ class Line:
         slope = values[1] - c - curve
         for x, y in zip((3, -5, 11), values[3:], strict=True):
             if curve * x * x + slope * x + c != y:
-                return None  # the expression is not a polynomial of degree two or less
+                return None  # The values do not fit a polynomial of degree at most 2.
         if not curve and not slope:
             return None
         if not curve:
@@ -260,8 +261,8 @@ class Line:
         stretches = [
             pair for region in regions for pair in zip(region[::2], region[1::2], strict=True)
         ]
-        # ends with variables cannot be sorted, so the intervals of such a union are stored one
-        # after the other
+        # Interval ends that contain variables cannot be sorted by value. So keep the intervals of
+        # the union whole, in a fixed order.
         if least == 1 and any(has(end.value, "symbol") for pair in stretches for end in pair):
             stretches.sort(key=lambda pair: (pair[0] != _LOWEST, pair[1] == _HIGHEST, repr(pair)))
             return tuple(end for pair in stretches for end in pair)
@@ -300,7 +301,7 @@ def _rest(region: Region) -> Region:
     return begun[:-1] if begun and begun[-1].value == INFINITY else (*begun, _HIGHEST)
 
 
-# ---- families of a parameter
+# ---- families of values, such as pi/4 + k pi for every integer k
 
 _MOST_CLASSES = 2_000
 

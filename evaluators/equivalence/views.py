@@ -35,7 +35,7 @@ _IMPLICATIONS = frozenset({"=>>", "<=>"})
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "~"}
 
 
-# ---- names
+# ---- names of values
 
 
 class Named(NamedTuple):
@@ -82,7 +82,7 @@ def named(node: Node) -> Named:
 
     "5 + 6 = 11" is the value 11 without a name. Any other equation is a value without a name.
     """
-    # a point with its coordinates, such as A(1, 2)
+    # "A(1, 2)" is the point A with its coordinates
     if [arg.kind for arg in node.args] == ["symbol", "tuple"] and _is_point(node.args[0]):
         return Named(*node.args)
     if node.kind != "relation":
@@ -102,7 +102,7 @@ def named(node: Node) -> Named:
     sides = list(node.args)
     if len(sides) == 2 and has(sides[0], "call") and not has(sides[1], "call", "symbol"):
         return Named(sides[0], sides[1])
-    # an approximate value is used only if there is no exact one
+    # Drop approximate values at the end, as in x = 1/3 ~ 0.33, if an exact value comes before them.
     while signs[-1] == "~" and (len(sides) > 2 or not is_name(sides[0])):
         signs.pop()
         sides.pop()
@@ -115,14 +115,15 @@ def _of_chain(sides: list[Node]) -> Named:
     """Return the name and the value of a chain of equalities."""
     last = variables(sides[-1])
     between = [names for names in map(variables, sides[1:-1]) if names]
-    # the sides have different variables, as in x = 2y = 3z
+    # A middle side has other variables than the last side, as in x = 2y = 3z.
     is_tied = last and any(not names & last for names in between)
     if is_name(sides[0]) and not _mentions(sides[-1], sides[0]) and not is_tied:
         return Named(sides[0], sides[-1])
     if len(sides) == 2 and sides[1].kind != "word" and is_name(sides[1]):
         if not _mentions(sides[0], sides[1]):
             return Named(sides[1], sides[0])
-    # if no side is a name, the chain is an equation of its variables
+    # Neither end is a name. So the chain is a calculation, whose last side is its result, or an
+    # equation.
     is_result = (
         (len(sides) > 2 and last <= variables(sides[0]))
         or not any(map(variables, sides))
@@ -143,7 +144,8 @@ def may_name_one(one: Node, two: Node) -> bool:
         call, other = (one, two) if one.kind == "call" else (two, one)
         if call.kind != "call" or other.kind != "symbol":
             return True
-        # "f(2)" is not a name for "x", and a function is not a name for its argument
+        # A function value such as f(2) cannot be called "x". A function of x cannot be called "x"
+        # either.
         return call.args[0].kind != "number" and other not in call.args
     if one.kind == "word":
         few, many = sorted(({*name.text.split()} for name in (one, two)), key=len)
@@ -283,7 +285,9 @@ def _is_curve(node: Node, names: frozenset[str]) -> bool:
             continue
         is_power = each.kind == "pow" and (each.args[1].value or 0) >= 1
         if each.kind not in ("add", "mul", "symbol") and not is_power:
-            return False  # logarithms and quotients are rare in equations of curves
+            # Logarithms and quotients are rare in equations of curves, so this is not such an
+            # equation.
+            return False
     if node.kind == "mul":
         return any(factor.kind != "symbol" for factor in node.args)
     terms = node.args if node.kind == "add" else (node,)
@@ -294,7 +298,7 @@ def _is_curve(node: Node, names: frozenset[str]) -> bool:
     return False
 
 
-# ---- members and labels
+# ---- members of lists and sets, and their names
 
 
 def signs_expanded(node: Node) -> tuple[Node, ...]:
@@ -398,7 +402,7 @@ def family(node: Node) -> Family | None:
     if not where.startswith("mathbb:"):
         return None
     names = [home.args[0].text]
-    # several parameters are listed, as in (s, t+s), s, t in R
+    # In "(s, t+s), s, t in R", the letters before the last comma are parameters too.
     while len(values) > 1 and values[-1].kind == "symbol":
         names.append(values[-1].text)
         values = values[:-1]
@@ -556,7 +560,7 @@ def variable_of(node: Node) -> str:
     return names[0] if len(names) == 1 else ""
 
 
-# ---- matrices
+# ---- reading values as matrices
 
 
 def matrix(node: Node) -> Node | None:
@@ -579,7 +583,7 @@ def matrix(node: Node) -> Node | None:
     raise Undecided(f"a matrix inside a {node.kind}")
 
 
-# ---- signs, classes, times
+# ---- signs, infinities, residue classes, times of day
 
 
 def infinity(node: Node) -> int:
@@ -664,9 +668,9 @@ def is_part(one: Dimension, two: Dimension) -> bool:
     return set(few) < set(many) and all(name.startswith("#") and size == 1 for name, size in many)
 
 
-# ---- sizes
+# ---- variables that are assumed to be positive
 
-# Letters of positions, angles and counts, which may be negative. The next constant has letters that
+# `_SIGNED`: letters of positions, angles and counts, which may be negative. `_SIZES`: letters that
 # nearly always stand for a positive size.
 _SIGNED = words("signed_letters")
 _SIZES = words("letters_of_sizes")
@@ -706,7 +710,7 @@ def _depends_on_signs(node: Node) -> bool:
     return node.kind == "root" or node.text in ("ln", "log")
 
 
-# ---- decimals and tolerances
+# ---- decimal numbers and tolerances
 
 
 def decimal_digits(node: Node) -> int:

@@ -1,8 +1,9 @@
 """A worker process that compares two expressions with sympy, and imports no module of atts."""
 
-# The module `algebra.py` runs this file as a script. A question is one line of JSON with two trees.
-# The reply is also one line: true, false, null (undecided), "time" or "memory". sympy objects are
-# built node by node from the trees, so no text of an answer is parsed or executed here.
+# The module `algebra.py` starts this file as a script. Each question is one line of JSON with two
+# expression trees. Each reply is one line: true, false, null (undecided), "time" or "memory". sympy
+# objects are built from the nodes of the trees. So this process never parses or executes the text
+# of an answer.
 
 import importlib
 import json
@@ -12,12 +13,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-# imported by its name, because sympy's type annotations do not help here
+# import_module hides sympy from type checkers, because its type annotations do not help here
 sympy: Any = importlib.import_module("sympy")
 
-_MEMORY = 3 << 30  # largest size of the address space, in bytes
+_MEMORY = 3 << 30  # limit on the address space of this process, in bytes
 _DIGITS = 40
-# a relative difference above this value cannot be an error of numerical integration
+# Two values differ clearly if their relative difference is above this value. Errors of numerical
+# integration are smaller.
 _CLEARLY = sympy.Float(10) ** -12
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -46,7 +48,8 @@ _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 _DIRECTIONS = {"lim": "+-", "lim+": "+", "lim-": "-"}
 
-# a node as JSON: kind, text, value as a fraction, child nodes
+# A tree in JSON: the kind, the text and the value (a fraction as text) of its root, and its child
+# trees.
 Tree = tuple[str, str, str, list[Any]]
 
 
@@ -65,7 +68,8 @@ class Builder:
 
     def __init__(self, *trees: Tree, positive: Sequence[str] = ()) -> None:
         self.assumptions = {name: {"positive": True} for name in positive}
-        # whether an integral has no bounds, so that its value is known only up to a constant
+        # True if the trees contain an integral without bounds. The value of such an integral is
+        # known only up to a constant.
         self.indefinite = False
         for tree in trees:
             self.assume(tree)
@@ -278,10 +282,10 @@ def _expressions(left: Any, right: Any) -> bool | None:
     if left in infinite or right in infinite:
         return None if sympy.nan in (left, right) or sympy.zoo in (left, right) else False
     gap = left - right
-    # compare values first, because this takes less time than a proof
+    # Comparing numeric values takes less time than a proof, so do it first.
     if _has_clear_gap(left, right):
         return False
-    # after an error in one method of proof, the next methods are still tried
+    # If one method of proof raises an error, try the next method.
     with suppress(Exception):
         if sympy.simplify(gap) == 0:
             return True

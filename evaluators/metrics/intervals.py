@@ -14,7 +14,7 @@ from atts.sampling import normal_quantile, student_quantile
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# A share, which may be a sum of floats, may be outside [0, 1] by this much because of rounding.
+# Rounding errors in sums of floats may put a share outside [0, 1], by at most this much.
 _ROUNDING = 1e-9
 
 
@@ -33,8 +33,8 @@ class Estimate:
     method: str
     level: float = 0.95
     note: str = ""
-    unscored: int = 0  # number of unscored problems, which count as wrong
-    # value and both ends of the interval that would result if the unscored problems were correct
+    unscored: int = 0  # number of problems whose answers could not be scored; they count as wrong
+    # (value, low, high) as they would be if all unscored problems were correct
     if_right: tuple[float, float, float] | None = None
 
     def __str__(self) -> str:
@@ -179,8 +179,8 @@ def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: fl
     n: float = problems
     if 0 < value < 1 and problems > 1:
         n = effective_n(moderate, squares / total**2, *range_of_n)
-    # use Student's t instead of the normal distribution, because the effective sample size is
-    # estimated from the data
+    # The effective sample size is only an estimate. So the interval uses Student's t distribution
+    # instead of the normal distribution.
     freedom = problems - 1 if samples > problems > 1 else math.inf
     low, high = wilson_interval(value, n, reach(freedom, level))
     return Estimate(value, low, high, problems, samples, "wilson", level=level)

@@ -24,8 +24,8 @@ from atts.evaluators.metrics.intervals import (
 )
 from atts.sampling import binomial_cdf, binomial_pmf, student_tail
 
-# A difference that is smaller than its standard deviation by more than this factor is regarded as
-# impossible to show.
+# If the standard deviation is more than this many times the difference, no number of problems is
+# enough to show the difference.
 _MOST_SPREAD = 1e6
 
 
@@ -40,9 +40,9 @@ class Comparison:
 
     first: float
     second: float
-    difference: Estimate  # value of the second run minus value of the first run
+    difference: Estimate  # mean of the second run minus mean of the first run, with its interval
     p_value: float
-    better: int  # number of problems on which the second run's value is higher
+    better: int  # number of problems on which the second run has the higher value
     worse: int
     tied: int
     problems_needed: int | None
@@ -72,8 +72,9 @@ class McNemar:
     first_only: int
     second_only: int
     neither: int
-    p_value: float  # two-sided p-value of the exact test
-    # mid-p-value, which is less conservative because the observed outcome gets only half its weight
+    p_value: float  # two-sided p-value of the exact McNemar test
+    # The mid-p-value counts only half the probability of the observed outcome. So it is less
+    # conservative than `p_value`.
     mid_p: float
 
 
@@ -150,7 +151,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
-    known = [1.0 if math.isnan(p) else p for p in p_values]  # NaN is treated as 1
+    known = [1.0 if math.isnan(p) else p for p in p_values]  # an unknown p-value (NaN) counts as 1
     order = sorted(range(len(known)), key=known.__getitem__)
     corrected = [1.0] * len(known)
     largest = 0.0
@@ -177,7 +178,9 @@ def problems_needed(
             "has no number of problems that shows it",
         )
     needed = freedom = math.inf
-    for _ in range(51):  # the quantile of t depends on n, so iterate until n stays the same
+    # The quantile of Student's t depends on the number of problems, so repeat until the number is
+    # stable.
+    for _ in range(51):
         again = max(
             2.0,
             (reach(freedom, level) + reach(freedom, 2 * power - 1)) ** 2
@@ -205,11 +208,12 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
     half = reach(delta.size - 1, level) * _error(delta)
     if not delta.any():
         method = "no spread"
-        # if a larger share of problems differed, the sample would probably contain such a problem
+        # No problem in the sample differs. If more than the share `half` of all problems differed,
+        # such a sample would have a probability below 1 - level.
         half = 1 - (1 - level) ** (1 / delta.size)
     low = mean - half
     high = mean + half
-    # the values are shares, so their mean difference is between -1 and 1
+    # If all values are shares, the mean difference cannot be outside [-1, 1].
     if np.abs(delta).max() <= 1:
         low = max(low, -1.0)
         high = min(high, 1.0)
@@ -230,7 +234,8 @@ def _error(delta: Floats) -> float:
     scale = float(np.abs(delta).max())
     if scale == 0:
         return 0.0
-    # scale the differences, because the square of a very small or very large float is 0 or infinite
+    # Divide by the largest difference. Otherwise the square of a very large float is infinite, and
+    # that of a very small float is 0.
     scaled = delta / scale
     moved = scaled[scaled != 0]
     part = max(0.25, 2 * moved.size / scaled.size - 1)
@@ -265,11 +270,12 @@ def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
 
 
 Settled = Literal["better", "worse", "alike", "undecided"]
-"""The verdict on the second run compared with the first run. "alike" means that their accuracies
-differ by at most a given number of percentage points.
+"""The verdict on the second run, compared with the first run. "alike" means that the accuracies
+differ by at most `points` percentage points.
 """
 
-_STEPS = 200  # number of candidate means between a difference of 0 and a difference of 1
+# the candidate values of the mean difference are the multiples of 1 / _STEPS in [-1, 1]
+_STEPS = 200
 _STAKES = np.arange(0.05, 1.0, 0.1)
 
 
@@ -278,11 +284,13 @@ class Sequential:
     """The result of a comparison that was tested after every problem."""
 
     settled: Settled
-    # number of problems that were compared; the comparison stops at the problem that decides it
+    # number of problems that were compared; no further problem is compared once the verdict is
+    # clear
     problems: int
     low: float
     high: float
-    points: float  # largest difference in accuracy that is called "alike", in percentage points
+    # accuracies that differ by at most this number of percentage points are called "alike"
+    points: float
     level: float = 0.95
 
     def __str__(self) -> str:
@@ -338,7 +346,8 @@ class ConfidenceSequence:
             )
         self.problems += 1
         self._logs += np.log1p(self._bets * (difference - self._means))
-        # logarithm of the mean capital over the stakes; dividing by the maximum avoids an overflow
+        # The logarithm of the mean capital over all stakes. Subtracting the maximum first avoids an
+        # overflow of `exp`.
         top = self._logs.max(axis=0, initial=-math.inf)
         left = top + np.log(np.exp(self._logs - top).mean(axis=0)) < self._bar
         if not left.all():
@@ -351,7 +360,7 @@ class ConfidenceSequence:
         """Return the range of the candidate means that are left, extended to the nearest excluded
         candidates.
         """
-        # no candidate is left, which happens with probability at most 1 - level
+        # All candidates are excluded. The probability of this is at most 1 - level.
         if not self._means.size:
             return math.nan, math.nan
         low = max(-1.0, float(self._means[0]) - 1 / _STEPS)
@@ -389,8 +398,8 @@ def compare_in_order(
 
 
 POINTS = (1.0, 3.0)
-"""Accuracy differences, in percentage points. For each, dry runs print the number of problems that
-would show it.
+"""Differences in accuracy, in percentage points. A dry run prints, for each difference, how many
+problems are needed to show it.
 """
 
 

@@ -80,7 +80,8 @@ def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
         raise OptionError(
             "c", "the number of correct samples is negative or larger than the number of samples"
         )
-    # Compute with exact fractions. In floats, 0.28 * 25 is 7.000000000000001, whose ceiling is 8.
+    # Use exact fractions, because 0.28 * 25 in floats is 7.000000000000001, and its ceiling is 8
+    # instead of 7.
     least = max(1, math.ceil(Fraction(str(tau)) * k))
     return hypergeometric_tail(least, counts, right, k)
 
@@ -185,7 +186,7 @@ def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
     ]
     of = [group[at] for at, _ in rows]
     sizes = np.array([group[at].sizes[label] for at, label in rows], dtype=np.int64)
-    # for each class size, the number of competing classes of this size
+    # rivals[row, s] is the number of rival classes that have s samples.
     rivals = np.array(
         [np.bincount(problem.sizes, minlength=n + 1) for problem in of], np.float64
     ).reshape(-1, n + 1)
@@ -219,11 +220,12 @@ def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Fl
     overflow.
     """
     chance = k / n
-    # half of the n + 1 roots suffice for a real polynomial of degree <= n, because the values at
-    # the other roots are conjugates
+    # The polynomial is real, so its values at conjugate roots of unity are conjugates. Half of the
+    # n + 1 roots are therefore enough.
     roots = np.exp(-2j * np.pi * np.arange((n + 1) // 2 + 1) / (n + 1))
     rival_sizes = np.flatnonzero(rivals.any(axis=0))
-    # for each size of a rival, the terms in which fewer than j of its samples are drawn
+    # below[r] is the sum of the terms in which fewer than j samples of a rival with size r are
+    # drawn.
     below = np.zeros((rival_sizes.size, roots.size), dtype=np.complex128)
     quiet = silent[:, None] * np.log(1 - chance + chance * roots)[None, :]
     result = np.zeros(sizes.size)
@@ -235,8 +237,8 @@ def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Fl
         spectrum = np.zeros((rows.size, roots.size), dtype=np.complex128)
         for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
             factors = below + node * exactly
-            # Products are computed as sums of logarithms. A factor of 0 gets a finite logarithm,
-            # because 0 times minus infinity would be NaN.
+            # Products are computed as sums of logarithms. Factors of 0 are replaced by 1e-200,
+            # because 0 * log(0) would be NaN.
             logs = np.log(np.where(np.abs(factors) < 1e-200, 1e-200, factors))
             spectrum += weight * np.exp(rivals[np.ix_(rows, rival_sizes)] @ logs + quiet[rows])
         result[rows] += (
@@ -246,10 +248,9 @@ def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Fl
 
 
 SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
-"""The status of a sample.
-
-"cut": the sample reached a limit before its end. "no answer": it has no answer. "unscored": its
-answer could not be compared. "timeout": the comparison took too long.
+"""The status of a sample. "cut": generation reached a limit, such as the token limit. "no answer":
+the sample contains no answer. "unscored": its answer could not be compared. "timeout": the
+comparison took too long.
 """
 
 
@@ -311,7 +312,7 @@ class GradedSample(Protocol):
 
 
 Grouper = Callable[[Sequence[str]], Sequence[int]]
-"""A function that groups equal texts. It returns the index of the class for each text."""
+"""A function that puts equal texts into the same class. It returns a class number for each text."""
 
 
 def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) -> Samples | None:

@@ -2,7 +2,7 @@
 
 import math
 
-# half-width of a 95 % interval of the normal distribution, in standard deviations
+# A normal variable is within this many standard deviations of its mean with probability 95 %.
 NORMAL_95 = 1.959963984540054
 
 

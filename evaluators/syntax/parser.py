@@ -52,7 +52,7 @@ class Token(NamedTuple):
 
 
 END = Token("end", "")
-# kinds of tokens with which a factor can begin
+# Kinds of tokens that can begin a factor of a product.
 STARTS = frozenset({"number", "symbol", "command", "function", "open"})
 SIGNS = ("+", "-", "pm", "mp")
 
@@ -110,11 +110,10 @@ class _Lexer:
 
     def __init__(self, limits: Limits, loose: bool = False) -> None:
         self.limits = limits
-        # whether letters of a formula that may be the symbol of a unit are read as a unit
+        # True: in a formula, read a letter after a number as a unit, even if it may be a variable.
         self.loose = loose
         self.saw_loose = False
-        # whether the text from here on is a reason, such as "because ...", and not part of the
-        # answer
+        # True if the remaining text only gives a reason, such as "because ...". It is then ignored.
         self.has_ended = False
         self.tokens: list[Token] = []
         self.gap = True
@@ -180,19 +179,18 @@ class _Lexer:
         if unit is None:
             return None
         phrase, end = unit
-        # the letter is not a unit, such as the H of 2 H_2O
+        # A letter with a subscript is not a unit, such as H in 2 H_2O.
         if text[end:].lstrip(" }").startswith("_"):
             return None
         first, _, rest = phrase.partition(" ")
-        # upright text is unambiguous, but in a formula, "5 m" may mean 5 metres or the product of 5
-        # and m
+        # In a formula, "5 m" may mean 5 metres or 5 times m. Upright letters are clearly a unit.
         if mode == "maths" and text[start] != "\\" and first in SYMBOLS and len(first) < 4:
             if not _FREE.match(text, end) or self._is_in_root():
                 return None
             is_word = first in vocabulary.ATTACHED or (len(first) > 2 and vocabulary.is_word(first))
             if rest[:1] == "^" and len(first) == 1 and not self.after("number"):
                 return None
-            # another part of the amount may follow, as in 7 h 4 min
+            # Units may be followed by another number and unit, as in 7 h 4 min.
             is_part = self.gap and FORMS["amount"].match(text, end)
             is_doubtful = len(first) == 1 or (first.islower() and not is_word)
             is_product = bool(rest) and all(
@@ -200,8 +198,10 @@ class _Lexer:
             )
             names = [part for part in phrase.split() if part[0] != "^"]
             if len(names) > 1 and all(len(name) == 1 and name.isupper() for name in names):
-                is_product = True  # a product such as C V^2
-            if is_product and not is_part:  # a product such as 2 g h
+                # several capital letters are a product, such as C V^2, not a unit
+                is_product = True
+            # several single letters are a product, such as 2 g h, not a unit
+            if is_product and not is_part:
                 return None
             if not rest and not is_part and is_doubtful:
                 is_parted = self.gap and self.after("number", "close")
@@ -273,13 +273,15 @@ class _Lexer:
     def text_macro(self, name: str, text: str, position: int, depth: int) -> int:
         """Add the content of a text macro, and return the position after the macro."""
         if not OPENING.match(text, position):
-            return position  # ignore a font switch such as \rm in \rm 5
+            # without braces, a command such as \rm only changes the font, so ignore it
+            return position
         content, after = _group(text, position)
         inside = content.strip()
         is_letter = len(inside) == 1 and inside.isalpha() and inside.isascii()
         if name in _UPRIGHT and is_letter:
             self.add("symbol", inside)
-        # the excluded letters are names of functions and unit vectors
+        # A bold letter is a vector. Letters from "efghijk" in bold are names of functions or unit
+        # vectors.
         elif name in _BOLD and is_letter and inside not in "efghijk":
             self.add("symbol", f"bold {inside}")
         else:
@@ -322,8 +324,8 @@ class _Lexer:
         elif mode == "text" or (self._is_word(run) and not (len(run) == 2 and ahead[:1] == "^")):
             self.add("word", run)
         else:
-            # Several letters are a product, such as ab. In a product, the name of a known function
-            # is read as one symbol if it comes first. So is "sqrt" or "pi" after one letter.
+            # Several letters, such as ab, are a product of single letters. Exceptions are the name
+            # of a function at the start, and "sqrt" or "pi" after one letter.
             for piece in _FACTORS.findall(run):
                 self.letters(piece, "maths")
 
@@ -409,7 +411,7 @@ _RELATIONS = frozenset(
 )
 _RELATION_SPELLINGS = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
 _MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})
-"""Symbols that follow ^ but are not an exponent."""
+"""Symbols after ^ that are not exponents, such as the degree sign."""
 _CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",), "⟨": "⟩"}
 _INFIX: dict[str, Callable[[Node, Node], Node]] = {
     "over": quotient,
@@ -420,15 +422,15 @@ _BLOCK_ENDS = frozenset({"rfloor", "rceil"})
 
 _CALLABLE = frozenset("fghFGH")
 _MAYBE_CALLABLE = frozenset("pquPQRSTVNMIABCDEKLXYZW")
-# Functions with a name of one letter, each with the variables that its argument may have. If the
-# argument has other variables, the name is a factor.
+# Greek letters that may be functions, and the variables that their argument may contain. With other
+# variables, the letter is a factor of a product.
 _SPECIAL = {"zeta": frozenset("s"), "Gamma": frozenset("nsxzt")}
 _INVERSES = {
     name: f"arc{name}"
     for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
 }
 _MANY_ARGUMENTS = frozenset({"max", "min", "gcd", "lcm"})
-# largest number of digits of a number; Python refuses to convert much longer numbers
+# numbers with more digits are not converted, because Python refuses to convert very long numbers
 _MAX_LITERAL = 4000
 _E = Node("constant", text="e")
 _I = Node("constant", text="i")
@@ -542,15 +544,17 @@ class Parser(Stream):
 
     def __init__(self, tokens: list[Token], limits: Limits) -> None:
         super().__init__(tokens, limits)
-        # number of integrals around the current position; in an integral, "dx" is not a product
+        # Number of integrals that contain the current position. Inside an integral, "dx" is not d
+        # times x.
         self.integrals = 0
-        # number of sums over i around the current position; in such a sum, "i" is not the imaginary
-        # unit
+        # Number of sums over i that contain the current position. Inside such a sum, "i" is not the
+        # imaginary unit.
         self.sums_over_i = 0
         self.in_set = False
-        self.currencies: set[str] = set()  # currency signs of the amount that is being parsed
+        # the currency signs seen so far in the current amount of money
+        self.currencies: set[str] = set()
 
-    # ---- lists and relations
+    # ---- parsing lists and relations
 
     def answer(self) -> Node:
         """Parse the whole answer; raise Malformed if tokens remain."""
@@ -574,7 +578,7 @@ class Parser(Stream):
                 break
             item = self.relation()
             *value, condition = item.args or (item,)
-            # the value is followed by its condition in brackets
+            # A value may be followed by its condition in brackets, as in "5 (x > 0)".
             if item.kind == "mul" and condition.kind == "relation":
                 items.append(joined("mul", value))
                 item = condition
@@ -649,7 +653,7 @@ class Parser(Stream):
                 parts = [Node("opaque", both, "cap")]
         return joined("union", parts)
 
-    # ---- amounts
+    # ---- parsing amounts with units
 
     def quantity(self) -> Node:
         """Parse an expression, and a unit or remark after it."""
@@ -698,8 +702,7 @@ class Parser(Stream):
             raise Malformed("a ratio without its second part")
         return Node("ratio", tuple(parts))
 
-    # ---- words around a value: neutral words are skipped, but units and numbers belong to the
-    # value
+    # ---- words before and after a value: neutral words are skipped, but units and numbers are kept
 
     def phrase_after(self, node: Node) -> Node:
         """Parse everything that follows a value: its unit, modulus or base, remarks, and words that
@@ -727,7 +730,8 @@ class Parser(Stream):
             elif not unit:
                 return node
             else:
-                # the value 1 marks a unit that the lexer only guessed
+                # The lexer marks a unit with "~" if it may be a variable. The value 1 keeps this
+                # mark.
                 guess = Fraction(1) if unit[0] == "~" else None
                 return Node("quantity", (node,), unit.lstrip("~"), guess)
 
@@ -847,7 +851,7 @@ class Parser(Stream):
         for at in range(self.at, min(self.at + 12, len(self.tokens))):
             token = self.tokens[at]
             depth += (token.kind == "open") - (token.kind == "close")
-            if depth < 0:  # the bracket around the name ends here, as in [ABC] = 84
+            if depth < 0:  # here ends a bracket that was opened before the name, as in [ABC] = 84
                 break
             if token.kind == "op" and token.text in ("=", ":"):
                 return at
@@ -860,7 +864,7 @@ class Parser(Stream):
 
         The result is None if the words only introduce the value.
         """
-        # words in capitals are names of geometric figures
+        # Words in capital letters, such as ABC, are names of geometric figures.
         names += [word for word in words if len(word) > 1 and word.isupper()]
         words = [word.lower() for word in words if word not in names]
         known = vocabulary.NEUTRAL | vocabulary.LABELS
@@ -877,7 +881,7 @@ class Parser(Stream):
         self.take()
         return None if self.here is not END else Node("word")
 
-    # ---- sums, products, powers
+    # ---- parsing sums, products and powers
 
     def expression(self) -> Node:
         """Parse terms joined by + and -."""
@@ -895,13 +899,14 @@ class Parser(Stream):
         while True:
             if self.took("*"):
                 factors.append(self.signed(self.factor))
-            # a product of vectors
+            # the cross product or inner product of two vectors
             elif product := self.took("cross", "inner"):
                 pair = (joined("mul", factors), self.signed(self.factor))
                 factors = [_vector_product(product, *pair)]
             elif self.is_op("/"):
                 if self.currencies and self.ahead().kind == "word" and measure(self.ahead().text):
-                    break  # the slash belongs to a rate such as $9/hour
+                    # after an amount of money, a slash and a unit mean a rate, such as $9/hour
+                    break
                 self.take()
                 factors.append(Node("pow", (self.signed(self.factor), MINUS_ONE)))
             elif self.starts_factor():
@@ -1053,7 +1058,7 @@ class Parser(Stream):
             raise Undecided("a subscript on an expression")
         return node
 
-    # ---- atoms
+    # ---- parsing numbers, names and brackets
 
     def bracketed(self) -> Node:
         """Parse brackets ( … ), [ … ], { … } or \\{ … \\}, which contain a group, tuple, interval
@@ -1131,7 +1136,7 @@ class Parser(Stream):
         """
         if name in _SPECIAL and self.here.text == "(":
             inside = self.bracketed()
-            # if zeta is a root of unity, zeta(1 + zeta) is a product
+            # zeta may also be a root of unity; then zeta(1 + zeta) is a product.
             if inside.kind == "tuple" or not variables(inside) <= _SPECIAL[name]:
                 return Node("mul", (symbol(name), inside))
             return function(name.lower(), inside)
@@ -1140,9 +1145,9 @@ class Parser(Stream):
         if name in _CALLABLE and following == ["^", "{", "-", "1", "}", "("]:
             self.at += 5
             name += "^-1"
-        # a capital letter is also a function if its brackets contain one variable or number
+        # A capital letter is a function if exactly one variable or number follows in brackets.
         is_simple = self.ahead().kind in ("symbol", "number") and self.ahead(2).text == ")"
-        # a function may be given by its value, as in x(t) = 5t
+        # In an equation such as x(t) = 5t, the name on the left is a function.
         is_given = is_simple and self.ahead(3).text == "="
         is_braced = self.here.text == "{" and self.ahead().text == "("
         is_applied = self.here.text == "(" and (
@@ -1202,7 +1207,8 @@ class Parser(Stream):
         if token.kind == "number" and is_whole:
             return literal(self.take().text)
         if token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
-            # as in TeX, the argument is one digit: \frac12 is a half
+            # In TeX, an argument without braces is one digit: \frac12 is one half. Take only the
+            # first digit.
             self.tokens[self.at] = token._replace(text=token.text[1:], tight=True)
             return literal(token.text[0])
         if token.kind in STARTS:
@@ -1249,7 +1255,7 @@ class Parser(Stream):
         if name in _MANY_ARGUMENTS and len(arguments) == 1:
             if not variables(arguments[0]):
                 raise UnknownWords(f"{name} of 1 values")
-            # "max" of one expression may mean the largest value of the expression
+            # "max" of a single expression may mean the largest value that the expression can have.
             return Node("call", arguments, name)
         if name not in _MANY_ARGUMENTS and len(arguments) != 1:
             raise Malformed(f"{name} of {len(arguments)} values")

@@ -27,7 +27,7 @@ _TABLE = str.maketrans(_SIGNS | {letter: f"\\{name} " for letter, name in _GREEK
 _PAIRS = {"(": ")", "{": "}"}
 
 
-# ---- cleaning
+# ---- cleaning the text of an answer
 
 
 def cleaned(text: str, limits: Limits) -> str:
@@ -69,12 +69,12 @@ def unwrapped(text: str) -> str:
         depth < len(text) // 2 and text[depth] in _PAIRS and text[-1 - depth] == _PAIRS[text[depth]]
     ):
         depth += 1
-    if depth < 2:  # a single pair may have a meaning, as in (C) or {1,2}
+    if depth < 2:  # a single pair of brackets may have a meaning, as in (C) or {1,2}
         return text
     inside = text[depth : len(text) - depth]
     levels = list(accumulate(((char in "({") - (char in ")}") for char in inside), initial=0))
-    # Keep brackets that the inside closes, as in (1)(2). Keep one pair, because it may have a
-    # meaning.
+    # Keep the outer brackets that close inside the text, as in (1)(2). Of the others keep one pair,
+    # because it may have a meaning.
     drop = depth + min(levels) - 1 if levels[-1] == 0 else 0
     return text[drop : len(text) - drop] if drop > 0 else text
 
@@ -109,7 +109,7 @@ def _plain(text: str) -> Iterator[str]:
             yield char
             continue
         category = unicodedata.category(char)
-        # skip characters without width, combining marks, and marks of the text direction
+        # Skip invisible characters (category Cf) and combining accents (category Mn).
         if category in ("Cf", "Mn"):
             continue
         if category[0] in "ZC":
@@ -122,7 +122,7 @@ def _plain(text: str) -> Iterator[str]:
             yield folded if is_plain else char
 
 
-# ---- rewriting, by the steps of `rewrites.toml`
+# ---- rewriting the text by the replacements in rewrites.toml
 
 
 class Step(NamedTuple):
@@ -146,7 +146,7 @@ class Stage(NamedTuple):
     steps: list[Step]
     marks: tuple[str, ...]
     steps_of: dict[str, list[int]]
-    always: list[int]  # indices of the steps that are tried on every text
+    always: list[int]  # indices of the steps whose pattern is searched in every text
 
 
 def _rewritten(text: str, stage: Stage) -> str:
@@ -171,7 +171,7 @@ def _rewritten(text: str, stage: Stage) -> str:
 def _rewritten_from(text: str, steps: list[Step]) -> str:
     for marks, is_without, pattern, put in steps:
         is_tried = is_without or not marks
-        for mark in marks:  # a generator expression would be much slower than this loop
+        for mark in marks:  # this loop is much faster than `any` with a generator expression
             if mark in text:
                 is_tried = not is_without
                 break
@@ -337,7 +337,7 @@ _STEPS = _stage("steps")
 _LAST = _stage("last")
 
 
-# ---- reading
+# ---- parsing the cleaned text
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,10 +349,11 @@ class Reading:
     text: str
     trees: tuple[Node, ...]
     problem: Undecided | None = None
-    # letter of a multiple choice, if the answer has one; it may be followed by the choice's text
+    # The letter of a choice, such as "C" in "(C) 46"; "" if the answer has no such letter.
     choice: str = ""
-    is_letter: bool = False  # whether the answer consists only of the letter
-    lettered: bool = False  # whether a text follows the letter; the text is parsed too
+    is_letter: bool = False  # True if the answer is only a letter, such as "(C)"
+    # True if the letter is followed by a value, as in "(C) 46"; `trees` has the value
+    lettered: bool = False
 
     @property
     def squashed(self) -> str:
@@ -382,7 +383,7 @@ def _read(text: str, limits: Limits) -> Reading:
     except Undecided as problem:
         choice = _CHOICE.match(_MACRO.sub("", plain)) if len(plain) < 400 else None
         return Reading(plain, (), problem, choice[1] if choice else "")
-    except RecursionError:  # the caller has used most of the stack
+    except RecursionError:  # the calling program left too little of Python's stack
         return Reading(plain, (), TooLarge("nested too deeply for the remaining stack"))
 
 
@@ -393,7 +394,7 @@ def _value_of_choice(bare: str) -> str:
     """
     match = FORMS["lettered"].fullmatch(bare)
     text = (match[2] or match[4]).strip() if match else ""
-    # number of braces that open before the text and close in it
+    # Number of closing braces in the text whose opening braces are before the text.
     excess = text.count("}") - text.count("{")
     while excess > 0 and text.endswith("}"):
         text = text[:-1]
@@ -427,12 +428,13 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
     meaning = _in_words(plain, limits) if len(plain) < 240 else None
     if meaning is not None:
         return [meaning]
-    # in (1,234), the comma separates two entries
+    # In "(1,234)" the comma separates two numbers. Put a space after it, so that it is not removed
+    # as a separator of thousands.
     joined = FORMS["pair"].sub(lambda match: match[0].replace(",", ", "), plain)
     joined = FORMS["thousands"].sub(lambda match: match[0].replace(",", ""), joined)
     spellings = [joined] if joined == plain or FORMS["zeros"].search(plain) else [joined, plain]
     below = FORMS["below_slash"].sub(r"/(\1)", joined)
-    # parse t/RC both as t/(RC), as physicists write it, and as (t/R)C, as in programs
+    # In physics t/RC means t/(RC), but in programs it means (t/R)C. Try both.
     if below != joined:
         spellings.append(below)
     counted = FORMS["counted"].sub(_as_binomial, joined)

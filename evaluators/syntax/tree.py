@@ -6,29 +6,31 @@ from fractions import Fraction
 from typing import Literal
 
 Kind = Literal[
-    # A number has a value, and the text as written. An integer that is too long for arithmetic has
-    # only the text.
+    # "number" has a value, and the text as written. "huge" is an integer that is too long for
+    # arithmetic, and has only the text.
     "number", "huge",
-    # Nodes that have only a text. The constants are pi, e, i and inf. A clock is a time of day such
-    # as 3:45.
+    # These have only a text. The constants are pi, e, i and inf. A clock is a time of day, such as
+    # 3:45.
     "symbol", "constant", "word", "clock",
-    # a power has a base and an exponent; a root has a radicand and an index
+    # The arguments of "pow" are base and exponent; those of "root" are radicand and index.
     "add", "mul", "pow", "root",
-    "func", "call",  # a known function, and an unknown one; each has a name and arguments
-    "plusminus",  # one argument with the sign ± or ∓; the text is the upper sign
+    "func", "call",  # "func" is a known function, "call" an unknown one; the text is the name
+    "plusminus",  # one argument after ± or ∓; the text is the upper sign, + or -
     "percent", "degree", "quantity",  # one argument each; the text of a quantity is its unit
-    "based",  # a numeral with a base; its digits are the text, and its base is the value
-    "sum",  # text: "sum" or "prod"; arguments: body, variable, lower and upper bound
-    # an operation that is not evaluated; the text names it, such as "int", "lim" or "cap"
+    "based",  # a number in another base; the text is its digits, and the value is the base
+    "sum",  # the text is "sum" or "prod"; the arguments are body, variable and both bounds
+    # An operation that is not computed here. The text names it, such as "int", "lim" or "cap".
     "opaque",
-    # the text of a tuple is its brackets, such as "(]"; the text of a list is "and", "or" or empty
+    # The text of "tuple" is its brackets, such as "(]". The text of "list" is "and", "or" or empty.
     "tuple", "list", "set",
-    "union", "setminus", "builder",  # a builder has the form of a member and the condition for it
-    "matrix",  # the arguments of a matrix are its rows, and each row is a tuple
-    # the arguments of a relation are its sides; the text has its signs, joined by spaces
+    # a builder such as {2k | k in Z} has a member, 2k, and a condition
+    "union", "setminus", "builder",
+    "matrix",  # the arguments are the rows, each a "tuple"
+    # The arguments are the sides. The text is the relation signs, joined by spaces.
     "relation",
-    "ratio", "congruence",  # a congruence has a value and its modulus
-    # aliases are several forms of one value; cases are pairs of a value and its condition
+    "ratio", "congruence",  # "congruence" has a value and a modulus
+    # The arguments of "aliases" are forms of one value. Those of "cases" are values and conditions
+    # in turn.
     "aliases", "cases",
 ]  # fmt: skip
 
@@ -69,7 +71,7 @@ COMMANDS = {
     "ldots": Node("symbol", text="…"),
     "mathbb:R": REALS,
 }
-"""The nodes of commands that have no arguments, by name."""
+"""For each LaTeX command without arguments, its node."""
 
 
 def number(value: Fraction | int, text: str = "") -> Node:

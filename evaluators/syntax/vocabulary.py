@@ -62,7 +62,7 @@ def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-# words that change the meaning of the answer before them
+# Words after an answer that change its meaning.
 NEGATIONS = words("negations")
 
 LARGE = table("large", dict[str, int])
@@ -71,12 +71,12 @@ _SMALL = {word: value for value, word in enumerate(table("small", str).split())}
 _VALUES = _SMALL | {word: 20 + 10 * index for index, word in enumerate(table("tens", str).split())}
 _NAMED = spelled(table("shares", dict[str, str])).items()
 SHARES = {form: int(count) for share, count in _NAMED for form in (share, f"{share}s")}
-"""The denominator of each named fraction, such as 3 for "third"."""
+"""The denominator of each fraction that has a name, such as 3 for "third" and "thirds"."""
 NEUTRAL = words("neutral")
 LABELS = words("labels")
 APPROXIMATE = words("rough") | words("alike")
 ATTACHED = words("attached")
-"""Letters that are a unit and not a variable, if they follow a number at the end of the answer."""
+"""Letters, such as "cm", that are a unit after a number at the end of the answer."""
 SETS = table("sets", dict[str, str])
 MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[str, str]).items()}
 
@@ -84,7 +84,7 @@ MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[st
 def number_in_words(text: str) -> Fraction | None:
     """Return the number that a phrase spells, such as "twenty-seven", "minus four" or "two thirds"."""
     whole, _, rest = text.rpartition(" and ")
-    # "and" joins the parts of a mixed number such as "one and a half"
+    # "and" may join a whole number and a fraction, as in "one and a half".
     if whole and (rest.startswith(("a ", "an ")) or " " in rest.strip()):
         one = number_in_words(whole)
         two = number_in_words(rest)
@@ -265,7 +265,7 @@ def measure(unit: str) -> Measure | None:
     sign = 1
     power = 1
     tokens: list[str] = re.findall(r"[A-Za-z]+(?:-[a-z]+)?|\^-?\d+|/", unit)
-    # replace abbreviations such as mph
+    # Replace abbreviations by the full units, such as "mph" by "mile per hour".
     spelled_out = " ".join(_SPELLED_OUT.get(token, token) for token in tokens)
     for word in spelled_out.split():
         if word in ("per", "/"):
@@ -305,7 +305,7 @@ def unit_at(text: str, start: int) -> tuple[str, int] | None:
     position = start
     depth = 0
     phrase = list[str]()
-    has_unit = False  # whether the current factor of the phrase has the name of a unit
+    has_unit = False  # True if the current factor of the phrase already contains a unit
     longest: tuple[str, int] | None = None
     while True:
         step = _UNITS["step"].match(text, position)

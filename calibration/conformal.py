@@ -26,8 +26,8 @@ Standing = Literal["held", "unclear", "left"]
 means that there is too little data to decide.
 """
 
-# A realised rate is on target if it is inside a central interval of the binomial distribution. This
-# is the probability that the interval contains.
+# A realised rate is on target if it is inside the central interval of the binomial distribution. If
+# every decision is a coin toss, the rate is inside with this probability.
 COIN = 0.95
 # A realised rate is off target if it is outside a second, wider interval. The wider interval allows
 # for questions that differ from each other as much as in this run. It contains the rate of a

@@ -139,8 +139,8 @@ def _are_distinct(questions: Sequence[Sequence[float]], depth: int) -> list[bool
 
 
 Floats = NDArray[np.float64]
-# Standard deviations of questions are compared if at least this number of scores per question is
-# compared. With fewer scores, only means are compared.
+# If at least this number of scores per question is compared, the standard deviations of the scores
+# are compared too. With fewer scores, only the means are compared.
 _SPREAD_FROM = 3
 
 
@@ -168,7 +168,8 @@ class QuestionSample:
             return cls((), 1, 0.0)
         icc = summarise({name: np.array(scores) for name, scores in questions.items()}).icc
         size = int(np.median([len(scores) for scores in questions.values()]))
-        # If the correlation cannot be estimated, assume the worst case, 1.
+        # If the correlation cannot be estimated, assume the worst case, 1. A negative estimate
+        # counts as 0.
         icc = 1.0 if math.isnan(icc) else max(0.0, icc)
         return cls(tuple(tuple(scores) for scores in questions.values()), size, icc)
 
@@ -236,7 +237,7 @@ def normal_scores(values: Floats, reference: Floats) -> Floats:
         ranks.append(below + up_to)
     size = len(reference) + 1
     share = (np.column_stack(ranks) + 1) / (2 * size)
-    # The normal quantiles of 0 and 1 are infinite, so keep away from both.
+    # The normal quantiles of 0 and 1 are infinite, so stay half a rank away from both.
     inside = np.clip(share, 0.5 / size, 1 - 0.5 / size)
     return np.asarray(np.vectorize(normal_quantile, otypes=[float])(inside), float)
 
@@ -260,11 +261,12 @@ _COMPONENTS = 128
 # In the mixture, the mean score and the spread of scores shift together, with this correlation.
 # Another model often has scores that are both higher and more variable.
 _TOGETHER = 0.9
-# In the mixture, widths vary around those of the stored scores. This is the standard deviation of
-# the logarithm of the width.
+# The distributions in the mixture are wider or narrower than that of the stored scores. This is the
+# standard deviation of the logarithm of their relative width.
 _STRETCH = 0.3
-# In the mixture, half of the distributions have the correlation of the stored scores. The others
-# have the correlation tanh(x), and this is the standard deviation of x.
+# A question has a mean and a spread of scores, which are correlated. Half of the distributions in
+# the mixture have the correlation of the stored questions. The others have tanh(x), and this is the
+# standard deviation of x.
 _TIES = 0.5
 _AT_ONCE = 1024  # simulated runs that are processed in one block, to limit memory
 _FLAT = 0.1  # standard deviations below this value are raised to it, to avoid a division by 0
@@ -551,7 +553,8 @@ _SLACK = 3.5
 _FEWEST = 4  # a test needs at least this number of live questions, and of stored questions
 _KEPT = 512  # at most this number of live questions is remembered
 _BETS = (-1.0, -0.5, 0.0, 0.5, 1.0)
-_JUMP = 0.01  # share of its capital that each bet shares out among all bets at each step
+# At each step, each bet gives this share of its capital to a common pot, which is divided equally.
+_JUMP = 0.01
 
 
 class SimpleJumper(Persisted):

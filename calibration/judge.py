@@ -49,8 +49,8 @@ class AdvantageJudge:
     mean_gain: float
     penalty: float
     rate: float
-    # The accuracy per chunk that this judge adds, compared with a coin that escalates as many
-    # chunks. The three numbers are the estimate and the two ends of its 95 % interval.
+    # How much accuracy the judge adds per chunk, compared with the same number of random
+    # escalations. The three numbers are the estimate and the two ends of its 95 % interval.
     over_coin: tuple[float, float, float]
     chunks: int
     problems: int

@@ -47,7 +47,7 @@ _KIND = "atts calibrator"
 _VERSION = 1
 _NORMAL = NormalDist()
 # A rank among few scores is unreliable. With fewer scores than this number, mode "aci" escalates
-# less, if the end of the run is known.
+# less, if the remaining share of the run is known.
 _FEW = 40
 # After a drift alarm with the action "widen", the next `_WIDENED` decisions use a rate that is
 # `_WIDER` times as high.
@@ -594,7 +594,8 @@ class Calibrator(Persisted):
             if fingerprint is not None:
                 check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
             calibrator = cls._from_state(state)
-            # The two states must be equal. They are not if someone edited the saved state.
+            # The state of the new calibrator must equal the given state. It does not if someone
+            # edited the given state.
             is_whole = (
                 same(calibrator.state(), state)
                 and type(calibrator.seed) is int

@@ -388,7 +388,7 @@ class LengthStrata(Persisted):
 # the pool of all turns.
 MINIMUM = 20
 
-# the entry with this key has the sums of all forgotten questions
+# the entry with this key has the sums of all questions that were dropped
 _FORGOTTEN = "\x1fforgotten"
 HistoryFactory = Callable[[], ScoreHistory]
 

@@ -99,7 +99,7 @@ def _merged(mine: Any, theirs: Any) -> Any:
         return tuple(_merged(one, other) for one, other in zip(mine, theirs, strict=True))
     if isinstance(mine, list):
         return [float(value) for value in theirs]
-    for score in theirs:  # any other collection: add its scores one by one
+    for score in theirs:
         mine.add(float(score))
     return mine
 

@@ -29,19 +29,21 @@ _X32 = 0x40000000
 # limits and system administration. Calls that change permissions or times of files are refused too,
 # because Landlock does not restrict them.
 _REFUSED = (
-    *(41, 42, 43, 44, 46, 49, 50, 53, 288, 425),  # sockets, and io_uring
+    *(41, 42, 43, 44, 46, 49, 50, 53, 288, 425),  # calls for sockets and for io_uring
     # fork, vfork, execve, execveat, ptrace, memory of other processes
     *(57, 58, 59, 322, 101, 310, 311, 312),
-    # signals, and file descriptors that refer to other processes
+    # signals, and file descriptors of other processes
     *(62, 129, 200, 234, 297, 424, 434, 438),
-    *(109, 112, 160, 302, 141, 142, 144, 203, 314),  # sessions, limits, priorities
+    # calls for sessions, resource limits and priorities
+    *(109, 112, 160, 302, 141, 142, 144, 203, 314),
     # shared memory and message queues, which would still exist after the end of the process
     *(29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 241),
     # permissions, owners and times of files
     *(90, 91, 92, 93, 94, 260, 268, 452, 132, 235, 261, 280),
-    *(188, 189, 190, 197, 198, 199),  # extended attributes of files
-    *(105, 106, 113, 114, 116, 117, 119, 122, 123, 126),  # identity of the user, and capabilities
-    # mounts, host name, devices
+    *(188, 189, 190, 197, 198, 199),  # calls for extended attributes of files
+    # calls that change the user, the group or capabilities
+    *(105, 106, 113, 114, 116, 117, 119, 122, 123, 126),
+    # calls for mounts, the host name and devices
     *(155, 161, 165, 166, 167, 168, 169, 170, 171, 172, 173, 163, 179),
     # setting clocks, loading kernel modules, loading another kernel
     *(159, 164, 227, 305, 175, 176, 246, 313, 320),

@@ -94,7 +94,7 @@ class Worker:
         with self.lock:
             if (one, two, positive) in self.answers:
                 return self.answers[one, two, positive]
-            # If a comparison times out, the larger of its two expressions gets the blame.
+            # If a comparison times out, the larger of its two expressions is regarded as the cause.
             larger = max(one, two, key=len)
             if self.timeouts[larger] >= _TIMEOUTS:
                 return "time"

@@ -39,8 +39,8 @@ from atts.evaluators.syntax.tree import (
 from atts.evaluators.syntax.vocabulary import is_generic, measure
 from atts.evaluators.verdict import STRICT, Limits, TooLarge, Undecided, Undefined
 
-# Comparing all pairs of members of two sets is slow. Larger sets are compared only by their exact
-# values.
+# Comparing all pairs of members of two sets is slow. Sets with more members than this are compared
+# only by their exact values.
 _PAIRWISE = 64
 Labels = dict[Node, Node]
 COLLECTIONS = ("list", "set", "tuple", "matrix", "union")

@@ -197,7 +197,7 @@ EXACT: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
 
 # a real or complex number of this thread's mpmath context; mpmath has no type annotations
 Number = Any
-NOTHING = -(10**9)  # the magnitude of zero, whose logarithm does not exist
+NOTHING = -(10**9)  # stands for the magnitude of zero, which would be minus infinity
 MAX_MAGNITUDE = 1 << 24  # absolute values above 2**MAX_MAGNITUDE are not computed
 
 _local = threading.local()
@@ -496,7 +496,7 @@ class Evaluator(Arithmetic):
             if node.kind in _SMALL and isinstance(result, Fraction):
                 return result
             return self.checked(result)
-        # mpmath raises ValueError where a function is infinite, such as cot(0)
+        # mpmath raises ValueError where a function is infinite, such as gamma(0)
         except (ZeroDivisionError, ValueError) as error:
             raise Undefined(f"no value: {error}") from error
 

@@ -101,7 +101,8 @@ class _Classes:
         self.limits = limits
         self.keys = Keys(limits)
         self.verdicts: dict[tuple[int, int], str] = {}
-        self.texts: list[str] = []  # for each class, the first text with its strong key
+        # the first text of each class; the texts of a class have the same strong key
+        self.texts: list[str] = []
 
     def of(self, texts: Sequence[str]) -> dict[str, int]:
         """Return the index of each text's class. `texts` must be sorted and distinct."""

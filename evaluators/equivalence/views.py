@@ -115,7 +115,8 @@ def _of_chain(sides: list[Node]) -> Named:
     """Return the name and the value of a chain of equalities."""
     last = variables(sides[-1])
     between = [names for names in map(variables, sides[1:-1]) if names]
-    # A middle side has other variables than the last side, as in x = 2y = 3z.
+    # A middle side has other variables than the last side, as in x = 2y = 3z. Then x does not name
+    # a value.
     is_tied = last and any(not names & last for names in between)
     if is_name(sides[0]) and not _mentions(sides[-1], sides[0]) and not is_tied:
         return Named(sides[0], sides[-1])

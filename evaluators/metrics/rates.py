@@ -237,7 +237,7 @@ def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Fl
         spectrum = np.zeros((rows.size, roots.size), dtype=np.complex128)
         for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
             factors = below + node * exactly
-            # Products are computed as sums of logarithms. Factors of 0 are replaced by 1e-200,
+            # Products are computed as sums of logarithms. Factors near 0 are replaced by 1e-200,
             # because 0 * log(0) would be NaN.
             logs = np.log(np.where(np.abs(factors) < 1e-200, 1e-200, factors))
             spectrum += weight * np.exp(rivals[np.ix_(rows, rival_sizes)] @ logs + quiet[rows])

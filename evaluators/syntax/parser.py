@@ -730,8 +730,8 @@ class Parser(Stream):
             elif not unit:
                 return node
             else:
-                # The lexer marks a unit with "~" if it may be a variable. The value 1 keeps this
-                # mark.
+                # The lexer marks a unit with "~" if it may be a variable. In the tree, the value 1
+                # means the same.
                 guess = Fraction(1) if unit[0] == "~" else None
                 return Node("quantity", (node,), unit.lstrip("~"), guess)
 

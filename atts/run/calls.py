@@ -103,7 +103,9 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = 0
-        self.calls = 0  # number of calls in flight
+        # number of engine calls in flight and of problems being graded; the end of a run waits for
+        # them
+        self.calls = 0
         self._changed = anyio.Event()
 
     def request(self) -> None:
@@ -149,13 +151,13 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
 
     def deliver(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        # A signal handler may run between any two instructions, so it must not use objects of the
-        # event loop.
+        # A signal handler may run between any two instructions. So it does not set the event
+        # itself, but asks the event loop to call the function that sets it.
         schedule(lambda: arrived.set())
 
-    # Handlers are set directly: when asyncio's or anyio's receivers end, they put Python's own
-    # handler in place for a moment. A Ctrl-C in that moment raised KeyboardInterrupt inside the
-    # event loop, whose worker threads were then never stopped, and the process never ended.
+    # Do not use the signal receivers of asyncio or anyio. When they end, Python's default handler
+    # is active for a moment. A Ctrl-C in this moment raised KeyboardInterrupt inside the event
+    # loop. The loop's worker threads were then never stopped, so the process did not exit.
     numbers = [signal.SIGINT] if sys.platform == "win32" else [signal.SIGINT, signal.SIGTERM]
     before = {number: signal.signal(number, deliver) for number in numbers}
     try:
@@ -165,7 +167,8 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
                 stop.request()
                 asked(number)
             arrived = anyio.Event()
-            # If a signal came before this line, it has scheduled a call that sets the new event.
+            # A signal that came after the inner loop is not lost. The function that it scheduled
+            # reads the variable `arrived` later, so it sets this new event.
             await arrived.wait()
     finally:
         for number, handler in before.items():
@@ -180,9 +183,11 @@ class StopWhen:
     """
 
     against: str
-    # the earlier run's votes, keyed by problem: 1 for correct, 0 for wrong, or a share between
+    # keyed by problem: 1 if the earlier run's vote was correct, 0 if wrong; for several results of
+    # a problem, their share of correct results
     votes: Mapping[str, float] = field(repr=False)
-    # accuracies that differ by at most this number of percentage points are treated as equal
+    # largest difference of the two accuracies, in percentage points, at which the runs count as
+    # equal
     points: float = 0.0
 
 
@@ -204,12 +209,13 @@ class SequentialComparison:
         self.answer = None if rule is None else Sequential("undecided", 0, -1.0, 1.0, rule.points)
         # number of problems that were skipped, because the comparison was already decided
         self.spared = 0
-        # created only if needed, because the test stores a number for each of thousands of
-        # candidates
+        # Only a run with a stopping rule needs the test. The test keeps thousands of numbers in
+        # memory.
         self._sequence = None if rule is None else ConfidenceSequence()
         self._order = list[str]()
         self._next = 0
-        # keyed by ended problem: correctness of the vote; None if the answer was not graded
+        # keyed by ended problem: 1 if this run's vote is correct, 0 if it is wrong, None if it was
+        # not graded
         self._over: dict[str, float | None] = {}
 
     def needs(self, problem: str) -> bool:
@@ -270,15 +276,18 @@ class SequentialComparison:
 
 
 RecallTiming = Literal["instant", "recorded"]
-"""The time that a recalled call takes: "instant" for none, "recorded" for as long as the call took.
+"""The time after which a call returns if an earlier session recorded its reply.
 
-"recorded" is for virtual time: the whole run, including finished problems, is repeated without
-engine work and with the same schedule. So even decisions that depend on the order of arrival are
-the same as in an uninterrupted run.
+"instant": at once. "recorded": after the time that the call took in the earlier session. "recorded"
+is for tests with a simulated clock. The whole run, including finished problems, is repeated without
+engines and with the same schedule. So even decisions that depend on the order of arrival are the
+same as in an uninterrupted run.
 """
 
 CallKind = Literal["draft", "target", "score"]
-"""The kind of a call: the draft writes, the target writes, or the target scores."""
+"""The kind of an engine call: the draft writes a chunk, the target writes a chunk, or the target
+scores a chunk.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +333,7 @@ class RunBegun:
 
     problems: int | None  # None if the number of problems is not known in advance
     done: int
-    samples: int  # largest number of samples of a problem
+    samples: int  # largest number of rollouts of one problem
     seconds: float  # total running time of earlier sessions, in seconds
     draft: str
     target: str
@@ -359,7 +368,9 @@ class Listener(Protocol):
 
 
 CLOSING_SECONDS = 60.0
-"""The seconds for which a run waits at its end until its listeners have sent their data."""
+"""The largest number of seconds that the end of a run waits until its listeners have sent their
+data.
+"""
 
 _log = logging.getLogger("atts.run")
 
@@ -450,7 +461,8 @@ class EscalationCounter:
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[int, int]] = {}
-        self.unscored = 0  # number of chunks, over all problems, that were judged without a score
+        # number of chunks of all problems that the gate decided on without a usable score
+        self.unscored = 0
 
     def count(self, decision: Decision, escalated: bool) -> None:
         """Count a judged chunk; `escalated` says if the chunk was really escalated."""
@@ -479,9 +491,9 @@ class EscalationCounter:
         return share_estimate(self._counts.values())
 
 
-# An observation's weight falls to 1/e while this share of a run's rollouts ends. With a longer
-# memory, the estimate would be wrong for sorted problems, whose late rollouts differ from early
-# ones.
+# The weight of a rollout's end falls to 1/e while this share of the run's rollouts ends after it.
+# If problems are sorted by difficulty, late rollouts differ from early rollouts. A longer memory
+# would then give a wrong estimate.
 _MEMORY = 0.125
 
 
@@ -513,17 +525,18 @@ class RunLengthEstimate(RunLength):
         self._samples = samples
         self._is_known = rollouts > 0
         self._decided = 0
-        # Item n of `_there` counts the open rollouts with n decisions so far. Of rollouts that
-        # reached n decisions, `_ended` has the weight of those that ended then, `_went_on` of the
-        # others.
+        # Item n of `_there`: number of rollouts that have not ended and have n decisions so far.
+        # Item n of `_ended`: weighted number of rollouts that ended after n decisions. Item n of
+        # `_went_on`: weighted number of rollouts that had a further decision after n decisions.
         self._there = [rollouts]
         self._ended = [0.0]
         self._went_on = [0.0]
-        # The weight of a new observation. It grows when a problem ends, not when a rollout ends:
-        # the rollouts of a problem are stopped together in an arbitrary order.
+        # Weight of the next observation in these sums. The weight grows only when a problem ends,
+        # because the rollouts of one problem are stopped together in an arbitrary order.
         self._weight = 1.0
         self._growth = 1 + 1 / max(1.0, _MEMORY * rollouts) if rollouts else 1.0
-        # keyed by problem and sample: decisions so far of a rollout that has not ended
+        # keyed by problem and sample: number of decisions so far, for each rollout that has not
+        # ended
         self._open = dict[str, dict[int, int]]()
 
     @property
@@ -536,8 +549,9 @@ class RunLengthEstimate(RunLength):
             return None
         if not any(self._ended):
             return 1.0
-        left = 0.0  # expected number of remaining decisions of all open rollouts
-        to_come = 0.0  # expected number of further decisions of a rollout with `place` decisions
+        left = 0.0  # expected number of decisions that all rollouts together still need
+        # expected number of further decisions of a rollout that has `place` decisions
+        to_come = 0.0
         for place in reversed(range(len(self._there))):
             known = self._went_on[place] + self._ended[place]
             to_come = (1 + to_come) * (self._went_on[place] / known if known else 1.0)
@@ -569,7 +583,7 @@ class RunLengthEstimate(RunLength):
         """Record that all rollouts of this problem have ended."""
         self._end_all(list(self._rollouts(problem).values()))
         del self._open[problem]
-        # over a complete run, the weight grows by a factor of e^8
+        # over all problems of a run, these factors multiply to about e^8
         self._weight *= self._growth**self._samples
 
     def _end_all(self, lengths: Sequence[int]) -> None:
@@ -625,12 +639,12 @@ class Recorder:
         self._left = left
         self._tells = [listener.notify for listener in listeners]
         self._escalations = escalations
-        # a function that waits until all recorded events are in the file
+        # a function that waits until all recorded events are in the journal's file
         self.saved = _nothing_to_save if journal is None else journal.saved
-        # an engine call ends only when its line in the journal is written
+        # True if an engine call returns only after its reply is on the disk
         self.awaits_disk = journal is not None and journal.durability == "always"
-        # A decision that waits to be recorded. If its observation comes next, the journal gets one
-        # line for both.
+        # The last decision of the gate, which is not recorded yet. If the next event is the
+        # observation of this decision, both are recorded on one line of the journal.
         self._decided: Decided | None = None
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
@@ -657,12 +671,12 @@ class Recorder:
         self._decided = None
         if waiting is not None:
             self.record(waiting)
-        # Requests for a score are not counted. They occur for every chunk, so skipping the call
-        # saves time.
+        # A decision with the action "verify" only requests a score, and `count` would ignore it.
+        # There is one for every chunk, so skipping the call saves time.
         if event.decision.action != "verify":
             self._left.count(event.decision)
-        # A gate that ranks whole rounds does not observe outcomes, so its decision itself is
-        # counted.
+        # A gate that ranks all chunks of a round does not observe outcomes. So its decision itself
+        # is counted as the outcome.
         if event.asked == "round":
             self._escalations.count(event.decision, event.decision.escalate)
             self.record(event)
@@ -854,8 +868,8 @@ class RecordedGate:
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
             return self._recall(calls)
-        # In the earlier session the decision needed a score, so the score is requested again before
-        # the decision is repeated.
+        # The earlier session decided on this chunk after scoring. So request the score again;
+        # `decide` then returns the recorded decision.
         if calls:
             return replace(
                 calls[0].decision,
@@ -935,12 +949,14 @@ def replay_event(gate: Gate, event: Decided | Observed) -> None:
 
 
 OnUnscored = Literal["stop", "escalate"]
-"""The action if many chunks in a row have no usable score: the run stops and keeps its work, or it
-continues and the target rewrites these chunks.
+"""The reaction to many consecutive chunks without a usable score.
+
+"stop": the run ends and keeps its results. "escalate": the run continues, and the target rewrites
+these chunks.
 """
 
-# A run stops after this number of consecutive calls without a usable score. A call that is repeated
-# is counted once.
+# With the reaction "stop", a run ends after this number of consecutive scoring calls without a
+# usable score. The retries of a call are not counted separately.
 IN_A_ROW = 12
 _PROBE_TEXT = "2 + 2 = 4, so the answer is 4."
 _ADVICE = (
@@ -950,7 +966,7 @@ _ADVICE = (
 )
 
 
-_LOOKS = 4  # number of checks of the engine's progress within the time limit of a call
+_LOOKS = 4  # number of checks whether the engine makes progress, within the time limit of a call
 
 Request = TypeVar("Request", SampleRequest, ScoreRequest)
 Result = TypeVar("Result", Completion, Scores)
@@ -963,7 +979,7 @@ class _Call(Generic[Request, Result]):
 
     kind: CallKind
     request: Request
-    key: str  # key computed from the request's content; equal requests have equal keys
+    key: str  # hash of the request's content; equal requests have equal keys
     ask: Callable[[Request], Awaitable[Result]]
     check: Callable[[Result, Request, EngineSpec], None]
     seconds: float = 0.0
@@ -989,10 +1005,11 @@ class Deadlines:
 
     def __init__(self, engine: Engine, seconds: float) -> None:
         self.seconds = seconds
-        self.scopes = set[anyio.CancelScope]()  # cancel scopes of the calls in flight
+        # cancel scopes of the calls in flight, which have the deadlines
+        self.scopes = set[anyio.CancelScope]()
         self._engine = stepping(engine)
         self.are_moving = self._engine is not None
-        # the event for which a late call waited, as its error message names it
+        # word in the error message of a late call: what did not come within the time limit
         self.awaited = "step" if self.are_moving else "answer"
 
     async def keep(self) -> None:
@@ -1002,15 +1019,17 @@ class Deadlines:
         itself.
         """
         assert self._engine is not None, "call this method only if `are_moving` is true"
-        steps: int | None = None  # number of engine steps at the last check
+        # number of steps that the engine had made at the last check; None before the first check
+        steps: int | None = None
         while True:
             await anyio.sleep(self.seconds / _LOOKS)
             if not self.scopes:
-                continue  # without calls, the engine may be closed, so do not ask for its steps
+                # no call is in flight, so the engine may be closed and cannot report its steps
+                continue
             try:
                 taken = self._engine.steps_taken()
             except EngineError:
-                continue  # the engine was lost, so its calls raise errors without a deadline
+                continue  # the engine was lost, so each of its calls raises an error itself
             before = steps
             steps = taken
             if before is not None and taken != before:
@@ -1063,7 +1082,8 @@ class EngineCalls:
         self._deadlines = deadlines or Deadlines(engine, timeout_seconds)
         self._unscored = unscored
         self._account = account
-        # the (sample, turn) pairs with recorded completions, computed when they are first needed
+        # the (sample, turn) pairs whose completion an earlier session recorded; computed at the
+        # first use
         self._recorded_turns: set[tuple[int, int]] | None = None
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -1082,7 +1102,8 @@ class EngineCalls:
         try:
             scores = await self._admit(call, request.turn, tokens)
         except BadReply as error:
-            # a failure in an earlier session does not mean that this session will fail too
+            # A recorded failure is not counted, because the target may have been repaired since
+            # then.
             if call.source == "live":
                 await self._unscored.unusable(self._engine, error)
             raise
@@ -1130,7 +1151,8 @@ class EngineCalls:
         recorded = log.recorded.calls.get(call.key) if self.has_recorded_calls else None
         if not recorded:
             if log.stop.asked:
-                await anyio.sleep_forever()  # the run was asked to end, so no further call begins
+                # the run is ending, so this call does not begin, but waits until it is cancelled
+                await anyio.sleep_forever()
             if self._account is None:
                 return await self._ask_live(log, call)
             return await self._ask_within_caps(self._account, log, call)
@@ -1141,8 +1163,8 @@ class EngineCalls:
         if isinstance(event, CallFailed):
             raise _recorded_error(event)
         result = event.completion if isinstance(event, Sampled) else event.scores
-        # the key includes the kind of the request, so the recorded result has the type that this
-        # call returns
+        # Calls of different kinds have different keys. So the recorded result has the type that
+        # this call returns.
         reply = cast(Result, result)
         call.check(reply, call.request, self.spec)
         return reply
@@ -1159,7 +1181,8 @@ class EngineCalls:
         most = most_of(self._role, call.request, account.prices)
         await account.room(most)
         if log.stop.asked:
-            await anyio.sleep_forever()  # the run was asked to end while the call waited for room
+            # the run began to end while this call waited for room within the caps
+            await anyio.sleep_forever()
         with account.reserved_now(most) as reservation:
             reply = await self._ask_live(log, call)
             account.count(reply)
@@ -1169,7 +1192,8 @@ class EngineCalls:
     async def _ask_live(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
         """Count the call as in flight, report it to the listeners, and record it if it fails."""
         stop = log.stop
-        call.source = "live"  # set again, because an earlier attempt may have set "recalled"
+        # set again, because the first attempt of a repeated call may have set "recalled"
+        call.source = "live"
         since = log.now()
         stop.calls += 1
         try:
@@ -1189,7 +1213,6 @@ class EngineCalls:
         """Make the call within the deadline, and check the engine's reply."""
         late: TimeoutError | None = None
         deadlines = self._deadlines
-        # the engine raised this error itself, so it is not our deadline
         try:
             with anyio.move_on_after(deadlines.seconds) as scope:
                 deadlines.scopes.add(scope)
@@ -1199,6 +1222,7 @@ class EngineCalls:
                     deadlines.scopes.discard(scope)
                 call.check(reply, call.request, self.spec)
                 return reply
+        # The deadline of `move_on_after` raises no error, so the engine raised this error itself.
         except TimeoutError as error:
             late = error
         problem = f"no {deadlines.awaited} within {deadlines.seconds:g} s"
@@ -1238,7 +1262,8 @@ class EngineCalls:
             )
             recorder.record(scored, span)
         if recorder.awaits_disk:
-            # The reply is in the journal now, so a cancelled call still returns it and counts it.
+            # The journal already has the reply. So even a cancelled call waits for the disk, and
+            # then returns and counts the reply.
             with anyio.CancelScope(shield=True):
                 await recorder.saved()
 
@@ -1350,7 +1375,8 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
             text += f" rewards {request.texts!r}"
         ids = request.prefix + request.suffix
     hasher = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12)
-    # the ids of text-only engines encode complete texts, so they may need more than 64 bits
+    # The ids of engines for chat servers are encoded pieces of text, so they may need more than 64
+    # bits.
     try:
         hasher.update(array("q", ids).tobytes())
     except OverflowError:
@@ -1394,8 +1420,9 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
         raise BadReply(spec.name, "a log-probability in the reply is not a number")
 
 
-# Some servers report probability 0 for an unlikely token. But if all of many tokens have
-# probability 0, the cause is an overflow.
+# Some servers report probability 0 for an unlikely token, so this is allowed for some tokens. If
+# all tokens of a text of at least `_WHOLE_TEXT` tokens have a log-probability below `_ABSURD`, the
+# cause is an overflow.
 _WHOLE_TEXT = 4
 _ABSURD = -1000.0
 
@@ -1422,15 +1449,16 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
     if begun is None:
         return
     ids = begun.ids
-    # the tokens drawn while scoring must equal the first tokens of the scored text; only the last
-    # drawn token may differ
+    # The tokens drawn while scoring must be the first tokens of the scored text. Only the last
+    # drawn token may differ from the scored text.
     follows = ids[:-1] == request.suffix[: len(ids) - 1]
     if draw is None or not follows or not 0 < len(ids) == len(begun.logprobs):
         raise BadReply(
             spec.name,
             "the tokens that the engine sampled while scoring do not begin with the scored text",
         )
-    # a completion that has not ended needs at least one more token
+    # If no end was drawn, the completion continues, so at least one of its `max_tokens` must be
+    # left.
     most = draw.max_tokens - (begun.ended is None)
     if len(ids) > most or not 0 <= ids[-1] < spec.vocabulary:
         raise BadReply(
@@ -1531,7 +1559,8 @@ class UnscoredWatch:
 
     def __init__(self, reaction: OnUnscored) -> None:
         self._reaction = reaction
-        self.in_a_row = 0  # number of consecutive calls without a usable score
+        # number of scoring calls without a usable score since the last usable score
+        self.in_a_row = 0
         self._asking = anyio.Lock()
         self._diagnosis: str | None = None
 

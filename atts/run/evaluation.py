@@ -171,42 +171,46 @@ class RunSpec:
     gate: Gate | RoundGate
     answers: Answers
     grade: Grade | None = None
-    # The roles whose models are used. If only one role is used, its engine is passed for both
-    # roles, and the engine of the unused role is neither opened nor named in the manifest.
+    # Roles of the models that the method uses. If it uses only one model, `draft` and `target` are
+    # the same engine, and the manifest does not name the unused role.
     roles: tuple[Role, ...] = ("draft", "target")
     seed: int = 0
     concurrency: int = 64  # largest number of rollouts in flight, over all problems
-    # limits on calls in flight, keyed by engine: "draft" or "target"
+    # limits on the calls in flight at each engine; the keys are "draft" and "target"
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     retries: graph.RetryPolicy = graph.RetryPolicy()
     pipeline: Pipeline = solve
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
-    # the settings as the user gave them, only for display
+    # The settings in the form in which the user gave them. They are only displayed; a resumed run
+    # does not compare them.
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     recall: RecallTiming = "instant"
-    # a function that returns the drift alarms raised so far
+    # a function that returns all drift alarms of the gate so far
     alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]
-    # a function that is called with each finished problem, for example a calibrator's `forget`
+    # a function that gets the id of each finished problem, for example a calibrator's `forget`
     on_problem_done: Callable[[str], object] = _nothing_kept
-    # the recorded conditions of the gate's stored scores; None without stored scores
+    # The conditions (such as the models and the sampling) under which the gate's stored scores were
+    # recorded. None if the gate has no stored scores.
     stored_under: Mapping[str, object] | None = None
-    # the function that scores chunks under score.kind learned, and the conditions of the run that
-    # it was fitted on
+    # With score.kind "learned", `judge` computes a chunk's score from the chunk's features.
+    # `judge_under` has the conditions of the run on which this function was fitted.
     judge: Callable[[Sequence[float]], float] | None = None
     judge_under: Mapping[str, object] | None = None
-    # the action if the conditions of the stored scores differ from those of the run
+    # the action if the stored scores or the judge come from a run with other conditions
     conditions: Conditions = "match"
     on_unscored: OnUnscored = "stop"  # the action if the target stops giving usable scores
-    warnings: Sequence[str] = ()  # warnings that are recorded for readers of the run
-    # the agreement threshold; answers below this threshold are withheld
+    warnings: Sequence[str] = ()  # warnings about this plan, which the run records at its start
+    # the rule that withholds a problem's answer if too few of its votes agree
     abstain: Abstain | None = None
-    # the comparison with an earlier run; once the comparison is decided, this run ends
+    # the comparison with an earlier run; this run ends when the comparison is decided
     stop_when: StopWhen | None = None
-    # A function that returns the policy for a context length. With None, `policy` does not change.
+    # A function that returns the policy for the shorter context length of the two engines. If it is
+    # None, `policy` is used unchanged.
     policy_for_context: Callable[[int], Policy] | None = None
-    # the check that reports problems unlike the questions of the stored scores
+    # the check that warns about problems whose scores are unlike the stored scores
     domain: DomainCheck | None = None
-    # time limit of this session, after which open problems conclude from their rollouts so far
+    # time limit of this session; when it is reached, each open problem concludes from its rollouts
+    # so far
     timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -317,9 +321,9 @@ def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:
     return {f"{role}.{name}": Setting(seen, "probe") for name, seen in spec.findings}
 
 
-# a context length above that of every real model, for models without a known limit
+# a context length above that of every real model, to compute the policy without a context limit
 _ENDLESS = 1 << 40
-# assumed operations per second of a CPU core, for a rough estimate of a run's time
+# assumed floating-point operations per second of one CPU core, for a rough estimate of a run's time
 _FLOPS_PER_CORE = 2e10
 
 
@@ -378,14 +382,16 @@ def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
 
 
 Keep = Literal["lines", "nothing"]
-"""The content of the result for each problem; the journal always contains everything."""
+"""The content of the result for each problem. "lines": a summary of the problem. "nothing": no
+data. The journal always contains everything.
+"""
 
 Engines = Literal["open them", "are open"]
 OnLimit = Literal["keep open", "conclude"]
-"""The effect of a spent cap on problems that are not finished.
+"""The action on unfinished problems when a spending cap refuses a call.
 
 "keep open": the run stops, and a later session with a higher cap continues the problems.
-"conclude": each problem concludes from the rollouts that have ended.
+"conclude": each problem concludes from its rollouts that have ended.
 """
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -404,7 +410,7 @@ class RunOptions:
     :raises OptionError: for an unknown choice.
     """
 
-    # The run directory. With None, nothing is written, but the result contains the outcomes.
+    # The run directory. If it is None, nothing is written, but the result contains the outcomes.
     directory: Path | None = None
     listeners: Sequence[Listener] = ()
     journal: JournalOptions = JournalOptions()
@@ -412,18 +418,21 @@ class RunOptions:
     signals: Signals = "handle"
     stop: Stop = field(default_factory=Stop)
     keep: Keep = "lines"
-    dataset: str | None = None  # the digest of the problems, needed if they are not a sequence
+    # digest of the dataset; needed if the problems can be read only once
+    dataset: str | None = None
     # a task graph shared with other runs; its limits apply to all these runs together
     shared_graph: Graph | None = None
-    # whether other runs with the shared graph use the plan's gate as well
+    # "shared": other runs with the same `shared_graph` use the plan's gate too; "own": only this
+    # run does
     gate: Literal["shared", "own"] = "shared"
-    caps: Caps = Caps()  # caps on the spending of all sessions of the run together
-    # prices of tokens, keyed by model or role
+    caps: Caps = Caps()  # limits on the spending of all sessions of the run together
+    # prices of tokens, keyed by the name or the role of the model
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
-    # the account of the server request that this run answers; it replaces the account made from
-    # `caps`
+    # If this run answers a request to an atts server: the account of the request, which is used
+    # instead of an account for `caps`.
     account: Account | None = None
-    on_limit: OnLimit = "keep open"  # the action on unfinished problems when a cap refuses a call
+    # the action on unfinished problems when a spending cap refuses a call
+    on_limit: OnLimit = "keep open"
 
     def __post_init__(self) -> None:
         for name, kinds in _CHOICES.items():
@@ -449,7 +458,7 @@ async def evaluate(
     """
     options = options or RunOptions()
     if options.directory is not None:
-        # checked before models are loaded, so that an error comes early
+        # Check the directory before the models are loaded, so that an error comes early.
         check_directory(options.directory)
     async with AsyncExitStack() as engines:
         if options.engines == "open them":
@@ -472,7 +481,8 @@ async def evaluate(
             of_judge = check_conditions(manifest, plan.judge_under, plan.conditions, "the judge")
             doubt = "; ".join(filter(None, (doubt, of_judge)))
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
-        # True if no other run uses this run's gate
+        # True if no other run uses this run's gate; only then is the gate's number of problems
+        # known
         is_alone = (
             options.shared_graph is None or options.directory is not None or options.gate == "own"
         )
@@ -483,7 +493,8 @@ async def evaluate(
         counts = (EscalationCounter(), left)
         combiner = Combiner()
         async with _journal(options, manifest, plan, state, combiner, *counts) as journal:
-            # the lock on the journal also protects the ledger
+            # The ledger needs no file lock, because only the process that locked the journal writes
+            # it.
             if options.caps:
                 file = (
                     engines.enter_context(LedgerFile(options.directory / LEDGER))
@@ -534,8 +545,9 @@ async def _journal(
                 combiner.learn(state.finished[event.problem])
         for decision, is_escalated in judged(event):
             escalations.count(decision, is_escalated)
-        # If the run is repeated with its recorded times, each decision is counted when it is
-        # repeated. The features of a chunk in flight at a crash then exclude later decisions.
+        # If calls take their recorded times, `left` counts each decision when the run repeats it.
+        # Counted here, it would include decisions that were made after a chunk in flight was
+        # written.
         if isinstance(event, Decided) and plan.recall == "instant":
             left.count(event.decision)
         for listener in options.listeners:
@@ -586,15 +598,16 @@ class _Run:
         }
         self._draft_length = DraftLength()
         self._writers = WriterChoice()
-        self._positions: dict[str, int] = {}  # position of each problem in the dataset
+        # index of each problem in the dataset, keyed by problem
+        self._positions: dict[str, int] = {}
         self._lines: dict[str, FinishedProblem] = {}
         self._kept: list[Outcome] = []
         self._unfinished = 0
         self._missing = IncompleteTally()
         self._comparing = SequentialComparison(plan.stop_when, state, self._recorder.record)
-        self._limit = ""  # name of the cap that ended the run
-        self._taken = 0  # number of problems that were started in this session
-        # says if some or all problems of the dataset have been read
+        self._limit = ""  # name of the spending cap that ended the run; "" if none did
+        self._taken = 0  # number of problems that this session has begun
+        # "all" after the last problem of the dataset was read
         self._seen: Literal["some", "all"] = "some"
 
     async def drive(self, problems: Iterable[Problem], doubt: str) -> RunResult:
@@ -612,8 +625,8 @@ class _Run:
                 self._recorder.record(Warned(code, text))
         for name, problem in self._state.finished.items():
             self._keep(name, problem)
-        # All background tasks share one task group: a group costs 0.1 ms, and every request to a
-        # server is a run.
+        # All background tasks share one task group. Each group takes 0.1 ms, and a server makes a
+        # run for every request.
         async with concurrency.task_group() as watches:
             if self._options.signals == "handle":
                 watches.start_soon(watch_signals, self._options.stop, self._asked_to_end)
@@ -697,7 +710,7 @@ class _Run:
         if self._options.on_limit == "conclude":
             self._graph.stop(limit)
         else:
-            self._options.stop.request()  # calls in flight finish and are recorded
+            self._options.stop.request()  # the calls in flight still finish and are recorded
 
     async def _solve(self, problem: Problem, scope: ProblemScope) -> FinishedProblem:
         recorded = self._state.open.pop(problem.id, None)
@@ -709,11 +722,12 @@ class _Run:
             ProblemLog(self._recorder, recorded, self._options.stop, self._plan.recall), record
         )
         outcome = self._plan.flag_out_of_domain(await self._attempt(problem, context, scope))
-        # This code must not wait for grading, because the time that a grader takes must not change
-        # the order in which a gate sees scores.
+        # Count the end of the problem before its answer is graded. The gate uses this count, so the
+        # count must not depend on the speed of the grader.
         self._left.conclude(problem.id)
         if self._state.is_over(problem.id):
-            # the problem was finished in an earlier session, and is only replayed
+            # An earlier session finished the problem. This session only repeated it, so nothing is
+            # recorded.
             known = self._lines.get(problem.id) or self._state.finished[problem.id]
             self._combiner.learn(known)
             return known
@@ -751,7 +765,8 @@ class _Run:
         def bind(
             engine: Engine, role: Role, scope: Caller | None, timeout_seconds: float
         ) -> EngineCalls:
-            # `engine` may already be bound to the problem, so each rollout calls the unbound engine
+            # `engine` may already be an `EngineCalls` of this problem. Use the plan's engine,
+            # because each call would otherwise be recorded twice.
             bare = plan.draft if role == "draft" else plan.target
             return EngineCalls(
                 bare,
@@ -835,7 +850,8 @@ class _Run:
         return graded
 
     def _finished(self, result: ProblemResult[FinishedProblem]) -> None:
-        if result.error is not None:  # errors within the pipeline are in its outcome
+        # other errors of a pipeline are part of the outcome, so this error ends the run
+        if result.error is not None:
             raise result.error
         if result.value is not None:
             self._unfinished -= 1
@@ -846,8 +862,9 @@ class _Run:
     def _keep(self, name: str, line: FinishedProblem) -> None:
         if line.is_complete:
             self._comparing.end(line)
-        # failures of earlier sessions are retried in this session, failures of this session in a
-        # later session
+        # Drop the data of a problem that will not run again in this session. A problem that failed
+        # in an earlier session runs again now; a problem that fails now runs again in a later
+        # session.
         if line.is_complete or self._taken:
             self._escalations.forget(name)
             self._plan.on_problem_done(name)

@@ -86,7 +86,7 @@ class MergedPart:
 
     run: RecordedRun
     shard: Shard | None
-    problems: tuple[Problem, ...]  # the run's problems, in the order of its dataset
+    problems: tuple[Problem, ...]  # all problems of the run, in the order of the dataset
     sessions: int
     last_node: int
 
@@ -254,7 +254,8 @@ def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterat
 
     The first entries start all problems, in the order of the dataset.
     """
-    # session and node ids are shifted, so that they follow the ids of the previous run
+    # Amounts that are added to the session and node ids of the next run, so that the ids of
+    # different runs do not collide.
     sessions = 0
     nodes = 0
     for part in parts:

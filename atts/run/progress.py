@@ -42,10 +42,13 @@ RunState = Literal["loading", "running", "draining", "over"]
 ended.
 """
 Flow = Literal["draft", "target", "scored"]
-"""The flows of tokens: written by the draft, written by the target, scored by the target."""
+"""The kinds of tokens that are counted separately: written by the draft, written by the target,
+scored by the target.
+"""
 WINDOW_SECONDS = 15.0
-_ENOUGH = 0.01  # share of the work to finish before the remaining time is estimated
-_REMEMBERED = 512  # largest number of rollouts of this session whose durations are kept
+_ENOUGH = 0.01  # the remaining time is estimated only after this share of the rollouts has ended
+# number of rollouts, the latest that ended, whose durations are kept for the estimate
+_REMEMBERED = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +66,22 @@ class ProgressSnapshot:
     judged_unit: JudgedUnit
     problems: int | None  # None if the number of problems is not known in advance
     done: int
-    failed: int  # finished problems with failed rollouts
-    lost: int  # failed rollouts of finished problems
+    failed: int  # number of finished problems with at least one failed rollout
+    lost: int  # number of failed rollouts in finished problems
     open: int
     stages: Mapping[Stage, int]
     rollouts_done: int
     accepted: int
     escalated: int
-    forced: int  # number of chunks that were escalated without a score
+    forced: int  # number of chunks that were escalated because they had no usable score
     rejected: int  # number of chunks that were discarded
     rate: Estimate
     nominal: float | None
     accuracy: Estimate
     graded: int
-    tokens: Mapping[Flow, int]  # number of tokens of ended calls, keyed by flow
-    usage: Usage  # usage of finished problems, counted as in the summary of the run
-    speeds: Mapping[Flow, float]  # tokens per second, measured over recent calls
+    tokens: Mapping[Flow, int]  # number of tokens of calls that have ended, by kind of token
+    usage: Usage  # usage of finished problems only, as in the summary of the run
+    speeds: Mapping[Flow, float]  # tokens per second of recent calls, by kind of token
     models: Mapping[Literal["draft", "target"], str]
     seconds: float  # running time in seconds, summed over all sessions
     left: float | None  # estimated remaining time in seconds; None until enough work is done
@@ -180,18 +183,19 @@ class _Durations:
         """Return the expected remaining seconds of rollouts of these ages."""
         last = max([*self.ended, *ages], default=0.0)
         times = [(seconds, True) for seconds in self.ended] + [(age, False) for age in ages]
-        # at equal times, rollouts that ended come before rollouts in flight
+        # If two times are equal, the rollout that ended comes before the rollout in flight, as the
+        # estimator requires.
         times.sort(key=lambda time: (time[0], not time[1]))
-        # each item: a time, and the share of rollouts that last longer; the share is constant until
-        # the next item's time
+        # The survival curve: each item has a time in seconds and the share of rollouts that last
+        # longer. The share is constant until the time of the next item.
         steps: list[tuple[float, float]] = [(0.0, 1.0)]
         share = 1.0
         for number, (seconds, has_ended) in enumerate(times):
             if has_ended:
                 share *= 1 - 1 / (len(times) - number)
                 steps.append((seconds, share))
-        # for each time, the area under the curve of these shares from this time to the end of the
-        # curve
+        # for each time of the survival curve: the area under the curve from this time to the last
+        # time
         areas = [share * last] * len(steps)
         until = last
         area = share * last
@@ -222,27 +226,31 @@ class Progress:
     ) -> None:
         """Create counters at 0; `loading` names the engines that are opened before the run."""
         self._clock = clock
-        # warnings of the checks that were made when the engines were open
+        # warnings about the open engines: a short context, or a slow model
         self.warnings: list[str] = []
         self._began = clock()
         self._begun = RunBegun(None, 0, 1, 0.0, draft="", target="", directory=None)
         self._state: RunState = "loading" if loading else "running"
         self._note = f"loading {' and '.join(dict.fromkeys(loading))}" if loading else ""
-        # number of rollouts of each problem that has an outcome
+        # for each problem with an outcome: the number of its rollouts
         self._over: dict[str, int] = {}
         self._usage: dict[str, Usage] = {}  # usage of finished problems, keyed by problem
-        self._incomplete: set[str] = set()  # finished problems with failed rollouts
+        # ids of finished problems with at least one failed rollout
+        self._incomplete: set[str] = set()
         self._lost: dict[str, set[int]] = {}  # sample indices of failed rollouts, keyed by problem
         self._open: set[str] = set()
-        self._ended: Counter[str] = Counter()  # number of ended rollouts of each open problem
-        self._stages: dict[str, Stage] = {}  # keyed by rollout
+        # for each open problem: the number of its rollouts that have ended
+        self._ended: Counter[str] = Counter()
+        # the present activity of each rollout, keyed by the rollout's name
+        self._stages: dict[str, Stage] = {}
         self._escalations = EscalationCounter()
         self._graded: dict[str, bool | None] = {}
         self._counts: Counter[str] = Counter()
         self._awaited: Counter[Role] = Counter()
         self._nominal: float | None = None
         self._flows: dict[Flow, _Throughput] = {flow: _Throughput() for flow in get_args(Flow)}
-        self._since: dict[str, float] = {}  # start times of the rollouts in flight
+        # start time of each rollout in flight, keyed by the rollout's name
+        self._since: dict[str, float] = {}
         self._most_in_flight = 1
         self._durations = _Durations()
 
@@ -339,8 +347,8 @@ class Progress:
         )
 
     def _total_usage(self) -> Usage:
-        # The sums use plain numbers, because a snapshot is taken several times per second and a run
-        # may have tens of thousands of problems.
+        # Plain numbers are added faster than `Usage` objects. A snapshot is taken several times per
+        # second, and a run may have tens of thousands of problems.
         usages = self._usage.values()
         return Usage(
             draft_tokens=sum([usage.draft_tokens for usage in usages]),
@@ -382,8 +390,10 @@ class Progress:
         self._began = self._clock()
         self._flows = {flow: _Throughput(tokens.total) for flow, tokens in self._flows.items()}
         self._stages.clear()
-        self._ended.clear()  # problems that were open are replayed, so they are counted again
-        # a problem with failed rollouts will run again, so it is not finished
+        # open problems of an earlier session are replayed, so their ended rollouts are counted
+        # again
+        self._ended.clear()
+        # A problem with a failed rollout runs again in this session, so it counts as open.
         self._open |= self._incomplete
         while self._incomplete:
             problem = self._incomplete.pop()
@@ -415,8 +425,8 @@ class Progress:
         began = self._since.pop(name, None)
         if began is not None:
             self._durations.add(self._clock() - began)
-        # the last work on a problem may be the target's comparison of answers, which is not a
-        # rollout
+        # A sample index above those of the rollouts belongs to the target's comparison of the
+        # answers.
         is_rollout = event.sample < self._begun.samples
         if is_rollout and event.problem in self._open and event.status != "cancelled":
             self._ended[event.problem] += 1

@@ -37,8 +37,9 @@ from atts.ledger import PRICES, money_of, recorded_prices
 from atts.pipelines import Chunking, CombineSummary, ScoreRule, summarise_combinations
 
 Conditions = Literal["match", "ignore"]
-"""The action if stored scores were made under other conditions than the run: "match" refuses the
-scores, "ignore" uses them with a warning.
+"""The action if the stored scores were recorded under other conditions than those of this run.
+
+"match": the scores are refused. "ignore": the scores are used with a warning.
 """
 _SPEC = ("engine", "model", "tokenizer", "dtype", "logprobs", "weights")
 _POLICY: Mapping[str, type] = MappingProxyType(
@@ -150,7 +151,9 @@ _OWN = (
     "dataset",
     *(f"configuration.{name}" for name in ("abstain", "until", "shard", MERGED)),
 )
-"""Names of settings that do not change the distribution of votes."""
+"""Names of the settings in which a run may differ from the labelled run, because they do not affect
+the votes.
+"""
 _ADVICE_TO_LABEL = (
     "Make a labelled run with the settings of this run, or give this run the settings "
     "of the labelled run"
@@ -239,7 +242,8 @@ def _brief(value: Json) -> Json:
     return value if len(text) <= 40 else text[:39] + "…"
 
 
-# A warning calls chunks too long if a rollout has, on average, at most this many judged chunks.
+# If a rollout has, on average, at most this many judged chunks, a warning says that the chunks are
+# too long.
 _COARSE = 2.0
 
 
@@ -258,7 +262,7 @@ class Summary:
     rate: Estimate
     usage: Usage
     seconds: float
-    failed: int  # problems with failed rollouts
+    failed: int  # number of problems with at least one failed rollout
     unanswered: int
     truncation: Truncation
 
@@ -297,7 +301,7 @@ def summarise(
 
 def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
     """Return the share of correct rollouts among the completed rollouts, averaged over problems."""
-    # for each problem, the verdicts on its rollouts that ran to their end
+    # one list for each problem: the verdicts on its rollouts that ran to their end
     verdicts: list[list[str]] = []
     for problem in graded:
         verdicts.append([one.verdict for one in problem.complete_samples if one.verdict])
@@ -316,9 +320,10 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
 
 
 RunStatus = Literal["finished", "decided", "interrupted", "stopped", "incomplete", "failed"]
-"""The status of a run. finished: all problems are finished. decided: a comparison needed no further
-problems. interrupted: the user ended the run. stopped: a cap was spent or the time ran out.
-incomplete: some problems failed. failed: all problems failed.
+"""The status of a run. finished: all problems are finished. decided: the comparison with an earlier
+run was decided, so the remaining problems were skipped. interrupted: the user ended the run.
+stopped: a spending cap was spent or the time ran out. incomplete: some problems failed. failed: all
+problems failed.
 """
 INTERRUPTED = 130
 
@@ -363,11 +368,12 @@ class RunResult:
     directory: Path | None = None
     why: str = ""
     comparison: Sequential | None = None  # the result of the comparison with an earlier run
-    # the outcomes with their rollouts, for a run without a directory
+    # the outcomes with their rollouts; empty if the run has a directory
     kept: tuple[Outcome, ...] = field(default=(), repr=False)
-    # counters of the target's speculation during the run; None if no tokens were proposed
+    # numbers of tokens that the target's speculative decoding proposed and accepted during the run;
+    # None if it proposed no tokens
     speculated: Speculated | None = None
-    unscored: int = 0  # number of decisions without a usable score
+    unscored: int = 0  # number of the gate's decisions that were made without a usable score
 
     @cached_property
     def summary(self) -> Summary:

@@ -14,10 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-
-# Names and attributes follow OpenTelemetry's semantic conventions for generative AI. They are
-# written out here, because the package that defines them as constants marks them as incubating. A
-# name begins with "atts." if the conventions do not define one.
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -59,10 +55,12 @@ from atts.run.calls import (
 )
 from atts.run.result import RunResult
 
+# The names of spans and attributes follow OpenTelemetry's semantic conventions for generative AI.
+# They are literals here, because OpenTelemetry marks its constants for them as incubating.
+# A name begins with "atts." if the conventions do not define a name.
+
 _FINISH: Mapping[str, str] = {"length": "length", "delimiter": "stop", "end": "stop"}
-"""The finish reasons of OpenTelemetry's conventions, keyed by the reasons for which atts ends a
-chunk.
-"""
+"""For each reason for which atts ends a chunk: the finish reason in OpenTelemetry's conventions."""
 
 
 @dataclass(slots=True)
@@ -90,7 +88,7 @@ class TracedRun(Background):
         try:
             self._trace: Any = import_module("opentelemetry.trace")
             context: Any = import_module("opentelemetry.context")
-            # the tracer provider, if this object created the provider and must close it
+            # the tracer provider if this object created it, so that this object also shuts it down
             self._owned: Any = None
             if provider is None:
                 provider = self._trace.get_tracer_provider()
@@ -99,18 +97,21 @@ class TracedRun(Background):
         except ModuleNotFoundError as error:
             raise MissingExtra("--log otel", error.name or "opentelemetry-sdk", "otel") from error
         self._tracer = provider.get_tracer("atts")
-        # context with the current span of the program when it started this run
+        # The context in which the program started this run. The context's current span is the
+        # parent of the problems' spans.
         self._outside = context.get_current()
-        self._offset = 0.0  # Unix time minus the time of the event loop's clock, in seconds
-        self._run: dict[str, Any] = {}  # attributes that the span of every problem gets
-        # names of providers for the spans of calls, keyed by role
+        # seconds that are added to a time of the event loop's clock to get the Unix time
+        self._offset = 0.0
+        # attributes of the run, which the span of every problem also gets
+        self._run: dict[str, Any] = {}
+        # keyed by role: the provider's name that the spans of the engine's calls get
         self._providers: dict[str, str] = {}
         self._models: dict[str, str] = {}
         self._problems: dict[str, _OpenProblem] = {}
-        # calls that have begun, keyed by problem, rollout and stage
+        # calls that have begun but not ended, keyed by problem, rollout and stage
         self._begun: dict[tuple[str, str, str], CallBegun] = {}
         self._reply: Sampled | Scored | None = None
-        # keyed by problem: a failed call whose span has not ended yet
+        # keyed by problem: the failure of a call, until the span of the call ends
         self._failures: dict[str, CallFailed] = {}
 
     def hear(self, event: Notice) -> None:
@@ -122,7 +123,7 @@ class TracedRun(Background):
             case Sampled() | Scored():
                 self._reply = event
             case CallSpan(source="live") if event.stage not in (HOLD, RELEASE):
-                # the event of a reply comes right before the event that ends the call's span
+                # The event with a reply comes directly before the `CallSpan` of the same call.
                 reply = self._reply
                 self._reply = None
                 self.later(lambda: self._called(event, reply))
@@ -320,8 +321,8 @@ def _exporting_provider() -> Any:
     export: Any = import_module("opentelemetry.sdk.trace.export")
     resources: Any = import_module("opentelemetry.sdk.resources")
     otlp: Any = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-    # the environment variables OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence over
-    # these
+    # `Resource.create` reads OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES. The name "atts" is
+    # only used if these variables do not set a name.
     resource = resources.Resource.create({})
     if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
         resource = resource.merge(resources.Resource({"service.name": "atts"}))
@@ -334,7 +335,7 @@ FILE = "trackers.json"
 """The file in a run directory that contains the ids under which trackers know the run."""
 PROJECT = "atts"
 """The default name of a tracker's project or experiment."""
-# a lock, because the trackers of a run write this file from several threads
+# needed because each tracker of a run writes this file from its own thread
 _file_lock = threading.Lock()
 
 
@@ -345,7 +346,7 @@ class RunDescription:
     name: str  # the name of the run directory, or a generated one
     settings: Mapping[str, object]
     directory: Path | None
-    key: str  # the tracker's key in the file of run ids
+    key: str  # key in the file of run ids under which the id of this tracker is stored
 
     def continued(self) -> str | None:
         """Return the id that the tracker gave this run in an earlier session, or None."""
@@ -366,7 +367,9 @@ class RunDescription:
 
 
 Point = tuple[int, Mapping[str, float]]
-"""A step (the number of finished problems), and the run's numbers at this step by name."""
+"""A tracker's step (the number of finished problems), and the run's metrics at this step, keyed by
+name.
+"""
 
 
 class Tracker(Protocol):
@@ -392,7 +395,8 @@ class Wandb:
         self._wandb = _module("wandb", "wandb")
         self._project = project or os.environ.get("WANDB_PROJECT", PROJECT)
         self._run: Any = None
-        # Without a key, wandb would ask for a key on the terminal in the middle of the run.
+        # Without a key, wandb would later ask for the key on the terminal, in the middle of the
+        # run.
         if not _has_wandb_key():
             raise OptionError(
                 "log", "wandb does not have a key: run `wandb login`, or set WANDB_MODE=offline"
@@ -409,7 +413,8 @@ class Wandb:
             id=identity,
             name=run.name,
             resume="allow",
-            reinit="create_new",  # a wandb run that the calling program opened is left unchanged
+            # if the calling program has its own wandb run open, leave that run unchanged
+            reinit="create_new",
             settings=self._wandb.Settings(silent=True, console="off"),
         )
         # The settings are not passed as `config=`, because some settings, such as the concurrency,
@@ -481,8 +486,8 @@ class Mlflow:
         self._client.set_terminated(self._run, _MLFLOW_STATUS.get(status, "FAILED"))
 
 
-_MLFLOW_TEXT = 6000  # largest number of characters of a parameter that MLflow stores
-_MLFLOW_PARAMS = 100  # largest number of parameters in one request
+_MLFLOW_TEXT = 6000  # MLflow stores at most this many characters of a parameter
+_MLFLOW_PARAMS = 100  # MLflow accepts at most this many parameters in one request
 _MLFLOW_METRICS = 1000
 _MLFLOW_STATUS: Mapping[str, str] = MappingProxyType(
     {"finished": "FINISHED", "decided": "FINISHED", "interrupted": "KILLED", "stopped": "KILLED"}
@@ -544,8 +549,8 @@ class Trackio:
         """Open the run; Trackio identifies runs by name, so an id is added to the name."""
         name = run.continued() or f"{run.name}-{token_hex(4)}"
         run.keep(name)
-        # Trackio prints on standard output, which atts uses only for results, so the prints go to
-        # stderr.
+        # Trackio prints to standard output, where atts writes only results. So redirect its prints
+        # to stderr.
         with contextlib.redirect_stdout(sys.stderr):
             self._run = self._trackio.init(
                 project=self._project,
@@ -573,10 +578,11 @@ class Trackio:
 TRACKERS: Mapping[str, Callable[[str], Tracker]] = MappingProxyType(
     {"wandb": Wandb, "mlflow": Mlflow, "tensorboard": TensorBoard, "trackio": Trackio}
 )
-"""The trackers by their names in `--log`; each is created with the text after the colon in `--log`.
+"""The functions that create trackers, keyed by the tracker's name in `--log`. The argument is the
+text after the colon in `--log`.
 """
 OTEL = "otel"
-"""The name of OpenTelemetry in `--log`; OpenTelemetry gets spans instead of numbers."""
+"""The name in `--log` for OpenTelemetry, which gets spans instead of metrics."""
 
 
 class TrackedRun(Background):
@@ -672,14 +678,15 @@ class RunningTotals:
     def __init__(self) -> None:
         self.prices: Prices = {}
         self._problems: dict[str, _ProblemNumbers] = {}
-        # verdicts on rollouts, keyed by open problem
+        # verdicts on the answers of open problems, keyed by problem and sample; sample None is the
+        # vote
         self._verdicts: dict[str, dict[int | None, VerdictStatus]] = {}
-        # keyed by open problem: number of escalated chunks, number of judged chunks
+        # keyed by open problem: number of escalated chunks, and number of judged chunks
         self._judged: dict[str, list[int]] = {}
         self._escalated = 0
         self._num_judged = 0
-        # The sums are updated after each problem, because computing a mean over all problems after
-        # each problem would take quadratic time.
+        # Each finished problem is added to these sums. Computing the means from all problems again
+        # after each problem would take quadratic time.
         self._correct = 0
         self._graded = 0
         self._samples_right = 0.0

@@ -81,8 +81,8 @@ def _jackknife(first: Floats, second: Floats, reach: float) -> Ends:
         not np.all(left > 1e-12 * whole.sum())
         for left, whole in zip(without, (second, first), strict=True)
     ):
-        # without one of its problems, a run costs nothing, so no interval of the ratio can be
-        # computed
+        # A single problem has all of a run's costs. Without this problem the run costs nothing, so
+        # no interval of the ratio can be computed.
         return 0.0, math.inf
     logs = np.log(without[0] / without[1])
     half = reach * math.sqrt((n - 1) * float(logs.var()))
@@ -105,7 +105,8 @@ class GradedProblem:
     share: float
     samples: int
     costs: Mapping[str, float]  # the known costs of the problem, keyed by the names in COSTS
-    unscored: float = 0.0  # the amount that `vote` would rise by if an unscored answer were correct
+    # amount by which `vote` would be larger if unscored answers counted as correct
+    unscored: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,12 +283,12 @@ class Compared:
     single: Comparison | None
     mcnemar: McNemar | None
     costs: tuple[CostRatio, ...]
-    # number of votes of each run that count as wrong because they could not be scored
+    # number of votes in the first and in the second run that count as wrong because they could not
+    # be scored
     unscored: tuple[int, int] = (0, 0)
-    # the comparison of votes, computed as if unscored votes were correct
+    # the comparison of the votes if all unscored votes counted as correct
     if_right: Comparison | None = None
-    # the comparison of votes after 1, 2, 3 and more problems, which are taken in a seeded random
-    # order
+    # the result of a test after every problem; the seed determines the order of the problems
     sequential: Sequential | None = None
 
 

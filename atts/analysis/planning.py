@@ -70,8 +70,9 @@ class CompleteRollout:
     sample: int
     turns: tuple[TurnCost, ...]
     label: Hashable | None
-    is_right: bool | None  # None if it is not known whether the answer is correct
-    turn_limit: Callable[[int], int]  # largest number of turns that the policy allows the rollout
+    is_right: bool | None  # None if the answer was not graded or could not be scored
+    # returns the largest number of turns of this rollout, for the limit on turns of a policy
+    turn_limit: Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,11 @@ class PlanData:
     run: RecordedRun
     cases: list[GradedCase] = field(default_factory=list[GradedCase])
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    # recorded decisions, in the order in which they were taken
+    # the gate's decisions, in the order in which they were made
     decided: dict[TurnKey, Decided] = field(default_factory=dict[TurnKey, Decided])
-    # times of the engines' calls, in seconds since the run began
+    # the engine calls, with their times in seconds since the run began
     nodes: list[CallSpan] = field(default_factory=list[CallSpan])
-    censored: int = 0  # number of rollouts that were cancelled because the vote was settled
+    censored: int = 0  # number of rollouts that were cancelled because the vote was already settled
     usage: Usage = Usage()  # usage of all rollouts, including cancelled rollouts
 
     @property
@@ -212,7 +213,7 @@ def _costs(rollout: Rollout, seconds: Mapping[TurnKey, float]) -> tuple[TurnCost
     )
     is_unsplit = not any(cost.draft_tokens + cost.target_tokens for cost in costs)
     if len(costs) == 1 and is_unsplit:
-        # an imported rollout records its number of tokens, but not the token ids
+        # An imported rollout has no token ids to count, so use its recorded numbers of tokens.
         usage = rollout.usage
         return (
             replace(costs[0], draft_tokens=usage.draft_tokens, target_tokens=usage.target_tokens),
@@ -228,7 +229,7 @@ class Speed:
 
     engine: str
     calls: int
-    seconds_per_call: float  # the time in the queue is not included
+    seconds_per_call: float  # mean duration of a call, without the time in the queue
     busy_seconds: float
     written_per_second: float
     scored_per_second: float
@@ -377,7 +378,7 @@ class Option:
     target_tokens: float
     scored_tokens: float
     seconds: float
-    dollars: float | None = None  # mean cost in dollars; None if a model has no price
+    dollars: float | None = None  # mean cost per problem; None if a model has no price
 
     @property
     def tokens(self) -> float:
@@ -500,11 +501,12 @@ class UntriedRate:
 
     rate: float
     realised: float
-    # share of rollouts in which a decision differs from the record, so their later text is unknown
+    # Share of rollouts in which a decision at this rate differs from the recorded decision. The
+    # text that would follow this decision is unknown.
     off_policy: float
     low: float
     high: float
-    target_tokens: float  # per problem
+    target_tokens: float  # estimated number of tokens per problem that the target writes
 
 
 def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[UntriedRate, ...]:
@@ -687,7 +689,8 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
     for data in runs:
         if data.method in ("coin", "draft-only", "target-only", "exact"):
             continue
-        # at a rate of 0 or 1, the gate of the recorded run had nothing to decide
+        # At a rate of 0 or 1 all chunks have the same action, so the gate cannot be better than a
+        # coin.
         if not 0 < data.rate < 1:
             continue
         coin = coins.get(data.rate)
@@ -781,17 +784,17 @@ def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | Non
 
 
 LEVEL = 0.05
-"""The significance level: a gain is significant if its p-value, corrected by Holm's method for all
-scores, is lower.
+"""The significance level. A gain is significant if its p-value is below this level, after Holm's
+correction for the number of tested gains.
 """
 CHEAP = 0.1
-"""The cost of a token that the target scores or the draft writes, measured in tokens that the
-target decodes.
+"""The cost of a token that the target scores or the draft writes. The unit is the cost of a token
+that the target decodes.
 
-Tokens that the target draws while it scores have the same cost.
+This is also the cost of a token that the target draws while it scores.
 """
-# The target is not worth its cost if the interval of its gain in accuracy (0 to 1) over the draft
-# ends below this.
+# The gain is the accuracy (0 to 1) of the target minus that of the draft. If the gain's interval
+# includes 0 and ends below this value, the pilot says that the target is not better.
 _SMALL = 0.03
 Take = Literal["gate", "exact", "target-only", "draft-only"]
 
@@ -804,13 +807,14 @@ class PilotArm:
 
     name: str
     flags: Mapping[str, object]
-    # keyed by problem: the verdicts on the problem's rollouts
+    # keyed by problem: for each graded rollout, True if its answer is correct
     correct: Mapping[str, Sequence[bool]]
     usage: Usage
-    rate: float  # realised rate; NaN if the method escalates nothing
-    # the name of the pilot arm that escalates by coin, with which this arm is compared
+    rate: float  # realised rate of the arm's run; NaN if the method escalates no chunks
+    # name of the arm with which this arm is compared; in that arm, a coin decides which chunks
+    # escalate
     coin: str = ""
-    unavailable: str = ""  # the reason why these models cannot run the method
+    unavailable: str = ""  # the reason why the method cannot run with these models; "" if it can
 
     @property
     def shares(self) -> dict[str, float]:
@@ -831,12 +835,13 @@ class PilotRow:
     """The results of one arm of a pilot; `p_value` is corrected for the number of tested gains."""
 
     arm: PilotArm
-    accuracy: Estimate  # accuracy of single rollouts
-    gain: Estimate | None  # accuracy minus the accuracy of the coin with the same policy and rate
+    accuracy: Estimate  # share of correct rollouts
+    # accuracy of this arm minus accuracy of the arm `arm.coin`, where a coin decides
+    gain: Estimate | None
     p_value: float
     cost: float
-    # cost of each percentage point by which the accuracy exceeds that of the draft alone; infinite
-    # if it does not
+    # additional cost per percentage point of accuracy, compared with the draft alone; infinite if
+    # the accuracy is not higher
     cost_per_point: float
 
     @property
@@ -851,7 +856,7 @@ class PilotReport:
 
     rows: tuple[PilotRow, ...]
     unavailable: tuple[PilotArm, ...]
-    headroom: Estimate  # accuracy of the target minus accuracy of the draft
+    headroom: Estimate  # accuracy of the target alone minus accuracy of the draft alone
     power: Power | None
     take: Take
     flags: Mapping[str, object]

@@ -63,7 +63,8 @@ class Taken:
 
     used: int
     label: int
-    rollout: int | None = None  # the selected rollout, if the rule selects a single rollout
+    # index of the rollout whose answer is used; None if the rule uses a vote
+    rollout: int | None = None
 
 
 Play = Callable[[Arrivals], Taken]
@@ -109,8 +110,8 @@ def take_all(arrivals: Arrivals) -> Taken:
 
 
 Stops = Callable[[Sequence[int], int], bool]
-"""A function that decides whether to stop; its arguments are the votes of each class, in descending
-order, and the number of remaining rollouts.
+"""A function that decides after each arrival whether to stop. Its arguments are the numbers of
+votes for each answer, in descending order, and the number of rollouts that have not arrived.
 """
 
 
@@ -335,26 +336,27 @@ Floats = NDArray[np.float64]
 Unit = Literal["samples", "tokens", "seconds", "dollars"]
 UNITS: tuple[Unit, ...] = ("samples", "tokens", "seconds", "dollars")
 CONFIDENCE = "confidence"
-"""The name of the score that is computed from log-probabilities: e to the power of their mean over
-a rollout's tokens.
+"""The name of a score of rollouts: the geometric mean of the probabilities of a rollout's tokens.
 """
 ORACLE = "pass@n"
 ALL = "all"
-# default of the largest number of rollouts per problem in an order of arrival
+# largest number of rollouts per problem in an order of arrival, unless the user sets a number
 _MOST_ROLLOUTS = 64
 _POINT = 0.01
 _ORDERS = 200
 _FEWEST_ORDERS = 20
-_PLAYED = 100 * _ORDERS  # largest number of simulated orders of arrival, summed over all problems
+# Largest number of simulated orders of arrival, summed over all problems. Nevertheless each problem
+# gets at least `_FEWEST_ORDERS` orders.
+_PLAYED = 100 * _ORDERS
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedRollout:
     """A recorded rollout with the data that stopping rules use."""
 
-    label: int  # index of the class of equal answers to which this answer belongs
+    label: int  # index of the class of equal answers that contains the rollout's answer
     is_right: float  # 1 if the answer is correct, 0 if it is wrong or unscored
-    # the cost in each of UNITS; NaN if a cost is not known
+    # the costs of the rollout, one for each of UNITS; NaN if a cost is not known
     costs: tuple[float, float, float, float]
     scores: tuple[tuple[str, float], ...] = ()
 
@@ -397,7 +399,8 @@ class RuleRow:
     tokens: float
     seconds: float
     dollars: float
-    changed: Estimate  # share of answers that differ from the vote of all rollouts
+    # share of simulated votes in which the rule's answer differs from the answer of all rollouts
+    changed: Estimate
     against_all: Comparison | None
     against_fixed: Comparison | None
     problems_for_a_point: int | None
@@ -420,15 +423,15 @@ class Referee:
 
     rows: tuple[RuleRow, ...]
     problems: int
-    rollouts: int  # number of recorded rollouts that ran to their end
-    most: int  # largest number of rollouts of a problem in an order of arrival
+    rollouts: int  # number of recorded rollouts that ran to their end, over all problems
+    most: int  # largest number of rollouts that a simulation uses of one problem
     orders: int
     seed: int
-    unit: Unit  # the unit of cost in which rules are compared at equal budgets
-    # number of rollouts that were left out because they were stopped before they could answer
+    unit: Unit  # the unit of cost for comparisons of rules at the same mean cost
+    # number of rollouts that are not used, because they were stopped before they could answer
     censored: int
-    ungraded: int  # number of problems left out because they are not graded
-    scores: tuple[str, ...] = ()  # scores that were recorded for every rollout
+    ungraded: int  # number of problems that are not used, because they are not graded
+    scores: tuple[str, ...] = ()  # names of the scores that were recorded for every rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,10 +442,10 @@ class RefereeOptions:
     :raises OptionError: for a number that is not positive, or an unknown unit.
     """
 
-    rules: Sequence[str] = ()  # names of rules; empty: all rules
+    rules: Sequence[str] = ()  # names of the rules to compare; if empty, all rules are compared
     samples: int | None = None
-    # None means 200 orders of arrival, or fewer if there are more than 100 problems. With many
-    # problems, the effect of single orders averages out.
+    # Number of simulated orders of arrival per problem. None means 200, or fewer if there are more
+    # than 100 problems, because means over many problems need fewer orders.
     orders: int | None = None
     seed: int = 0
     unit: Unit = "samples"
@@ -655,21 +658,21 @@ class _Mean:
     """The results of a rule on one problem, as means over the orders of arrival."""
 
     right: float
-    costs: Floats  # mean cost in each unit
+    costs: Floats  # mean cost in each of UNITS
     changed: float
-    difference: (
-        float  # mean difference in correctness between the rule and the vote of all rollouts
-    )
-    square: float  # mean over the orders of arrival of the squared difference in correctness
+    # mean of the rule's correctness (0 or 1) minus the correctness of the vote of all rollouts
+    difference: float
+    square: float  # mean of the squared `difference`
 
 
 @dataclass(frozen=True, slots=True)
 class _ProblemTable:
     rows: list[_Mean]
-    # Item n: the share of orders of arrival in which the vote of the first (n plus 1) rollouts is
-    # correct.
+    # Share of orders of arrival in which the vote of the first rollouts is correct. Item 0 is for 1
+    # rollout, item 1 for 2 rollouts, and so on.
     fixed_right: Floats
-    # Row n: the cost of the first (n plus 1) rollouts, as a mean over the orders. Columns: UNITS.
+    # Mean cost of the first rollouts: a row for each number of rollouts, a column for each of
+    # UNITS.
     fixed_costs: Floats
 
 

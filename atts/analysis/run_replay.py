@@ -82,10 +82,10 @@ class ReplayedRollout:
 
     problem: str
     sample: int
-    answer: str | None  # the recorded answer; it has a vote only if `is_known` is True
+    answer: str | None  # the recorded answer, which votes only if `is_known` is True
     is_censored: bool  # True if the rollout needs more text than was recorded to reach an answer
-    # the first turn after which the text would differ from the record; None if there is no such
-    # turn
+    # the first turn whose decision differs from the record, so that the text after it is unknown;
+    # None if there is no such turn
     off_policy_from: int | None
     draft_tokens: int
     target_tokens: int
@@ -184,7 +184,7 @@ class Replayed:
 class _JudgedChunk:
     """A recorded chunk with the features from which a gate decides."""
 
-    row: int  # the index of the chunk in the record
+    row: int  # index of the chunk among all judged chunks of the record
     features: Features
     score: float
 
@@ -197,10 +197,10 @@ class _RecordedProblem:
     answer: str | None
     is_censored: bool
     usage: Usage  # usage of all recorded rollouts of the problem
-    # the recorded rollouts that are also made under the other policy
+    # the recorded rollouts that the other policy would also make
     rollouts: tuple[ReplayedRollout, ...]
-    weights: tuple[float, ...]  # weights of the votes of `rollouts`
-    rows: range  # indices of the problem's judged chunks in the record's `turns`
+    weights: tuple[float, ...]  # the weight of each rollout's vote, in the order of `rollouts`
+    rows: range  # indices of the problem's judged chunks in `_Record.turns`
 
 
 class _Record:
@@ -213,15 +213,17 @@ class _Record:
     def __init__(self, policy: Policy, *, keeps_texts: bool) -> None:
         self.policy = policy
         self.problems: dict[str, _RecordedProblem] = {}
-        self.turns = StepLog()  # the recorded decisions on the judged chunks
-        # for each judged chunk, the index of its decision in the order of time; -1 if not known
+        self.turns = StepLog()  # one step per judged chunk: the recorded decision on the chunk
+        # for each judged chunk: the position of its decision in the order in which the run made
+        # decisions; -1 if not known
         self._places = array("q")
-        # for each judged chunk, 1 if its turn is within the policy's limit on turns, otherwise 0
+        # for each judged chunk: 1 if its turn is within the policy's limit on turns, 0 if it is not
         self._is_within = array("b")
         self._scores = array("d")
         self._features = array("d")
         self._texts: list[str] | None = [] if keeps_texts else None
-        # decisions on unfinished problems, each with its index in the order of time
+        # Decisions on unfinished problems, keyed by problem and by (sample, turn). Each decision
+        # has its position in the order in which the run made decisions.
         self._decided: dict[str, dict[tuple[int, int], tuple[int, Decided]]] = {}
         self._count = 0
 
@@ -264,8 +266,8 @@ class _Record:
             is_later = [one.sample in self.policy.waves[1] for one in rollouts]
             answered = [one.answer is not None for one in rollouts]
             if any(later and answers for later, answers in zip(is_later, answered, strict=True)):
-                # If a rollout of the second wave has an answer, only rollouts of that wave vote on
-                # this problem.
+                # Only rollouts of the second wave vote on this problem, because at least one of
+                # them has an answer.
                 weights = [w * later for w, later in zip(weights, is_later, strict=True)]
         self.problems[name] = _RecordedProblem(
             outcome.problem,
@@ -367,7 +369,7 @@ def replay_policy(
 
 
 def _replay(record: _Record, gate: Gate | RoundGate | None, group: Grouper) -> Replayed:
-    # keyed by rollout: the first turn whose decision differs from the record
+    # keyed by problem and sample: the first turn whose decision differs from the record
     strayed: dict[tuple[str, int], int] = {}
     if gate is None:
         rows = [row for one in record.problems.values() for row in one.rows]
@@ -437,7 +439,8 @@ def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
     if policy.turns is not None:
         turns = turns[: rollout.turn_limit(policy.turns)]
     is_whole = len(turns) == len(rollout.turns)
-    # the usage of a rollout includes tokens that do not belong to a turn
+    # A rollout's own usage also includes tokens outside of its turns, so use it if no turn is left
+    # out.
     spent = rollout.usage if is_whole else _usage_of(turns)
     return ReplayedRollout(
         rollout.problem,
@@ -578,7 +581,7 @@ class Replay:
     undecided: int
     censored: int
     decisions: Sequence[ReplayedDecision]
-    # keyed by problem: the recorded answer and the replayed answer
+    # keyed by problem: the recorded answer, and the answer under the other policy
     answers: Mapping[str, tuple[str | None, str | None]]
 
 
@@ -647,8 +650,8 @@ class _RecordedGate:
     """A gate that repeats the recorded decisions, unless a budget does not allow them."""
 
     def __init__(self, record: _Record) -> None:
-        # The run decided on several problems in alternation, so the decisions of many problems are
-        # kept in memory.
+        # The run decided on many problems in alternation, so the decisions of many problems are
+        # cached.
         self._of = lru_cache(1024)(record.decisions_on)
 
     def preview(self, features: Features) -> Decision:
@@ -666,7 +669,7 @@ class _RecordedGate:
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     record: _Record
-    # keyed by problem and answer: the verdict that the run recorded
+    # the recorded verdicts, keyed by problem and answer
     verdicts: Mapping[tuple[str, str], str]
 
     @property
@@ -780,7 +783,9 @@ def _compare(recorded: _Recorded, again: Replayed, *, is_same_vote: bool) -> Rep
     old = _side(as_recorded, recorded.accuracy(known), [spent])
     judged = [problem for problem in again.problems if problem.problem in known]
     if is_same_vote and not again.off_policy > 0:
-        after = before  # this also applies to votes that ended before their result was certain
+        # All rollouts and the voting rule are the same as in the record, so the answers are the
+        # same too. This includes votes that ended before their result was certain.
+        after = before
         undecided = 0
         new = _side(again.decisions, old.accuracy, replayed)
     else:

@@ -21,7 +21,8 @@ class GateStep:
     kind: StepKind
     decision: Decision
     escalated: bool
-    left: float | None = None  # the share of rollouts that had not ended when the gate decided
+    # estimated share of the run's decisions that were still to be made, 0 to 1; None if unknown
+    left: float | None = None
 
 
 class Steps(Sequence[GateStep]):
@@ -55,14 +56,14 @@ class StepLog:
     """
 
     def __init__(self, *, keeps_reasons: bool = False) -> None:
-        self._texts: dict[str, int] = {}  # the index that stands for each different text
+        self._texts: dict[str, int] = {}  # for each different text: its index in `_spellings`
         self._spellings: list[str] = []
-        # for each step, the indices of four texts: kind, question, action, origin
+        # four numbers for each step: the indices of the texts kind, question, action and origin
         self._codes = array("I")
-        # for each step, four integers: turn, sample, issue, and bit flags for the values that are
-        # present
+        # Four integers for each step: turn, sample, issue, and a bit mask. The mask says whether
+        # the chunk was escalated, and which optional values are not None.
         self._numbers = array("q")
-        self._values = array("d")  # for each step, five floats: rate, score, p-value, length, left
+        self._values = array("d")  # five floats for each step: rate, score, p-value, length, left
         self._keeps_reasons = keeps_reasons
         self._reasons = bytearray()
         self._reason_ends = array("Q")

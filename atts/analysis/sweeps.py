@@ -75,7 +75,7 @@ def is_running(directory: Path) -> bool:
 
 
 _DEEP = 4
-"""The number of levels of subfolders that are searched for runs."""
+"""The number of levels of subfolders below a folder that are searched for runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class RunLine:
     directory: str
     standing: RunStanding | None
     method: str = ""
-    models: str = ""  # the name of the pair, or the names of both models
+    models: str = ""  # name of the pair of models; without a pair, the names of both models
     done: int = 0
     problems: int | None = None
     accuracy: Estimate | None = None
@@ -121,7 +121,8 @@ def _directories(folder: Path) -> Iterator[Path]:
                 "there is no such folder",
                 "Give a folder of runs, or the directory of a run",
             )
-        # a given folder that cannot be read is an error; an unreadable subfolder is left out
+        # Raise an error if the user's folder cannot be read. An unreadable subfolder is only left
+        # out.
         os.listdir(folder)
     yield from _below(folder, _DEEP)
 
@@ -271,7 +272,7 @@ def save_run_set(directory: Path, held: RunSet) -> None:
 
 
 LENGTHS = ("samples", "max_tokens", "turns")
-"""Settings that can vary along a curve; a larger value uses more tokens of the same models.
+"""Settings along which a curve can be drawn. With a larger value, the same models use more tokens.
 """
 
 
@@ -325,21 +326,21 @@ class ScalingPoint:
     problems: int | None
     samples: int
     accuracy: Estimate
-    oracle: Estimate  # the share of problems with at least one correct rollout
+    oracle: Estimate  # share of problems with at least one correct rollout
     rate: Estimate
     target_tokens: float
     draft_tokens: float
     scored_tokens: float
-    seconds: float  # seconds of engine calls per problem, summed over the calls
+    seconds: float  # sum of the durations of all engine calls for a problem; mean over the problems
     calls: int
     shared: int  # number of replies that were taken from another run of the sweep
     dollars: float | None  # None if a model has no price
-    # for each graded problem: 1 if the point's answer is correct, and 0 if it is wrong
+    # for each graded problem: 1 if the run's answer is correct, 0 if it is wrong
     right: Mapping[str, float] = field(repr=False)
     # keyed by problem: the share of correct rollouts among those that ran to their end
     shares: Mapping[str, float] = field(repr=False)
-    difference: Contrast | None = None  # accuracy minus the accuracy of the target alone
-    # gain in accuracy of single rollouts over a coin of the same policy
+    difference: Contrast | None = None  # accuracy of this run minus accuracy of the target alone
+    # share of correct rollouts, minus the same share if a coin decides which chunks escalate
     gain: Contrast | None = None
 
     @property
@@ -669,8 +670,11 @@ def _range(drawn: Sequence[ScalingPoint]) -> tuple[float, float]:
 
 
 COLOURS = 6
-"""The number of colours for curves; if there are more curves, some curves have the same colour."""
-_LABEL = 12.0  # smallest distance between labels of baselines, in pixels
+"""The number of different colours of curves. If there are more curves, some have the same colour.
+"""
+# A baseline's label is below its line only if the next baseline is more than twice this number of
+# pixels away.
+_LABEL = 12.0
 
 
 def render_sweep(report: SweepReport) -> str:

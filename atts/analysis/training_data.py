@@ -46,7 +46,7 @@ class TopTokens(NamedTuple):
 class Teacher(Protocol):
     """A model that returns the most likely tokens at every position of a rollout."""
 
-    tokenizer: str  # the digest of the tokenizer
+    tokenizer: str  # digest that identifies the tokenizer
 
     def top_tokens(self, prompt: Sequence[int], ids: Sequence[int]) -> TopTokens:
         """Return the most likely tokens at the positions of `ids`, which follow `prompt`."""
@@ -54,7 +54,9 @@ class Teacher(Protocol):
 
 
 Keep = Literal["correct", "answered", "all"]
-"""The rollouts to export: those with a correct answer, those with an answer, or all."""
+"""The rollouts to export: rollouts with a correct answer, rollouts with any answer, or all
+rollouts.
+"""
 
 _ORIGIN = {
     "schema": "text", "run": "text", "draft": "text", "target": "text", "draft_weights": "text",
@@ -84,9 +86,9 @@ COLUMNS: Mapping[DataKind, Mapping[str, str]] = {
         "completion": "messages", "reward": "number", "metrics": "named numbers",
     },
 }  # fmt: skip
-"""For each kind of data, the names of the fields of a record, in order, with their types."""
+"""For each kind of data: the names of a record's fields, in order, and their types."""
 
-# number of records in a row group of a Parquet file; memory holds one whole group
+# number of records in a row group of a Parquet file; each row group is collected in memory
 _ROW_GROUP = 512
 _SUFFIXES = (".jsonl", ".parquet")
 
@@ -123,9 +125,10 @@ class Exported:
 
     path: Path
     kind: DataKind
-    problems: int = 0  # number of problems that have a record
+    problems: int = 0  # number of problems with at least one record
     records: int = 0
-    trained_tokens: int = 0  # number of tokens with the log-probabilities of both models
+    # number of tokens for which the log-probabilities of both models are known
+    trained_tokens: int = 0
     # number of rollouts that were left out, keyed by reason
     skipped: Counter[str] = field(default_factory=Counter[str])
 
@@ -273,8 +276,8 @@ def finished_cases(run: RecordedRun, *, needs_scores: bool) -> Iterator[Finished
             case Scored():
                 scored = event
             case CallSpan() if scored is not None:
-                # the call span in the score's line of the journal contains the turn to which the
-                # score belongs
+                # A `Scored` event does not contain its turn. The `CallSpan` on the same line of the
+                # journal does.
                 key = event.sample, event.turn
                 teacher.setdefault(event.problem, {})[key] = scored.scores.logprobs
                 scored = None
@@ -386,7 +389,7 @@ def _verifiers(
             "task": problem.source,
             "prompt": _messages("user", problem.text),
             "completion": _messages("assistant", rollout.text),
-            # in an environment of `verifiers`, the field "answer" is the reference answer
+            # the library `verifiers` uses "answer" for the reference answer
             "answer": problem.answer,
             "reward": float(facts["correct"]),
             "metrics": dict(case.scores.get(rollout.sample, {})),
@@ -483,8 +486,8 @@ class _Tokens:
     def add(self, chunk: Chunk, scored: tuple[float, ...] | None) -> None:
         """Add a chunk; for a chunk of the draft, `scored` has the target's log-probabilities."""
         count = len(chunk.draft_ids)
-        # the log-probability of an end token is left out, because the end token is not in the
-        # chunk's ids
+        # `chunk.logprobs` may have one more value, for a generated end token. Drop this value,
+        # because the chunk's ids do not contain the end token.
         own = _as_many(chunk.logprobs[:count], count)
         nothing = _as_many((), count)
         is_draft = chunk.author == "draft"
@@ -549,7 +552,7 @@ def _write_parquet(
 
     :raises MissingExtra: pyarrow is not installed.
     """
-    try:  # imported by name, because pyarrow is optional and has no type annotations
+    try:  # import by name, because pyarrow is optional and has no type annotations
         pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
         raise MissingExtra("a Parquet file", "pyarrow", "parquet") from None
@@ -602,7 +605,9 @@ def _groups(records: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]
 
 
 TRIAL = "trial"
-"""The method of runs for a judge: every chunk is scored, and coins choose which chunks escalate."""
+"""The method of runs on which a judge is fitted: every chunk is scored, and a coin decides whether
+it escalates.
+"""
 
 
 def takeover_examples(run: RecordedRun) -> Examples:

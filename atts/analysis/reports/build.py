@@ -56,8 +56,9 @@ from atts.journal import COMPARED, Json
 from atts.pipelines import summarise_combinations
 
 _SLICES = 240
-_LANES = 12  # largest number of lanes (parallel rows of calls) that are drawn for an engine
-# number of equal slices of the run's time; calls within one slice are drawn as one call
+_LANES = 12  # largest number of lanes (parallel rows of calls) that are drawn for one engine
+# The run's time is divided into this number of equal parts. Calls of one lane and one stage are
+# drawn as one segment if less than one part is between them.
 _PIXELS = 900
 
 
@@ -125,7 +126,8 @@ def _occupancy(
     if not seconds:
         return ()
     edges = np.linspace(0, seconds, _SLICES + 1)
-    # the integral up to t of the number of open intervals is the sum of min(t, end) - min(t, start)
+    # For each edge: the total time for which intervals were open before this edge. It is the sum of
+    # min(edge, end) - min(edge, start) over the intervals.
     totals = _sum_min(ends, edges) - _sum_min(starts, edges)
     return tuple(float(value) for value in np.diff(totals) / (seconds / _SLICES))
 
@@ -186,16 +188,16 @@ def _peak(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
     2
     """
     over = np.searchsorted(np.sort(ends), starts, "right")
-    # `over` also counts calls of length 0 that start at this moment but come later in the order;
-    # these calls have not ended yet
+    # `over` counts, for each call, the calls that ended when it starts. It also counts calls of
+    # length 0 that start at the same time but come later in the order.
     instant = np.concatenate([[0], np.cumsum(starts == ends)])
     later = instant[np.searchsorted(starts, starts, "right")] - instant[:-1]
     return int((np.arange(1, len(starts) + 1) - over + later).max())
 
 
 PAGE_BYTES = 16 * 2**20
-"""The largest number of bytes for the pages of all problems in the file; texts are shortened to
-fit.
+"""The largest total size of the problems' pages in a file, in bytes. If the texts are too long,
+they are shortened.
 """
 
 
@@ -305,7 +307,7 @@ def _settings(data: RunData) -> list[tuple[str, str, str]]:
     given = data.run.manifest.settings
     for name, setting in data.run.manifest.configuration.items():
         if name in given or (name == "policy" and given):
-            continue  # the report shows these settings below, with their origin
+            continue  # these settings are listed below, in the form in which the user gave them
         parts = (
             setting.value.items() if isinstance(setting.value, Mapping) else [("", setting.value)]
         )
@@ -365,7 +367,8 @@ def _verdict(
     if calibration is not None:
         points.append(_rate_point(calibration))
     points.extend(("good", caveat.text) for caveat in warnings if caveat.code == COMPARED)
-    # A green tick would contradict a warning such as "read with care" below it.
+    # Caveats rated "good" are left out: a green tick before a text that asks for care would be a
+    # contradiction.
     weighing = [caveat for caveat in warnings if caveat.standing != "good"]
     points.extend((caveat.standing, caveat.sentence) for caveat in weighing)
     return RunVerdict(worst_of(points), "; ".join(text for _, text in points[:3]), tuple(points))

@@ -287,8 +287,8 @@ def calibration_of_scores(
             "aci, marginal or split, because these scores do not name their questions",
         )
     told = calibrator or Calibrator(rate, mode, seed=seed, stored=scores)
-    # In this mode the calibrator does not learn, so the report shows the scores that were stored at
-    # the start.
+    # In mode "split", the calibrator does not learn during the replay. So the replay starts with
+    # all of the scores stored.
     start = scores if mode == "split" else ()
     options: dict[str, Any] = {"scale": scores.scale, "stored": start, "by_length": told.by_length}
     done = replay_scores(_rows(scores), rate, mode, seed, **options)

@@ -37,7 +37,7 @@ class Axis:
     low: float
     high: float
     label: str
-    # "whole" allows only integers as ticks, for example for turns
+    # "whole": ticks only at integers, for example on an axis of turns
     values: Literal["any", "whole"] = "any"
 
     def ticks(self, about: int = 5) -> list[float]:
@@ -191,8 +191,8 @@ class Chart:
     picture: str
     data: ReportTable
     wide: bool = False
-    # for each entry of the legend: the style class that sets its colour, and the meaning of the
-    # colour
+    # one pair for each entry of the legend: the CSS class that sets the colour, and the entry's
+    # text
     legend: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -266,7 +266,7 @@ def _share_axis(groups: Sequence[GroupRate], nominal: float | None) -> Axis:
     return Axis(0.0, min(1.0, top * 1.08), "share escalated")
 
 
-_MOST_DOTS = 1000  # largest number of questions in a chart
+_MOST_DOTS = 1000  # largest number of dots in the chart of questions
 
 
 def _by_question(control: RateControl) -> Chart:
@@ -276,8 +276,8 @@ def _by_question(control: RateControl) -> Chart:
     question.
     """
     everything = sorted(control.by_question, key=lambda group: (group.share, group.name))
-    # if there are many questions, only every n-th question gets a dot; this does not change the
-    # shape of the curve
+    # If there are more questions, only every n-th question gets a dot. This does not change the
+    # shape of the curve.
     step = -(-len(everything) // _MOST_DOTS) or 1
     ordered = everything[::step]
     plot = Plot(
@@ -507,7 +507,8 @@ _LEGEND = (
 )
 _LETTER = 6.6
 _LINE = 13.0
-_CLOSE = 30.0  # points within this distance in pixels count as close to each other
+# two points are close if their distances in x and in y are both below this number of pixels
+_CLOSE = 30.0
 _PLACES = (
     (8, 4),
     (8, -9),
@@ -520,12 +521,13 @@ _PLACES = (
     (8, 30),
     (-8, 30),
 )
-"""Possible positions of a label, the best position first: pixels to the right of its point, and
-pixels below its point. If the first number is negative, the label ends to the left of the point.
+"""The possible positions of a label, the best position first. A position has two numbers of pixels:
+to the right of the point, and below the point. If the first number is negative, the label ends to
+the left of the point.
 """
 
-# This is added to every error rate before its logarithm is drawn, so that accuracy 1 has a finite
-# position.
+# This constant is added to each error rate before the logarithm is taken. Without it, accuracy 1
+# would be at infinity.
 _FLOOR = 0.02
 _ROUND = (
     1.0,

@@ -322,8 +322,8 @@ def _vote_within(one: ProblemFacts, turns: int) -> float | None:
 
 
 _SHOWN = 5
-# A flag whose own rating is not "bad" counts against the results only if more than this share of
-# the rollouts has it.
+# A flag marks a rollout whose answer may be unreliable. A flag that is not rated "bad" counts only
+# if more than this share of the rollouts has it.
 _LARGE = 0.05
 
 

@@ -113,8 +113,8 @@ class Baseline:
     problems: int
     own: Estimate
     other: Estimate
-    difference: Estimate  # value of this run minus value of the other run
-    p_value: float  # corrected by Holm's method if this run is compared with several runs
+    difference: Estimate  # accuracy of this run minus accuracy of the other run
+    p_value: float  # after Holm's correction if this run is compared with several runs
     problems_needed: int | None
     token_ratio: float
     target_token_ratio: float
@@ -174,9 +174,10 @@ class Uniformity:
     effective: float
     distance: float
     band: float
-    # number of p-values in each of the bins, which divide [0, 1] into equal parts
+    # histogram: number of p-values in each of several equal parts of [0, 1]
     counts: tuple[int, ...]
-    # points of a curve: a number p from 0 to 1, and the share of p-values that are at most p
+    # distribution of the p-values: pairs of a number p from 0 to 1, and the share of p-values that
+    # are at most p
     curve: tuple[tuple[float, float], ...]
 
     @property
@@ -196,7 +197,7 @@ class DriftTest:
     questions: int
     path: tuple[float, ...]
     peak: float
-    # base-10 logarithm of the value of the drift statistic that raises an alarm: 1 / level
+    # base-10 logarithm of the capital at which the test raises an alarm; the capital is 1 / level
     alarm: float
 
 
@@ -242,7 +243,7 @@ class RateControl:
     p_values: Uniformity | None
     drift: DriftTest | None
     alarms: tuple[DriftAlarm, ...]
-    # a sentence that states how many independent scores the recorded scores are worth
+    # a sentence on the effective sample size of the recorded scores
     effective: str
     effective_n: float
     promise: StatedGuarantee
@@ -269,8 +270,8 @@ class FrontierPoint:
 
     label: str
     kind: Literal["samples", "turns", "run"]
-    cost: float  # target tokens per problem
-    tokens: float  # all tokens per problem
+    cost: float  # number of target tokens per problem
+    tokens: float  # number of all tokens per problem
     accuracy: Estimate
 
 
@@ -296,7 +297,7 @@ class EngineLanes:
 
     engine: str
     peak: int
-    busy_share: float  # share of the run's time with at least one call in flight
+    busy_share: float  # share of the run's time in which the engine had at least one call in flight
     mean_in_flight: float
     longest_bubble: float
     in_flight: tuple[float, ...]
@@ -310,7 +311,7 @@ class TimeBreakdown:
     """The time of a run by stage, computed from its task graph."""
 
     seconds: float
-    nodes: int  # number of analysed calls; in a large run, only the first calls are analysed
+    nodes: int  # number of calls whose times were analysed; in a large run, only the first calls
     calls: int
     stages: tuple[StageSeconds, ...]
     engines: tuple[EngineLanes, ...]
@@ -361,8 +362,8 @@ class ProblemRow:
     seconds: float | None
     flags: tuple[str, ...]
     why: str
-    question: str  # the first words of the problem
-    # True if the page shows the problem; a page may have room for only some problems
+    question: str  # the beginning of the problem's text
+    # True if the HTML page lists the problem; in a large run, it lists only some problems
     is_shown: bool = True
 
 

@@ -54,8 +54,8 @@ from atts.sampling import Seed, uniforms
 
 _RELIABILITY_BINS = 5
 LabelSource = Literal["verdicts", "votes"]
-"""The source of the labels of rollouts: the "verdicts" on their answers, or their agreement with
-the "votes".
+"""The data that say whether a rollout is correct. "verdicts": the verdicts on the answers. "votes":
+the agreement of an answer with the problem's vote.
 """
 
 
@@ -121,7 +121,8 @@ def _bin(rows: Sequence[tuple[float, bool, GateStep]]) -> RightBin:
     return RightBin(rows[0][0], rows[-1][0], share_estimate(counts.values()))
 
 
-# To find the mode of the gate, this many of its first steps are repeated in each possible mode.
+# To find the unknown mode of a run's calibrator, at most this many of its first steps are repeated
+# in each possible mode.
 _TRIAL = 300
 
 
@@ -248,7 +249,8 @@ def _replayed(
 ) -> _Match | None:
     try:
         calibrator = fresh_calibrator(data.run, rate, mode)
-    except CalibrationInputError:  # the mode needs stored scores, which the run does not name
+    # the mode needs stored scores, but the run does not record which scores were stored
+    except CalibrationInputError:
         return None
     checked = same = 0
     for place, step in enumerate(steps):
@@ -271,7 +273,8 @@ def _replayed(
                 same += again.action == decision.action and math.isclose(
                     again.p or 0.0, decision.p, abs_tol=1e-9
                 )
-        except CalibrationInputError:  # the scores are not perplexities
+        # the calibrator expects perplexities, but these scores are not perplexities
+        except CalibrationInputError:
             return None
     return _Match(mode, calibrator, checked, same)
 
@@ -342,7 +345,7 @@ class _Columns:
 
     questions: list[str] = field(default_factory=list[str])
     turns: array[int] = field(default_factory=lambda: array("I"))
-    # for each decision, 1 if it escalated and 0 if not
+    # for each decision: 1 if the chunk was escalated, 0 if it was not
     escalated: bytearray = field(default_factory=bytearray)
     # `judged` has the indices of the decisions that have a score; `bad` has the nonconformities of
     # these scores.
@@ -434,7 +437,7 @@ def _moments(flags: bytearray, nominal: float | None, window: int) -> tuple[Rate
 
 def _nonconformity(decision: Decision, scale: Scale | None) -> float:
     assert decision.score is not None, "the decision has no score"
-    # the scores cannot be perplexities, which are at least 1
+    # A perplexity is at least 1, so a score below 1 is not a perplexity.
     likely = PERPLEXITY if decision.score >= 1 else REAL
     return (scale or likely).nonconformity(decision.score)
 

@@ -48,8 +48,8 @@ def render(built: BuiltReport, format: Format, problems: str = "") -> str:
         case "html":
             return _html(built, problems)
         case "markdown":
-            # Markdown has the same numbers, but no pictures or texts of rollouts, so it is short
-            # enough for an issue
+            # A Markdown report has no pictures and no texts of rollouts, so it is short enough for
+            # an issue.
             return filled("report.md", report=built.report, tables=tables).strip() + "\n"
         case "json":
             return json.dumps(jsonable(built.report), allow_nan=False, ensure_ascii=False) + "\n"
@@ -61,8 +61,8 @@ def save_report(built: BuiltReport, format: Format, out: Path | None = None) -> 
     :raises StorageError: the file cannot be written.
     """
     path = out or Path(built.report.run.directory) / FILE_NAMES[format]
-    # A run directory from another person may contain links to other files, so a link is replaced
-    # instead of followed.
+    # A run directory from another person may contain links to any file. So in the run directory,
+    # `write_atomic` replaces a link instead of following it.
     write = write_atomic if out is None else write_out
     problems = f"{path.stem}.problems.jsonl"
     if format == "html" and _is_large(built):
@@ -154,7 +154,7 @@ def plain(text: str) -> str:
     return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())
 
 
-_SCALE = 2  # number of pixels of a PNG per unit of the SVG
+_SCALE = 2  # scale of a PNG: number of pixels per unit of the SVG
 _SIZE = re.compile(r'viewBox="0 0 (\d+) (\d+)"')
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
@@ -251,8 +251,8 @@ def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[st
             f"--export-filename={out}",
             f"--export-dpi={96 * _SCALE}",
         ]
-    # the browser uses its sandbox if the system allows it; it reads only the SVG file that was
-    # written above
+    # Browsers cannot use their sandbox when they run as root. The browser reads only the SVG file
+    # that was written above.
     return [
         "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run", f"--user-data-dir={source.parent / 'p'}",
         f"--force-device-scale-factor={_SCALE}", f"--window-size={size[0]},{size[1]}", f"--screenshot={out}",
@@ -261,8 +261,8 @@ def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[st
 
 
 Rows = Sequence[tuple[str, Mapping[str, int]]]
-"""One pair per model: its name and, for the position of each block, the number of models that have
-the block.
+"""For each model: its name, and for each of its blocks the number of models that have the block.
+The key is the block's position in the model.
 """
 
 

@@ -37,15 +37,15 @@ from atts.journal import (
     open_run,
 )
 
-# possible limits on the number of characters of a chunk; a page uses the largest limit with which
-# it fits
+# possible limits on the characters of a chunk; a page uses the largest limit at which it is small
+# enough
 _LIMITS = (4000, 1500, 600, 240, 80, 0)
-# The bytes of a file are divided among at least this many problems, even if there are fewer
-# problems or their number is not known.
+# The bytes of a file are divided by the number of problems, or by this number if there are fewer
+# problems. So no page is very large.
 _FEWEST = 40
 MOST = 5000
-"""The largest number of problems on a page; a browser sorts and filters this many rows without a
-delay.
+"""The largest number of problems that a page lists. A browser sorts and filters this many rows
+without a delay.
 """
 
 
@@ -61,10 +61,11 @@ class Pages:
         """
         self._each = budget // max(min(problems, MOST), _FEWEST)
         self._packed: dict[str, str] = {}
-        # number of stored pages; the key is True for problems that a reader looks for first
+        # Number of stored pages. True: of problems that a reader looks for first, because they are
+        # not correct or have a flag. False: of all other problems.
         self._counts = {True: 0, False: 0}
-        self.shortened = 0  # number of pages with texts that were cut to fit
-        # the smallest limit on a chunk's characters at which a text was cut so far
+        self.shortened = 0  # number of pages whose texts were shortened to fit
+        # the smallest limit on the characters of a chunk that any page needed so far
         self.limit = _LIMITS[0]
 
     def add(
@@ -125,8 +126,8 @@ def pack(story: Mapping[str, Any]) -> str:
     """
     try:
         text = _plain(story)
-    # the data have a number that JSON does not allow, such as NaN; checking all data for these rare
-    # numbers first would be slow
+    # The data contain NaN or an infinity, which JSON does not allow. These numbers are rare, and
+    # searching all data for them first would be slow.
     except ValueError:
         text = _plain(jsonable(story))
     squeezer = zlib.compressobj(6, zlib.DEFLATED, -15)
@@ -220,16 +221,17 @@ def shorten(text: str, limit: int) -> str:
 
 
 AUDIT = 4000
-"""The number of a gate's steps that a report repeats to check them; later steps are used as
-recorded.
+"""The number of a gate's steps that a report repeats to check their recorded results. Later steps
+are not checked.
 """
 TIMED = 100_000
-"""The largest number of calls whose times a report analyses; more calls would fill the memory."""
+"""The largest number of calls whose times a report analyses; more calls would need too much memory.
+"""
 _KINDS: tuple[type[Event], ...] = (
     *FACTS, Decided, Observed, CallSpan, ProblemSpan, CallFailed, Warned, Drifted,
 )  # fmt: skip
-# number of characters at the end of a rollout that are searched for an answer that was not
-# extracted
+# If a rollout has no answer, the reference answer is searched for in this number of characters at
+# its end.
 _TAIL = 300
 
 
@@ -241,10 +243,10 @@ class RolloutFacts:
     decisions: int
     escalated: int
     tokens: int  # number of tokens that draft and target wrote together
-    target_tokens: int  # tokens of the rollout that the target wrote
+    target_tokens: int  # number of these tokens that the target wrote
     flags: tuple[str, ...]
-    # number of tokens that each turn added, by the draft and by the target; plain numbers save
-    # memory
+    # For each turn: the number of tokens that the draft (or the target) added. Arrays of numbers
+    # need less memory than lists.
     drafted_by_turn: array[int]
     target_by_turn: array[int]
 
@@ -281,7 +283,7 @@ class RunData:
     pages: Pages
     problems: dict[str, ProblemFacts] = field(default_factory=dict[str, ProblemFacts])
     steps: StepLog = field(default_factory=StepLog)
-    # the times of the first `TIMED` calls
+    # the first `TIMED` calls, with their times
     nodes: list[CallSpan] = field(default_factory=list[CallSpan])
     calls: int = 0
     warned: list[Warned] = field(default_factory=list[Warned])

@@ -66,7 +66,7 @@ class ReportTable:
         )
 
 
-_PROBLEMS = 60  # largest number of rows in the digest of problems
+_PROBLEMS = 60  # largest number of rows in the table of problems of a Markdown report
 
 
 def cell(value: object, style: str = "") -> Cell:

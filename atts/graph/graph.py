@@ -50,8 +50,8 @@ from atts.errors import (
     UnusableScores,
 )
 
-# The limit on ended rollouts that wait for grading or similar work outside engines, as a multiple
-# of the limit on rollouts in flight.
+# A problem is opened only while fewer than this number of ended rollouts per concurrency slot wait
+# for grading or other work without an engine.
 CONCLUDING_PER_PLACE = 4
 
 
@@ -63,7 +63,8 @@ class Limit:
     """
 
     slots: Annotated[int | None, "calls in flight"] = None
-    # limit on the sum of prompt tokens and `max_tokens` over all calls in flight
+    # limit on the tokens in the KV cache: the sum of prompt tokens and `max_tokens` over all calls
+    # in flight
     tokens: Annotated[int | None, "KV tokens in flight"] = None
 
     def __post_init__(self) -> None:
@@ -85,7 +86,7 @@ class Pool(SlotQueue):
     def __init__(self, name: str, limit: Limit) -> None:
         super().__init__(limit.slots, limit.tokens)
         self.name = name
-        # seconds for which the engine's slots were in use, summed over slots
+        # seconds in which slots of the engine were in use, summed over the slots
         self.busy_seconds = 0.0
         self.queue_seconds = 0.0
 
@@ -116,8 +117,8 @@ class RetryPolicy:
 
     calls: int = 3
     rollouts: int = 1
-    # Seconds before a failed call is repeated for the first time. The wait doubles with every
-    # attempt, and a pseudo-random factor is applied.
+    # Seconds before a failed call is repeated for the first time. Each further wait is twice as
+    # long. Every wait is also multiplied by a pseudo-random factor.
     delay_seconds: float = 0.5
     failures_in_row: int | None = 32
 
@@ -195,11 +196,11 @@ class Admission:
 
     places: int
     in_flight: int = 0
-    # number of ended rollouts that wait for work outside engines, such as grading
+    # number of ended rollouts that wait for grading or other work without an engine
     concluding: int = 0
     open: int = 0  # number of open problems
-    # Number of open problems that have not submitted a rollout yet. One slot is kept free for each
-    # of them.
+    # Number of open problems that have not requested rollouts yet. One concurrency slot is kept
+    # free for each of them.
     opening: int = 0
     _queue: list[tuple[int, int, int, AdmissionGroup]] = field(
         default_factory=list[tuple[int, int, int, AdmissionGroup]]
@@ -289,10 +290,10 @@ V = TypeVar("V")
 Args = TypeVarTuple("Args")
 Admit = Literal["each", "together"]
 Sink = Callable[[object], object]
-"""A function that is called with every event of a graph when it happens. The function must not
-block, and its result is ignored.
+"""A function that is called with each event of a graph when the event happens. The function must
+not block, and its result is ignored.
 """
-_UNKNOWN = -1.0  # a placeholder for a time that is not known yet
+_UNKNOWN = -1.0  # value of a span's time that is not known yet
 
 
 def _no_clock() -> float:
@@ -306,7 +307,7 @@ class GraphState:
     """
 
     pools: dict[str, Pool]
-    strict: bool  # whether a call to an engine that has no limit raises an error
+    strict: bool  # True if a call to an engine without a limit is an error
     policy: RetryPolicy
     sink: Sink | None
     last_id: int
@@ -330,8 +331,8 @@ class GraphState:
                 raise OptionError(
                     engine, "the graph does not have a limit for this engine", list(self.pools)
                 )
-            # The pool of an engine without a limit has no waiting calls, so `enter_loop` is not
-            # needed.
+            # `enter_loop` prepares the queue of waiting calls. Without a limit no call waits, so
+            # the new pool does not need it.
             self.pools[engine] = Pool(engine, Limit())
         return self.pools[engine]
 
@@ -375,7 +376,8 @@ class Run:
     cancel_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     # the cancel scope of the task that opens new problems
     intake: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    # all groups of rollouts that have not ended, in the order in which they were submitted
+    # all groups of rollouts that have not ended, in the order of their requests (a dict without
+    # values)
     groups: dict[AdmissionGroup, None] = field(default_factory=dict[AdmissionGroup, None])
     error: Exception | None = None  # the first error that ended the run
     stopped: str = ""
@@ -416,14 +418,15 @@ class Caller:
         self.problem = problem
         self.sample = sample
         self._state = state
-        # indices of the finished calls on which the next call depends
+        # ids of the ended calls on which the next call depends in the task graph
         self.frontier = frontier
-        # This event is set at the problem's first call. The next problem may be opened then.
+        # The problem's first engine call sets this event; the graph may then open the next problem.
         self._declared: anyio.Event | None = None
-        # Time at which the rollout began to wait for its siblings. None if it has not waited since
-        # its last call.
+        # Time at which the rollout began to wait for its siblings, in seconds. None if it has not
+        # waited since its last call.
         self._ready: float | None = None
-        # the score that this caller has requested, and for which siblings wait
+        # the score that this rollout has requested and for which its siblings wait; None if there
+        # is none
         self.promised: Arrival | None = None
 
     def emit(self, event: object) -> None:
@@ -491,16 +494,15 @@ class Caller:
                     span.started = now()
                 result = await function(*args)
                 if record is not None:
-                    # the span ends before `record` runs, because the engine does not work while the
-                    # disk is written
+                    # The engine has finished the call. The span ends now, so it does not include
+                    # the time in which `record` writes to the disk.
                     is_recorded = True
                     span.ended = now()
                     await record(span, result)
                 return result
             except Exception as error:
                 span.status = "failed"
-                # The result of this call was already given to `record`, so the call must not be
-                # repeated.
+                # `record` already has the result of this call, so the call must not be repeated.
                 if is_recorded or not state.policy.retries(error, attempt, state.policy.calls):
                     raise
             except BaseException:
@@ -509,8 +511,8 @@ class Caller:
             finally:
                 self._close(span, pool, has_slot, is_recorded)
             if self.promised is not None:
-                # Wake the siblings that wait for this score. Each of them then requests the score
-                # itself.
+                # The call failed. Wake the siblings that wait for its score, so that each of them
+                # requests the score itself.
                 self.promised.event.set()
             await anyio.sleep(state.policy.delay(attempt, node))
             attempt += 1
@@ -531,12 +533,13 @@ class Caller:
         pool.queue_seconds += span.started - span.queued
         state.nodes += 1
         if span.status == "cancelled":
-            pass  # the next call does not depend on this call
+            pass  # a cancelled call has no result, so the next call does not depend on it
         elif self.frontier is span.after:
-            # no other call of this caller finished in the meantime, as in sequential code
+            # No other call of this caller ended during this call. So the next call depends only on
+            # this call.
             self.frontier = (span.node,)
         else:
-            # another call of this caller finished in the meantime, so the next call depends on both
+            # Another call of this caller ended during this call. So the next call depends on both.
             others = [node for node in self.frontier if node not in span.after]
             self.frontier = (*others, span.node)
         if state.sink is not None and not is_recorded:
@@ -569,10 +572,10 @@ class RolloutScope(Caller, Generic[T]):
         super().__init__(group.run.state, group.problem, sample, group.frontier)
         self._group = group
         self.attempt = 0
-        # Value that the rollout's function has saved. It is kept after a failed attempt, so that
-        # the next attempt can continue from it.
+        # The value that the rollout's function saved last. After a failed attempt, the next attempt
+        # can continue from this value.
         self.saved: T | None = None
-        self.waited = 0.0  # seconds for which the rollout waited for siblings
+        self.waited = 0.0  # seconds in which the rollout waited for its siblings
 
     def save(self, value: T) -> None:
         """Save a value, which becomes the rollout's result if the rollout fails or is cancelled."""
@@ -656,7 +659,7 @@ class Arrival:
     """A value that one rollout has requested and that its siblings wait for."""
 
     event: anyio.Event = field(default_factory=anyio.Event)
-    nodes: tuple[int, ...] = ()  # indices of the calls from which the value was computed
+    nodes: tuple[int, ...] = ()  # ids of the calls from whose results the value was computed
 
 
 @dataclass(slots=True)
@@ -683,14 +686,14 @@ class Group(Generic[T]):
 
     run: Run
     problem: str
-    # indices of the calls on which the first call of each rollout depends
+    # ids of the calls on which the first call of each rollout depends in the task graph
     frontier: tuple[int, ...]
     function: Callable[[RolloutScope[T]], Awaitable[T]]
     samples: range
     admit: Admit
     settle: Callable[[RolloutResult[T]], bool] | None
-    # the reason why the group was closed; it is set when the group is closed, and no rollout starts
-    # after that
+    # The reason why the group was closed; "" while the group is open. No rollout of a closed group
+    # starts.
     why: str = field(init=False)
     queued: float = field(init=False)
     tasks: TaskGroup | None = None
@@ -728,8 +731,8 @@ class Group(Generic[T]):
         for _ in range(self.unit):
             sample = self.samples[self._next]
             self._next += 1
-            # this method may be called while another problem is processed, so use the context
-            # variables of this group's problem
+            # The task of another problem may call this method. So start the rollout with the
+            # context variables of this group's problem.
             self._context.run(self.tasks.start_soon, self._rollout, sample)
 
     def close(self, why: str) -> None:
@@ -842,8 +845,8 @@ class Group(Generic[T]):
         if result.status in ("done", "failed") and self.settle(result):
             self.close("settled")
 
-    # The methods below are for rollouts that start together, wait for each other in rounds, and
-    # give their slots back together.
+    # The methods below are for groups with `admit` "together". Their rollouts start together, wait
+    # for each other in rounds, and give back their slots together.
 
     def close_round(self) -> bool:
         """Close the round if every running rollout has called `meet`; the rollouts that wait in the
@@ -862,8 +865,8 @@ class Group(Generic[T]):
         current = self.round
         current.values.pop(scope.sample, None)
         if scope.frontier is not current.opened_with:
-            # the rollout made calls in this round before it ended, so later calls depend on these
-            # calls
+            # The rollout made calls in this round before it ended. So the siblings' next calls
+            # depend on these calls.
             current.nodes.extend(scope.frontier)
         self.close_round()
 
@@ -893,12 +896,13 @@ class ProblemScope(Caller):
     def __init__(self, run: Run, problem: str, index: int, order: int) -> None:
         super().__init__(run.state, problem, -1, ())
         self.index = index
-        # Number of problems that the graph opened earlier. Rollouts of older problems start first.
+        # Number of this problem in the order of opening, from 1. Rollouts of problems that were
+        # opened earlier start first.
         self.order = order
         self.why = ""
         self.cancel_scope = anyio.CancelScope()
-        # True until the problem submits its first rollout or ends; one slot is kept free for the
-        # problem until then
+        # True until the problem requests rollouts or ends. Until then, one concurrency slot is kept
+        # free for it.
         self.is_opening = True
         self._declared = self.declared = anyio.Event()
         self.run = run
@@ -974,8 +978,8 @@ class ProblemScope(Caller):
             finally:
                 del run.groups[group]
                 if group.is_cut_short():
-                    # A time-out cancels the tasks without calling `close`, so the reason is set
-                    # here.
+                    # A time-out cancels the tasks, but does not call `close`. So close the group
+                    # here, with the reason.
                     is_late = anyio.current_time() >= tasks.cancel_scope.deadline
                     group.close("deadline" if is_late else "cancelled")
 
@@ -1008,8 +1012,8 @@ class HasId(Protocol):
 
 P = TypeVar("P", bound=HasId)
 
-# The number of seconds after which the next problem is opened, even if the last opened problem has
-# neither called an engine nor submitted rollouts.
+# The next problem is opened after this number of seconds, even if the last opened problem has
+# neither called an engine nor requested rollouts.
 OPENING_SECONDS = 0.01
 
 
@@ -1032,14 +1036,14 @@ class EngineUse:
 class GraphStats:
     """A copy of a graph's state. Sums and counts begin when the graph is made."""
 
-    seconds: float  # seconds during which at least one run was in progress
+    seconds: float  # seconds in which at least one run of the graph was in progress
     problems_open: int
     problems_done: int
     rollouts_waiting: int
     rollouts_in_flight: int
-    rollouts: Mapping[str, int]  # number of ended rollouts, by status
+    rollouts: Mapping[str, int]  # number of ended rollouts, keyed by status
     nodes: int
-    # seconds for which rollouts waited for siblings, summed over rollouts; Ts in the paper
+    # seconds in which rollouts waited for siblings, summed over the rollouts
     sibling_seconds: float
     engines: Mapping[str, EngineUse]
 
@@ -1152,7 +1156,7 @@ class Graph:
                 async with task_group() as solving:
                     with run.intake:
                         await self._open(run, solving, problems, solve, finished)
-                # cancel the timer of `timeout_seconds`, because all problems have ended
+                # All problems have ended, so cancel the timer of `timeout_seconds`.
                 tasks.cancel_scope.cancel()
         finally:
             self._runs.remove(run)

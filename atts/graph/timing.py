@@ -19,11 +19,11 @@ from atts.core import CallSpan
 
 T = TypeVar("T")
 Event = dict[str, Any]
-# The first process in the trace file has the rollouts. The processes after it have the engines.
+# The process id of all rollouts in the trace file. The engines have the process ids 2, 3, and so on.
 _ROLLOUTS = 1
 
 COMPUTE_BOUND = frozenset({"score"})
-"""The stages in which the engine only prefills.
+"""The stages in which the engine only processes given tokens (prefill), and does not decode.
 
 Arithmetic limits the speed of prefilling. Memory limits the speed of decoding, because every weight
 is read for every token.
@@ -35,8 +35,8 @@ class StageTime:
     """The seconds of one stage, such as "draft" or "score", summed over its calls."""
 
     nodes: int = 0
-    wait: float = 0.0  # seconds for which the rollout waited for siblings
-    queue: float = 0.0  # seconds for which calls waited in the queue for a free slot of the engine
+    wait: float = 0.0  # seconds in which rollouts waited for siblings before their calls
+    queue: float = 0.0  # seconds in which calls waited for a free slot of the engine
     compute: float = 0.0
 
 
@@ -52,15 +52,18 @@ class Path:
 class Timing:
     """The result of a time analysis of a run."""
 
-    seconds: float  # seconds between the start of the first node and the end of the last node
+    seconds: float  # seconds from the start of the first node to the end of the last node
     stages: Mapping[str, StageTime]
-    # for each engine, the seconds of its calls, summed over slots
+    # for each engine: the seconds of its calls, summed over the calls
     busy_seconds: Mapping[str, float]
-    # the longest chain of calls that waited for one another; more slots cannot make the run shorter
+    # The longest chain of calls in which each call waited for the previous call. More slots cannot
+    # make the run shorter than this chain.
     critical_path: Path
-    arithmetic_seconds: float  # seconds in which engines prefilled; Tc in the paper
-    memory_seconds: float  # seconds in which engines decoded; Tm in the paper
-    sibling_seconds: float  # seconds in which rollouts waited for siblings; Ts in the paper
+    # seconds of calls that only prefilled, summed over the calls; Tc in `intensity`
+    arithmetic_seconds: float
+    memory_seconds: float  # seconds of calls that decoded, summed over the calls; Tm in `intensity`
+    # seconds in which rollouts waited for siblings, summed over the rollouts; Ts in `intensity`
+    sibling_seconds: float
 
     @property
     def intensity(self) -> float:
@@ -138,7 +141,8 @@ def sibling_edges(nodes: Iterable[CallSpan]) -> set[tuple[int, int]]:
     for node in by_number.values():
         for number in node.after:
             other = by_number.get(number)
-            # sample -1 stands for the problem itself, which may wait for its rollouts
+            # Sample -1 is the problem itself. The problem may wait for its rollouts, but this is
+            # not a wait between rollouts.
             if other is None or other.sample == node.sample or min(other.sample, node.sample) < 0:
                 continue
             edges.add((other.node, node.node))

@@ -73,11 +73,12 @@ def is_held(path: Path) -> bool:
         handle = os.open(path, os.O_RDWR | _NO_LINKS)
         try:
             if sys.platform != "win32":
-                # os.kill raises ProcessLookupError if no process has this id.
+                # Signal 0 does not affect the process. os.kill raises ProcessLookupError if no
+                # process has this id.
                 os.kill(int(os.pread(handle, 32, 0)), 0)
             return not _try_lock(handle)
         except PermissionError:
-            # The process runs, but belongs to another user.
+            # The process exists, but belongs to another user.
             return not _try_lock(handle)
         finally:
             os.close(handle)
@@ -99,7 +100,7 @@ def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, N
     _lock_handles.add(handle)
     try:
         with storage(path):
-            # Reading a pipe could wait forever for a program that writes to it.
+            # If the path is a pipe, reading it could wait forever.
             check_ordinary(os.fstat(handle).st_mode, path)
             is_ours = _try_lock(handle, wait=wait) and is_same_file(handle, path)
         if not is_ours:
@@ -110,7 +111,8 @@ def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, N
             )
         yield handle
     finally:
-        # A forked child may also leave the block, after it has closed its copy of the handle.
+        # A forked child may also leave this block. It closed its copy of the handle after the fork,
+        # and must not close it again.
         if handle in _lock_handles:
             _lock_handles.remove(handle)
             os.close(handle)
@@ -213,7 +215,8 @@ def check_directory(directory: Path) -> None:
     """
     _make(directory)
     with locked(directory / LOCK, directory), ExitStack() as stack:
-        # the lock file may have been deleted while another process writes the journal
+        # Another process may still write the journal although the lock file was deleted. So lock
+        # the journal too.
         if os.path.lexists(directory / JOURNAL):
             stack.enter_context(held(directory / JOURNAL, directory))
         load_manifest(directory / MANIFEST)
@@ -391,11 +394,11 @@ class JournalCheck:
     directory: str
     lines: int  # number of undamaged lines
     length: int  # length of the undamaged lines, in bytes
-    lost: int  # number of bytes after the undamaged lines
+    lost: int  # number of bytes after the last undamaged line
     sessions: int
-    complete: int  # number of complete problems
-    open: int  # number of problems that were started but are not complete
-    # description of the first damaged line; an incomplete last line does not count as damage
+    complete: int  # number of problems that are finished without failed rollouts
+    open: int  # number of problems that were started but are not finished, or have failed rollouts
+    # description of the first damaged line; "" if the only damage is an incomplete last line
     damage: str = ""
 
     def as_json(self) -> dict[str, Any]:
@@ -468,9 +471,11 @@ def salvage(directory: Path, out: Path) -> JournalCheck:
 
 
 REPLIES = "replies.bin"
-"""Name of the file of shared replies, which is in the directory that contains the runs."""
-# fields of a record: key, run, seconds, length of the reply, and a checksum of the record and the
-# reply
+"""Name of the file of replies that several runs share. The file is in the parent folder of the
+runs.
+"""
+# The fields before each reply in the file: key of the request, number of the run, seconds of the
+# call, length of the reply, and a checksum. The checksum covers these fields and the reply.
 _HEAD = struct.Struct("<20sIdII")
 _CHECKSUM = 4
 
@@ -535,7 +540,7 @@ class SharedReplies:
             file = self._opened()
             file.seek(self._end)
             written = file.write(data)
-        # The next record overwrites a record that was written only in part.
+        # If the disk took only a part of the record, the next record overwrites this part.
         if written == len(data):
             self._index[key] = SharedReply(self._end + _HEAD.size, len(reply), run, seconds)
             self._end += written

@@ -39,9 +39,10 @@ FailureKind = Literal["EngineUnavailable", "EngineTimeout", "BadReply", "OutOfMe
 VerdictStatus = Literal["correct", "wrong", "unscored"]
 
 PackedFloats = tuple[Literal["f4", "f8"], bytes]
-"""Floats that are packed into bytes; JSON stores the bytes in base64. All floats have 32 bits if 32
-bits represent each of them exactly. If not, all have 64 bits. The byte order is little-endian. With
-most engines, a packed log-probability takes 5 characters of JSON instead of 20.
+"""Floats that are packed into bytes in little-endian order; JSON stores the bytes in base64.
+
+"f4": 32-bit floats, if they represent all numbers exactly. "f8": 64-bit floats. With most engines,
+a packed log-probability takes 5 characters of JSON instead of 20.
 """
 
 
@@ -79,8 +80,8 @@ class SessionClosed(_Event, frozen=True, tag="session-closed"):
 
     status: Literal["finished", "interrupted", "failed"]
     why: str = ""
-    # numbers of tokens that were proposed to the target in the session, and of those that it
-    # accepted
+    # number of tokens that speculative decoding proposed to the target in this session, and number
+    # that the target accepted
     speculated: Speculated | None = None
 
 
@@ -96,8 +97,8 @@ class RolloutStarted(_Event, frozen=True, tag="rollout-started"):
     problem: str
     sample: int
     prompt: Prompt
-    # used only in the file: True if the prompt is omitted because the problem's previous rollout
-    # has the same prompt
+    # Used only in the file: True if the line leaves out the prompt, because the problem's previous
+    # rollout has the same prompt. `LineReader` restores the prompt.
     is_repeated: bool = False
 
 
@@ -130,8 +131,8 @@ class TurnFinished(_Event, frozen=True, tag="turn-finished"):
     problem: str
     sample: int
     turn: Turn
-    # used only in the file: the turn's chunks, and True if the turn's decision is the rollout's
-    # latest decision
+    # Used only in the file: the turn's chunks. `is_decided` is True if the turn's decision is the
+    # rollout's latest recorded decision. `LineReader` restores chunks and decision in `turn`.
     chunks: tuple[WrittenChunk, ...] = ()
     discarded: tuple[WrittenChunk, ...] = ()
     is_decided: bool = False
@@ -147,7 +148,8 @@ class RolloutFinished(_Event, frozen=True, tag="rollout-finished"):
     answer: str | None = None
     usage: Usage = Usage()
     error: str = ""
-    # True if the answer comes from a finished text that does not mark its answer
+    # True if the model did not mark an answer as final, and the answer was extracted from the
+    # finished text
     is_fallback_answer: bool = False
 
 
@@ -192,8 +194,8 @@ class Sampled(_Event, frozen=True, tag="sampled"):
     turn: int = 0
     attempt: int = 0
     seconds: float = 0.0
-    # used only in the file: the completion's log-probabilities, and the call's span, which is a
-    # separate event for readers
+    # Used only in the file. `LineReader` moves the log-probabilities to `completion`, and returns the
+    # span as the next event.
     logprobs: PackedFloats | None = None
     span: CallSpan | None = None
 
@@ -207,8 +209,8 @@ class Scored(_Event, frozen=True, tag="scored"):
     role: Role = "target"
     rollout: str = ""
     seconds: float = 0.0
-    # used only in the file: log-probabilities of the suffix and of the beginning, and the call's
-    # span, which is a separate event for readers
+    # Used only in the file. `LineReader` moves the log-probabilities to `scores`, and returns the
+    # span as the next event.
     logprobs: PackedFloats | None = None
     beginning_logprobs: PackedFloats | None = None
     span: CallSpan | None = None
@@ -242,8 +244,8 @@ class Decided(_Event, frozen=True, tag="decided"):
     decision: Decision
     features: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     asked: Literal["preview", "score", "round"] = "score"
-    # used only in the file: True if the chunk was escalated; readers get a separate `Observed`
-    # event
+    # Used only in the file: True if the chunk was escalated. `LineReader` returns this as an
+    # `Observed` event.
     escalated: bool | None = None
 
 
@@ -288,7 +290,7 @@ class Measured(_Event, frozen=True, tag="measured"):
 
 
 COMPARED = "compared"
-"""The code of the warning that reports how a run compares with an earlier run."""
+"""The code of the warning with the result of a comparison between this run and an earlier run."""
 
 
 class Drifted(_Event, frozen=True, tag="drift"):
@@ -341,7 +343,7 @@ task graph, warnings and drift.
 KINDS: Mapping[str, type[Event]] = MappingProxyType(
     {str(kind.__struct_config__.tag): kind for kind in get_args(Event)}
 )
-"""The class of each kind of event, keyed by the `kind` in the file."""
+"""The class of each kind of event, keyed by the name of the kind in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,9 +370,9 @@ FEATURES: Mapping[str, type[int | float | bool]] = {
     "agreement": float,
     "agrees": bool,
 }
-"""The numbers that a gate receives in addition to the score: their names and types."""
+"""The names and types of the numbers that a gate receives in addition to the score."""
 _RARE = ("has_answer", "answered", "agreement", "agrees")
-"""Features that are 0 for most chunks; the journal omits a value of 0."""
+"""Features that are 0 for most chunks. If such a feature is 0, the journal leaves it out."""
 
 
 def feature_numbers(features: Features) -> dict[str, float]:
@@ -378,7 +380,8 @@ def feature_numbers(features: Features) -> dict[str, float]:
     0.
     """
     numbers = {"tokens": float(features.tokens)}
-    # both features are NaN by default, and JSON has no number for NaN
+    # An unknown `draft_logprob` or `draft_evidence` is NaN. JSON has no NaN, so leave such a
+    # feature out.
     if not math.isnan(features.draft_logprob):
         numbers["draft_logprob"] = features.draft_logprob
     if not math.isnan(features.draft_evidence):

@@ -88,8 +88,8 @@ def _plain(value: Any) -> Any:
 
 
 _encode = msgspec.json.Encoder(enc_hook=_plain).encode
-# With strict=False, msgspec reads the texts "inf", "-inf" and "nan" as the floats that they
-# represent.
+# With strict=False, msgspec reads the texts "inf", "-inf" and "nan" as floats. The writer uses
+# these texts, because JSON has no such numbers.
 _decode = msgspec.json.Decoder(_Line, strict=False).decode
 
 
@@ -114,10 +114,10 @@ class OpenRecords:
     """
 
     def __init__(self) -> None:
-        # keyed by problem: the prompt of the latest rollout, which the next rollout's line may
-        # leave out
+        # keyed by problem: the prompt of its latest rollout; the next rollout's line may leave out
+        # the same prompt
         self.prompts: dict[str, Prompt] = {}
-        # turns that have not ended, keyed by problem and then by the rollout's sample index
+        # calls and decision of each unfinished turn, keyed by problem and sample
         self.turns: dict[str, dict[int, _OpenTurn]] = {}
 
     def note(self, event: Event) -> None:
@@ -127,7 +127,8 @@ class OpenRecords:
         match event:
             case Sampled():
                 turns = self.turns.get(event.problem)
-                # A call may end after its problem has ended. Such a call does not belong to a turn.
+                # A call may end after its problem has ended. The problem then has no turns here,
+                # and the call is not stored.
                 if turns is not None:
                     turns.setdefault(event.sample, _OpenTurn()).calls.append(event)
             case Decided() | Observed():
@@ -210,7 +211,7 @@ def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRe
             return TurnFinished(
                 problem,
                 sample,
-                # The constructor is called because dataclasses.replace takes several times as long.
+                # dataclasses.replace would take several times as long as this constructor.
                 Turn(
                     turn.index,
                     (),
@@ -254,8 +255,8 @@ def _completed(event: Event, records: OpenRecords) -> Event:
                     raise ValueError("the line refers to a prompt that does not exist")
                 prompt = earlier
             elif prompt.draft_ids == prompt.target_ids:
-                # If both models share a tokenizer, both fields refer to the same tuple, to save
-                # memory.
+                # If draft and target share a tokenizer, use one tuple of token ids for both, to
+                # save memory.
                 prompt = Prompt(prompt.draft_ids, prompt.draft_ids)
             return structs.replace(event, prompt=prompt, is_repeated=False)
         case TurnFinished(problem=problem, sample=sample, turn=turn):
@@ -360,11 +361,12 @@ class LineWriter:
         line = _Line(self.number, round(at, 6), round(wall, 3), shortened)
         try:
             body = _encode(line)
-            # msgspec writes null for infinities and NaN, for which JSON has no numbers.
+            # msgspec writes null for infinities and NaN. So a line with null may have lost such a
+            # number.
             is_strict = b"null" not in body or _is_finite(shortened)
         except UnicodeEncodeError:
-            # the text contains one half of a surrogate pair, which Python allows but UTF-8 cannot
-            # encode
+            # The text contains one half of a surrogate pair. Python allows this, but UTF-8 cannot
+            # encode it.
             body = b""
             is_strict = False
         if not is_strict:
@@ -385,8 +387,8 @@ def _is_finite(event: Event) -> bool:
     decision: Decision | None = None
     match event:
         case Sampled() | Scored():
-            # Log-probabilities are packed, and a span's times are finite because they come from a
-            # clock.
+            # The log-probabilities are packed into bytes, and the times of a span are always
+            # finite. So only `seconds` has to be checked.
             numbers = [event.seconds]
         case Decided():
             decision = event.decision
@@ -423,7 +425,7 @@ def _with_texts(line: _Line) -> bytes:
 Opener = Callable[[Path], FileIO]
 """A function that opens a file for appending.
 
-The file's `write` may write only a part of the given bytes, for example in tests with a full disk.
+The file's `write` may write only a part of the given bytes, for example if the disk is full.
 """
 
 
@@ -447,10 +449,10 @@ def write_all(file: FileIO, data: bytes) -> None:
 
 
 Durability = Literal["always", "interval", "close"]
-"""The moment at which lines are synced to the disk. Lines that are not synced are lost if the
-machine loses power.
+"""The time at which recorded lines are synced to the disk. If the machine loses power, lines that
+are not synced are lost.
 
-"always": before `saved` returns; "interval": by default at most a second later; "close": when the
+"always": before `saved` returns. "interval": at most one second later by default. "close": when the
 journal is closed.
 """
 
@@ -502,8 +504,8 @@ class Journal:
             sync_directory(path.parent)
             self._size = path.stat().st_size
             undo.pop_all()
-        self._recorded = 0  # number of events in the file
-        self._synced = 0  # number of events that are on the disk
+        self._recorded = 0  # number of events that were written to the file
+        self._synced = 0  # number of these events that were synced to the disk
         self._failure: StorageError | None = None
         self._process = os.getpid()
         self._state: Literal["open", "closed"] = "open"
@@ -539,7 +541,7 @@ class Journal:
                 write_all(self._file, line[taken or 0 :])
             self._size += len(line)
         except BaseException as error:
-            # After a failed or incomplete write, no further line may be written.
+            # The file may now end with an incomplete line. So `_fail` prevents all further writes.
             self._fail(error)
             if not isinstance(error, OSError | MemoryError):
                 raise
@@ -637,10 +639,11 @@ class Journal:
 _END = len(b',"crc":"00000000"}\n')
 _HEAD = re.compile(rb'\{"n":(\d+),"at":[^,]+,"wall":[^,]+,"event":\{"kind":"([a-z-]+)"')
 _KINDS = {word.encode(): kind for word, kind in KINDS.items()}
-# for each kind of event whose line may contain a second event: the kind of the second event
+# The line of an event may also contain a second event. Keys: kinds of the first event. Values: kind
+# of the second event.
 _SECOND: dict[type[Event], type[Event]] = {Sampled: CallSpan, Scored: CallSpan, Decided: Observed}
-# Events whose lines leave out data that earlier lines have. `_NOTED` has the events that change
-# `OpenRecords`.
+# `_REFERRING`: events whose lines leave out data that earlier lines have. `_NOTED`: events that add
+# such data to `OpenRecords` or remove it.
 _REFERRING: frozenset[type[Event]] = frozenset({TurnFinished, RolloutStarted})
 _NOTED: frozenset[type[Event]] = frozenset(
     {
@@ -663,10 +666,11 @@ class LineReader:
 
     def __init__(self, path: Path, kinds: Collection[type[Event]] | None = None) -> None:
         self.path = path
-        self.number = 0  # number of the line to read next
+        self.number = 0  # number of the next line, counted from 0
         self.session = 0
-        self.length = 0  # length of the complete lines so far, in bytes
-        self.crc = 0  # checksum of the last complete line
+        self.length = 0  # length of all lines read so far, in bytes
+        # checksum of the line that was read last; the checksum of the next line depends on it
+        self.crc = 0
         self.records = OpenRecords()
         self._kinds = kinds
 
@@ -744,8 +748,8 @@ class LineReader:
     def _parse(self, line: bytes) -> _Line:
         try:
             if b"\\ud" in line:
-                # The line may contain half a surrogate pair, which json accepts but msgspec does
-                # not.
+                # The line may contain one half of a surrogate pair, which json accepts and msgspec
+                # refuses.
                 return msgspec.convert(json.loads(line), _Line, strict=False)
             return _decode(line)
         except msgspec.ValidationError:

@@ -25,7 +25,7 @@ from atts.journal.lines import other_version
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
 JudgedUnit = Literal["chunks", "problems"]
-"""The unit for which a run's gate makes each decision."""
+"""The unit on which a run's gate decides: single chunks, or whole problems."""
 
 _ADVICE = "Choose another run directory, or restore the stored settings"
 
@@ -52,15 +52,16 @@ class Manifest:
 
     seed: int = 0
     dataset: str = ""
-    problems: int | None = None  # number of problems; None if it is not known at the start
+    # number of problems in the dataset; None if it is not known at the start
+    problems: int | None = None
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     engines: Mapping[str, Mapping[str, Json]] = field(default_factory=dict[str, Mapping[str, Json]])
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
-    created: float = 0.0  # seconds since the epoch
+    created: float = 0.0  # time at which the run was started, in seconds since the Unix epoch
     schema: int = SCHEMA
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
-    # for each role, the log-probabilities of a fixed text; they show if a server's model has
-    # changed
+    # For each role: the log-probabilities of a fixed text. If they differ in a later session, the
+    # server has another model.
     known_logprobs: Mapping[str, Sequence[float]] = field(
         default_factory=dict[str, Sequence[float]]
     )
@@ -117,13 +118,13 @@ def versions(
     """
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name, distribution in {"atts": DISTRIBUTION, **{name: name for name in packages}}.items():
-        # A checkout of the source that is not installed has no version.
+        # If atts runs from a source checkout that is not installed, its version is not known.
         with suppress(PackageNotFoundError):
             versions[name] = _version(distribution)
     return versions
 
 
-# The result is cached, because an interactive session makes a manifest for every question.
+# cached, because an interactive session makes a manifest for every question
 _version = cache(version)
 
 
@@ -136,8 +137,8 @@ def dataset_digest(problems: Iterable[Problem]) -> str:
     hasher = blake2b(digest_size=16)
     for problem in problems:
         fields = plain_fields(problem)
-        # The manifests of older runs were hashed without this field. So its default value is not
-        # hashed.
+        # The digests in manifests of older runs were computed without this field. So leave the
+        # field out if it has its default value.
         if fields["grading"] and fields["grading"]["variables"] == Grading().variables:
             del fields["grading"]["variables"]
         hasher.update(json.dumps(fields, sort_keys=True).encode() + b"\n")

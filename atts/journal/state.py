@@ -52,7 +52,7 @@ from atts.journal.manifest import Manifest
 
 SampleVerdict = VerdictStatus | Literal["spared", "lost"]
 """The verdict on a rollout. "spared": the rollout was stopped before it could answer. "lost": the
-rollout failed. Neither of them counts as wrong.
+rollout failed. These two verdicts do not count as wrong.
 """
 
 
@@ -76,11 +76,12 @@ class FinishedSample:
     sample: int
     finish: Finish
     answer: str | None = None
-    # verdict on the rollout's answer, or None if it was not graded
+    # verdict on the rollout's answer; None if the answer was not graded
     verdict: SampleVerdict | None = None
     rule: str = ""
-    error: str = ""  # the reason why the rollout failed
-    # True if the answer comes from a finished text that does not mark its answer
+    error: str = ""  # the reason why the rollout failed; "" if it did not fail
+    # True if the model did not mark an answer as final, and the answer was extracted from the
+    # finished text
     is_fallback_answer: bool = False
 
     @classmethod
@@ -125,23 +126,23 @@ class FinishedProblem:
     problem: str
     status: OutcomeStatus
     answer: str | None
-    # Verdict on the problem's answer. None if it was not graded, or if there is no answer because
-    # rollouts were stopped.
+    # Verdict on the problem's answer. None if the answer was not graded, or if the problem has no
+    # answer because its rollouts were stopped.
     verdict: VerdictStatus | None
     rule: str
     samples: tuple[FinishedSample, ...]
     votes: Mapping[str, float]
     usage: Usage
     why: str = ""
-    # number of chunks that the gate decided on, including chunks of rollouts that were cut
+    # number of this problem's chunks on which the gate decided, including chunks of cancelled
+    # rollouts
     judged: int = 0
-    escalated: int = 0  # number of the problem's chunks that were escalated
-    # a warning if the problem differs strongly from the questions with which the gate was
-    # calibrated
+    escalated: int = 0  # number of these chunks that were escalated
+    # a warning if the problem is very unlike the questions from which the gate's stored scores come
     doubt: str = ""
-    # how the target combined the answers; None if the vote alone decided the answer
+    # how the target chose or wrote the answer after the vote; None if the vote alone decided
     combination: Combination | None = None
-    # seconds from the start to the end of the problem; None while it runs
+    # seconds from the start to the end of the problem; None if the end is not recorded yet
     seconds: float | None = field(default=None, compare=False)
 
     @classmethod
@@ -231,7 +232,7 @@ class FinishedProblem:
 
 
 LARGE_SHARE = 0.05
-"""The share of cut rollouts (0 to 1) above which a run's results are not reliable."""
+"""If a larger share (0 to 1) of the rollouts was cut, the results of a run are not reliable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,7 @@ class Truncation:
     at_turns: int
     max_tokens: int
     turns: int
-    context: int  # the shorter of the context lengths of draft and target; 0 if unknown
+    context: int  # context length in tokens: the shorter one of draft and target; 0 if unknown
 
     @property
     def cut(self) -> int:
@@ -343,11 +344,13 @@ class OpenProblem:
     )
     turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
     graded: list[Graded] = field(default_factory=list[Graded])
-    # After the vote, this says whether the vote's answer is kept or the target is asked.
+    # the decision after the vote: keep the answer of the vote, or ask the target; None before the
+    # vote
     combine_plan: CombinePlan | None = None
-    judged: int = 0  # number of chunks that a gate decided on
-    escalated: int = 0  # number of the problem's chunks that were escalated
-    # Failed calls whose rollout has not continued yet. The key is the rollout hint of the call.
+    judged: int = 0  # number of the problem's chunks on which the gate decided
+    escalated: int = 0  # number of these chunks that were escalated
+    # Failed calls after which their rollout has recorded nothing yet. The key is the call's rollout
+    # hint, which names the rollout.
     _failures: dict[str, list[CallFailed]] = field(default_factory=dict[str, list[CallFailed]])
     _hints: dict[int, str] = field(default_factory=dict[int, str])
 
@@ -441,8 +444,9 @@ class RunClock:
     """
 
     seconds: float = 0.0
-    before: float = 0.0  # seconds of work in all sessions before this one
-    # time at which the session opened, on the clock that the recorded nodes use
+    before: float = 0.0  # seconds of work in all earlier sessions
+    # The time at which the session was opened, in seconds on the clock of the recorded call spans.
+    # None before the session's first span.
     _graph_zero: float | None = None
 
     def advance(self, entry: Entry) -> None:
@@ -482,14 +486,15 @@ class RunState:
     keeps: Literal["open problems", "everything"] = "open problems"
     open: dict[str, OpenProblem] = field(default_factory=dict[str, OpenProblem])
     finished: dict[str, FinishedProblem] = field(default_factory=dict[str, FinishedProblem])
-    # codes of the warnings that were recorded so far
+    # codes of all warnings that were recorded so far
     said: set[str] = field(default_factory=set[str])
     sessions: int = 0
-    killed: int = 0  # number of earlier sessions that have no closing event
-    # the closing event of the last session; None if that session was killed or is still running
+    # number of earlier sessions that were killed, so that they have no closing event
+    killed: int = 0
+    # closing event of the latest session; None if the session was killed or is still running
     ended: SessionClosed | None = None
-    # numbers of proposed and accepted tokens, summed over all sessions that reported them; None if
-    # no session reported them
+    # numbers of tokens that speculative decoding proposed and the target accepted, over all
+    # sessions; None if no session reported them
     speculated: Speculated | None = None
     last_node: int = -1
     clock: RunClock = field(default_factory=RunClock)
@@ -536,8 +541,8 @@ class RunState:
                 self.finished[problem] = replace(
                     self.finished[problem], seconds=event.ended - event.started
                 )
-            # All other relevant events belong to open problems. Events of finished problems that
-            # arrive late do not change the state.
+            # All other events that matter belong to open problems. An event that arrives after its
+            # problem has ended does not change the state.
             case Decided() | Observed() if inside := self.open.get(event.decision.question):
                 inside.apply(event)
             case _ if inside := self.open.get(getattr(event, "problem", "")):
@@ -589,7 +594,7 @@ def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
     Incomplete problems come last. Only incomplete and open problems are kept in memory.
     """
     state = RunState()
-    # Outcomes with failed rollouts. They are kept until a later session completes the problem.
+    # outcomes of problems with failed rollouts, until a later session completes the problem
     incomplete: dict[str, Outcome] = {}
     for entry in entries:
         outcome = state.apply(entry)

@@ -83,7 +83,9 @@ class ReplayedRollout:
     problem: str
     sample: int
     answer: str | None  # the recorded answer, which votes only if `is_known` is True
-    is_censored: bool  # True if the rollout needs more text than was recorded to reach an answer
+    # True if the rollout was stopped before it could answer, and would continue under the other
+    # policy
+    is_censored: bool
     # the first turn whose decision differs from the record, so that the text after it is unknown;
     # None if there is no such turn
     off_policy_from: int | None

@@ -102,8 +102,8 @@ class ExportOptions:
     """
 
     kind: DataKind = "sft"
-    # Which rollouts are exported. With None, sft exports only correct rollouts, and other kinds
-    # export all rollouts.
+    # The rollouts to export. With None, the kind "sft" exports only correct rollouts, and the other
+    # kinds export all rollouts.
     keep: Keep | None = None
     pairs: int = 4
     seed: int = 0

@@ -19,7 +19,8 @@ from atts.core import CallSpan
 
 T = TypeVar("T")
 Event = dict[str, Any]
-# The process id of all rollouts in the trace file. The engines have the process ids 2, 3, and so on.
+# The process id of all rollouts in the trace file. The engines have the process ids 2, 3, and so
+# on.
 _ROLLOUTS = 1
 
 COMPUTE_BOUND = frozenset({"score"})

@@ -194,8 +194,8 @@ class Sampled(_Event, frozen=True, tag="sampled"):
     turn: int = 0
     attempt: int = 0
     seconds: float = 0.0
-    # Used only in the file. `LineReader` moves the log-probabilities to `completion`, and returns the
-    # span as the next event.
+    # Used only in the file. `LineReader` moves the log-probabilities to `completion`, and returns
+    # the span as the next event.
     logprobs: PackedFloats | None = None
     span: CallSpan | None = None
 

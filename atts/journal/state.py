@@ -323,7 +323,7 @@ Call = Sampled | Scored | CallFailed
 FACTS: tuple[type[Event], ...] = (
     SessionOpened, SessionClosed, ProblemStarted, RolloutStarted, TurnFinished, RolloutFinished, OutcomeReached, Graded,
 )  # fmt: skip
-"""The kinds of events from which outcomes and verdicts are made."""
+"""The kinds of events from which the outcomes of problems and the verdicts on answers are made."""
 
 
 @dataclass(slots=True)

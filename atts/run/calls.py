@@ -310,9 +310,9 @@ class CallBegun:
     """
 
     problem: str
-    rollout: str  # name of the rollout, which the engine gets as a hint
+    rollout: str  # name of the rollout ("problem/sample"), which the engine also gets
     stage: CallKind
-    # number of input tokens: of the prompt, or of the whole text if the call scores a text
+    # number of tokens of the prompt, or of the whole text if the call scores a text
     input_tokens: int = 0
     max_tokens: int = 0  # largest number of tokens that the call may write; 0 for scoring
 

@@ -198,7 +198,7 @@ class RunSpec:
     judge_under: Mapping[str, object] | None = None
     # the action if the stored scores or the judge come from a run with other conditions
     conditions: Conditions = "match"
-    on_unscored: OnUnscored = "stop"  # the action if the target stops giving usable scores
+    on_unscored: OnUnscored = "stop"
     warnings: Sequence[str] = ()  # warnings about this plan, which the run records at its start
     # the rule that withholds a problem's answer if too few of its votes agree
     abstain: Abstain | None = None
@@ -420,7 +420,8 @@ class RunOptions:
     keep: Keep = "lines"
     # digest of the dataset; needed if the problems can be read only once
     dataset: str | None = None
-    # a task graph shared with other runs; its limits apply to all these runs together
+    # a task graph whose limits apply to several runs together; None if this run has its own task
+    # graph
     shared_graph: Graph | None = None
     # "shared": other runs with the same `shared_graph` use the plan's gate too; "own": only this
     # run does
@@ -431,7 +432,6 @@ class RunOptions:
     # If this run answers a request to an atts server: the account of the request, which is used
     # instead of an account for `caps`.
     account: Account | None = None
-    # the action on unfinished problems when a spending cap refuses a call
     on_limit: OnLimit = "keep open"
 
     def __post_init__(self) -> None:
@@ -701,7 +701,7 @@ class _Run:
             self._recorder.record(Warned("interrupted", text))
 
     async def _end_when_spent(self, account: Account) -> None:
-        """Wait until a cap refuses a call and no call is in flight; then end the run as `on_cap`
+        """Wait until a cap refuses a call and no call is in flight; then end the run as `on_limit`
         says.
         """
         limit = await account.exhausted(self._state.seconds)

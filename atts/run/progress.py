@@ -74,7 +74,8 @@ class ProgressSnapshot:
     accepted: int
     escalated: int
     forced: int  # number of chunks that were escalated because they had no usable score
-    rejected: int  # number of chunks that were discarded
+    # number of chunks that a model wrote, but that were not kept in the rollout's text
+    rejected: int
     rate: Estimate
     nominal: float | None
     accuracy: Estimate
@@ -84,7 +85,7 @@ class ProgressSnapshot:
     speeds: Mapping[Flow, float]  # tokens per second of recent calls, by kind of token
     models: Mapping[Literal["draft", "target"], str]
     seconds: float  # running time in seconds, summed over all sessions
-    left: float | None  # estimated remaining time in seconds; None until enough work is done
+    left: float | None  # estimated remaining seconds; None until enough rollouts have ended
     alarms: int
     failed_calls: int
     awaited: Mapping[Role, int]  # number of calls that wait for a lost engine, keyed by role

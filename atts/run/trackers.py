@@ -332,7 +332,7 @@ def _exporting_provider() -> Any:
 
 
 FILE = "trackers.json"
-"""The file in a run directory that contains the ids under which trackers know the run."""
+"""The name of the file in a run directory that contains the run's ids in the trackers."""
 PROJECT = "atts"
 """The default name of a tracker's project or experiment."""
 # needed because each tracker of a run writes this file from its own thread

@@ -73,7 +73,7 @@ class RunFacts:
     dataset: str
     draft: str
     target: str
-    what: str  # method, dataset and models in one line
+    what: str  # one line of text with the method, the dataset and the models
     configuration: tuple[tuple[str, str, str], ...]  # one row per setting: name, value, origin
     versions: Mapping[str, str]
 
@@ -259,7 +259,7 @@ class RateControl:
 
 
 THIS_RUN = "this run"
-"""The label of the report's own run, next to the runs with which it is compared."""
+"""The name of the report's own run in tables and charts that also show other runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -347,11 +347,11 @@ class _Columns:
     turns: array[int] = field(default_factory=lambda: array("I"))
     # for each decision: 1 if the chunk was escalated, 0 if it was not
     escalated: bytearray = field(default_factory=bytearray)
-    # `judged` has the indices of the decisions that have a score; `bad` has the nonconformities of
-    # these scores.
+    # `judged`: indices of the decisions that have a score. `bad`: the nonconformities of these
+    # scores (higher is worse).
     judged: array[int] = field(default_factory=lambda: array("I"))
     bad: array[float] = field(default_factory=lambda: array("d"))
-    # `ranked` has the indices of the decisions that have a p-value; `p` has these p-values.
+    # `ranked`: indices of the decisions that have a p-value. `p`: these p-values.
     ranked: array[int] = field(default_factory=lambda: array("I"))
     p: array[float] = field(default_factory=lambda: array("d"))
     forced: int = 0

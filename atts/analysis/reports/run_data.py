@@ -289,7 +289,7 @@ class RunData:
     warned: list[Warned] = field(default_factory=list[Warned])
     drifted: list[Drifted] = field(default_factory=list[Drifted])
     failed_calls: Counter[str] = field(default_factory=Counter[str])
-    # for each run that was merged into this run, the index of its first gate step
+    # index of the first gate step of each run that was merged into this run
     parts: list[int] = field(default_factory=lambda: [0])
     state: RunState = field(default_factory=RunState)
 

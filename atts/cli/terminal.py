@@ -58,7 +58,7 @@ class _StderrHandler(logging.Handler):
         try:
             tell(f"atts: {record.getMessage()}")
         except OSError:
-            # The program that read our standard error has ended, so nobody can see the message.
+            # The program that read our standard error has ended, so no one can see the message.
             return
 
 

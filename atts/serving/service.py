@@ -339,7 +339,7 @@ class ServeOptions:
     # Folder in which the ledger, the calibrators and the background responses are stored. If it is
     # None, they are lost when the server ends.
     state: Path | None = None
-    # the name of the user who has each API key; "" if the key belongs to nobody
+    # the name of the user who has each API key; "" if the key belongs to no single user
     keys: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     # When requests wait, each user gets work in proportion to this number. It must be above 0, and
     # is 1 for users who are not listed.

@@ -88,7 +88,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
-    # An anyio worker thread owes the loop a result until anyio adds it to `idle_workers`. anyio
+    # The loop waits for a result of an anyio worker thread until anyio adds the thread to `idle_workers`. anyio
     # does this in the loop's thread when the result arrives, so the collections do not change here.
     workers = getattr(thread, "workers", ())
     idle = getattr(thread, "idle_workers", ())

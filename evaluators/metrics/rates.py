@@ -264,7 +264,7 @@ def status_of(
     if answer is None:
         return "cut" if finish in ("turns", "tokens") else "no answer"
     if verdict == "unscored":
-        return "timeout" if "timeout" in rule else "unscored"
+        return "timeout" if rule == "time" else "unscored"
     return "graded"
 
 

@@ -12,6 +12,7 @@ import pytest
 from atts.core import Grading
 from atts.evaluators import equivalent, group
 from atts.evaluators.equivalence import algebra
+from atts.evaluators.metrics.rates import status_of
 
 EQUAL = {
     "integral": (r"\int_0^1 x^2 dx", r"\frac{1}{3}"),
@@ -101,11 +102,13 @@ def test_a_verdict_of_sympy_names_its_rule() -> None:
 
 
 def test_a_timeout_is_unscored(worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a timeout the pair is unscored, the verdict names the timeout, and the worker accepts
+    """After a timeout the pair is unscored, the sample counts as timed out, and the worker accepts
     the next question.
     """
     monkeypatch.setattr(algebra, "SECONDS", 1.0)
-    assert equivalent(*SLOW).rule == "time"
+    verdict = equivalent(*SLOW)
+    assert verdict.rule == "time"
+    assert status_of(SLOW[0], "answer", verdict.status, verdict.rule) == "timeout"
     assert equivalent(*EQUAL["integral"]).is_equal
 
 

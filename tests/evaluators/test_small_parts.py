@@ -60,7 +60,8 @@ def test_small_parts_of_datasets() -> None:
     assert split_slice("aime24[10:20]")[1].words() == "slice [10:20]"
     assert sorted(letter_order(0, "gpqa/1", 4)) == [0, 1, 2, 3]
     assert status_of(None, "tokens", "wrong", "") == "cut"
-    assert status_of("7", "answer", "unscored", "slow: timeout") == "timeout"
+    assert status_of("7", "answer", "unscored", "time") == "timeout"
+    assert status_of("7", "answer", "unscored", "undecided") == "unscored"
     assert changed(STRICT, {"relative": 0.01, "units": None}).relative == 0.01
     assert reference(r"Adding both gives $2x = 6$, so $x = \boxed{3}$.") == "3"
     assert Operation(87, "+", 46).worked() == "87 + 46 = 127 + 6 = 133"

@@ -164,15 +164,20 @@ class _Endpoint:
             return _json(await self._responses.submit(asked, body, request.headers))
         run = new_run()
         created = int(time.time())
+
+        def keep(reply: Reply) -> None:
+            if asked.store:
+                body = response_body(asked, run, created, "completed", reply)
+                self._responses.keep(asked.solve.user, body)
+
         if asked.solve.stream:
-            return EventStream(service, asked.solve, ResponseEvents(asked, run, created), run)
+            events = ResponseEvents(asked, run, created)
+            return EventStream(service, asked.solve, events, run, keep)
         reply = await _until_disconnect(request, lambda: service.solve(asked.solve, run=run))
         if reply is None:
             return Response(status_code=499)
-        response = response_body(asked, run, created, "completed", reply)
-        if asked.store:
-            self._responses.keep(asked.solve.user, response)
-        return _json(response)
+        keep(reply)
+        return _json(response_body(asked, run, created, "completed", reply))
 
     async def response(self, request: Request) -> Response:
         """Return the current state of a stored response."""

@@ -319,8 +319,9 @@ def _turn(turn: Turn) -> dict[str, Any]:
 class LiveRun:
     """A listener that collects a run's rollouts while they are written (`atts.run.Listener`)."""
 
-    # This function is called for each new turn, with the index of its rollout and its text.
-    written: Callable[[int, str], None] | None = None
+    # This function is called for each new turn. Its arguments are the index of the rollout, the text
+    # of the turn, and True if this text replaces all earlier text of the rollout.
+    written: Callable[[int, str, bool], None] | None = None
     # index of the rollout whose first turn finished before those of all others
     leader: int | None = None
     text: str = ""  # text so far of the rollout with the index `leader`
@@ -365,7 +366,7 @@ class LiveRun:
         if sample == self.leader:
             self.text = text if turn.restarts else self.text + text
         if self.written is not None:
-            self.written(sample, text)
+            self.written(sample, text, turn.restarts)
 
     def as_json(self) -> dict[str, Any]:
         """Return the progress of the run as JSON data, with its rollouts, turns, votes and judged

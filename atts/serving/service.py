@@ -584,7 +584,7 @@ class Service:
     async def solve(
         self,
         request: SolveRequest,
-        written: Callable[[int, str], None] | None = None,
+        written: Callable[[int, str, bool], None] | None = None,
         *,
         run: str = "",
         directory: Path | None = None,

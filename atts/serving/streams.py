@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -27,7 +28,18 @@ _HEADERS = {
     # without this header, nginx would collect events before it sends them
     "x-accel-buffering": "no",
 }
-_Item = tuple[int, str] | Reply | RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """Text that a rollout has written in one turn."""
+
+    sample: int
+    text: str
+    restarts: bool  # True if the text replaces all earlier text of the rollout
+
+
+_Item = _Text | Reply | RequestError
 
 
 class Events(ABC):
@@ -55,10 +67,20 @@ class EventStream(Response):
 
     The stream shows the rollout that finishes a turn first. If another rollout gives the answer,
     its text follows after a separating line. If the client disconnects, the request and its engine
-    calls are cancelled.
+    calls are cancelled. If the target writes the shown rollout again from its beginning, the new text
+    follows after a separating line, too.
+
+    `keep`, if it is given, stores the complete reply before the stream ends.
     """
 
-    def __init__(self, service: Service, request: SolveRequest, events: Events, run: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        request: SolveRequest,
+        events: Events,
+        run: str,
+        keep: Callable[[Reply], None] | None = None,
+    ) -> None:
         super().__init__(headers=_HEADERS)
         self.raw_headers = [
             (name, value) for name, value in self.raw_headers if name != b"content-length"
@@ -67,8 +89,10 @@ class EventStream(Response):
         self._request = request
         self._events = events
         self._run = run
+        self._keep = keep
         self._leader: int | None = None
-        self._sent = ""  # text sent so far; all of it is from the rollout `_leader`
+        # text of the rollout `_leader` that was sent since this rollout last began
+        self._sent = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream to the client, and cancel the request if the client disconnects."""
@@ -97,8 +121,8 @@ class EventStream(Response):
     async def _solve(self, into: MemoryObjectSendStream[_Item]) -> None:
         """Run the request, and send its turns and then the reply or the error into the stream."""
 
-        def written(sample: int, text: str) -> None:
-            into.send_nowait((sample, text))
+        def written(sample: int, text: str, restarts: bool) -> None:
+            into.send_nowait(_Text(sample, text, restarts))
 
         try:
             self._service.check_room(self._request.user)
@@ -124,14 +148,18 @@ class EventStream(Response):
                 await _body(send, b"".join(events.fail(item)), more=False)
                 return
             elif isinstance(item, Reply):
+                if self._keep is not None:
+                    self._keep(item)
                 rest = self._rest(item)
                 blocks = [*(events.written(rest) if rest else ()), *events.end(item)]
                 await _body(send, b"".join(blocks), more=False)
                 return
-            elif self._leader in (None, item[0]):
-                self._leader = item[0]
-                self._sent += item[1]
-                await _body(send, b"".join(events.written(item[1])))
+            elif self._leader in (None, item.sample):
+                self._leader = item.sample
+                begins_again = item.restarts and self._sent
+                self._sent = item.text if begins_again else self._sent + item.text
+                text = NEXT_LINE + item.text if begins_again else item.text
+                await _body(send, b"".join(events.written(text)))
 
     def _rest(self, reply: Reply) -> str:
         """Return the part of the reply's text that the stream has not sent yet."""

@@ -127,6 +127,11 @@ def test_a_streamed_response_is_the_whole_one(model: str) -> None:
             done = [one["item"] for one in got if one["type"] == "response.output_item.done"]
             assert [one["id"] for one in added] == [one["id"] for one in done]
             assert [one["id"] for one in done] == [one["id"] for one in last["output"]]
+            stored = await client.http.get(f"/responses/{last['id']}")
+            assert stored.json() == last
+            unstored = (await events_of(client, model=model, store=False))[-1]["response"]
+            gone = await client.http.get(f"/responses/{unstored['id']}")
+            assert gone.status_code == 404
 
     anyio.run(main)
 

@@ -5,6 +5,7 @@ disconnect.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from atts.concurrency import task_group
 from atts.core import Completion, Problem, Role, SampleRequest
 from atts.errors import OptionError
 from atts.ledger import LEDGER, Account, Amount, Caps, Price, read_ledger
+from atts.pipelines import Policy
 from atts.serving import POLICIES, ServeOptions
 from atts.serving.requests import Offer, parse_chat
 from atts.serving.streams import NEXT_LINE
@@ -103,6 +105,27 @@ def test_a_stream_says_what_a_whole_reply_says(seed: int) -> None:
             assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
             assert got[-1]["choices"][0]["finish_reason"] == "stop"
             assert len({event["id"] for event in got}) == 1
+
+    run(main)
+
+
+def test_a_stream_separates_a_rollout_that_begins_again() -> None:
+    """If the target writes a rollout again from the prompt, the stream sends a separating line and
+    the new text once.
+    """
+
+    async def main() -> None:
+        fields = {"method": "coin", "rate": 0.4, "samples": 1}
+        parts = Counter[int]()
+        async with serving(toy_setup(policy=Policy(escalates="rollout"))) as client:
+            for seed in range(8):
+                whole = (await client.chat(seed=seed, atts=fields)).json()
+                got = await stream_events(client, seed=seed, atts=fields)
+                sent = "".join(event["choices"][0]["delta"].get("reasoning", "") for event in got)
+                message = whole["choices"][0]["message"]["reasoning"]
+                assert sent.split(NEXT_LINE)[-1] == message
+                parts[sent.count(NEXT_LINE) + 1] += 1
+        assert parts.keys() == {1, 2}
 
     run(main)
 

@@ -21,14 +21,16 @@ from atts.models.tokenizers import StopMatcher
 from atts.sampling import uniforms
 
 _PRIORITY_STEP = 256
-"""A request whose priority number is smaller by 1 may overtake at most this many earlier requests.
-Because of this limit, no request waits forever.
+"""Each unit of priority lets a request overtake at most this many earlier requests, so that no
+request waits forever. A smaller priority number means a higher priority.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The loop's table of tokens: the bytes of each token id, and the ids that end a text."""
+    """The vocabulary as a step loop needs it: the bytes of each token id, and the ids of the end
+    tokens.
+    """
 
     pieces: tuple[bytes, ...]
     end_ids: frozenset[int]
@@ -36,7 +38,7 @@ class TokenTable:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The state of a request: its ids, its slots in the cache, and its results so far."""
+    """The state of a request: its token ids, its slots in the KV cache, and its results so far."""
 
     request_id: int
     request: SampleRequest | ScoreRequest
@@ -83,18 +85,22 @@ class Sequence:
 
     @property
     def kind(self) -> int:
-        """Return a number. Only sequences with equal numbers can share keys and values. Sequences
-        with different models or different rotary frequencies cannot share keys and values.
+        """Return a number that identifies the sequence's model and rotary frequencies. Only
+        sequences with the same number can share keys and values.
         """
         return self.kind_of(self.model)
 
     def kind_of(self, model: int) -> int:
-        """Return the `kind` that this sequence would have with the model of this index."""
+        """Return the `kind` that this sequence would have if the model with index `model` computed
+        it.
+        """
         return 2 * model + (self.rope_row > 0)
 
     @property
     def is_scoring(self) -> bool:
-        """Return True if the request is to score its ids, False if it is to continue them."""
+        """Return whether the request scores its token ids; otherwise, it samples a continuation of
+        them.
+        """
         return self.uniforms is None
 
     @property
@@ -103,8 +109,8 @@ class Sequence:
         return isinstance(self.request, ScoreRequest) and self.request.entropies
 
     def begin_scores(self, known: list[float]) -> None:
-        """Begin scoring. `known` lists the log-probabilities of the first tokens, which are not
-        computed again.
+        """Start scoring the request's suffix. `known` lists the log-probabilities of the suffix's
+        first tokens, which are not computed again.
         """
         assert isinstance(self.request, ScoreRequest), "only scoring requests have ids to score"
         self.logprobs = known
@@ -117,7 +123,9 @@ def new_sequence(
     arrived: float,
     pieces: tuple[bytes, ...] = (),
 ) -> Sequence:
-    """Return the state of a new request, with the uniform numbers for its draws."""
+    """Return the initial state of a request, with the uniform random numbers for sampling its
+    tokens.
+    """
     order = (request_id + request.priority * _PRIORITY_STEP, request_id)
     if isinstance(request, ScoreRequest):
         ids = [*request.prefix, *request.suffix]
@@ -150,7 +158,9 @@ def new_sequence(
 def ending(
     sequence: Sequence, token: int, pieces: tuple[bytes, ...], end_ids: frozenset[int]
 ) -> Ending | None:
-    """Return the reason why the sequence ends with its newest token; None if it continues."""
+    """Return the reason why the sequence ends with `token`, its newest token; None if it continues.
+    Also pass the token to the sequence's stop-string matcher.
+    """
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampling requests get new tokens"
     if token in end_ids:
@@ -163,7 +173,7 @@ def ending(
 
 
 def going_on(sequence: Sequence, tokens: TokenIds, table: TokenTable) -> int:
-    """Return the number of `tokens` that can be appended before one of them ends the sequence."""
+    """Return how many of the first `tokens` can be appended before one of them ends the answer."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampling requests get new tokens"
     ends = (
@@ -185,8 +195,8 @@ def _uniforms(request: SampleRequest) -> NDArray[np.float64]:
 
 
 def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatcher:
-    """Return a matcher for the stop strings. It has already read the part of the answer that the
-    request contains.
+    """Return a matcher for the stop strings. It has already read the beginning of the answer, which
+    is part of the request's ids.
     """
     matcher = StopMatcher(request.stop)
     for token in request.ids[len(request.ids) - request.num_begun :]:
@@ -197,15 +207,17 @@ def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatc
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Draws = tuple[Sequence, list[int], list[float]]
-"""A sequence, the tokens that one step drew for it, and the log-probability of each token."""
+"""A sequence, the tokens that one step sampled for it, and the log-probability of each token."""
 MANY = 4
-"""If a sequence feeds at least this many tokens, every model uses its attention kernel for many
-rows. For fewer tokens, a model may use another kernel.
+"""If a sequence feeds at least this many tokens in a step, every model uses its attention kernel
+for many rows. For fewer tokens, a model may use another kernel.
 """
 
 
 class PrefillChunk(NamedTuple):
-    """The tokens `start` to `stop` of a sequence's given ids, fed in one step."""
+    """A range of a request's token ids that one step feeds, from index `start` up to, but not
+    including, `stop`.
+    """
 
     sequence: Sequence
     start: int
@@ -217,8 +229,9 @@ class PrefillChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step. Sequences in `decoding` feed their newest token, chunks in `prefills`
-    feed some of a request's tokens, and sequences in `ready` feed nothing.
+    """The sequences that one step computes, in three lists. Sequences in `decoding` feed their
+    newest token and any proposed tokens. Chunks in `prefills` feed some of a request's ids, and
+    sequences in `ready` feed nothing.
     """
 
     decoding: list[Sequence]
@@ -231,16 +244,18 @@ class StepPlan:
 
     @property
     def size(self) -> int:
-        """Count the sequences that the step serves."""
+        """Return the number of sequences in the step."""
         return len(self.decoding) + len(self.prefills) + len(self.ready)
 
     def sequences(self) -> list[Sequence]:
-        """Return the sequences that the step serves."""
+        """Return the sequences in the step: ready sequences, then decoding ones, then those of the
+        prefills.
+        """
         return [*self.ready, *self.decoding, *(chunk.sequence for chunk in self.prefills)]
 
     def halves(self) -> Iterator[StepPlan]:
-        """Yield two smaller steps that together do the work of this step, without proposals. The
-        second step omits sequences that lost their row during the first step.
+        """Yield two plans, each with half of the sequences and without proposals. The second plan
+        omits sequences that lost their row in the slot table while the first plan ran.
         """
         sequences = self.sequences()
         for part in (sequences[: self.size // 2], sequences[self.size // 2 :]):
@@ -254,24 +269,24 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        """Count the tokens that decoding sequences feed: newest tokens and proposed tokens."""
+        """Return the number of tokens that decoding sequences feed, including proposed tokens."""
         return len(self.decoding) + sum(map(len, self.proposals))
 
     def widths(self) -> list[int]:
-        """Return the number of positions to sample for each sequence. Ready sequences come first,
-        then decoding sequences, then started sequences.
+        """Return for each sequence the number of positions at which to sample a token. Ready
+        sequences come first, then decoding sequences, then those whose prompt ends in this step.
         """
         spans = [1 + len(proposal) for proposal in self.proposals] or [1] * len(self.decoding)
         return [1] * len(self.ready) + spans + [1] * len(self.started())
 
     def spans(self) -> Iterator[tuple[Sequence, int, int]]:
-        """Yield every token that a decoding sequence feeds, with its position."""
+        """Yield (sequence, position, token) for each token that a decoding sequence feeds."""
         for sequence, proposal in zip(self.decoding, self.proposals, strict=True):
             for position, token in enumerate((sequence.ids[-1], *proposal), sequence.num_computed):
                 yield sequence, position, token
 
     def started(self) -> list[Sequence]:
-        """Return the sampling sequences whose prompt is fed to its end in this step."""
+        """Return the sampling sequences whose prompt is complete after this step."""
         return [
             c.sequence
             for c in self.prefills
@@ -279,17 +294,17 @@ class StepPlan:
         ]
 
     def scored(self) -> list[PrefillChunk]:
-        """Return the prefill chunks with tokens to score."""
+        """Return the prefill chunks of scoring requests that need logits."""
         return [c for c in self.prefills if c.logits_from < c.stop and c.sequence.is_scoring]
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The tokens of one step, sequence after sequence; sequences that feed a single token come
-    first.
+    """The tokens of one step as flat arrays, one sequence after another. Sequences that feed a
+    single token come first.
 
-    In each layer, the keys and values of all tokens are written to their slots before any attention
-    is computed. So a sequence may read slots that another sequence fills in the same step.
+    Each layer writes the keys and values of all tokens to the cache before it computes any
+    attention. So a sequence may read slots that another sequence fills in the same step.
     """
 
     tokens: Ints  # [tokens] token ids to feed
@@ -313,28 +328,26 @@ class StepBatch:
 
 
 class Bursts(Protocol):
-    """A method that merges several plain steps into one step, if the tokens stay the same."""
+    """An interface for bursts: several plain steps merged into one that samples the same tokens."""
 
     def turns(self, plan: StepPlan) -> int:
-        """Return the number of steps that may be merged into one step; 1 if steps may not be
-        merged.
-        """
+        """Return how many steps may be merged into a burst; 1 means that no steps can be merged."""
         ...
 
     def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
-        """Return the tokens drawn for each sequence, and the logits after the first merged step.
-        All sequences get the same number of tokens.
+        """Run a burst. Return the sampled tokens of each sequence, the same number for all, and the
+        logits after the first of the merged steps.
         """
         ...
 
 
 def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
-    """Return the arrays of a plan's step. In `logit_rows`, rows for sampling come before rows for
-    scoring.
+    """Return the flat arrays of a planned step. In `logit_rows`, rows for sampling come before rows
+    for scoring.
 
-    Each token of a proposal is fed as a row of its own, and all these rows use the same row of the
-    slot table. Each row is computed as if the rows before it had been fed in earlier steps. The
-    results are equal to the bit if the kernel computes each row separately.
+    Each proposed token is a row of its own, and all rows of a sequence use the same row of the slot
+    table. Each row is computed as if the rows before it had been fed in earlier steps. The results
+    have the same bits if the kernel computes each row separately.
     """
     fed = list(plan.spans()) if plan.proposals else _newest(plan.decoding)
     if not plan.prefills:
@@ -375,8 +388,9 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
 
 
 def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
-    """Return the batch of the chosen sequences, and the indices of their rows and logit rows.
-    Sequences that feed a single token must come first.
+    """Return a smaller batch with the sequences at the indices `entries`, and the indices of its
+    rows and logit rows in `batch`. In `entries`, sequences that feed a single token must come
+    first.
     """
     begins = batch.query_starts[entries]
     counts = batch.query_starts[entries + 1] - begins
@@ -403,8 +417,8 @@ def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
 
 
 def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
-    """Return the batch of the chosen sequences in unchanged order, and the indices of their rows
-    and logit rows. If all sequences are chosen, the result is this batch itself.
+    """Return the batch of the sequences at the ascending indices `entries`, and the indices of its
+    rows and logit rows in `batch`. If all sequences are chosen, return `batch` itself.
     """
     if len(entries) < len(batch.table_rows):
         return picked(batch, entries)
@@ -412,20 +426,16 @@ def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
 
 
 _Fed = tuple[Sequence, int, int]
-"""A row of a decoding step: the sequence, the position of the token that is fed, and the token's
-id.
-"""
+"""A row of a decoding step: the sequence, the position of the token to feed, and the token's id."""
 
 
 def _newest(sequences: list[Sequence]) -> list[_Fed]:
-    """Return one row per sequence; each row feeds the last token of its sequence."""
+    """Return one row per sequence; the row feeds the sequence's newest token."""
     return [(sequence, sequence.num_computed, sequence.ids[-1]) for sequence in sequences]
 
 
 def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
-    """Return the batch of a step in which every row feeds one token, which is the most frequent
-    case.
-    """
+    """Return the batch of the most frequent kind of step, in which every row feeds one token."""
     numbers = [(s.row, s.rope_row, position, token, s.model) for s, position, token in fed]
     rows, ropes, positions, tokens, models = np.array(numbers, dtype=np.int64).T.copy()
     plain = single_rows(tokens, positions, rows, table)
@@ -433,15 +443,15 @@ def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
 
 
 class StepBatches:
-    """A builder of a loop's batches. While the same sequences decode in each step, it updates the
-    last batch instead of building another.
+    """A builder of step batches. While the same sequences decode in each step, it updates the
+    previous batch instead of building another.
     """
 
     def __init__(self) -> None:
         self._kept: tuple[list[Sequence], list[int], StepBatch] | None = None
 
     def of(self, plan: StepPlan, table: SlotIds) -> StepBatch:
-        """Return the plan's batch, which is valid until the next call."""
+        """Return the plan's batch, whose arrays the next call may overwrite."""
         if plan.proposals or not all(map(is_last, plan.prefills)):
             self._kept = None
             return step_batch(plan, table)
@@ -460,8 +470,8 @@ class StepBatches:
 
 
 def is_last(chunk: PrefillChunk) -> bool:
-    """Return True if the chunk is only the last prompt token of a sampling request, so it can be
-    computed like a decoding row.
+    """Return whether the chunk is only the last prompt token of a sampling request. Such a chunk
+    can be computed like a decoding row.
     """
     sequence, start, stop, first = chunk
     return stop - start == 1 and first == start and not sequence.is_scoring
@@ -470,7 +480,7 @@ def is_last(chunk: PrefillChunk) -> bool:
 def single_rows(
     tokens: Ints, positions: Ints, rows: Ints, table: SlotIds, num_logits: Ints | None = None
 ) -> StepBatch:
-    """Return a batch of rows that feed one token each; by default every row needs logits."""
+    """Return a batch in which each row feeds one token. By default, every row needs logits."""
     count = len(tokens)
     starts = np.arange(count + 1)
     return StepBatch(

@@ -46,8 +46,8 @@ MakeModel = Callable[[WorkerConfig, Weights, Tensor], HookedModel]
 def build_loop(
     config: WorkerConfig, send: Send, make_model: MakeModel | None = None
 ) -> tuple[StepLoop, WorkerReady]:
-    """Load the weights, allocate the cache and build the loop. If `make_model` is given, it makes
-    the model, and the default kernel is not used.
+    """Load the weights, allocate the cache and build the loop. If `make_model` is given, it builds
+    the model in place of `choose_model`.
 
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
@@ -69,8 +69,8 @@ def build_loop(
 
 
 def whole_weights(config: WorkerConfig, make_model: MakeModel | None) -> Weights:
-    """Load all weights of a model. If the native kernels may be chosen, each layer is read only
-    when it is packed.
+    """Load all weights of a model. If native kernels may be used, each layer is read from disk only
+    when it is packed for them.
     """
     return load_weights(
         config.folder,
@@ -85,8 +85,8 @@ def whole_weights(config: WorkerConfig, make_model: MakeModel | None) -> Weights
 def whole_model(
     config: WorkerConfig, weights: Weights, cache: Tensor, make_model: MakeModel | None
 ) -> tuple[HookedModel, str]:
-    """Make the model with `make_model`, or else with the best available kernel. Return also a note
-    to the user about the choice of kernel, which may be empty.
+    """Build the model with `make_model` if it is given, else with the best available kernel. Return
+    also a note to the user about the kernel, which may be an empty string.
     """
     if make_model is not None:
         return make_model(config, weights, cache), ""
@@ -94,7 +94,7 @@ def whole_model(
 
 
 def scheduler_config(config: WorkerConfig, slots: int) -> SchedulerConfig:
-    """Return the scheduler's limits for a cache with this number of slots."""
+    """Return the scheduler's limits for a cache with this many slots."""
     model = config.model
     return SchedulerConfig(
         slots,
@@ -107,21 +107,21 @@ def scheduler_config(config: WorkerConfig, slots: int) -> SchedulerConfig:
 
 
 def prefix_tree(config: WorkerConfig) -> PrefixTree:
-    """Return an empty prefix tree with a limit on the memory of the logits that it remembers."""
+    """Return an empty prefix tree that limits the memory of the logits that it stores."""
     most = _LOGITS_BYTES // (4 * config.model.vocabulary)
     return PrefixTree(max(1, min(_MOST_LOGITS, most)))
 
 
 def token_table(config: WorkerConfig) -> TokenTable:
-    """Return a loop's table with the bytes of each token, and with the end tokens."""
+    """Return the bytes of each token and the ids of the end tokens, as a step loop needs them."""
     return TokenTable(config.pieces, frozenset(config.model.end_ids))
 
 
 def choose_model(
     config: WorkerConfig, weights: Weights, cache: Tensor, group: int = 1
 ) -> tuple[NativeModel | TorchModel, str]:
-    """Make the model with native kernels if they are available and allowed, or else with torch.
-    Return also a note to the user about the choice of kernel, which may be empty.
+    """Build the model with native kernels if they are available and allowed, else with torch.
+    Return also a note to the user about the kernel, which may be an empty string.
     """
     is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
     rounds = config.options.scores == "bfloat16"
@@ -163,28 +163,31 @@ def choose_model(
 
 
 def packs_weights(config: WorkerConfig) -> bool:
-    """Return True if the native kernels may be chosen; they pack the weights of every layer."""
+    """Return whether native kernels may be used. They need the weights of every layer in packed
+    form.
+    """
     is_fit = device_of(config).type == "cpu" and dtype_of(config) == torch.float32
     return is_fit and config.options.kernel != "torch"
 
 
 def threads_of(config: WorkerConfig) -> int:
-    """Return the number of threads that a step uses in this process."""
+    """Return how many threads this process uses to compute a step."""
     return config.threads(_MOST_THREADS)
 
 
 def set_threads(config: WorkerConfig) -> None:
-    """Set the number of threads that torch uses. Call this function in the loop's own thread,
-    because OpenMP stores a separate number for each calling thread.
+    """Set torch's thread count. Call this function in the loop's own thread, because OpenMP stores
+    a separate count for each calling thread.
     """
     torch.set_num_threads(threads_of(config))
 
 
 def share_cores(config: WorkerConfig, model: Model, shared: ShareCores) -> None:
-    """Set the number of threads after a change in the loops that share the cores.
+    """Compute the loop's thread count again when a loop that shares the cores opens, closes, or
+    becomes busy or idle.
 
-    With native kernels, busy loops also use the cores of idle loops. With torch, the number of
-    threads changes the last bits of results, so every open loop keeps its share.
+    With native kernels, busy loops also use the cores of idle loops. With torch, the thread count
+    changes the last bits of results, so every open loop keeps a fixed share.
     """
     set_threads(replace(config, sharers=shared.open_loops))
     loops = shared.busy_loops if model.is_thread_independent else shared.open_loops

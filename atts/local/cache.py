@@ -20,7 +20,8 @@ per token has arrays of shape [tokens, columns].
 
 
 class SlotAllocator:
-    """A stack of free slots. Slot 0 is never handed out; it stays zero, and padding rows read it.
+    """A stack of free slots in the KV cache. Slot 0 is never allocated: it stays zero, and padding
+    rows read it.
 
     >>> allocator = SlotAllocator(4)
     >>> slots = allocator.allocate(3)
@@ -47,13 +48,13 @@ class SlotAllocator:
         return self.num_slots - self._least_free
 
     def new_table(self, rows: int, width: int) -> SlotIds:
-        """Return a table of slots, [rows, width], for `rows` sequences of `width` tokens; all
-        entries are 0.
+        """Return a slot table for `rows` sequences of up to `width` tokens, [rows, width], filled
+        with 0.
         """
         return np.zeros((rows, width), dtype=np.int32)
 
     def allocate(self, count: int) -> SlotIds:
-        """Hand out `count` slots; the caller must have checked that enough slots are free."""
+        """Allocate `count` slots. The caller must have checked that enough slots are free."""
         assert count <= self.num_free, (
             "the cache must have enough free slots before slots are allocated"
         )
@@ -62,7 +63,7 @@ class SlotAllocator:
         return self._stack[self.num_free : self.num_free + count][::-1].copy()
 
     def free(self, runs: Sequence[SlotIds]) -> None:
-        """Take back slots that no sequence reads any longer."""
+        """Mark slots as free; no sequence may read them any longer."""
         for run in runs:
             count = len(run)
             assert self.num_free + count <= self.num_slots, "a slot was freed twice"
@@ -72,8 +73,8 @@ class SlotAllocator:
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """A node that stores consecutive tokens and their slots. The tokens follow those of the parent
-    node.
+    """A node of the prefix tree: consecutive tokens, which follow those of the parent node, and
+    their slots.
     """
 
     ids: TokenIds
@@ -89,7 +90,7 @@ class PrefixNode:
 
 
 class PrefixMatch(NamedTuple):
-    """The longest cached prefix of a text, with the node where the prefix ends and the slots of its
+    """The longest cached prefix of some token ids: the node where it ends, and the slots of its
     tokens.
     """
 
@@ -107,11 +108,11 @@ _NO_SLOTS: SlotIds = np.zeros(0, dtype=np.int32)
 
 class PrefixTree:
     """A radix tree of token sequences, in which common prefixes are stored once. Nodes that running
-    sequences read are locked, and locked nodes are not evicted.
+    sequences read are locked, so that they are not evicted.
 
-    A node may also keep the logits after its last token, so that a sequence that continues from
-    there starts without a forward pass. A node may also keep the log-probabilities of its tokens,
-    which take four bytes per token.
+    A node may also store the logits after its last token. A sequence that continues from there can
+    sample a token without a forward pass. A node may also store the log-probabilities of its
+    tokens, at four bytes per token.
     """
 
     def __init__(self, max_logits: int) -> None:
@@ -126,8 +127,8 @@ class PrefixTree:
         self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)
 
     def root(self, kind: int) -> PrefixNode:
-        """Return the root of the tree for sequences with this `Sequence.kind`. Sequences of
-        different kinds never share slots.
+        """Return the root of the tree for sequences with this `Sequence.kind`. Each kind has its
+        own root, because sequences of different kinds never share slots.
         """
         if not kind:
             return self._root
@@ -137,12 +138,14 @@ class PrefixTree:
 
     @property
     def num_evictable(self) -> int:
-        """Count the tree's slots that no running sequence reads."""
+        """Return the number of the tree's slots that could be evicted, because no running sequence
+        reads them.
+        """
         return self.num_cached - self._num_locked
 
     def match(self, ids: TokenIds, limit: int, after: PrefixNode | None = None) -> PrefixMatch:
-        """Find the longest cached prefix of the first `limit` ids, starting at node `after`. If the
-        prefix ends inside a node, this node is split.
+        """Find the longest cached prefix of the first `limit` ids, searching below node `after` or
+        else below the root. If the prefix ends inside a node, this node is split.
         """
         self._clock += 1
         node = after or self._root
@@ -164,11 +167,11 @@ class PrefixTree:
         return PrefixMatch(node, runs[0] if len(runs) == 1 else np.concatenate(runs))
 
     def insert(self, ids: TokenIds, slots: SlotIds, after: PrefixNode | None = None) -> PrefixMatch:
-        """Add ids to the tree. Return the node where the ids end, and the slots of the ids that the
-        tree already had.
+        """Add ids to the tree, below node `after` if it is given. Return the node where the ids
+        end, and the slots of those ids that the tree already had.
 
-        If the node `after` is given, the ids follow this node. The tree takes over the slots of the
-        new ids. For the other ids, the caller must read the tree's slots and free its own slots.
+        The tree takes over the slots of the new ids. For the other ids, the caller must read the
+        tree's slots and free its own slots.
         """
         match = self.match(ids, len(ids), after)
         known = match.length
@@ -184,8 +187,8 @@ class PrefixTree:
         return PrefixMatch(leaf, match.slots)
 
     def lock(self, node: PrefixNode, after: PrefixNode | None = None) -> None:
-        """Lock a node and all nodes between it and the root. If `after` is given, the caller has
-        locked `after` already, and only the nodes below it are locked.
+        """Lock a node and all its ancestors. If `after` is given, lock only the nodes below
+        `after`, which the caller has already locked.
         """
         step: PrefixNode | None = node
         while step is not after:
@@ -198,7 +201,7 @@ class PrefixTree:
             step = step.parent
 
     def unlock(self, node: PrefixNode) -> None:
-        """Remove one lock from a node and from all nodes between it and the root."""
+        """Remove one lock from a node and from each of its ancestors."""
         step: PrefixNode | None = node
         while step is not None:
             step.locks -= 1
@@ -209,8 +212,8 @@ class PrefixTree:
             step = step.parent
 
     def evict(self, count: int) -> list[SlotIds]:
-        """Evict unlocked nodes until `count` slots are freed or no unlocked node is left. The least
-        recently used node is evicted first.
+        """Evict unlocked nodes, least recently used first, until `count` slots are freed or no
+        unlocked node is left. Return the freed slots.
         """
         freed: list[SlotIds] = []
         while count > 0 and self._idle:
@@ -224,24 +227,26 @@ class PrefixTree:
         return freed
 
     def _offer(self, node: PrefixNode) -> None:
-        """Add a node to the queue for eviction if it is a leaf without locks."""
+        """Add a node to the eviction queue if it is an unlocked leaf."""
         if not (node.children or node.locks or node.is_idle):
             node.is_idle = True
             heappush(self._idle, (node.last_used, id(node), node))
 
     def keep_logits(self, node: PrefixNode, logits: Tensor) -> None:
-        """Remember the logits after this node's last token. If the tree stores too many logits,
-        forget the oldest.
+        """Store the logits after this node's last token. If the tree has too many logits, drop the
+        oldest.
         """
         self._logits[id(node)] = (node, logits)
 
     def logits(self, node: PrefixNode) -> Tensor | None:
-        """Return the logits after this node's last token, or None if they are not remembered."""
+        """Return the stored logits after this node's last token, or None if they are not stored."""
         kept = self._logits.get(id(node))
         return None if kept is None else kept[1]
 
     def keep_scores(self, node: PrefixNode, scores: Sequence[float]) -> None:
-        """Remember log-probabilities of the last tokens of the text that ends with this node."""
+        """Store the log-probabilities of the last tokens on the path from the root to the end of
+        this node.
+        """
         left = np.array(scores, dtype=np.float32)
         step = node
         while len(left):
@@ -254,8 +259,9 @@ class PrefixTree:
             step = step.parent
 
     def scores(self, node: PrefixNode, first: int) -> list[float]:
-        """Return the remembered log-probabilities of the tokens from index `first`. Stop before the
-        first token whose log-probability is not known.
+        """Return the stored log-probabilities of the tokens on the path from the root to the end of
+        this node, beginning at index `first`. Stop before the first token whose log-probability is
+        not known.
         """
         parts = list[NDArray[np.float32]]()
         step = node
@@ -272,7 +278,7 @@ class PrefixTree:
         return known
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """Yield all nodes, each before its children."""
+        """Yield all nodes of the tree, each before its children."""
         pending = [self._root]
         while pending:
             yield (node := pending.pop())
@@ -287,8 +293,8 @@ class PrefixTree:
         return leaf.slots
 
     def _split(self, child: PrefixNode, at: int) -> PrefixNode:
-        """Split a node into two. The lower part keeps the node object, so locks and logits of the
-        node remain valid.
+        """Split a node into two, and return the new upper one. The lower part keeps the node
+        object, so locks and logits of the node remain valid.
         """
         assert child.parent is not None, "the root of the prefix tree cannot be split"
         upper = PrefixNode(
@@ -311,8 +317,8 @@ class PrefixTree:
 
 
 def _shared_length(known: TokenIds, ids: TokenIds, start: int, limit: int) -> int:
-    """Return the number of first tokens of `known` that equal the ids from index `start` to
-    `limit`. The caller has compared the first token already.
+    """Return the length of the longest common prefix of `known` and `ids[start:limit]`. The caller
+    has already checked that their first tokens are the same.
     """
     most = min(len(known), limit - start)
     if known[:most] == ids[start : start + most]:

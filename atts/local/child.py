@@ -19,8 +19,8 @@ from atts.local.worker import Mailbox, broken
 
 
 def main() -> int:
-    """Read the configuration, build the loop, and run it until a command closes it. The process
-    also ends if its parent has ended.
+    """Read the configuration from standard input, build the step loop, and run it until a command
+    closes it. The process also ends when its parent ends.
     """
     end_with(int(sys.argv[1]))
     # imported here and not at the top, because this imports torch
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _read_commands(stream: IO[bytes], mailbox: Mailbox) -> None:
-    """Pass commands to the loop until the stream of commands ends."""
+    """Pass commands from the stream to the loop's mailbox until the stream ends."""
     # A read error or an incomplete message means that the parent process has ended. Then `end_with`
     # ends this process too.
     with suppress(*GONE):

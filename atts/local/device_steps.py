@@ -28,8 +28,8 @@ _LEAST_LENGTH = 64
 
 
 class BlockClass(NamedTuple):
-    """The number of blocks whose attention is computed together, and the sizes to which they are
-    padded.
+    """A class of blocks whose attention is computed together: the number of blocks, and the sizes
+    to which they are padded.
     """
 
     blocks: int
@@ -40,7 +40,7 @@ class BlockClass(NamedTuple):
 
 
 class StepLayout(NamedTuple):
-    """The sizes that describe the layout of a step's arrays."""
+    """The sizes of a step's arrays: its rows, its logit rows and its classes of blocks."""
 
     rows: int
     # number of rows whose hidden states are returned; ALL_ROWS if all rows are returned in order
@@ -50,8 +50,8 @@ class StepLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowBlocks:
-    """The blocks of a step. A block is a range of adjacent rows of one sequence whose positions
-    rise by one.
+    """The blocks of a step. A block is a range of adjacent rows that belong to one sequence and
+    have consecutive positions.
     """
 
     starts: Ints  # [blocks] index of each block's first row among the rows of the step
@@ -61,7 +61,7 @@ class RowBlocks:
 
     @classmethod
     def of(cls, batch: StepBatch, most: int | None = None) -> RowBlocks:
-        """Divide a batch into blocks; with `most`, no block has more than `most` rows."""
+        """Divide a batch into blocks. If `most` is given, no block has more than `most` rows."""
         single = batch.num_single
         lengths = batch.context_lens
         rows = batch.table_rows
@@ -89,17 +89,17 @@ class RowBlocks:
 
     @property
     def lengths(self) -> Ints:
-        """Return for each block the number of positions that its last row sees."""
+        """Return for each block the number of positions to which its last row attends."""
         return self.firsts + self.counts
 
     def pick(self, chosen: NDArray[np.bool_]) -> RowBlocks:
-        """Return the blocks that the mask selects."""
+        """Return only the blocks where the mask `chosen` is True."""
         return RowBlocks(
             *(part[chosen] for part in (self.starts, self.counts, self.firsts, self.table_rows))
         )
 
     def size(self) -> BlockClass:
-        """Return the number of these blocks, and the largest width and length among them."""
+        """Return a `BlockClass` with the number of blocks and their largest width and length."""
         width = int(self.counts.max(initial=0))
         lengths = self.lengths
         is_even = width == 1 and bool((lengths == lengths[0]).all())
@@ -107,7 +107,7 @@ class RowBlocks:
 
     def classes(self) -> list[RowBlocks]:
         """Divide the blocks into classes of similar size, so that little padding is computed.
-        Blocks of one row form a class, and blocks of two to eight rows form another; larger blocks
+        Blocks of one row form a class, and blocks of two to eight rows form another. Larger blocks
         are divided by width and length.
         """
         widths = np.ceil(np.log2(self.counts))
@@ -128,11 +128,11 @@ def layout_of(batch: StepBatch, classes: list[RowBlocks]) -> StepLayout:
 
 
 def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
-    """Return the sizes of a decoding step, rounded up so that steps can share graphs. Widths of
-    blocks become powers of four (1, 4, 16), and all other sizes become powers of two.
+    """Return the sizes of a decoding step, rounded up so that similar steps can share a CUDA graph.
+    Widths of blocks become powers of four (1, 4, 16), and all other sizes become powers of two.
 
-    Widths are rounded coarsely because the number of proposed tokens changes from step to step.
-    This costs little, because a wider block computes no more rows.
+    Widths are rounded more coarsely because the number of proposed tokens changes from step to
+    step. This costs little, because a wider block computes no more rows.
     """
     size = blocks.size()
     length = max(_LEAST_LENGTH, _power(size.length))
@@ -145,10 +145,10 @@ def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
 
 
 class SlotTableCopy:
-    """A copy of the slot table on a device; each step sends only the entries that changed since the
-    last one.
+    """A copy of the slot table in the device's memory. Each step sends only the entries that
+    changed since the previous step.
 
-    A table of 64 long rollouts takes megabytes, but a decoding step changes only one entry per
+    A table for 64 long rollouts takes megabytes, but a decoding step changes only one entry per
     rollout.
     """
 
@@ -160,10 +160,8 @@ class SlotTableCopy:
         self.num_sent = 0  # number of table entries sent to the device so far
 
     def update(self, table: SlotIds, rows: Ints, length: int) -> Tensor:
-        """Send what has changed in the first `length` entries of these rows to the device, and
-        return the device's table.
-
-        If the table has grown, return a new tensor.
+        """Send the changed entries in the first `length` columns of these rows to the device.
+        Return the device's table, which is a new tensor if the table has grown.
         """
         width = max(_LEAST_LENGTH, _power(table.shape[1]))
         if self._sent.shape[0] < table.shape[0] or self._sent.shape[1] < width:
@@ -192,8 +190,8 @@ class SlotTableCopy:
 def packed(
     batch: StepBatch, classes: list[RowBlocks], layout: StepLayout, spare_slot: int
 ) -> NDArray[np.int32]:
-    """Join a step's arrays end to end in one array. Padding rows feed token 0, and write to a slot
-    that is never read.
+    """Join a step's arrays end to end in one array, padded to the sizes in `layout`. Padding rows
+    feed token 0 and write to `spare_slot`, which is never read.
     """
     rows = layout.rows
     places = _places(len(batch.tokens), classes, layout)
@@ -208,8 +206,8 @@ def packed(
 
 
 def _places(count: int, classes: list[RowBlocks], layout: StepLayout) -> Ints:
-    """Return for each row its index after padding. All blocks of a class are padded to the width of
-    the class, and the blocks follow one another.
+    """Return the index of each row after padding. Each block is padded to the width of its class,
+    and the padded blocks follow one another.
     """
     places = np.zeros(count, dtype=np.int64)
     before = 0
@@ -237,7 +235,7 @@ def _power(count: int) -> int:
 
 
 class Blocks(NamedTuple):
-    """The arrays on the device for one class of blocks."""
+    """The arrays of one class of blocks, on the device."""
 
     size: BlockClass
     # shape [blocks], in int32; `counts` and `firsts` have the same shape and type
@@ -260,8 +258,8 @@ class DeviceStep(NamedTuple):
 
 
 def unpacked(array: Tensor, layout: StepLayout, table: Tensor) -> DeviceStep:
-    """Split the array that `packed` made into a step's arrays, and add the slots to read from the
-    device's slot table.
+    """Split an array made by `packed` into a step's arrays. For each block, also look up the slots
+    that it reads in the device's slot table.
     """
     rows = layout.rows
     logits = max(0, layout.logits)
@@ -286,13 +284,13 @@ _MOST_GRAPHS = 64
 # number of layouts to remember; a layout is captured if it occurs again while it is remembered
 _MOST_SEEN = 1024
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""A function that records the GPU work of another function. It returns a function that repeats this
-work on the same tensors.
+"""A function that records the GPU work of another function. It returns a function that repeats the
+recorded work on the same tensors.
 """
 
 
 class GraphKey(NamedTuple):
-    """The key of a captured graph. Steps with equal keys run the same operations."""
+    """The key of a captured graph. Steps with the same key run the same operations."""
 
     layout: StepLayout
     # whether all layers of a group compute attention from the input of the group's first layer
@@ -309,11 +307,11 @@ class _Graph:
 
 class StepGraphs:
     """CUDA graphs of decoding steps, one for each rounded layout. Steps with grouped attention have
-    their own graphs.
+    separate graphs.
 
-    A layout is captured when it occurs for the second time. If there are too many graphs, the least
-    recently used graph is dropped. After a failed capture, no more graphs are captured, and all
-    steps are computed without graphs.
+    A graph is captured when its layout occurs for the second time. If there are too many graphs,
+    the least recently used graph is dropped. After a failed capture, all steps are computed without
+    graphs.
     """
 
     def __init__(
@@ -333,11 +331,11 @@ class StepGraphs:
     def run(
         self, batch: StepBatch, table: Tensor, blocks: RowBlocks, is_grouped: bool = False
     ) -> Tensor | None:
-        """Replay a graph and return the hidden states of the batch's `logit_rows`. Return None if
-        there is no graph for this step; the caller must then compute the step itself.
+        """Replay a captured graph and return the hidden states of the batch's `logit_rows`. Return
+        None if this step has no graph; the caller must then compute the step itself.
 
         `table` is the slot table on the device. A graph always reads the table at the address that
-        it had during the capture, so all graphs are dropped if the table has moved.
+        it had during the capture, so all graphs are dropped if `table` is another tensor.
         """
         if (
             self.trouble
@@ -366,8 +364,8 @@ class StepGraphs:
         return graph.hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
     def _captured(self, key: GraphKey, array: Tensor, table: Tensor) -> _Graph | None:
-        """Capture a graph for a step of this layout; return None if the capture fails. The step is
-        computed once, on `array`, before the capture.
+        """Capture a graph for steps of this layout; return None if the capture fails. Before the
+        capture, compute the step once, with the input `array`.
         """
         try:
             inputs = array.to(self._device, copy=True)

@@ -26,8 +26,8 @@ SPARE_SLOTS = 2
 
 
 def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> torch.device:
-    """Return the device of a model: the device in `named` if given, or else the device in its
-    engine's options.
+    """Return the device for a model: `named` if it is given, else the device in the engine's
+    options.
 
     :raises ModelLoadError: the device does not exist.
     """
@@ -45,7 +45,7 @@ def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> 
 
 
 def on_device(config: WorkerConfig) -> WorkerConfig:
-    """Return the configuration with its number type set. The type "auto" is replaced by a type that
+    """Return the configuration with a definite data type. The type "auto" is replaced by one that
     suits the device and the checkpoint.
 
     :raises ModelLoadError: the device does not exist.
@@ -58,13 +58,14 @@ def on_device(config: WorkerConfig) -> WorkerConfig:
 
 
 def dtype_of(config: WorkerConfig) -> torch.dtype:
-    """Return the number type in which a model is computed; see `on_device`."""
+    """Return the torch data type in which a model is computed; see `on_device`."""
     found: torch.dtype = getattr(torch, on_device(config).options.dtype)
     return found
 
 
 def check_room(config: WorkerConfig, device: torch.device) -> None:
-    """Check that a GPU has room for everything that will be loaded onto it, before loading starts.
+    """Check, before anything is loaded, that a GPU has enough free memory for the weights and
+    caches that will be loaded onto it.
 
     :raises OutOfMemory: the GPU has too little room; the message advises options that fit.
     """
@@ -112,9 +113,7 @@ def _server_words(config: WorkerConfig, cards: int) -> str:
 
 
 def _other_on(config: WorkerConfig, device: torch.device) -> EngineSize | None:
-    """Return the size of the pair's other engine if that engine will be loaded onto this device;
-    else None.
-    """
+    """Return the size of the pair's other engine if it will be loaded onto this device, or None."""
     room = config.room
     if room is None or room.other is None:
         return None
@@ -123,7 +122,7 @@ def _other_on(config: WorkerConfig, device: torch.device) -> EngineSize | None:
 
 
 def free_room(device: torch.device) -> int:
-    """Return the free memory of a device in bytes; if the system does not report it, return a
+    """Return the free memory of a device in bytes. If the system does not report it, return a
     number that is larger than any memory.
     """
     if device.type == "cuda":
@@ -140,10 +139,10 @@ def total_room(device: torch.device) -> int:
 def allocate_cache(
     config: WorkerConfig, dtype: torch.dtype, device: torch.device, least: int | None = None
 ) -> Tensor:
-    """Allocate the cache as zeros: [layers, 2, slots + 2, kv_heads, head_dim].
+    """Allocate a KV cache filled with zeros, [layers, 2, slots + 2, kv_heads, head_dim].
 
-    The configuration sets the cache's size. If memory does not suffice for this size, the size is
-    halved until it does.
+    The engine's options set the number of slots, or else `default_tokens`. While memory does not
+    suffice, the number is halved, down to `least`.
 
     :raises OutOfMemory: there is no room for a single context, or for a single rollout if its
         length is known.
@@ -175,8 +174,8 @@ def allocate_cache(
 def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Return the default size of a cache in tokens. The weights must be loaded already.
 
-    On a GPU, the cache has room for all tokens of the rollouts in flight. It has room for fewer
-    tokens if the other engine of the pair needs the memory.
+    On a GPU, the cache has room for all tokens of the rollouts in flight, if their number is known
+    and memory suffices. Memory that the other engine of the pair needs stays free.
 
     :raises OutOfMemory: there is no room for a single rollout.
     """
@@ -207,8 +206,8 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if an error means that memory ran out. For torch on a CPU and for CUDA's
-    libraries, only the error's text shows this.
+    """Return whether an error means that memory ran out. Torch on a CPU and CUDA's libraries raise
+    a RuntimeError for this, so its message is searched.
     """
     words = "allocate memory", "out of memory", "ALLOC_FAILED"
     return isinstance(error, MemoryError) or (

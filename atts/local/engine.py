@@ -53,8 +53,8 @@ _log.addHandler(logging.NullHandler())
 
 
 class Accelerator(Protocol):
-    """An extension that makes an engine faster. Accelerators are defined in other packages, such as
-    `atts.accel`.
+    """An extension that makes an engine faster. Other packages, such as `atts.accel`, define
+    accelerators.
     """
 
     def check(self, options: LocalOptions) -> None:
@@ -65,9 +65,8 @@ class Accelerator(Protocol):
         ...
 
     def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
-        """Return the configuration with the accelerator's function that builds the step loop.
-
-        It also gets all facts that this function needs.
+        """Return the configuration with a builder of the accelerated step loop, and with all data
+        that the builder needs.
 
         :raises OptionError: an option does not fit the model.
         :raises EngineError: a file or model that an option names cannot be used.
@@ -75,7 +74,7 @@ class Accelerator(Protocol):
         ...
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
-        """Return a worker to run the loop of a model; `model` is a folder or a hub id.
+        """Return a worker to run a model's step loop; `model` is a folder or a hub id.
 
         :raises OSError: the system cannot start a process.
         """
@@ -84,7 +83,9 @@ class Accelerator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunDemand:
-    """The needs of a run: the number of rollouts in flight, and the other engine of the pair."""
+    """The resources that a run needs: room for its rollouts in flight, and for the other engine of
+    the pair.
+    """
 
     rollouts: int
     tokens: int  # largest number of tokens of one rollout, including its prompt
@@ -96,7 +97,8 @@ class RunDemand:
     other_options: LocalOptions = field(default_factory=LocalOptions)
 
     def room(self, model: ModelConfig) -> Room:
-        """Return the run's requirements on the cache, and the memory to leave for the other engine.
+        """Return the run's requirements on the cache of `model`, and on the memory for the other
+        engine.
 
         :raises EngineError: the other model's configuration cannot be read.
         """
@@ -117,7 +119,7 @@ class RunDemand:
 
 
 class PlainDecoding(Accelerator):
-    """The accelerator of plain decoding, which adds nothing."""
+    """The accelerator of plain decoding, which changes nothing."""
 
     def check(self, options: LocalOptions) -> None:
         """Accept any options."""
@@ -127,16 +129,16 @@ class PlainDecoding(Accelerator):
         return config
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
-        """Return a worker of the kind in the options: a thread or a process."""
+        """Return a worker of the kind that the options name: a thread or a process."""
         return new_worker(options.worker)
 
 
 class LocalEngine:
-    """An `atts.engine.Engine` that computes a model of a supported family, in this process or in a
-    child process.
+    """An `atts.engine.Engine` that runs a model on this machine, in this process or in a child
+    process.
 
-    All calls share the steps and the cache, including the prefixes of prompts. Other calls in
-    flight change the speed of a call, but never the distribution of its tokens. A cancelled call
+    All calls share the same steps and KV cache, including cached prefixes of prompts. Other calls
+    in flight change the speed of a call, but never the distribution of its tokens. A cancelled call
     ends within one step.
     """
 
@@ -150,13 +152,13 @@ class LocalEngine:
         accelerator: Accelerator | None = None,
         demand: RunDemand | None = None,
     ) -> None:
-        """Create an engine for a model folder or hub id. Nothing is loaded until the engine is
-        entered.
+        """Create an engine for a model folder or hub id. Nothing is loaded until `async with`
+        enters the engine.
 
-        With `chat`, a model without a chat template is refused. If its files are not on disk, it is
-        refused after the download. An `accelerator` changes how fast texts are written, but never
-        changes the texts. A `demand` limits the cache on a GPU to the size that the run can fill.
-        It also leaves memory for the other engine of the pair.
+        With `chat`, a model without a chat template is refused: now if its folder is on disk, else
+        after the download. An `accelerator` changes how fast texts are sampled, but never changes
+        the texts. A `demand` limits the cache on a GPU to the size that the run can fill. It also
+        leaves memory for the other engine of the pair.
 
         :raises OptionError: an option is unknown or impossible.
         :raises UnsupportedByEngine: the model's folder has no chat template.
@@ -201,32 +203,34 @@ class LocalEngine:
         return self._require().stats()
 
     def steps_taken(self) -> int:
-        """Return the number of steps that the loop had taken at its last report."""
+        """Return the number of steps that the loop had run at its last report."""
         return self._require().loop_stats.steps
 
     def speculated(self) -> Speculated | None:
-        """Return the counters of speculation so far; None if the engine does not speculate."""
+        """Return the counters of speculative decoding so far; None if the engine does not
+        speculate.
+        """
         stats = self._require().loop_stats.speculation
         return None if stats is None else counters_of(stats)
 
     def loop_stats(self) -> LoopStats:
-        """Return the counters of the step loop from its last report, which is at most about 0.2 s
-        old.
-        """
+        """Return the step loop's counters at its last report, which is at most about 0.2 s old."""
         return self._require().loop_stats
 
     @property
     def kv_tokens(self) -> int:
-        """Return the number of tokens for which the cache has room."""
+        """Return the size of the KV cache in tokens."""
         return self._require().kv_tokens
 
     @property
     def in_loop(self) -> int:
-        """Count the requests in the step loop, including those of other engines that share it."""
+        """Return the number of requests in the step loop, including those of other engines that
+        share it.
+        """
         return self._require().in_loop
 
     async def recheck(self) -> None:
-        """Open the engine again if it is not open, or if its step loop has ended. See
+        """Open the engine again if it is closed or its step loop has ended; see
         `atts.servers.pool.Replica`.
 
         :raises EngineError: the engine cannot be opened.
@@ -307,7 +311,7 @@ class _Waiter:
 
 
 class _OpenEngine:
-    """The state of an open engine: its worker, and the calls that wait for replies."""
+    """The state of an engine while it is open: its worker, and the calls that wait for a reply."""
 
     spec: EngineSpec
     tokenizer: ModelTokenizer
@@ -328,7 +332,7 @@ class _OpenEngine:
         self.loop_stats = LoopStats()
 
     async def load(self, prepare: Callable[[], _Prepared]) -> None:
-        """Find, check and load the model in another thread, to keep the event loop free."""
+        """Find, check and load the model in other threads, to keep the event loop free."""
         try:
             config, tokenizer, marks = await anyio.to_thread.run_sync(prepare)
             ready = await anyio.to_thread.run_sync(self._worker.open, config, self._hand_over)
@@ -343,8 +347,8 @@ class _OpenEngine:
         self._context = config.model.context_length
 
     async def ask(self, request: SampleRequest | ScoreRequest) -> Reply:
-        """Check and send a request, and wait for its reply. If the caller is cancelled, the request
-        is cancelled too.
+        """Check a request, send it to the worker, and return its reply. If the caller is cancelled,
+        cancel the request too.
         """
         try:
             check_sample(request, self.spec) if isinstance(request, SampleRequest) else check_score(
@@ -370,8 +374,8 @@ class _OpenEngine:
         return waiter.reply
 
     def _explained(self, error: ContextOverflow) -> ContextOverflow:
-        """Return the error; if the model supports the request but the cache is too small for it,
-        return an error with advice.
+        """Return the error. If only the cache is too small for the request, add advice to enlarge
+        the cache.
         """
         if error.needed > self._context:
             return error
@@ -382,25 +386,27 @@ class _OpenEngine:
         return ContextOverflow(self._name, error.needed, error.context_length, advice)
 
     def stats(self) -> EngineStats:
-        """Return the counters so far as `EngineStats`."""
+        """Return the engine's counters so far."""
         return replace(
             self.loop_stats.snapshot(), requests=self._requests, in_flight=len(self._waiters)
         )
 
     @property
     def in_loop(self) -> int:
-        """Count the requests in the step loop, including those of other engines."""
+        """Return the number of requests in the step loop, including those of other engines that
+        share it.
+        """
         of_all = self._worker.in_loop
         return len(self._waiters) if of_all is None else of_all
 
     async def close(self) -> None:
-        """End the worker; calls that still wait for a reply raise an error."""
+        """Close the worker; calls that still wait for a reply raise an error."""
         await anyio.to_thread.run_sync(self._worker.close)
         self._deliver(LoopReport((FailureReply(0, "closed", "the engine was closed"),), None))
 
     def _hand_over(self, report: LoopReport) -> None:
-        """Pass a report from the worker's thread to the event loop, without waiting until it is
-        delivered.
+        """Pass a report from the worker's thread to the event loop, without waiting for its
+        delivery.
         """
         self._soon(partial(self._deliver, report))
 
@@ -437,8 +443,8 @@ def _prepare(
     is_chat: bool,
     demand: RunDemand | None = None,
 ) -> _Prepared:
-    """Find the facts about a model that must be known before loading: its configuration, its
-    tokenizer, and the name and digest of its weights.
+    """Find or download the model's files and check them, without loading the weights. Return the
+    worker's configuration, the tokenizer, and a name and a digest of the weights.
     """
     # Only the worker imports torch. Without this check, a missing torch package would look like a
     # crash of the worker.
@@ -460,7 +466,9 @@ def _prepare(
 
 @cache
 def warn_once(trouble: str) -> None:
-    """Log a problem as a warning, unless it was logged before."""
+    """Log a problem as a warning, unless the same problem was logged before. Ignore an empty
+    string.
+    """
     if trouble:
         _log.warning("%s", trouble)
 

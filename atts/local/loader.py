@@ -35,8 +35,8 @@ from atts.models.stored_blocks import (
 
 
 class AttentionGroup(NamedTuple):
-    """Layers whose attentions may be computed together, with views of their keys and values. These
-    lie next to each other in the cache.
+    """Adjacent layers whose attention may be computed together, with views of their keys and values
+    in the cache.
     """
 
     layers: range
@@ -44,15 +44,15 @@ class AttentionGroup(NamedTuple):
     values: Tensor
 
     def one(self, index: int) -> AttentionGroup:
-        """Return a group that contains only one of these layers."""
+        """Return a group that contains only the layer with this index."""
         heads = self.keys.shape[1] // len(self.layers)
         own = slice((index - self.layers.start) * heads, (index - self.layers.start + 1) * heads)
         return AttentionGroup(range(index, index + 1), self.keys[:, own], self.values[:, own])
 
 
 def layer_groups(config: ModelConfig, size: int) -> list[range]:
-    """Divide the layers into groups of up to `size` adjacent layers with the same window and rotary
-    embedding. The first and the last layer are each a group of one.
+    """Divide the layers into groups of up to `size` adjacent layers that have the same window and
+    rotary embedding. The first layer and the last layer each form a group of their own.
     """
     last = config.num_layers - 1
     ranges = list[range]()
@@ -69,8 +69,8 @@ def layer_groups(config: ModelConfig, size: int) -> list[range]:
 
 
 def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[AttentionGroup]:
-    """Return groups of up to `size` layers. Each group has views of the part of the cache that it
-    uses.
+    """Return the layers in groups of up to `size`, each with views of its keys and values in the
+    cache.
     """
     ranges = layer_groups(config, size)
     side_by_side = [
@@ -80,8 +80,8 @@ def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[Atte
 
 
 def with_groups(config: ModelConfig, weights: Weights, size: int) -> Weights:
-    """Return a copy of the weights that also has the joined attention of each group of up to `size`
-    layers.
+    """Return a copy of the weights with one more field filled in, `groups`. It has the joined
+    attention weights of each group of up to `size` layers.
     """
     groups = [
         joined(weights.layers[layers.start : layers.stop], config)
@@ -91,8 +91,9 @@ def with_groups(config: ModelConfig, weights: Weights, size: int) -> Weights:
 
 
 def joined(layers: Sequence[LayerWeights], config: ModelConfig) -> LayerWeights:
-    """Return the first layer with the attentions of all these layers joined. The weights of each
-    layer's input norm are multiplied into the layer's matrix.
+    """Return the first layer, with the attention weights of all these layers joined. Each layer's
+    norm weights are multiplied into its query, key and value matrix, so that all layers can share
+    one norm.
     """
     first = layers[0]
     sizes = [heads * config.head_dim for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
@@ -100,8 +101,8 @@ def joined(layers: Sequence[LayerWeights], config: ModelConfig) -> LayerWeights:
         return first
 
     def by_kind(parts: Sequence[Tensor]) -> Tensor:
-        """Join the rows of several layers: first the queries of all layers, then all keys, then all
-        values.
+        """Join the rows of several layers by kind: the queries of all layers, then all keys, then
+        all values.
         """
         return torch.cat(
             [
@@ -139,8 +140,8 @@ _UNKNOWN = (
     "layer_replication",
     "target_parameters",
 )
-"""Adapter settings that atts does not support. With any of them, the adapter is more than a product
-of two matrices.
+"""Adapter settings that atts does not support, because such an adapter is more than a product of
+two matrices.
 """
 _SERVE = (
     "Merge the adapter into its base model (peft: merge_and_unload, save_pretrained) and add the "
@@ -150,8 +151,8 @@ _SERVE = (
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A low-rank addition to a matrix: the product `up @ down`, with the adapter's scale included
-    in `up`.
+    """A low-rank addition to a matrix: the product `up @ down`. The factor `up` includes the
+    adapter's scale.
     """
 
     down: Tensor  # shape [rank, columns of the matrix]
@@ -165,7 +166,7 @@ class LowRank:
 
 
 Adapter = Mapping[str, LowRank]
-"""The adapter's additions to the weight matrices, keyed by the name of the matrix, such as
+"""An adapter: its additions to the weight matrices, keyed by the name of the matrix, such as
 layers.0.self_attn.q_proj.
 """
 
@@ -173,7 +174,7 @@ layers.0.self_attn.q_proj.
 def read_adapter(
     file: TensorFile, settings: Path, config: ModelConfig, name: str
 ) -> dict[str, LowRank]:
-    """Read a LoRA adapter from a safetensors file, with its settings from a folder.
+    """Read a LoRA adapter from a safetensors file, and its settings from the folder `settings`.
 
     :raises ModelLoadError: the adapter is damaged, does not fit the model's shape, or changes more
         than the matrices of layers.
@@ -249,8 +250,8 @@ def _low_rank(
 
 
 def _of_module(patterns: object, module: str, default: float) -> float:
-    """Return the value of the first pattern that matches the end of a module's name; if none
-    matches, return the default. The package peft reads patterns in the same way.
+    """Return the value of the first pattern that matches the end of a module's name, or else the
+    default. The package peft reads patterns in the same way.
     """
     known: Mapping[str, Any] = patterns if isinstance(patterns, dict) else {}
     return next(
@@ -264,9 +265,7 @@ def _of_module(patterns: object, module: str, default: float) -> float:
 
 
 def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the number of rows and columns of every matrix in the layers, keyed by the matrix's
-    name.
-    """
+    """Return the shape (rows, columns) of every matrix in the layers, keyed by matrix name."""
     heads = config.num_heads
     kv = config.num_kv_heads
     width = config.hidden_size
@@ -296,8 +295,8 @@ def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def fused(
     adapter: Adapter, modules: Mapping[str, int], rows: Tensor | None = None
 ) -> LowRank | None:
-    """Join an adapter's additions to matrices that are stored as one, with their rows below each
-    other. Return None if the adapter changes none of these matrices.
+    """Combine an adapter's additions to several matrices into one addition to the matrix that
+    stacks their rows. Return None if the adapter changes none of these matrices.
     """
     by_module = [(module, adapter.get(module)) for module in modules]
     downs = [low.down for _, low in by_module if low is not None]
@@ -314,15 +313,15 @@ def fused(
 
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""The number types that weights may have. Smaller types need separately stored scales, which atts
+"""The data types that weights may have. Smaller types need separately stored scales, which atts
 does not support.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one decoder layer. Matrices are [out, in]; query, key and value are the rows
-    of one matrix, and gate and up are the rows of another.
+    """The weights of one decoder layer. Matrices are [out, in]. The query, key and value matrices
+    are stacked into one matrix, and so are the gate and up matrices.
     """
 
     norm: Tensor | None
@@ -344,8 +343,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """A rotary embedding. Feature i of a head is rotated with feature i + head_dim / 2. Features
-    that are not rotated have frequency 0.
+    """A rotary embedding, which rotates feature i of a head together with feature i + head_dim / 2.
+    Features with frequency 0 are not rotated.
     """
 
     # [1 or 2, head_dim / 2] in float32, on the CPU; long requests use the second row, if there is
@@ -354,8 +353,8 @@ class Rope:
     scales: Tensor  # [head_dim / 2] factors by which the cosines and sines are multiplied
 
     def angles(self, rows: int) -> Tensor:
-        """Return the angles at the first `rows` positions, [variants * rows, head_dim / 2]; a
-        variant is a row of `frequencies`.
+        """Return the rotation angles at the first `rows` positions, [variants * rows, head_dim /
+        2]; each row of `frequencies` is a variant.
         """
         positions = torch.arange(rows, dtype=torch.float32)
         return torch.cat([torch.outer(positions, frequencies) for frequencies in self.frequencies])
@@ -365,7 +364,9 @@ class LayersOnDemand(Sequence[LayerWeights]):
     """A sequence of layers that reads a layer from disk each time the layer is accessed."""
 
     def __init__(self, places: range, read: Callable[[int], LayerWeights]) -> None:
-        """Create a sequence of layers with these indices; the function `read` reads one layer."""
+        """Create a sequence of the layers with these indices. The function `read` reads the layer
+        with a given index.
+        """
         self._places = places
         self._read = read
 
@@ -380,7 +381,7 @@ class LayersOnDemand(Sequence[LayerWeights]):
     def __getitem__(self, at: slice) -> Sequence[LayerWeights]: ...
 
     def __getitem__(self, at: int | slice) -> LayerWeights | Sequence[LayerWeights]:
-        """Read one layer, or the layers of a slice."""
+        """Read one layer from disk, or all layers of a slice."""
         if isinstance(at, slice):
             return [self._read(place) for place in self._places[at]]
         return self._read(self._places[at])
@@ -418,14 +419,17 @@ def load_weights(
     pairs: bool | None = None,
     on_demand: bool = False,
 ) -> Weights:
-    """Read the weights of the model in `folder`, and join matrices that are multiplied together.
-    With `merges`, add the model's adapter to the weights.
+    """Read the weights of the model in `folder`, and join matrices that are multiplied by the same
+    input. With `merges`, add the model's adapter to the weights.
 
-    With `layers`, only these layers are read. The embedding and the head are read only if the first
-    layer is among them and `words` is true. With `pairs`, which is the default on a GPU, each layer
-    gets the feature order of the torch model while it is read. So nothing has to be copied after
-    the cache has taken the memory. With `on_demand`, a layer is read each time it is accessed. So a
-    caller that packs layers one by one never has all of them in memory.
+    If `layers` is given, only these layers are read. The embedding and the head are read only if
+    the first layer is among them and `words` is true.
+
+    With `pairs`, which is the default on a GPU, each layer gets the feature order of the torch
+    model while it is read. This avoids a copy later, when the cache has taken the memory.
+
+    With `on_demand`, a layer is read each time it is accessed. A caller that packs layers one by
+    one then never has all of them in memory.
 
     :raises ModelLoadError: there is no safetensors file, a file is damaged, or a weight is missing
         or has a wrong shape.
@@ -470,8 +474,8 @@ def load_weights(
 
 
 def free_memory() -> int | None:
-    """Return the number of bytes that this machine can allocate without swapping; None if it is not
-    known.
+    """Return the number of bytes that this machine can allocate without swapping, or None if it is
+    unknown.
     """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -483,7 +487,7 @@ def free_memory() -> int | None:
 
 
 def load_adapter(folder: Path, config: ModelConfig, name: str) -> Adapter:
-    """Return the adapter that is stored with a model; return an empty adapter if there is none.
+    """Return the adapter that is stored with a model, or an empty adapter if there is none.
 
     :raises ModelLoadError: the adapter cannot be used.
     """
@@ -515,7 +519,7 @@ def _fuse(
 
 
 def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
-    """Return the rotary embeddings of a model's layers.
+    """Return the rotary embeddings of a model's layers, keyed by the names in `ModelConfig.ropes`.
 
     :raises ModelLoadError: the values in the configuration do not define a rotary embedding.
     """
@@ -542,8 +546,8 @@ def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
 
 
 def _frequencies(hf: Any, config: ModelConfig, kind: str) -> tuple[Tensor, float]:
-    """Return the frequencies of the rotated features, [1 or 2, rotary_dim / 2], and the factor by
-    which cosines and sines are multiplied.
+    """Return the frequencies of the rotated features, [1 or 2, rotary_dim / 2], and a factor for
+    their cosines and sines. The second row, if there is one, is for long requests.
     """
     rope = hf.rope_parameters[kind] if kind else hf.rope_parameters
     if rope["rope_type"] == "default":
@@ -597,9 +601,9 @@ def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
 
 
 def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str, int], Tensor]:
-    """Return the names and row counts of the matrices that multiply a layer's input: first those of
-    attention, then those of the feed-forward block. Return also the order in which to put the rows
-    of query, key and value.
+    """Return the names and row counts of a layer's query, key and value matrices, and those of its
+    gate and up matrices. Return also the new order of the query, key and value rows, which follows
+    `head_order`.
     """
     heads = config.num_heads
     kv = config.num_kv_heads
@@ -624,8 +628,8 @@ def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str,
 
 
 def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
-    """Return an adapter's additions to the four joined matrices of each layer; None for a matrix
-    that the adapter does not change.
+    """Return an adapter's additions to the four joined matrices of each layer, with None for each
+    matrix that the adapter does not change.
     """
     deltas = list[LowRank | None]()
     for index in range(config.num_layers):
@@ -637,8 +641,8 @@ def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
 
 
 def head_order(config: ModelConfig) -> Tensor:
-    """Return an order of a head's features in which features that are rotated together lie half a
-    head apart.
+    """Return an order of a head's features in which two features that are rotated together lie half
+    a head apart.
     """
     half = config.head_dim // 2
     turned = config.rotary_dim // 2
@@ -648,8 +652,8 @@ def head_order(config: ModelConfig) -> Tensor:
 
 
 def paired_order(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Return two orders: of the rows of query, key and value, and of the features in a head. In
-    both orders, features that lay half a head apart become adjacent.
+    """Return two orders: one for the rows of query, key and value, and one for the features of a
+    head. In both, features that were half a head apart become adjacent.
     """
     half = config.head_dim // 2
     within = torch.arange(config.head_dim).view(2, half).t().flatten()
@@ -662,7 +666,8 @@ def paired_order(config: ModelConfig) -> tuple[Tensor, Tensor]:
 def read_trained(
     file: Path, weights: Weights, name: str
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read the trained heads that `scripts/train heads` wrote for a model with these weights.
+    """Read a file of trained heads that `scripts/train heads` wrote for a model with these weights.
+    Return the file's metadata, and its tensors by name.
 
     :raises ModelLoadError: the file is damaged.
     """
@@ -678,7 +683,7 @@ def read_trained(
 
 
 def unusable_heads(name: str, file: Path, problem: str) -> ModelLoadError:
-    """Return the error raised for an unusable file of trained heads."""
+    """Return the error to raise for an unusable file of trained heads."""
     return ModelLoadError(
         name,
         f"{file} {problem}",
@@ -687,7 +692,9 @@ def unusable_heads(name: str, file: Path, problem: str) -> ModelLoadError:
 
 
 class _TensorReader:
-    """A reader of tensors by name from a folder's safetensors files; it checks the shapes."""
+    """A reader of tensors in a folder's safetensors files. It finds a tensor by name and checks its
+    shape.
+    """
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, name: str, stack: ExitStack
@@ -746,7 +753,9 @@ class _TensorReader:
     def norm(
         self, config: ModelConfig, key: str, size: int, order: Tensor | None = None
     ) -> Tensor | None:
-        """Read the factors of a norm; return None if the model has no such norm."""
+        """Read the weights of a norm, or return None if the model has no such norm. If `order` is
+        given, reorder the features of each head by it.
+        """
         if not key or not size:
             return None
         weight = self(f"{key}.weight", size) + float(config.rules.is_gemma)
@@ -757,15 +766,15 @@ class _TensorReader:
         )
 
     def matrix(self, parts: Mapping[str, int], width: int, rows: Tensor | None = None) -> Tensor:
-        """Read the matrices of these projections, and join them below each other. If `rows` is
-        given, it is the new order of the rows.
+        """Read the matrices of these projections, and stack their rows into one matrix. If `rows`
+        is given, reorder the rows by it.
         """
         whole = torch.cat([self(f"{part}.weight", count, width) for part, count in parts.items()])
         return _in_order(whole, rows)
 
     def biases(self, parts: Mapping[str, int], rows: Tensor | None = None) -> Tensor | None:
-        """Read the biases of these projections, and join them. A projection without biases gets
-        zeros; if no projection has biases, return None.
+        """Read the biases of these projections, and join them into one vector. A projection without
+        a bias gets zeros; if none has a bias, return None.
         """
         if not any(f"{part}.bias" in self._where for part in parts):
             return None
@@ -783,8 +792,8 @@ def _in_order(whole: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def check_weights(folder: Path, config: ModelConfig, name: str) -> None:
-    """Check that all weights exist and have the shapes that the configuration implies. The weights
-    are not loaded.
+    """Check that all weights exist and have the shapes that the configuration implies, without
+    loading them.
 
     :raises ModelLoadError: see `load_weights`.
     """

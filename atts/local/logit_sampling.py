@@ -14,7 +14,7 @@ from atts.core import Sampling
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """The sampling settings of a batch, one entry per row. A filter (top-k, top-p or min-p) that no
-    row uses is None, and costs no time.
+    row uses is None, so it costs no time.
     """
 
     temperature: Tensor  # shape [batch], in float64; 0 means greedy
@@ -30,16 +30,16 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token per row, with its log-probability under the raw distribution. The log-probability
-    is NaN if the row's logits contain NaN.
+    """One token per row, with its log-probability at temperature 1 without filters. The
+    log-probability is NaN if the row's logits contain NaN.
     """
 
     tokens: Tensor  # shape [batch], in int64
     logprobs: Tensor  # shape [batch], in float32
 
     def lists(self) -> tuple[list[int], list[float]]:
-        """Return the tokens and the log-probabilities as lists; one copy moves both from the
-        device.
+        """Return the tokens and the log-probabilities as lists, with a single copy from the device
+        for both.
         """
         if self.tokens.is_cpu:
             return self.tokens.tolist(), self.logprobs.tolist()
@@ -50,7 +50,7 @@ class SampledTokens:
 def batch_sampling(
     settings: Sequence[Sampling], vocabulary: int, device: torch.device | None = None
 ) -> SamplingBatch:
-    """Return a `SamplingBatch` with one row for each of these settings."""
+    """Return these sampling settings as tensors, with one row for each entry of `settings`."""
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         made = torch.tensor(values, dtype=dtype)
@@ -77,7 +77,7 @@ def batch_sampling(
 
 
 def first_rows(sampling: SamplingBatch, count: int) -> SamplingBatch:
-    """Return the settings of the first rows."""
+    """Return the settings of the first `count` rows."""
     if count == len(sampling.temperature):
         return sampling
     top_k, top_p, min_p = (
@@ -103,7 +103,9 @@ def spread_rows(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
 
 
 def filtered_rows(sampling: SamplingBatch, vocabulary: int) -> Tensor | None:
-    """Return a mask of the rows that use top-k, top-p or min-p; None if there is no such row."""
+    """Return a mask of the rows that use top-k, top-p or min-p; None if the batch has no such
+    filter.
+    """
     masks = [
         *([sampling.top_k < vocabulary] if sampling.top_k is not None else []),
         *([sampling.top_p < 1] if sampling.top_p is not None else []),
@@ -125,8 +127,8 @@ def raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def negative_entropies(logits: Tensor) -> Tensor:
-    """Return the negative entropy of each row's raw distribution, in nats; NaN if the row's logits
-    contain NaN.
+    """Return the negative entropy, in nats, of each row's distribution at temperature 1 without
+    filters. It is NaN if the row's logits contain NaN.
 
     >>> round(negative_entropies(torch.zeros(1, 4)).exp().item(), 6)
     0.25
@@ -139,12 +141,12 @@ def negative_entropies(logits: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """Return the distribution from which tokens are drawn, after temperature, top-k, top-p and
+    """Return the probabilities with which tokens are drawn, after temperature, top-k, top-p and
     min-p.
 
-    The result is [batch, vocabulary] in float64, and its rows sum to 1. Top-k also keeps tokens as
-    likely as the last of the k tokens. In a greedy row (temperature 0), the best token has
-    probability 1; if several tokens are equally good, the first of them has it.
+    The result is [batch, vocabulary] in float64, and its rows sum to 1. Top-k also keeps all tokens
+    that are as likely as the k-th best token. In a greedy row (temperature 0), the best token has
+    probability 1. If several tokens are equally good, the first of them has it.
     """
     greedy = sampling.temperature <= 0
     scale = torch.where(greedy, 1.0, sampling.temperature)
@@ -168,8 +170,8 @@ def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
 
 
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw from each row the first token at which the cumulative probability exceeds the row's
-    uniform number.
+    """Choose in each row the first token at which the cumulative probability exceeds the row's
+    uniform random number.
 
     >>> inverse_cdf(torch.tensor([[0.5, 0.0, 0.5]]), torch.tensor([0.5])).item()
     2
@@ -183,7 +185,7 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: SamplingBatch, uniforms: Tensor) -> SampledTokens:
-    """Draw one token per row with the given uniform numbers; greedy rows ignore their numbers."""
+    """Draw one token per row with the row's uniform random number, which greedy rows ignore."""
     tokens = (
         logits.argmax(-1)
         if sampling.is_greedy
@@ -193,8 +195,8 @@ def sample(logits: Tensor, sampling: SamplingBatch, uniforms: Tensor) -> Sampled
 
 
 def _beyond_top_k(scaled: Tensor, top_k: Tensor, most: int) -> Tensor:
-    """Mark the tokens of each row that are less likely than the row's `top_k` best tokens. `most`
-    is the largest top-k of all rows.
+    """Return a mask of the tokens that top-k drops: those that are less likely than the row's
+    `top_k` best tokens. `most` is the largest top-k of all rows.
 
     Only the `most` best tokens of a row are sorted, not the whole vocabulary.
     """
@@ -206,10 +208,10 @@ def _beyond_top_k(scaled: Tensor, top_k: Tensor, most: int) -> Tensor:
 
 
 def _nucleus(scaled: Tensor, logits: Tensor, top_p: Tensor) -> Tensor:
-    """Drop the tokens outside the smallest set of best tokens whose probabilities sum to at least
-    `top_p`.
+    """Drop all tokens outside the nucleus: the smallest set of the most likely tokens whose
+    probabilities sum to at least `top_p`.
 
-    Temperature does not change the order within a row, so the logits themselves are sorted. Sorting
+    Temperature does not change the order within a row, so the unscaled logits are sorted. Sorting
     logits in float32 moves half as many bytes as sorting the scaled values in float64. It gives the
     same order, including ties.
     """

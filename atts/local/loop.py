@@ -62,14 +62,14 @@ _batch_sampling = lru_cache(256)(batch_sampling)
 # the logits of these rows take 39 MB in float64.
 _ENTROPY_ROWS = 32
 _REPORT_SECONDS = 0.2
-"""If no request finishes for this many seconds, a running loop still reports its counters."""
+"""Seconds after which a running loop reports its counters even if no request has finished."""
 
 
 ScoredChunk = tuple[PrefillChunk, list[float], Tensor | None]
 
 
 class StepResults(NamedTuple):
-    """The results of one step, which are then added to the sequences."""
+    """The results of one step, before they are added to the sequences."""
 
     sampled: list[Draws]
     # logits after the last token of each prompt that this step fed to its end
@@ -82,7 +82,7 @@ class StepResults(NamedTuple):
 
 
 class StepLoop:
-    """A loop that takes steps with a scheduler and a model, in one thread, until it is closed."""
+    """A loop that runs steps with a scheduler and a model, in one thread, until it is closed."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class StepLoop:
         *,
         bursts: Bursts | None = None,
     ) -> None:
-        """Create a loop. `bursts`, if given, may merge several plain steps of a small model."""
+        """Create a loop. If `bursts` is given, it may merge several plain steps into one."""
         self._model = model
         self._scheduler = scheduler
         self._token_table = token_table
@@ -112,8 +112,8 @@ class StepLoop:
         self.share_cores: Callable[[ShareCores], None] = lambda shared: None
 
     def run(self, inbox: Inbox) -> None:
-        """Take steps while there are requests, and sleep while there are none; return after the
-        command to close.
+        """Run steps while there are requests, and wait for commands while there are none. Return
+        after the command to close.
         """
         while True:
             if not self._scheduler.num_unfinished:
@@ -127,7 +127,7 @@ class StepLoop:
                 self._report()
 
     def step(self) -> None:
-        """Take one step with the sequences that the scheduler chooses."""
+        """Run one step with the sequences that the scheduler chooses."""
         began = perf_counter()
         plan = self._scheduler.schedule()
         self._count(plan, began)
@@ -137,7 +137,7 @@ class StepLoop:
         self._proposals.observed(plan)
 
     def fail_all(self, failure: FailureReply) -> None:
-        """Send all callers a failure; the loop will not serve any more requests."""
+        """Send a failure to all callers; afterwards, the loop serves no more requests."""
         self._replies.append(failure)
         self._report()
 
@@ -175,9 +175,9 @@ class StepLoop:
         return sequence
 
     def _attempt(self, plan: StepPlan) -> None:
-        """Run and commit a plan. If the plan fails, try it again without proposals. If memory ran
-        out nevertheless, make later steps smaller. After other failures, try the plan's two halves,
-        until only the request that causes the failure fails.
+        """Run a plan and commit its results. If this fails, try again without proposals. If memory
+        still runs out, make later steps smaller. After any other failure, try each half of the
+        plan, until only the request that causes the failure fails.
         """
         if not plan.size:
             return
@@ -201,7 +201,9 @@ class StepLoop:
             self._commit(plan, results)
 
     def _run(self, plan: StepPlan) -> StepResults:
-        """Feed the plan's tokens, then sample and score. The sequences are not changed yet."""
+        """Feed the plan's tokens to the model, then sample and score. The sequences do not change
+        before `_commit`.
+        """
         steps = 1 if self._bursts is None else self._bursts.turns(plan)
         if steps > 1:
             return self._run_several(plan, steps)
@@ -222,8 +224,8 @@ class StepLoop:
         return StepResults(sampled, first_logits, scored, firsts, drawn)
 
     def _run_several(self, plan: StepPlan, steps: int) -> StepResults:
-        """Run several steps merged into a burst; the returned logits are those after the first
-        step.
+        """Run several steps merged into a burst. The logits in the result are those after the
+        burst's first step.
         """
         assert self._bursts is not None, "only an engine with bursts may run several steps at once"
         batch = self._batches.of(plan, self._scheduler.table)
@@ -235,13 +237,15 @@ class StepLoop:
         return StepResults(drawn, started, [], [], [])
 
     def _forward(self, plan: StepPlan) -> Tensor:
-        """Compute a forward pass of the plan, and return its hidden states."""
+        """Run the model on the plan's tokens, and return the hidden states of the rows that need
+        logits.
+        """
         table = self._scheduler.table
         return self._model.forward(self._batches.of(plan, table), table)
 
     def _commit(self, plan: StepPlan, results: StepResults) -> None:
-        """Add the results to the sequences; if this raises an error for a sequence, only this
-        sequence fails.
+        """Add a step's results to its sequences. If this raises an error for one sequence, only
+        this sequence fails.
         """
         for sequence in plan.decoding:
             sequence.num_computed += 1
@@ -284,8 +288,8 @@ class StepLoop:
         )
 
     def _sampling_logits(self, ready: list[Sequence], hidden: Tensor | None, count: int) -> Tensor:
-        """Return the logits from which to sample: cached logits first, then the logits of the first
-        `count` rows of the forward pass.
+        """Return the logits from which to sample: the cached logits of ready sequences, then the
+        logits of the first `count` rows of `hidden`.
         """
         cached = [
             sequence.cached_logits for sequence in ready if sequence.cached_logits is not None
@@ -301,8 +305,8 @@ class StepLoop:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _sample(self, sequences: list[Sequence], widths: list[int], logits: Tensor) -> list[Draws]:
-        """Draw one token per row with the uniform number of the row's position. A sequence with a
-        proposal has several rows.
+        """Sample one token per row of logits, with the uniform random number for the row's
+        position. A sequence with a proposal has several rows.
         """
         sampling = self._sampling_batch(sequences, logits)
         if logits.shape[0] == len(sequences):
@@ -326,8 +330,8 @@ class StepLoop:
         ]
 
     def _sampling_batch(self, sequences: list[Sequence], logits: Tensor) -> SamplingBatch:
-        """Return the sampling settings as tensors. The tensors are reused as long as the sequences
-        stay the same.
+        """Return the sampling settings of these sequences as tensors. The tensors are reused as
+        long as the sequences stay the same.
         """
         if sequences != self._sampling[0]:
             settings = tuple(
@@ -337,8 +341,9 @@ class StepLoop:
         return self._sampling[1]
 
     def _score(self, chunks: list[PrefillChunk], hidden: Tensor) -> list[ScoredChunk]:
-        """Score the next token at each position of the chunks. If the suffix of a request ends in
-        its chunk, return also the logits after the suffix.
+        """Return for each chunk the scores of its tokens: log-probabilities, or negative entropies
+        if the request wants them. If the request's suffix ends in the chunk, return also the logits
+        after the suffix.
         """
         targets: list[int] = []
         ends: list[int] = []
@@ -363,7 +368,7 @@ class StepLoop:
         ]
 
     def _entropies(self, hidden: Tensor) -> list[float]:
-        """Return the negative entropy of each row's distribution. Logits are computed for a few
+        """Return the negative entropy of each row's distribution. The logits are computed for a few
         rows at a time, to save memory.
         """
         values: list[float] = []
@@ -375,8 +380,8 @@ class StepLoop:
     def _commit_sampled(
         self, sequence: Sequence, tokens: list[int], logprobs: list[float], started: Tensor | None
     ) -> None:
-        """Append the drawn tokens. If the prompt was fed to its end in this step, cache it with the
-        logits after it, so that sibling rollouts can use them.
+        """Append those of the sampled tokens that are accepted. If the prompt is complete after
+        this step, also cache it with the logits after it, so that sibling rollouts can use them.
         """
         if started is not None and not math.isnan(logprobs[0]):
             self._cache(sequence, started)
@@ -389,7 +394,9 @@ class StepLoop:
                 break
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> bool:
-        """Append a token, and return whether the sequence continues."""
+        """Append a token, and return whether the sequence continues. If the sequence ends, queue
+        its reply and release its slots.
+        """
         if math.isnan(logprob):
             self._fail(sequence, "broken", *_NOT_NUMBERS)
             return False
@@ -408,7 +415,9 @@ class StepLoop:
         return ended is None
 
     def _score_first_tokens(self, chunks: list[PrefillChunk]) -> list[tuple[Sequence, float]]:
-        """Score the first token of each suffix if the logits before it are cached."""
+        """Return the score of the first token of each suffix for which the logits before this token
+        are cached.
+        """
         known = [
             (chunk.sequence, chunk.sequence.cached_logits)
             for chunk in chunks
@@ -429,7 +438,7 @@ class StepLoop:
         self, sequence: Sequence, logprobs: list[float], last: Tensor | None
     ) -> None:
         """Add a chunk's scores to its sequence. If the suffix is complete, `last` contains the
-        logits after its end.
+        logits after it, and the reply is queued.
         """
         sequence.logprobs += logprobs if last is None else logprobs[:-1]
         if math.isnan(sum(sequence.logprobs)):
@@ -445,9 +454,9 @@ class StepLoop:
             self._scheduler.finish(sequence)
 
     def _cache(self, sequence: Sequence, logits: Tensor) -> None:
-        """Store the computed part of a sequence in the cache, so that other requests can start from
-        it. The last logits are cached too, so these requests need no forward pass over the last
-        token.
+        """Add the computed part of a sequence to the prefix tree, so that other requests can start
+        from it. Also store `logits`, which follow its last token, so that these requests need not
+        compute that token again.
         """
         node = self._scheduler.cache_prefix(sequence)
         self._scheduler.tree.keep_logits(node, logits.clone())
@@ -460,7 +469,9 @@ class StepLoop:
         self._stats.failed += 1
 
     def _shrink(self) -> None:
-        """Make all later steps smaller. If steps cannot get smaller, fail the running requests."""
+        """Make all later steps smaller, because memory ran out. If steps cannot get smaller, fail
+        the running requests.
+        """
         self._stats.shrunk += 1
         if self._scheduler.shrink():
             return
@@ -507,8 +518,8 @@ class StepLoop:
 
 
 class DrawnTokens(NamedTuple):
-    """Tokens that the model drew at consecutive positions of a text to score. Each token is drawn
-    from the distribution after the preceding part of the text.
+    """Tokens that the model sampled at consecutive positions of a text to score. Each token is
+    sampled given the text before its position.
     """
 
     sequence: Sequence  # sequence whose text is scored
@@ -518,8 +529,8 @@ class DrawnTokens(NamedTuple):
 
 
 def draw_scored(model: Model, chunks: list[PrefillChunk], hidden: Tensor) -> Iterator[DrawnTokens]:
-    """Draw a token at every position of those chunks whose request wants a completion. The uniform
-    numbers are those that the completion would use at these positions.
+    """Sample a token at every position of the chunks whose request also wants a completion. The
+    random numbers are those that the completion would use at these positions.
     """
     row = 0
     for chunk in chunks:
@@ -552,8 +563,8 @@ def draw_scored(model: Model, chunks: list[PrefillChunk], hidden: Tensor) -> Ite
 def extend_drawn(
     sequence: Sequence, draws: DrawnTokens, pieces: tuple[bytes, ...], end_ids: frozenset[int]
 ) -> None:
-    """Add the drawn tokens to the completion that a scoring request wants. Stop after the first
-    token that differs from the scored text or ends the completion.
+    """Append the sampled tokens to the completion of a scoring request. Stop after the first token
+    that differs from the scored text or ends the completion.
     """
     _, first, tokens, logprobs = draws
     drawn = sequence.drawn
@@ -570,9 +581,7 @@ def extend_drawn(
 
 
 def beginning(sequence: Sequence) -> Beginning | None:
-    """Return the beginning of the completion that a scoring request wants; None if nothing was
-    drawn.
-    """
+    """Return the sampled beginning of a scoring request's completion, or None if it is empty."""
     drawn = sequence.drawn
     if drawn is None or not drawn.logprobs:
         return None

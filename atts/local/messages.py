@@ -18,8 +18,8 @@ from atts.local.options import LocalOptions, Room
 from atts.local.seams import SpeculationStats
 
 SMALL_MODEL = 10_000_000
-"""Models with fewer weights compute with one thread. Several threads would spend more time waiting
-for each other than they save.
+"""Models with fewer matrix weights than this compute with one thread. Several threads would spend
+more time waiting for each other than they save.
 """
 FailureKind = Literal["broken", "load", "memory", "closed"]
 _ERRORS: dict[FailureKind, type[EngineError]] = {
@@ -30,7 +30,7 @@ _ERRORS: dict[FailureKind, type[EngineError]] = {
 
 
 class LoopBuilder(Protocol):
-    """A builder of the loop of an engine that does more than plain decoding.
+    """A builder of step loops that do more than plain decoding.
 
     Other packages, such as `atts.accel`, implement builders. The builder is sent to the process
     that runs the loop.
@@ -48,9 +48,7 @@ class LoopBuilder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """The first message to a worker, which contains all facts that are needed to build an engine's
-    step loop.
-    """
+    """The first message to a worker, with all data needed to build an engine's step loop."""
 
     name: str
     folder: Path
@@ -69,20 +67,20 @@ class WorkerConfig:
 
     @property
     def is_parallel(self) -> bool:
-        """Return True if the loop uses a thread for each of its cores."""
+        """Return whether the loop uses one thread per core of its share, rather than a fixed number
+        of threads.
+        """
         return self.options.threads is None and self.model.matrix_weights >= SMALL_MODEL
 
     def threads(self, cores: int) -> int:
-        """Return the number of threads that a step uses if the process may use this number of
-        cores.
-        """
+        """Return how many threads a step uses if this process may use `cores` cores."""
         if self.options.threads is not None:
             return self.options.threads
         return max(1, cores // (self.sharers * self.parts)) if self.is_parallel else 1
 
     @property
     def kv_floats_per_token(self) -> int:
-        """Return the number of floats that all caches together store per token."""
+        """Return how many floats all caches together store per token."""
         return self.model.kv_floats_per_token + self.more_kv_floats
 
 
@@ -92,7 +90,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Submit(Command):
-    """A request to be served; request ids increase from one request to the next."""
+    """A message with a new request, whose id is larger than the ids of earlier requests."""
 
     request_id: int
     request: SampleRequest | ScoreRequest
@@ -108,7 +106,7 @@ class Cancel(Command):
 
 @dataclass(frozen=True, slots=True)
 class ShareCores(Command):
-    """A message about the loops that share the cores from now on."""
+    """A message with the number of loops that share the cores from now on."""
 
     open_loops: int
     busy_loops: int  # number of open loops that have requests
@@ -142,7 +140,7 @@ class ScoreReply:
 
 @dataclass(frozen=True, slots=True)
 class FailureReply:
-    """A message that a request failed; request id 0 means that all requests fail from now on."""
+    """A message that a request failed. Request id 0 means that all requests fail from now on."""
 
     request_id: int
     kind: FailureKind
@@ -151,8 +149,8 @@ class FailureReply:
 
     @classmethod
     def of(cls, error: EngineError) -> FailureReply:
-        """Return a message about an error during loading; the process of the caller raises the
-        error again.
+        """Convert an error during loading into a message, so that the caller's process can raise it
+        again.
         """
         problem = str(error).removeprefix(f"engine {error.engine}: ")
         for kind, known in _ERRORS.items():
@@ -161,13 +159,13 @@ class FailureReply:
         return cls(0, "broken", problem)
 
     def error(self, engine: str) -> EngineError:
-        """Return the error that the callers of this engine must raise."""
+        """Convert the message into the error that the engine's callers must raise."""
         return _ERRORS.get(self.kind, EngineError)(engine, self.problem, self.advice)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A message that the model is loaded. It reports the cache's size in tokens, the kernel that
+    """A message that the model is loaded. It gives the cache's size in tokens, the kernel that
     computes, and a note to the user about the kernel.
     """
 
@@ -181,8 +179,8 @@ class WorkerReady:
 
 @dataclass(slots=True)
 class LoopStats(EngineCounters):
-    """The counters of a step loop since its start. The loop changes its own object and reports
-    copies of it.
+    """Counters of a step loop since its start. The loop changes its own object and reports copies
+    of it.
     """
 
     # number of tokens drawn or scored without a forward pass, from cached logits or from cached
@@ -213,13 +211,15 @@ class Inbox(Protocol):
     """A queue from which a loop takes its commands."""
 
     def take(self, *, wait: bool) -> list[Command]:
-        """Return all commands that have arrived; with `wait`, wait for at least one command."""
+        """Return all commands that have arrived. If `wait` is true, first wait for at least one
+        command.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoopReport:
-    """A report of a loop to its engine, with replies to requests and with counters."""
+    """A loop's report to its engine: replies to requests, and the loop's counters."""
 
     replies: tuple[Reply, ...]
     stats: LoopStats | None  # counters of the loop; None if the loop has ended
@@ -229,21 +229,21 @@ class Loop(Protocol):
     """A loop that serves requests; a worker runs it."""
 
     def run(self, inbox: Inbox) -> None:
-        """Serve commands until a command asks the loop to close."""
+        """Serve requests until a command closes the loop."""
         ...
 
     def fail_all(self, failure: FailureReply) -> None:
-        """Send all callers a failure; the loop will not serve any more requests."""
+        """Send a failure to all callers; afterwards, the loop serves no more requests."""
         ...
 
 
 GONE = (EOFError, OSError, pickle.UnpicklingError)
-"""Errors that reads from a process and writes to a process raise if the process has ended."""
+"""Errors that are raised on reading from or writing to a process that has ended."""
 
 
 def first_answer(process: subprocess.Popen[bytes], config: object, name: str) -> Any:
-    """Send a process its configuration, and return its first answer, which it sends after loading
-    the model.
+    """Send a process its configuration, wait until it has loaded the model, and return its first
+    answer.
 
     :raises EngineError: the process could not load the model.
     :raises EOFError: the process has ended; the other errors in `GONE` also mean this.

@@ -62,10 +62,10 @@ class _Class(NamedTuple):
 
 
 class GatheredAttention:
-    """Attention that first gathers the slots to read. The slots that each query may read are
-    computed once for all layers with the same window.
+    """Attention in torch that first gathers keys and values from the slots to read. The slots that
+    each query may read are computed once for all layers with the same window.
 
-    Positions beyond a sequence's end read slot 0, which holds zeros. Padding rows read the first
+    Positions beyond a sequence's end read slot 0, which contains zeros. Padding rows read the first
     position.
     """
 
@@ -77,13 +77,13 @@ class GatheredAttention:
         self._is_plain = only is not None and only.width == 1 and only.blocks == len(step.tokens)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the attention of these queries: [rows, heads * head_dim]."""
+        """Return the attention output for these queries: [rows, heads * head_dim]."""
         outs = [self._attend(each, query, keys, values) for each in self._classes]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out if self._is_plain else out.index_select(0, self._places)
 
     def _attend(self, own: _Class, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the attention of one class of blocks: [blocks * width, heads * head_dim]."""
+        """Return the attention output for a class of blocks: [blocks * width, heads * head_dim]."""
         size = (own.rows.shape[0], -1, *keys.shape[1:])
         k = keys.index_select(0, own.slots).view(size).transpose(1, 2)
         v = values.index_select(0, own.slots).view(size).transpose(1, 2)
@@ -113,8 +113,8 @@ def _seen(blocks: Blocks, num_rows: int, window: int) -> _Class:
 def _attention(
     config: ModelConfig, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Return the attention, [batch, heads, rows, head_dim]; keys and values may have fewer heads
-    than queries.
+    """Return the attention output, [batch, heads, rows, head_dim]. Keys and values may have fewer
+    heads than queries.
     """
     group = query.shape[1] // keys.shape[1]
     scale = config.query_scale
@@ -132,11 +132,12 @@ def _attention(
 
 
 _SCORED_LOGITS = 1 << 25
-"""While texts are scored, at most this many logits are computed at once, to limit the memory."""
+"""Largest number of logits that are computed at once during scoring, to limit the memory."""
 
 
 class TorchModel:
-    """A model that runs its steps with torch; `cache` is [layers, 2, slots, kv_heads, head_dim].
+    """A model that runs its steps with torch. Its KV cache `cache` is [layers, 2, slots, kv_heads,
+    head_dim].
 
     Slot 0 is never written. Padding rows write to the last slot, which is never read.
     """
@@ -152,11 +153,11 @@ class TorchModel:
         capture: Capture | None = None,
         group: int = 1,
     ) -> None:
-        """Create the model. `most_rows` is the largest number of rows in a block that `attention`
-        supports. `capture` makes graphs of steps.
+        """Create the model. `most_rows` is the largest number of rows per block that `attention`
+        supports. `capture` captures CUDA graphs of steps.
 
-        `group` is the largest number of layers whose attentions may be computed together; see
-        `is_grouped`. The weights may contain these joined attentions already.
+        `group` is the largest number of layers whose attention may be computed together; see
+        `is_grouped`. The weights may already contain the joined attention of such groups.
         """
         self._config = config
         self._cache = cache
@@ -196,8 +197,8 @@ class TorchModel:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, table: SlotIds, tap: LayerHook | None = None) -> Tensor:
-        """Return the final, normed hidden states of the batch's `logit_rows`: [logits,
-        hidden_size].
+        """Run a step and return the final, normed hidden states of the batch's `logit_rows`:
+        [logits, hidden_size].
         """
         # For a tensor on a CPU, `get_device` returns -1, and `torch.cuda.device` ignores negative
         # numbers.
@@ -219,8 +220,8 @@ class TorchModel:
     def through(
         self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats], units: tuple[int, int]
     ) -> None:
-        """Compute all layers for these rows, and also the embedding and the last norm if `units`
-        contains them.
+        """Run all layers for these rows, and also the embedding or the last norm if `units`
+        contains them. Write the resulting hidden states to `rows[1]`.
         """
         blocks = RowBlocks.of(batch, self._most_rows)
         slots = self._slots.update(table, blocks.table_rows, int(blocks.lengths.max(initial=0)))
@@ -235,7 +236,7 @@ class TorchModel:
         rows[1][:] = (self._norm(x, self._weights.norm) if ends else x).float().numpy(force=True)
 
     def _sent(self, batch: StepBatch, slots: Tensor, blocks: RowBlocks) -> DeviceStep:
-        """Send a step's arrays to the device; the slot table is there already."""
+        """Send a step's arrays to the device, which already has the slot table."""
         classes = blocks.classes() if self._most_rows is None else [blocks]
         layout = layout_of(batch, classes)
         array = torch.from_numpy(packed(batch, classes, layout, self._cache.shape[2] - 1))
@@ -243,7 +244,7 @@ class TorchModel:
 
     def _compute(self, step: DeviceStep, is_grouped: bool, tap: LayerHook | None = None) -> Tensor:
         """Compute a step on the device. The operations depend only on the step's arrays and sizes,
-        so a graph can repeat them.
+        so a CUDA graph can repeat them.
         """
         x = self._behind_layers(self._embedded(step), step, is_grouped, tap)
         return self._norm(x, self._weights.norm)
@@ -256,7 +257,7 @@ class TorchModel:
     def _behind_layers(
         self, x: Tensor, step: DeviceStep, is_grouped: bool, tap: LayerHook | None = None
     ) -> Tensor:
-        """Run all layers and return the hidden states of the rows."""
+        """Run all layers and return the hidden states of the rows that need logits."""
         config = self._config
         attends = {window: self._attention(step, config, window) for window in set(config.windows)}
         rotations = {
@@ -285,8 +286,8 @@ class TorchModel:
         attends: Mapping[int, Attend],
         turns: Mapping[str, Tensor],
     ) -> Tensor:
-        """Compute the attention of a layer or of a group of layers; write the keys and values to
-        the cache first.
+        """Write the keys and values of a layer, or of a group of layers, to the cache. Then return
+        the attention output.
         """
         config = self._config
         ((layers, keys, values), layer) = own
@@ -297,8 +298,8 @@ class TorchModel:
         return attends[config.windows[layers.start]](query, keys, values)
 
     def _fed_forward(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
-        """Compute a layer's output from its input and its attention: the output matrix and the
-        feed-forward block.
+        """Return a layer's output: multiply the attention output by the output matrix, add the
+        layer's input `x`, then apply the feed-forward block.
         """
         x = x + self._norm(F.linear(attended, layer.out, layer.out_bias), layer.out_norm)
         gate_up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
@@ -307,10 +308,10 @@ class TorchModel:
         return x + self._norm(F.linear(gated * up, layer.down, layer.down_bias), layer.down_norm)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Apply the root-mean-square norm; without weights, return the rows unchanged.
+        """Apply RMSNorm, or return the rows unchanged if `weight` is None.
 
-        If `weight` has two dimensions, each of its rows belongs to one of several joined layers.
-        Each row then applies to the heads of its layer.
+        A `weight` with two dimensions belongs to several joined layers: each of its rows applies to
+        the heads of one layer.
         """
         if weight is None or weight.dim() == 1:
             return (
@@ -326,11 +327,11 @@ class TorchModel:
 
     @property
     def is_thread_independent(self) -> bool:
-        """Return False: torch adds numbers in an order that depends on the number of threads."""
+        """Return False, because the thread count changes the order in which torch adds numbers."""
         return False
 
     def use_threads(self, threads: int) -> None:
-        """Do nothing, because torch keeps a number of threads for each calling thread."""
+        """Do nothing, because torch keeps a separate thread count for each calling thread."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits for these hidden states: [rows, vocabulary] float32."""
@@ -342,13 +343,13 @@ class TorchModel:
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """Draw one token per row."""
+        """Draw one token per row with the given uniform random numbers."""
         numbers = torch.tensor(uniforms, dtype=torch.float64)
         return sample(logits, sampling, numbers.to(logits.device, non_blocking=True))
 
     @torch.inference_mode()
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Return the log-probability of each row's token under the raw distribution."""
+        """Return the log-probability of each row's token at temperature 1 without filters."""
         values: list[float] = self._logprobs(logits, tokens).tolist()
         return values
 
@@ -356,7 +357,7 @@ class TorchModel:
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """Score one token per row; return also the logits of `kept_rows`."""
+        """Return the log-probability of one token per row, and the logits of `kept_rows`."""
         kept = torch.empty(len(kept_rows), self._config.vocabulary, device=self._device)
         size = max(1, _SCORED_LOGITS // self._config.vocabulary)
         parts = list[Tensor]()
@@ -375,8 +376,8 @@ class TorchModel:
     def _split(
         self, qkv: Tensor, layer: LayerWeights, rotations: Tensor, layers: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split joined rows into query, key and value, each [tokens, heads, head_dim]; rotate query
-        and key.
+        """Split joined rows into query, key and value, each [tokens, heads, head_dim]. Apply the
+        norms of the heads, and rotate query and key.
         """
         config = self._config
         dim = self._config.head_dim
@@ -399,20 +400,24 @@ _Attention = tuple[AttentionGroup, LayerWeights]
 
 
 def _rotations(rope: Rope, rows: int) -> Tensor:
-    """Return the rotations at the first positions as complex numbers, [rows, head_dim / 2]."""
+    """Return the rotations at the first `rows` positions as complex numbers, [variants * rows,
+    head_dim / 2]; see `Rope.angles`.
+    """
     angles = rope.angles(rows)
     return torch.polar(rope.scales.expand_as(angles).contiguous(), angles)
 
 
 def apply_rope(rows: Tensor, rotations: Tensor) -> Tensor:
-    """Rotate all pairs of adjacent features, as a single product of complex numbers."""
+    """Apply a rotary embedding: rotate each pair of adjacent features by a product of complex
+    numbers.
+    """
     pairs = torch.view_as_complex(rows.float().reshape(*rows.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotations).flatten(-2).to(rows.dtype)
 
 
 def _interleaved(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
-    """Reorder the features of query and key so that the two features that are rotated together
-    become adjacent. In the order of transformers, these features lie half a head apart.
+    """Return the layer with the features of query and key reordered, so that features that are
+    rotated together become adjacent. In the order of transformers, they lie half a head apart.
     """
     half = config.head_dim // 2
     rows, order = (part.to(layer.qkv.device) for part in paired_order(config))

@@ -34,11 +34,11 @@ _LONGEST = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The differences between a model type and Llama."""
+    """The properties in which a model family differs from Llama."""
 
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    """The names of four norms: before and after attention, and before and after the feed-forward
-    block. The name is "" if the family has no such norm.
+    """The names of the norms before and after attention, and before and after the feed-forward
+    block. A name is "" if the family has no such norm.
     """
     # whether queries and keys are normalised, and if so, in each head or over all heads together
     head_norms: Literal["none", "each head", "all heads"] = "none"
@@ -105,19 +105,21 @@ class ModelConfig:
 
     @property
     def matrix_weights(self) -> int:
-        """Count the weights in all matrices that multiply one token, including the output head."""
+        """Return the number of weights in all matrices that multiply one token, including the
+        output head.
+        """
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * (attention + mlp) + self.vocabulary * self.hidden_size
 
     @property
     def kv_floats_per_token(self) -> int:
-        """Return the number of floats that the cache stores per token."""
+        """Return how many floats the KV cache stores per token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def part(self, layers: range) -> ModelConfig:
-        """Return the configuration of a model with only these layers. The model has an embedding
-        only if the first layer is among them.
+        """Return the configuration of a model with only these layers. If the first layer is not
+        among them, the vocabulary is 0, because the model has no embedding.
         """
         cut = slice(layers.start, layers.stop)
         vocabulary = 0 if layers.start else self.vocabulary
@@ -146,7 +148,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """The values that a key of config.json may have; with `optional`, null is allowed too."""
+    """The values that a key of config.json may have. With `optional`, null is allowed too."""
 
     kind: Literal["whole number", "number", "true or false", "text", "list", "object"]
     low: float = -math.inf
@@ -165,7 +167,7 @@ class _Value:
         )
 
     def accepts(self, value: object) -> bool:
-        """Return True if the key may have this value."""
+        """Return whether the key may have this value."""
         if value is None:
             return self.optional
         if type(value) not in _KINDS[self.kind]:
@@ -238,19 +240,19 @@ _KEYS: Mapping[str, _Value] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), _FLAG),
     **dict.fromkeys(("use_sliding_window", "use_bidirectional_attention"), _FLAG),
 }
-"""Every key of config.json that atts reads, with its possible values. Other keys are ignored."""
+"""The possible values of every key of config.json that atts reads. Other keys are ignored."""
 _WHOLE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "eos_token_id",
 )  # fmt: skip
-"""The keys that a complete configuration of a Llama model has. If a key is missing, atts lets
-transformers complete the configuration.
+"""The keys that a complete configuration of a Llama model has. If a key is missing, transformers
+fills in the default value.
 """
 
 
 def rope_rows(config: ModelConfig, slots: int) -> int:
-    """Return the number of positions in a table of rotary angles: the context length or the size of
-    the cache, whichever is smaller.
+    """Return the number of positions in the table of rotary angles: the smaller of the context
+    length and the cache size in tokens.
     """
     return min(config.context_length, slots)
 
@@ -309,7 +311,7 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
 
 def read_hf_config(folder: Path, name: str) -> Any:
     """Read and check the configuration of the model in `folder`. The result has the same attributes
-    as a configuration of transformers, but lacks keys that atts does not read.
+    as a configuration of transformers. Keys that atts does not read are ignored.
 
     :raises ModelLoadError: there is no configuration, a value is invalid, the model needs code from
         its folder, or the model is not supported.
@@ -349,11 +351,11 @@ def read_hf_config(folder: Path, name: str) -> Any:
 
 
 def _whole_config(family: str, known: Mapping[str, Any]) -> Any:
-    """Read a complete Llama configuration without importing transformers. Return None if the
+    """Return a complete Llama configuration without importing transformers. Return None if the
     configuration is incomplete or has another family.
 
-    Importing the configurations of transformers also imports torch and its compiler. This would
-    take seconds in every process, although a complete configuration does not need it.
+    Importing the configurations of transformers also imports torch and its compiler, which would
+    take seconds in every process.
     """
     rope = known.get("rope_parameters") or {}
     if (
@@ -400,8 +402,8 @@ def _check(key: str, value: object, keys: Mapping[str, _Value], name: str) -> No
 
 
 def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
-    """Check the parameters of a rotary embedding, and return the parameters that atts reads. If a
-    model has several rotary embeddings, each belongs to one kind of layer.
+    """Check the parameters of a rotary embedding, and return those that atts reads. They may be
+    nested, with one set of parameters for each kind of layer.
     """
     known = dict[str, Any]()
     for key, value in rope.items():
@@ -414,8 +416,8 @@ def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
 
 
 def _problems(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield each property of a model that the local engine does not support, with advice to the
-    user.
+    """Yield a description of each property that the local engine does not support, with advice to
+    the user.
     """
     check = "Check config.json"
     serve = "Serve this model with vLLM"
@@ -502,8 +504,8 @@ def _has_many_ropes(config: Any) -> bool:
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """Return the parameters of the model's rotary embeddings: one for each kind of layer, or a
-    single one for all layers.
+    """Return the sets of parameters of the model's rotary embeddings: one for each kind of layer,
+    or a single one for all layers.
     """
     parameters = config.rope_parameters or {}
     return (

@@ -51,7 +51,7 @@ class LocalOptions:
     threads: int | None = None
 
     def check(self) -> None:
-        """Check that every option is known and possible.
+        """Check that every option has a known and possible value.
 
         :raises OptionError: an option is unknown or impossible.
         """
@@ -76,7 +76,7 @@ class LocalOptions:
 
 
 def check_choices(options: object, **kinds: object) -> None:
-    """Check that each of these options is one of the values of its type.
+    """Check that each of the given options has one of the values of its `Literal` type.
 
     :raises OptionError: an option has another value.
     """
@@ -87,7 +87,7 @@ def check_choices(options: object, **kinds: object) -> None:
 
 
 def check_positive(options: object, *names: str) -> None:
-    """Check that each of these options is None or at least 1.
+    """Check that each of the named options is None or at least 1.
 
     :raises OptionError: an option is not positive.
     """
@@ -102,13 +102,13 @@ WORKSPACE = 1_500_000_000
 captured graphs and activations.
 """
 ITEM_SIZES = {"float32": 4, "bfloat16": 2}
-"""Size of a number in bytes, keyed by the name of the number type."""
+"""Size of one number in bytes, keyed by the name of its data type."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """The bytes of memory that an engine needs, and the number of tokens for which its cache must
-    have room.
+    """The memory that an engine needs: bytes for its weights, bytes per token in its cache, and the
+    smallest cache size in tokens.
     """
 
     weights: int
@@ -119,7 +119,9 @@ class EngineSize:
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str, least: int) -> EngineSize:
-        """Return the size of a model whose numbers are of this type."""
+        """Return the size of a model with this data type, whose cache has room for at least `least`
+        tokens.
+        """
         item = ITEM_SIZES[dtype]
         count = model.matrix_weights
         if not model.ties_embeddings:
@@ -129,7 +131,7 @@ class EngineSize:
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """The GPU on which an engine is placed, and the bytes of memory that the engine takes there."""
+    """The GPU that an engine uses, and the bytes of memory that the engine takes there."""
 
     card: int
     weights: int
@@ -139,8 +141,8 @@ class EngineShare:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The requirements of a run on an engine's cache, and the memory to leave for the other engine
-    of the pair.
+    """The requirements of a run on an engine's cache, and on the memory for the other engine of the
+    pair.
     """
 
     rollouts: int  # number of rollouts in flight at once
@@ -153,24 +155,24 @@ class Room:
 
     @property
     def most_tokens(self) -> int:
-        """Return the largest number of tokens of all rollouts in flight."""
+        """Return the number of tokens if all rollouts in flight reach their largest length."""
         return self.rollouts * self.tokens
 
     @property
     def alone(self) -> Room:
-        """Return these requirements without the other engine."""
+        """Return these requirements without memory for the other engine."""
         return replace(self, other=None)
 
 
 def share_cards(
     sizes: Sequence[EngineSize], cards: Sequence[float], most_tokens: int
 ) -> tuple[EngineShare, ...] | None:
-    """Divide GPUs between engines: one engine, or a draft and its target. `cards` lists the free
-    bytes of each GPU.
+    """Divide the memory of GPUs between engines: one engine, or a draft and its target. `cards`
+    lists the free bytes of each GPU.
 
     With two GPUs, the target gets the first one and the draft the second one. On a single GPU, both
-    caches have room for the same number of tokens, because both models read the same texts. The
-    result is None if there is no room for a single rollout.
+    caches get the same number of tokens, because both models read the same texts. Return None if
+    there is no room for a single rollout.
 
     >>> draft, target = EngineSize(3_600_000_000, 28_672, 18_432), EngineSize(15_200_000_000, 57_344, 18_432)
     >>> [share.tokens for share in share_cards([draft, target], [73.6e9], 64 * 18_432) or ()]
@@ -195,8 +197,8 @@ def _on_card(
 
 
 def cards_for(weights: int, card: float) -> int:
-    """Return the smallest number of GPUs, a power of two, whose memory has room for these weights.
-    Only 90 % of the memory counts.
+    """Return how many GPUs of `card` bytes each are needed for these weights, rounded up to a power
+    of two. Only 90 % of each GPU's memory counts.
     """
     count = 1
     while weights / count > 0.9 * card:

@@ -30,11 +30,11 @@ _BETWEEN = 8
 
 
 def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
-    """Return the number of proposed tokens that are accepted. The target drew `drawn[i]` after the
-    first `i` proposed tokens.
+    """Return how many proposed tokens are accepted. `drawn[i]` is the token that the target drew
+    after the first `i` proposed tokens.
 
-    The tokens to write are `drawn[: accepted_length + 1]`. These are the accepted tokens and one
-    more, because the target has also drawn the token after the accepted ones.
+    The tokens to append are `drawn[: accepted_length + 1]`: the accepted tokens, and the token that
+    the target drew after them.
 
     >>> accepted_length((5, 6, 7), (5, 6, 9, 1)), accepted_length((5, 6), (5, 6, 7)), accepted_length((), (3,))
     (2, 2, 0)
@@ -46,7 +46,7 @@ def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
 
 
 class Proposals:
-    """The proposals of the current step, and the counters of proposed and accepted tokens."""
+    """The proposals for the current step, and counters of proposed and accepted tokens."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class Proposals:
         table: TokenTable | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """Create the proposals of a loop. Without a proposer or a rule for lengths, no tokens are
-        proposed.
+        """Create the proposals of a loop. Tokens are proposed only if both a proposer and a rule
+        for lengths are given.
 
-        `clock` measures the duration of steps. It may be a clock that leaves out time in which
-        other processes used the processor.
+        `clock` measures the duration of steps. It may leave out time in which other processes used
+        the processor.
         """
         self._scheduler = scheduler
         self._proposer = proposer or NoProposer()
@@ -93,8 +93,8 @@ class Proposals:
         self._stats = SpeculationStats()
 
     def propose(self, plan: StepPlan) -> None:
-        """Ask the proposer for the next tokens of each decoding sequence, and add these proposals
-        to the plan. The number of free slots limits the number of tokens.
+        """Ask the proposer for the next tokens of each decoding sequence, and add its proposals to
+        the plan. A proposal has no more tokens than there are cache slots for it.
         """
         if self.is_plain:
             return
@@ -140,8 +140,8 @@ class Proposals:
         self._stats.seconds += self._proposing
 
     def verify(self, sequence: Sequence, drawn: list[int]) -> int:
-        """Return the number of accepted tokens of a sequence's proposal; `drawn` are the target's
-        tokens at the same positions.
+        """Return how many tokens of a sequence's proposal are accepted; `drawn` are the target's
+        tokens at the same positions. If the tokens come from a burst, all of them are kept.
         """
         if sequence.request_id not in self._asked:
             # The sequence had no proposal, so these tokens come from a burst, which merges plain
@@ -156,7 +156,7 @@ class Proposals:
         return accepted
 
     def observed(self, plan: StepPlan) -> None:
-        """Report the step's proposals and its duration in seconds to the rule that chooses the
+        """Report the step's proposals and its duration in seconds to the rule that chooses proposal
         lengths.
         """
         if self.is_plain:
@@ -174,7 +174,7 @@ class Proposals:
         self._ended = self._clock() if self._is_timed else -1.0
 
     def report(self) -> SpeculationStats | None:
-        """Return a copy of the counters; None in plain decoding."""
+        """Return a copy of the speculation counters; None in plain decoding."""
         if self.is_plain:
             return None
         stats = self._stats
@@ -189,7 +189,7 @@ class Proposals:
         )
 
     def _silence(self) -> str:
-        """Return the reason why no token was proposed so far. Return an empty text if a token was
+        """Return the reason why no token was proposed so far. Return an empty string if a token was
         proposed, or if no step could have had a proposal.
         """
         stats = self._stats
@@ -206,8 +206,8 @@ class Proposals:
         return self._proposer.silence()
 
     def give_way(self, plan: StepPlan, *, shorten: bool) -> None:
-        """Remove the proposals from a step that failed. With `shorten`, which means that memory ran
-        out, also make later proposals shorter.
+        """Remove the proposals from a step that failed, so that it can be tried again. With
+        `shorten`, because memory ran out, also limit the length of later proposals.
         """
         self._is_timed = False
         if shorten:
@@ -236,8 +236,8 @@ class Proposals:
             )
 
     def _checked(self, ask: Ask, proposal: TokenProposal) -> TokenProposal:
-        """Cut a proposal to the number of tokens that was requested, and before the first token
-        that is unknown or ends the text.
+        """Cut a proposal to the requested number of tokens, and before the first token that the
+        target lacks or that ends the text.
         """
         tokens = proposal.tokens[: ask.room]
         known = next(
@@ -257,7 +257,7 @@ class Proposals:
 
 
 def ask_of(sequence: Sequence, room: int) -> Ask:
-    """Return the state of a decoding sequence as an `Ask` for the proposer."""
+    """Return the state of a decoding sequence as an `Ask` for up to `room` tokens."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampling requests have tokens to decode"
     assert sequence.uniforms is not None, "only sampling requests have tokens to decode"

@@ -27,7 +27,7 @@ CacheAction = Literal["keep", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits on one step and on the cache."""
+    """Limits on the size of a step and of the cache."""
 
     kv_tokens: int
     max_batch: int
@@ -42,7 +42,7 @@ class SchedulerConfig:
 
 class Scheduler:
     """A scheduler that serves the oldest requests first, for sampling and for scoring alike.
-    Decoding never waits for long prompts, because prompts are fed in chunks.
+    Prompts are fed in chunks, so decoding never waits for a long prompt.
 
     Every request that fits into the context is finished eventually, because younger requests give
     up their slots for older ones. The schedulers of `atts.accel.zoo` override `_candidates`,
@@ -71,13 +71,13 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """Count the requests that are waiting or running."""
+        """Return the number of requests that are waiting or running."""
         return len(self._unfinished)
 
     @property
     def num_locked(self) -> int:
-        """Count the slots that running sequences read or write. All other slots are free, or can be
-        freed by eviction.
+        """Return the number of slots that running sequences read or write. All other slots are
+        free, or can be freed by eviction.
         """
         return max(0, self.store.num_used - self.tree.num_evictable)
 
@@ -101,8 +101,8 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def cancel(self, request_id: int) -> bool:
-        """End a request immediately, and keep its computed tokens in the cache. Return False if the
-        request had ended before.
+        """End a request now, and keep its computed tokens in the cache. Return False if it had
+        already ended.
         """
         sequence = self._unfinished.get(request_id)
         if sequence is None:
@@ -111,8 +111,8 @@ class Scheduler:
         return True
 
     def finish(self, sequence: Sequence, *, cache: CacheAction = "keep") -> None:
-        """End a request. With `cache` "keep", its computed tokens stay in the cache; with "drop",
-        its slots are freed.
+        """End a request. If `cache` is "keep", its computed tokens stay in the prefix tree; if it
+        is "drop", its own slots are freed.
         """
         del self._unfinished[sequence.request_id]
         sequence.is_finished = True
@@ -120,8 +120,8 @@ class Scheduler:
             self._release(sequence, cache=cache)
 
     def shrink(self) -> bool:
-        """Halve the largest number of tokens and sequences per step. If steps cannot get smaller,
-        restore the full size of steps and return False.
+        """Halve the largest number of tokens per step and the number of running sequences. If steps
+        cannot get smaller, restore the full size of steps and return False.
         """
         if self._chunk_tokens <= 1:
             # Steps cannot get smaller, and even such a step failed. So the full size is restored.
@@ -133,7 +133,7 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan:
-        """Admit the requests that fit, then choose the tokens of the next step, oldest requests
+        """Admit waiting requests that fit into the cache, then plan the next step, oldest requests
         first.
         """
         if self._waiting:
@@ -165,18 +165,18 @@ class Scheduler:
         return plan
 
     def _candidates(self) -> list[Sequence]:
-        """Return the sequences that the next step may compute, oldest first."""
+        """Return the running sequences that the next step may compute, oldest first."""
         return self._running.copy()
 
     def _prefill_stop(self, sequence: Sequence, stop: int) -> int:
-        """Return the position, at most `stop`, up to which a request's ids may be fed in this
-        step.
+        """Return the position up to which a request's ids may be fed in this step; it is at most
+        `stop`.
         """
         return stop
 
     def widen(self, sequence: Sequence, count: int) -> int:
         """Reserve slots for up to `count` tokens after a decoding sequence's newest token. Return
-        the number of tokens for which there are slots.
+        how many of these tokens have a slot.
 
         New slots are reserved only while many are free, and no sequence is preempted for them.
         """
@@ -186,8 +186,8 @@ class Scheduler:
         return min(most, sequence.capacity) - sequence.num_computed - 1
 
     def cache_prefix(self, sequence: Sequence) -> PrefixNode:
-        """Add the computed tokens of a sequence to the prefix tree. For tokens that the tree had
-        already, the sequence reads the tree's slots from now on.
+        """Add the computed tokens of a sequence to the prefix tree. For tokens that the tree
+        already had, the sequence frees its own slots and reads the tree's slots.
         """
         row = self.table[sequence.row]
         node = sequence.node
@@ -208,8 +208,8 @@ class Scheduler:
         return match.node
 
     def _admit(self) -> None:
-        """Give rows to waiting sequences, oldest first, as long as there is room. Preempted
-        sequences are among the waiting ones.
+        """Give rows of the slot table to waiting sequences, including preempted ones, oldest first,
+        as long as there is room.
         """
         deferred: list[Sequence] = []
         most = self._config.max_batch
@@ -233,10 +233,11 @@ class Scheduler:
             heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def _match_prefix(self, sequence: Sequence) -> PrefixMatch:
-        """Find the longest cached prefix of a waiting request, up to the first token to score.
+        """Find the longest cached prefix of a waiting request, up to the first token to score. For
+        a scoring request, also load the cached scores.
 
-        Cached scores are not used if the request also draws tokens while scoring, or wants
-        entropies. Such a request needs the distribution at every position.
+        Cached scores are not used if the request also samples tokens or wants entropies. Such a
+        request needs the distribution at every position.
         """
         ids = tuple(sequence.ids)
         root = self.tree.root(sequence.kind)
@@ -249,19 +250,19 @@ class Scheduler:
         return self.tree.match(ids, min(len(ids), sequence.first_scored), root)
 
     def _reachable(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Return the number of a waiting request's ids that will not have to be computed."""
+        """Return how many of a waiting request's ids need not be computed."""
         return match.length
 
     def _num_reusable(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Return the number of a request's tokens that do not have to be computed. If the whole
-        prompt is cached, but its last logits are not, the last token must be computed again.
+        """Return how many of a request's tokens can be read from the cache. If the whole prompt is
+        cached, but its last logits are not, the last token must be computed again.
         """
         is_whole = match.length == min(len(sequence.ids), sequence.first_scored)
         return match.length - (is_whole and self.tree.logits(match.node) is None)
 
     def _try_admit(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Give a waiting request a row with the cached slots of its prefix. Return False if there
-        is not enough room yet.
+        """Give a waiting request a row of the slot table, with the cached slots of its prefix.
+        Return False if there is not enough room yet.
         """
         self.tree.lock(match.node)
         known = self._num_reusable(sequence, match)
@@ -304,11 +305,11 @@ class Scheduler:
         )
 
     def _can_free(self, count: int) -> bool:
-        """Return True if `count` slots are free or can be freed by eviction."""
+        """Return whether `count` slots are free or can be freed by eviction."""
         return self.store.num_free + self.tree.num_evictable >= count
 
     def _should_wait(self, sequence: Sequence, known: int) -> bool:
-        """Return True if the request should wait, because a running sequence will soon compute
+        """Return whether the request should wait, because a running sequence will soon compute
         enough of the same tokens.
         """
         wanted = known + WORTH_WAITING
@@ -323,14 +324,14 @@ class Scheduler:
         )
 
     def _useful_kinds(self, sequence: Sequence) -> set[int]:
-        """Return the values of `Sequence.kind` for which this sequence can read the keys and
-        values.
+        """Return the kinds (`Sequence.kind`) of sequences whose keys and values this sequence can
+        read.
         """
         return {sequence.kind}
 
     def _reserve(self, sequence: Sequence, stop: int) -> bool:
-        """Reserve the slots that a sequence needs for its tokens before position `stop`. If there
-        are not enough slots, preempt the sequence and return False.
+        """Reserve slots for a sequence's tokens before position `stop`. If there are not enough
+        slots, preempt the sequence and return False.
         """
         need = stop - sequence.capacity
         if need <= 0:
@@ -348,12 +349,12 @@ class Scheduler:
         return True
 
     def _has_plenty(self) -> bool:
-        """Return True if `_SLOT_RUN` slots can be freed for every running sequence."""
+        """Return whether `_SLOT_RUN` slots can be freed for every running sequence."""
         return self._can_free(_SLOT_RUN * len(self._running))
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
-        """Free slots until `count` slots are free: first evict cached sequences, then preempt
-        younger sequences, youngest first. Return False if this does not suffice.
+        """Make `count` slots free: first evict cached tokens, then preempt sequences that are
+        younger than `sequence`, youngest first. Return False if this does not suffice.
         """
         if count <= self.store.num_free:
             return True
@@ -369,9 +370,7 @@ class Scheduler:
         return True
 
     def _may_give_way(self, sequence: Sequence) -> bool:
-        """Return True if a running sequence may be preempted now. By default, this is always
-        allowed.
-        """
+        """Return whether a running sequence may be preempted now. By default, it always may."""
         return True
 
     def _evict_until_free(self, count: int) -> bool:
@@ -383,7 +382,7 @@ class Scheduler:
         return self.store.num_free >= count
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Put a running sequence back into the queue. Its generated tokens are kept, and its keys
+        """Put a running sequence back into the queue. It keeps its generated tokens, and its keys
         and values stay in the cache.
         """
         self.num_preempted += 1
@@ -394,8 +393,8 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def _release(self, sequence: Sequence, *, cache: CacheAction) -> None:
-        """Release a sequence's slots and its row in the slot table. With `cache` "keep", its keys
-        and values stay in the cache.
+        """Release a sequence's slots and its row in the slot table. If `cache` is "keep", its keys
+        and values stay in the prefix tree.
         """
         if cache == "keep" and sequence.num_computed > sequence.num_shared:
             self.cache_prefix(sequence)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The state of one sequence, for which a proposer is asked to guess the next tokens."""
+    """The state of one sequence, passed to a proposer that guesses the next tokens."""
 
     key: int  # the request id, which identifies the sequence
     # token ids of the prompt and of the text written so far; a proposer must not change this list
@@ -61,8 +61,8 @@ NOTHING = TokenProposal()
 
 @dataclass(slots=True)
 class OverlapStats:
-    """Counts of a drafter that works while the target computes a step. The drafter guesses the
-    tokens that the target will write, and drafts the tokens that follow.
+    """Counters of a drafter that works while the target computes a step. The drafter guesses the
+    tokens that the target will draw, and drafts the tokens that follow.
     """
 
     hits: int = 0  # number of times that a guess for a sequence was correct, counted per step
@@ -77,8 +77,8 @@ class OverlapStats:
 
     @property
     def silence(self) -> str:
-        """Describe why no guess was correct. Return an empty text if a guess was correct, or if no
-        guess was possible.
+        """Describe why no guess was correct. Return an empty string if a guess was correct, or if
+        no guess was possible.
         """
         if self.hits:
             return ""
@@ -91,19 +91,19 @@ class OverlapStats:
 
 
 class Proposer(Protocol):
-    """A proposer, which guesses the next tokens of sequences. By default, no tokens are guessed.
+    """A proposer, which guesses the next tokens of sequences. The default methods guess nothing.
 
     A wrong guess costs time but never changes the text, because the target draws every token
     itself.
     """
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[TokenProposal]:
-        """Return a proposal for each ask, with at most `room` tokens; proposals may be empty."""
+        """Return one proposal per ask, each with at most `room` tokens. A proposal may be empty."""
         return [NOTHING] * len(asks)
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Receive the number of accepted tokens of a sequence's last proposal; the later tokens of
-        the proposal were dropped.
+        """Receive the number of accepted tokens of a sequence's last proposal. Later tokens of the
+        proposal were dropped.
         """
         return
 
@@ -112,7 +112,7 @@ class Proposer(Protocol):
         return
 
     def overlap(self) -> OverlapStats | None:
-        """Return the counts of a proposer that drafts while the target computes; None for other
+        """Return the counters of a proposer that drafts while the target computes; None for other
         proposers.
         """
         return None
@@ -127,7 +127,7 @@ class NoProposer(Proposer):
 
 
 class Forecast(NamedTuple):
-    """The expected number of tokens of a step, and its expected time in seconds."""
+    """The expected number of tokens that a step writes, and its expected duration in seconds."""
 
     tokens: float
     seconds: float
@@ -142,7 +142,7 @@ class Forecast(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRound:
-    """The numbers of proposed and accepted tokens of one proposal."""
+    """The counts of proposed and accepted tokens in one proposal."""
 
     request_id: int
     proposed: int
@@ -152,27 +152,27 @@ class SpeculationRound:
 
 
 class Lengths(Protocol):
-    """A rule that chooses the number of tokens to propose per sequence and step. By default, the
-    length is 0.
+    """A rule that chooses how many tokens to propose for each sequence in each step. By default, it
+    chooses 0.
 
     The rule may use all facts about a step except the tokens, so that it cannot change the text.
     """
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return True to skip proposals and measurements in this step."""
+        """Return whether to skip proposals and measurements in this step."""
         return False
 
     def choose(self, plan: StepPlan) -> Sequence[int]:
-        """Return for each sequence of `plan.decoding` the largest number of tokens to propose; 0
-        means none.
+        """Return the largest number of tokens to propose for each sequence of `plan.decoding`; 0
+        means no proposal.
         """
         return [0] * len(plan.decoding)
 
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn from a step: from each proposal's result, and from the seconds spent on proposing
-        and on computing.
+        """Learn from a step: from the result of each proposal, and from the seconds spent on
+        proposing and on computing.
 
         Return the forecast that was made for the step; None if there was none.
         """
@@ -180,7 +180,7 @@ class Lengths(Protocol):
 
 
 class NoLengths(Lengths):
-    """The rule of plain decoding, in which no step has proposals."""
+    """The rule of plain decoding, which skips proposals in every step."""
 
     def rests(self, plan: StepPlan) -> bool:
         """Return True, because plain decoding never proposes tokens."""
@@ -189,7 +189,7 @@ class NoLengths(Lengths):
 
 @dataclass(frozen=True, slots=True)
 class FixedLength(Lengths):
-    """A rule that always chooses the same number of proposed tokens."""
+    """A rule that always chooses the same proposal length."""
 
     tokens: int
 
@@ -200,7 +200,7 @@ class FixedLength(Lengths):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counters of proposals, and of accepted tokens at each position in the proposal."""
+    """Counters of proposals, including the accepted tokens at each position in a proposal."""
 
     rounds: int = 0  # number of proposals that were verified; a sequence has at most one per step
     proposed: int = 0
@@ -229,8 +229,8 @@ class SpeculationStats:
     overlap: OverlapStats | None = None
 
     def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:
-        """Add a step to the totals: its forecast, the tokens written, the seconds taken and the
-        number of sequences.
+        """Add a step's forecast and its actual result to the totals. `came` is the number of tokens
+        written and the seconds taken; `sequences` is the step's number of sequences.
         """
         self.expected_tokens += forecast.tokens
         self.expected_seconds += forecast.seconds
@@ -240,7 +240,7 @@ class SpeculationStats:
             self.saved_seconds += forecast.steps * (forecast.plain * came[0] / sequences - came[1])
 
     def add(self, proposed: int, accepted: int) -> None:
-        """Count one more verified proposal."""
+        """Count one more verified proposal, with its number of proposed and of accepted tokens."""
         self.rounds += 1
         self.proposed += proposed
         self.accepted += accepted
@@ -253,7 +253,7 @@ class SpeculationStats:
 
 
 class LayerHook(NamedTuple):
-    """A listener that receives hidden states during a forward pass: those of `logit_rows` after the
+    """A callback for a forward pass, which receives the hidden states of `logit_rows` after the
     first `layers` layers.
     """
 
@@ -262,9 +262,7 @@ class LayerHook(NamedTuple):
 
 
 class Model(Protocol):
-    """The interface of a decoder model, which finds its keys and values through a table of
-    slots.
-    """
+    """The interface of a decoder model that finds its keys and values through a slot table."""
 
     @property
     def device_name(self) -> str:
@@ -273,16 +271,16 @@ class Model(Protocol):
 
     @property
     def is_thread_independent(self) -> bool:
-        """Return whether results have the same bits with any number of threads."""
+        """Return whether results have the same bits for any thread count."""
         ...
 
     def use_threads(self, threads: int) -> None:
-        """Compute with this number of threads from now on."""
+        """Use this number of threads from now on."""
         ...
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """Return the final, normed hidden states of the batch's `logit_rows`: [logits,
-        hidden_size].
+        """Run a step and return the final, normed hidden states of the batch's `logit_rows`:
+        [logits, hidden_size].
         """
         ...
 
@@ -305,24 +303,24 @@ class Model(Protocol):
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """Score one token per row, without computing the logits of all rows at once. Return also
-        the logits of `kept_rows`, which must be in rising order.
+        """Return the log-probability of one token per row, without computing the logits of all rows
+        at once. Return also the logits of `kept_rows`, which must be in ascending order.
         """
         ...
 
 
 class HookedModel(Model, Protocol):
-    """A model that can pass hidden states to a listener during the forward pass."""
+    """A model that can pass hidden states to a callback during the forward pass."""
 
     def forward(self, batch: StepBatch, table: SlotIds, tap: LayerHook | None = None) -> Tensor:
-        """Return the final hidden states as `Model.forward` does; the listener `tap` does not
-        change them.
+        """Return the final hidden states as `Model.forward` does. The callback `tap` receives
+        hidden states but does not change them.
         """
         ...
 
 
 class SlotStore(Protocol):
-    """A store that hands out the slots of the key-value cache, and takes them back."""
+    """An allocator of slots in the KV cache."""
 
     num_slots: int
     num_free: int
@@ -338,13 +336,13 @@ class SlotStore(Protocol):
         ...
 
     def new_table(self, rows: int, width: int) -> SlotIds:
-        """Return a table of slots for `rows` sequences of `width` tokens; all entries are 0."""
+        """Return a slot table for `rows` sequences of up to `width` tokens, filled with 0."""
         ...
 
     def allocate(self, count: int) -> SlotIds:
-        """Hand out `count` slots; the caller must have checked that enough slots are free."""
+        """Allocate `count` slots. The caller must have checked that enough slots are free."""
         ...
 
     def free(self, runs: Sequence[SlotIds]) -> None:
-        """Take back slots that no sequence reads any longer."""
+        """Mark slots as free; no sequence may read them any longer."""
         ...

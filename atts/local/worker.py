@@ -44,11 +44,11 @@ _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME"
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the environment of a worker process, in which waiting threads sleep.
+    """Return the environment variables of a worker process, which make waiting threads sleep.
 
     By default, OpenMP's threads use a core even while they wait. If two engines compute at once,
-    the waiting threads of each engine would make the other engine several times slower. Environment
-    variables that the user has set are kept.
+    the waiting threads of each engine would make the other engine several times slower. Variables
+    that the user has set are kept.
     """
     return {**_PASSIVE, **os.environ}
 
@@ -68,8 +68,8 @@ class OpenLoops:
         self._sent = ShareCores(0, 0)
 
     def register(self, send: Callable[[Command], None]) -> int:
-        """Add a loop, report the new numbers of loops to the other loops, and return the number of
-        open loops.
+        """Add a loop and return the number of open loops. Also report the new numbers of loops to
+        the other loops.
         """
         with self._lock:
             self._requests[send] = set()
@@ -86,14 +86,14 @@ class OpenLoops:
                 self._report()
 
     def begin(self, send: Callable[[Command], None], request_id: int) -> None:
-        """Count a request that the loop is about to get; a loop that has left is ignored."""
+        """Count a request that is about to be sent to a loop. Ignore a loop that has left."""
         with self._lock:
             if send in self._requests:
                 self._requests[send].add(request_id)
                 self._report()
 
     def end(self, send: Callable[[Command], None], request_ids: Iterable[int]) -> None:
-        """Remove requests that the loop has answered, or whose callers were cancelled."""
+        """Stop counting requests that the loop has answered, or whose callers were cancelled."""
         with self._lock:
             if send in self._requests:
                 self._requests[send].difference_update(request_ids)
@@ -122,7 +122,9 @@ class Mailbox:
         self.put: Callable[[Command], None] = self._queue.put
 
     def take(self, *, wait: bool) -> list[Command]:
-        """Return all commands that have arrived; with `wait`, wait for at least one command."""
+        """Return all commands that have arrived. If `wait` is true, first wait for at least one
+        command.
+        """
         commands = [self._queue.get()] if wait else []
         try:
             while True:
@@ -144,12 +146,13 @@ class ThreadWorker:
         self._is_sharing = False
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Start the thread, which loads the model and later delivers the reports.
+        """Start the thread that loads the model, runs the loop, and calls `deliver` with its
+        reports. Return when the model is loaded.
 
         OpenMP keeps helper threads for each thread that ever computed in parallel. With more
         helpers than cores, the helpers sleep between the parts of a step, which makes two threads
-        slower than one. So the caller's thread must never compute, and the model is loaded in the
-        new thread.
+        slower than one. So the caller's thread must never compute, and the new thread loads the
+        model.
 
         :raises EngineError: the model could not be loaded.
         """
@@ -200,11 +203,11 @@ class ThreadWorker:
 
 
 class ProcessWorker:
-    """A worker that runs the loop in a process of its own. It shares no interpreter lock with the
+    """A worker that runs the loop in a child process. It shares no interpreter lock with the
     caller, so two engines really compute in parallel.
 
-    The process is an ordinary child process with pipes, because with `multiprocessing` a user's
-    script would need a `__main__` guard.
+    The child is an ordinary process with pipes, because `multiprocessing` would need a `__main__`
+    guard in the user's script.
     """
 
     in_loop = None
@@ -308,8 +311,8 @@ class LoopWorker(Protocol):
 
     @property
     def in_loop(self) -> int | None:
-        """Count the requests in the loop, including those of other engines; None if the loop serves
-        only one engine.
+        """Return the number of requests in the loop, including those of other engines; None if the
+        loop serves only one engine.
         """
         ...
 
@@ -338,8 +341,8 @@ def new_worker(kind: WorkerKind) -> LoopWorker:
 
 
 def join_loops(config: WorkerConfig, send: Callable[[Command], None]) -> WorkerConfig:
-    """Register a loop that is about to open. Return its configuration, which now contains the
-    number of loops that share the cores.
+    """Register a loop that is about to open, if it shares the cores with others. Return its
+    configuration with the number of loops that share the cores.
     """
     if not config.is_parallel:
         return config
@@ -347,7 +350,7 @@ def join_loops(config: WorkerConfig, send: Callable[[Command], None]) -> WorkerC
 
 
 def _count_request(command: Command, send: Callable[[Command], None]) -> None:
-    """Count the request of a command that is about to be sent to a loop."""
+    """Update a loop's count of requests for a command that is about to be sent to it."""
     match command:
         case Submit(request_id):
             OPEN_LOOPS.begin(send, request_id)
@@ -358,7 +361,7 @@ def _count_request(command: Command, send: Callable[[Command], None]) -> None:
 
 
 def _hand_on(deliver: Deliver, send: Callable[[Command], None], report: LoopReport) -> None:
-    """Count the requests that a loop has answered, then deliver its report."""
+    """Stop counting the requests that a loop has answered, then deliver its report."""
     answered = [reply.request_id for reply in report.replies]
     if 0 in answered:  # a reply with id 0 says that the loop has ended
         OPEN_LOOPS.leave(send)
@@ -380,8 +383,8 @@ def broken(error: BaseException) -> FailureReply:
 
 
 def _write_commands(outbox: Mailbox, stream: IO[bytes]) -> None:
-    """Write commands to a stream, up to the command that closes the loop. All queued commands are
-    sent in one write.
+    """Write commands to a stream, including the command that closes the loop, then close the
+    stream. Commands that are queued together are sent in one write.
     """
     is_open = True
     while is_open:
@@ -446,8 +449,8 @@ def _read_reports(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a child process, and the compiler that it may have started. The child must not have been
-    waited for.
+    """Kill a child process and its process group, which may include a compiler that it started. The
+    child must not have been waited for.
     """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

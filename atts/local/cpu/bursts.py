@@ -23,17 +23,17 @@ waits until the burst ends.
 """
 _MOST_ROWS = 16
 """Largest number of sequences in a burst. A burst ends as soon as one sequence draws a token that
-may end its text. With more sequences, almost every step would draw such a token.
+may end its answer. With more sequences, this would happen in almost every step.
 """
 _SMALL = 1_000_000
-"""Models with more weights than this do not use bursts. In these models, the kernels take most of a
-step's time, so bursts would save little.
+"""Largest number of matrix weights of a model that uses bursts. In larger models, the kernels take
+most of a step's time, so bursts would save little.
 """
 
 
 class MultiStep:
-    """Bursts for native models. A burst draws the same tokens with the same numbers as plain steps,
-    because it uses the same kernels.
+    """Bursts for native models, which compute several steps in one call of the C kernels. A burst
+    draws the same tokens as plain steps, because it uses the same kernels and random numbers.
     """
 
     def __init__(self, model: NativeModel, scheduler: Scheduler, table: TokenTable) -> None:
@@ -50,14 +50,16 @@ class MultiStep:
 
     @classmethod
     def of(cls, model: Model, scheduler: Scheduler, table: TokenTable) -> MultiStep | None:
-        """Return a `MultiStep` if the model is faster with bursts; return None for other models."""
+        """Return a `MultiStep` for a native model that is small enough to gain from bursts, else
+        None.
+        """
         if not isinstance(model, NativeModel) or model.config.matrix_weights > _SMALL:
             return None
         return cls(model, scheduler, table)
 
     def turns(self, plan: StepPlan) -> int:
-        """Return the number of steps to merge into a burst; 1 if a sequence cannot be part of a
-        burst, for example because it filters its distribution.
+        """Return how many steps to merge into a burst; 1 if a sequence rules out a burst, for
+        example because it uses top-k. Also reserve cache slots for the merged steps.
         """
         if plan.size > _MOST_ROWS or plan.ready or not all(map(is_last, plan.prefills)):
             return 1
@@ -74,8 +76,9 @@ class MultiStep:
         return most
 
     def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
-        """Draw the same number of tokens for every sequence; return also the logits after the first
-        step of the burst.
+        """Run a burst and return each sequence's tokens: at most `turns`, and the same number for
+        all. If the step has prefills, return also the logits after the burst's first step; else an
+        empty tensor.
         """
         sequences, temperatures, ends = self._kept
         assert temperatures is not None, "a burst must have more than one step"
@@ -103,8 +106,8 @@ class MultiStep:
         return draws, torch.empty(0) if logits is None else logits[0]
 
     def _settings(self, sequences: list[Sequence]) -> tuple[Tensor | None, NDArray[np.uint8]]:
-        """Return the temperatures of these sequences, and a mask of the tokens that end a burst.
-        The temperatures are None if bursts cannot draw for these sequences.
+        """Return the temperature of each sequence, and a mask of the tokens that end a burst. The
+        temperatures are None if a sequence rules out bursts.
         """
         requests = [each.request for each in sequences if isinstance(each.request, SampleRequest)]
         sampling = batch_sampling(
@@ -125,7 +128,7 @@ def _sequences(plan: StepPlan) -> list[Sequence]:
 
 
 def _following(batch: StepBatch, table: SlotIds) -> StepBatch:
-    """Return the rows of a burst's second step; their tokens are filled in after the first draw."""
+    """Return the batch of a burst's second step; its tokens are filled in after the first draw."""
     return single_rows(
         np.zeros_like(batch.tokens), batch.context_lens.copy(), batch.table_rows, table
     )
@@ -134,8 +137,8 @@ def _following(batch: StepBatch, table: SlotIds) -> StepBatch:
 def _ends(
     table: TokenTable, vocabulary: int, stops: tuple[str, ...], ids: TokenIds
 ) -> NDArray[np.uint8]:
-    """Return a mask of the tokens after which a text may end. These are end tokens, and tokens that
-    contain the last byte of a stop string.
+    """Return a mask of the tokens that may end an answer. They are end tokens, stop tokens, and
+    tokens that contain the last byte of a stop string.
     """
     is_end = np.zeros(vocabulary, dtype=np.uint8)
     last = {stop.encode()[-1] for stop in stops}

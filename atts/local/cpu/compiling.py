@@ -26,21 +26,21 @@ from atts.files import replace_file
 from atts.local.model_config import ModelConfig
 
 Build = Callable[[Path], None]
-"""A function that builds a library and writes it to a path. The path's folder is empty before.
+"""A function that builds a library and writes it to the given path, in an empty folder.
 
 :raises UnsupportedByEngine: the library cannot be built.
 :raises OSError: writing to the disk fails.
 """
 _BUILDING = "atts-build-"
 _STALE_SECONDS = 600.0
-"""Build folders that are older than this many seconds are deleted. A build takes only seconds, so
-the process that made such a folder was killed.
+"""Age in seconds from which build folders are deleted. A build takes only seconds, so a process
+that left such a folder was killed.
 """
 
 
 def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
-    """Return the library with this key from the cache, or build it. Return also a description of
-    any problem with the cache, or an empty text.
+    """Load the library with this key from the cache, or build it. Return also a description of any
+    problem with the cache, or an empty string.
 
     :raises UnsupportedByEngine: the library can neither be loaded nor built.
     :raises OSError: the library cannot be written to any disk.
@@ -59,8 +59,8 @@ def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
 
 
 def _build(key: str, build: Build, folder: Path | None, trouble: str) -> tuple[ctypes.CDLL, str]:
-    """Build the library in a temporary folder, which is deleted afterwards. If this fails in the
-    system's folder for temporary files, try again in the cache's folder.
+    """Build the library in a temporary folder that is deleted afterwards, store it in the cache,
+    and load it. If the system's temporary folder does not work, try again in the cache folder.
     """
     error: OSError | UnsupportedByEngine | None = None
     for place in (None, folder) if folder else (None,):
@@ -79,10 +79,11 @@ def _build(key: str, build: Build, folder: Path | None, trouble: str) -> tuple[c
 
 
 def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
-    """Store a built library in the cache. Return the path from which to load the library, and the
-    reason if it could not be stored.
+    """Store a built library in the cache. Return the path from which to load it, and an error
+    message if writing failed.
 
-    Two processes may build and store the library at the same time.
+    Two processes may store the same library at the same time. Build folders that killed processes
+    left behind are deleted.
     """
     if folder is None:
         return library, ""
@@ -101,8 +102,8 @@ def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
 
 
 def _cache_folder() -> tuple[Path | None, str]:
-    """Return the cache's folder and an empty text; return None and the reason if no folder is
-    usable.
+    """Return the cache folder and an empty string; if the folder cannot be used, return None and
+    the reason.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
@@ -121,8 +122,8 @@ def _cache_folder() -> tuple[Path | None, str]:
 
 
 def _distrust(path: Path) -> str:
-    """Describe why other users could change a path's content. Return an empty text if they
-    cannot.
+    """Describe why a path cannot be trusted, for example because other users can write to it.
+    Return an empty string if it can be trusted.
     """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
@@ -135,7 +136,7 @@ def _distrust(path: Path) -> str:
 
 
 def _damage(path: Path, key: str) -> str:
-    """Describe why a cached library cannot be used; return an empty text if it can."""
+    """Describe why a cached library cannot be used; return an empty string if it can."""
     try:
         if problem := _distrust(path):
             return problem
@@ -147,7 +148,7 @@ def _damage(path: Path, key: str) -> str:
 
 
 def _stale(folder: Path) -> Iterator[Path]:
-    """Find this user's build folders that a killed process left behind."""
+    """Yield this user's build folders that killed processes left behind."""
     for path in folder.glob(f"{_BUILDING}*"):
         with suppress(OSError):
             if not _distrust(path) and path.lstat().st_mtime < time.time() - _STALE_SECONDS:
@@ -190,8 +191,8 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None
 
 
 def tunings() -> tuple[Tuning, ...]:
-    """List the tunings whose code runs on this processor, fastest first. Engines use the first
-    tuning, and tests use all of them.
+    """List the tunings that this processor can run, fastest first. Engines use the first tuning,
+    and tests use all of them.
     """
     has_avx2 = {"avx2", "fma"} <= set(_processor().split())
     return ("native", "avx2", "generic") if has_avx2 else ("native", "generic")
@@ -200,8 +201,8 @@ def tunings() -> tuple[Tuning, ...]:
 def native_library(
     engine: str, config: ModelConfig, tuning: Tuning = "native"
 ) -> tuple[ctypes.CDLL, str]:
-    """Return the compiled kernels from the cache, or compile them. Return also a description of any
-    problem with the cache, or an empty text.
+    """Load the compiled kernels from the cache, or compile them. Return also a description of any
+    problem with the cache, or an empty string.
 
     :raises UnsupportedByEngine: there is no compiler, the build fails, or the kernels do not
         support the head size or the tuning.
@@ -236,7 +237,9 @@ def native_library(
 
 
 def _compile(engine: str, compiler: str, tuning: Tuning, library: Path) -> None:
-    """Compile the library; the compiler's temporary files are in the library's folder too."""
+    """Compile the kernels into the file `library`. The compiler's temporary files go to the same
+    folder.
+    """
     problem = ""
     sources = [str(source) for source in sorted(_SOURCES.glob("*.c"))]
     environment = {**os.environ, "TMPDIR": str(library.parent)}
@@ -256,8 +259,8 @@ def _compile(engine: str, compiler: str, tuning: Tuning, library: Path) -> None:
 
 
 def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
-    """List the sets of compiler and linker flags, in the order in which to try them. Later sets
-    have fewer flags.
+    """Return pairs of compiler flags and linker flags, in the order in which to try them. Later
+    pairs have fewer flags.
     """
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     tuned = {"native": (native,), "avx2": ("-mavx2", "-mfma"), "generic": ()}[tuning]
@@ -269,7 +272,7 @@ def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
 
 
 def _cache_key(compiler: str, tuning: Tuning) -> str:
-    """Return the cache key of a build, a hash of its sources, flags, compiler and processor."""
+    """Return the cache key of a build: a hash of its sources, flags, compiler and processor."""
     sources = [source.read_text(encoding="utf-8") for source in sorted(_SOURCES.iterdir())]
     text = repr(
         (sources, _FLAGS, _flag_sets(tuning), compiler, os.stat(compiler).st_mtime, _processor())
@@ -278,8 +281,8 @@ def _cache_key(compiler: str, tuning: Tuning) -> str:
 
 
 def _processor() -> str:
-    """Return the names of the processor's instruction sets. If the system does not report them,
-    return the processor's name.
+    """Return a string that lists the processor's instruction sets. If the system does not report
+    them, return the processor's name.
     """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []

@@ -40,7 +40,7 @@ from atts.local.seams import LayerHook
 
 
 class PanelKind(IntEnum):
-    """The layout of a packed matrix; each value equals the constant in model.h."""
+    """The storage format of a packed matrix. The values are those of the constants in model.h."""
 
     FULL = 0
     # stored as bfloat16, converted to float32 when read; only for weights that bfloat16 represents
@@ -56,8 +56,8 @@ class _Delta(ctypes.Structure):
 
 
 class PackedAdapter(NamedTuple):
-    """The low-rank matrices that an adapter adds to each layer's four matrices, in the form that
-    the kernels read.
+    """An adapter in the form that the kernels read: the low-rank additions to the four matrices of
+    each layer.
     """
 
     address: int
@@ -65,8 +65,8 @@ class PackedAdapter(NamedTuple):
 
 
 class Packing:
-    """The memory that the kernels read. If several models share this object, weights with equal
-    keys are stored once.
+    """Memory with weights in the form that the kernels read. Models that share a `Packing` store
+    weights with the same key only once.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -80,7 +80,9 @@ class Packing:
         self._kept.append(value)
 
     def pin(self, tensor: Tensor | None, key: Hashable = None) -> int | None:
-        """Keep a tensor alive and return its address; return None if there is no tensor."""
+        """Keep a tensor alive and return the address of its data; return None for None. For a key
+        that was pinned before, return the earlier address.
+        """
         if key is not None and key in self._known:
             return self._known[key]
         address = None if tensor is None else self._add(tensor.contiguous())
@@ -89,7 +91,9 @@ class Packing:
         return address
 
     def pack(self, matrix: Tensor, kind: PanelKind, key: Hashable = None) -> int:
-        """Pack a matrix into panels and return its address."""
+        """Copy a matrix into the kernels' panel layout, and return the address of the copy. For a
+        key that was packed before, return the earlier address.
+        """
         if (known := self._known.get(key) if key is not None else None) is not None:
             return known
         rows, columns = matrix.shape
@@ -104,7 +108,7 @@ class Packing:
         return address
 
     def adapter(self, deltas: Sequence[LowRank | None]) -> PackedAdapter:
-        """Pack the terms that an adapter adds to the matrices of all layers."""
+        """Pack an adapter's additions to the matrices of all layers."""
         found = [
             _Delta(
                 self.pack(low.down, PanelKind.FULL),
@@ -129,7 +133,7 @@ _CHECKED_ROWS = 4096
 
 
 def is_bfloat16(tensor: Tensor) -> bool:
-    """Return whether bfloat16 can represent every number of the tensor."""
+    """Return whether bfloat16 can represent every value of the tensor exactly."""
     # bfloat16 represents a float32 number exactly if the number's last 16 bits are 0. In numpy,
     # combining the bits of all numbers takes a tenth of the time that torch takes to compare the
     # numbers. Blocks of rows save memory.
@@ -144,7 +148,7 @@ INT = ctypes.c_int64
 
 
 def members(names: str, kind: Any) -> list[tuple[str, Any]]:
-    """Return the fields of a C structure: these names, all with the same type."""
+    """Return the field list of a C structure: the names in `names`, all with the same type."""
     return [(name, kind) for name in names.split()]
 
 
@@ -176,7 +180,7 @@ class _Model(ctypes.Structure):
 
 
 class NativeWeights:
-    """The weights of a model in the form that the kernels read."""
+    """The weights of a model, packed into the form that the kernels read."""
 
     def __init__(
         self,
@@ -187,8 +191,8 @@ class NativeWeights:
         keys: Sequence[str],
         group: int,
     ) -> None:
-        """Pack the weights. `keys` has a key for the embedding, for the halves of each layer, and
-        for the head. Parts with equal keys are packed only once, and share their memory.
+        """Pack the weights. `keys` has one key for the embedding, one for each half of each layer,
+        and one for the head. Parts with the same key are packed only once, and share their memory.
         """
         self._config = config
         self._packing = packing
@@ -200,9 +204,9 @@ class NativeWeights:
         self.exact, self.grouped = self._describe(weights, rope_rows(config, cache.shape[2]))
 
     def _describe(self, weights: Weights, rows: int) -> tuple[_Model, _Model]:
-        """Fill in two descriptions of the model for the kernels: with normal attention and with
-        grouped attention. Grouped attention computes all attentions of a group at the group's first
-        layer.
+        """Return two descriptions of the model for the kernels: with normal attention and with
+        grouped attention. Grouped attention computes the attention of all layers in a group at the
+        group's first layer.
         """
         config = self._config
         packing = self._packing
@@ -240,7 +244,9 @@ class NativeWeights:
         return model, other
 
     def add_pairs(self, weights: Weights) -> None:
-        """Pack the matrices a second time, for rows that are rounded to bfloat16."""
+        """Pack all matrices a second time as bfloat16, to multiply rows that are rounded to
+        bfloat16.
+        """
         for own, layer in zip(self._layers, weights.layers, strict=True):
             for name in _PACKED.split():
                 setattr(
@@ -261,8 +267,8 @@ class NativeWeights:
     def _attending_at_once(
         self, group: AttentionGroup, weights: Sequence[LayerWeights], layers: Sequence[_Layer]
     ) -> list[_Layer]:
-        """Return the layers of a group; the first layer computes the attention of all heads of the
-        group.
+        """Return copies of a group's layers in which the first layer computes the attention of the
+        whole group.
         """
         if len(layers) == 1:
             return list(layers)
@@ -283,7 +289,9 @@ class NativeWeights:
         return merged
 
     def _fill_half(self, own: _Layer, half: int, layer: LayerWeights, key: str) -> None:
-        """Fill in the weights of one half of a layer: its attention or its feed-forward block."""
+        """Fill in the weights of one half of a layer: attention (half 0) or the feed-forward block
+        (half 1).
+        """
         packing = self._packing
         packed, plain = _HALVES[half]
         matrices = {name: getattr(layer, name) for name in packed.split()}
@@ -296,7 +304,7 @@ class NativeWeights:
         setattr(own, ("attention_bf16", "mlp_bf16")[half], int(is_bf16))
 
     def _place(self, own: _Layer, group: AttentionGroup) -> None:
-        """Set the number of heads that attend in a layer, and the addresses of their keys and
+        """Set how many heads a layer computes, and the memory addresses of the group's keys and
         values.
         """
         config = self._config
@@ -316,7 +324,7 @@ class NativeWeights:
 
 
 def _key(content: str, name: str) -> tuple[str, str] | None:
-    """Return the key of one tensor of a model's part; None if the part has no key."""
+    """Return the `Packing` key of one tensor in a part of a model; None if the part has no key."""
     return (content, name) if content else None
 
 
@@ -330,8 +338,8 @@ _ARRAYS = tuple(
 
 
 def _address(array: NDArray[Any]) -> int:
-    """Return the address of an array's data. This takes half the time of `array.ctypes.data`, which
-    a small step would call a dozen times.
+    """Return the memory address of an array's data. This takes half the time of
+    `array.ctypes.data`, which matters because a small step needs a dozen addresses.
     """
     return torch.from_numpy(array).data_ptr()
 
@@ -355,13 +363,13 @@ def _floats(rows: int, columns: int) -> _Floats:
 
 
 class Segment(ctypes.Structure):
-    """A range of a step's rows, and a range of its logit rows, to which one adapter applies."""
+    """A range of a step's rows, and a range of its logit rows, that use the same adapter."""
 
     _fields_ = [*members("first_row last_row first_logit last_logit", INT), ("deltas", POINTER)]
 
 
 class Adapted(NamedTuple):
-    """The segments of a step that have an adapter, and the largest rank among these adapters."""
+    """The segments of a step that use an adapter, and the largest rank of their adapters."""
 
     segments: ctypes.Array[Segment]
     rank: int
@@ -410,8 +418,8 @@ class _Sampling(ctypes.Structure):
 
 
 class AheadBatch(NamedTuple):
-    """A batch of sequences that draw several tokens each, without top-k, top-p or min-p. Sequences
-    that draw the most tokens come first.
+    """A batch in which each sequence draws several tokens, without top-k, top-p or min-p. Sequences
+    that draw more tokens come first.
     """
 
     # batch of the first turn: the tokens of each sequence that have not been fed yet; the
@@ -432,8 +440,8 @@ class NativeModel:
     """A model that runs its steps with the C kernels, in float32 on a CPU. Its cache has the same
     layout as that of the torch model.
 
-    Weights whose values are all bfloat16 numbers are stored in that type. This halves the memory that
-    is read, and changes no value.
+    Weights that bfloat16 represents exactly are stored as bfloat16. This halves the memory that is
+    read, and changes no value.
     """
 
     def __init__(
@@ -451,14 +459,14 @@ class NativeModel:
         rounds_scores: bool = False,
     ) -> None:
         """Create the model. `allocate` makes the buffers of a step, and may raise MemoryError.
-        `group` is the largest number of layers whose attentions may be computed together; see
+        `group` is the largest number of layers whose attention may be computed together; see
         `is_grouped`.
 
-        With `rounds_scores`, rows for scoring are rounded to bfloat16 before matrix products; the
-        processor must support such products.
+        With `rounds_scores`, rows of scoring requests are rounded to bfloat16 before they are
+        multiplied by matrices; the processor must have bfloat16 instructions.
 
-        Models that share a `packing` store equal parts once. Parts are the embedding, the halves of
-        each layer and the head; `keys` name their contents.
+        Models that share a `packing` store equal parts once. The parts are the embedding, the two
+        halves of each layer and the head. `keys` has a key for each part.
         """
         self._library = library
         self._config = config
@@ -498,7 +506,7 @@ class NativeModel:
 
     @property
     def config(self) -> ModelConfig:
-        """Return the model's shape."""
+        """Return the model's configuration."""
         return self._config
 
     @property
@@ -510,11 +518,11 @@ class NativeModel:
 
     @property
     def is_thread_independent(self) -> bool:
-        """Return True: each number is summed by one thread, in a fixed order."""
+        """Return True, because one thread computes each sum, always in the same order."""
         return True
 
     def use_threads(self, threads: int) -> None:
-        """Compute with `threads` threads from now on; the results stay the same to the bit."""
+        """Use `threads` threads from now on; this does not change any bit of the results."""
         if threads == self._threads:
             return
         self._threads = threads
@@ -523,8 +531,8 @@ class NativeModel:
         self._step.scratch = self._scratch.ctypes.data
 
     def forward(self, batch: StepBatch, table: SlotIds, tap: LayerHook | None = None) -> Tensor:
-        """Return the final, normed hidden states of the batch's `logit_rows`: [logits,
-        hidden_size].
+        """Run a step and return the final, normed hidden states of the batch's `logit_rows`,
+        [logits, hidden_size].
         """
         hidden = np.empty((len(batch.logit_rows), self._config.hidden_size), dtype=np.float32)
         if tap is not None:
@@ -548,9 +556,9 @@ class NativeModel:
     ) -> _Step:
         """Prepare a step that `run` computes in parts.
 
-        `rows` are two arrays: the states of all tokens, and the states of the batch's `logit_rows`.
-        Parts change both arrays in place; the last layer computes only the `logit_rows` to its end.
-        Rows in the segments of `adapted` get the terms of their adapters.
+        `rows` are two arrays: the hidden states of all tokens, and those of the batch's
+        `logit_rows`. Parts change both arrays in place; the last layer is completed only for the
+        `logit_rows`. Rows in the segments of `adapted` also get the additions of their adapters.
         """
         self._grow_buffers(len(batch.tokens))
         step = _Step.from_buffer_copy(self._step)
@@ -565,8 +573,8 @@ class NativeModel:
         return step
 
     def run(self, step: _Step, parts: Ints) -> None:
-        """Compute parts of a prepared step; each part takes some rows through some units of a
-        model. `parts` is [parts, 11], with the fields of `Part` in `model.h`.
+        """Compute parts of a prepared step. Each part takes a range of rows through a range of a
+        model's units. `parts` is [parts, 11], with the fields of `Part` in `model.h`.
 
         The units of a model are its embedding (unit 0), two halves of each layer, and its last
         norm.
@@ -596,7 +604,9 @@ class NativeModel:
         units: tuple[int, int],
         adapted: Adapted = _UNADAPTED,
     ) -> None:
-        """Compute some units of the model for all rows of a step and for its `logit_rows`."""
+        """Compute the model's units from `units[0]` up to, but not including, `units[1]`, for all
+        rows of a step. The arrays in `rows` change in place.
+        """
         step = self.prepare(batch, table, rows, adapted)
         x, hidden = rows
         all_ = 0, len(x), 0, len(batch.table_rows), 0, len(hidden)
@@ -609,12 +619,12 @@ class NativeModel:
         logits: Tensor | None = None,
         logprobs: _Floats | None = None,
     ) -> NDArray[np.int64]:
-        """Draw several tokens for each sequence and return them, [turns, sequences]. Each drawn
-        token is fed to draw the next token.
+        """Draw several tokens for each sequence, feeding each token before drawing the next. Return
+        the tokens, [turns, sequences].
 
-        If `logits` is given, [turns, sequences, vocabulary], it receives the logits of each draw.
-        If `logprobs` is given, [turns, sequences], it receives the log-probability of each token
-        under the raw distribution.
+        If `logits` is given, [turns, sequences, vocabulary], the logits of each draw are written to
+        it. If `logprobs` is given, [turns, sequences], the tokens' log-probabilities at temperature
+        1 without filters are written to it.
         """
         count = len(ahead.temperatures)
         vocabulary = self._config.vocabulary
@@ -652,8 +662,8 @@ class NativeModel:
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """Score one token per row, one block of rows at a time. Return also the logits of
-        `kept_rows`.
+        """Return the log-probability of one token per row, and the logits of `kept_rows`. The rows
+        are computed in blocks, to save memory.
         """
         vocabulary = self._config.vocabulary
         block = min(len(tokens), self._row_block)
@@ -682,8 +692,8 @@ class NativeModel:
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """Draw one token per row. Rows with top-k, top-p or min-p are drawn by torch. A row's token
-        does not depend on the other rows.
+        """Draw one token per row. Torch draws for rows with top-k, top-p or min-p, and the kernels
+        draw for the others. A row's token does not depend on the other rows.
         """
         numbers = np.array(uniforms, dtype=np.float64)
         filtered = filtered_rows(sampling, logits.shape[-1])
@@ -706,7 +716,7 @@ class NativeModel:
     def _sample(
         self, logits: Tensor, temperatures: Tensor, numbers: NDArray[np.float64]
     ) -> SampledTokens:
-        """Draw one token per row without top-k, top-p or min-p."""
+        """Draw one token per row with the kernels, without top-k, top-p or min-p."""
         tokens = torch.empty(len(logits), dtype=torch.int64)
         logprobs = torch.empty(len(logits))
         drawing = self._drawing(logits, temperatures, numbers, tokens)
@@ -717,7 +727,9 @@ class NativeModel:
     def _drawing(
         self, logits: Tensor, temperatures: Tensor, uniforms: NDArray[np.float64], tokens: Tensor
     ) -> _Sampling:
-        """Describe a draw to the kernels, which will write the drawn tokens to `tokens`."""
+        """Return the C structure that describes a draw. The kernels write the drawn tokens to
+        `tokens`.
+        """
         return _Sampling(
             num_rows=len(temperatures),
             vocabulary=logits.shape[-1],
@@ -729,7 +741,7 @@ class NativeModel:
         )
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Return the log-probability of each row's token under the raw distribution."""
+        """Return the log-probability of each row's token at temperature 1 without filters."""
         rows, vocabulary = logits.shape
         targets = np.array(tokens, dtype=np.int64)
         logprobs = np.empty(rows, dtype=np.float32)
@@ -740,7 +752,7 @@ class NativeModel:
         return values
 
     def _grow_buffers(self, tokens: int) -> None:
-        """Make buffers for a step with this number of tokens. Buffers grow and never shrink."""
+        """Make the buffers large enough for a step with this many tokens. Buffers never shrink."""
         if tokens <= self._capacity:
             return
         config = self._config
@@ -770,8 +782,8 @@ class NativeModel:
 
 
 def unknown_parts(config: ModelConfig) -> str:
-    """Describe the parts of a model that the kernels do not support; return an empty text if all
-    are supported.
+    """List the features of a model that the kernels do not support, separated by commas. Return an
+    empty string if all are supported.
     """
     parts = {
         "soft limits of scores and logits": config.attention_cap or config.logit_cap,

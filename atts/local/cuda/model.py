@@ -29,10 +29,10 @@ def cuda_model(
     graphs: Graphs = "auto",
     group: int = 1,
 ) -> tuple[TorchModel, str]:
-    """Make the model with the fastest methods that this GPU and its software support. Return also a
-    note to the user if the paged attention kernel cannot be used.
+    """Build the torch model with the fastest methods that this GPU and its software support. Return
+    also a note to the user if the paged attention kernel cannot be used, else an empty string.
 
-    :param group: largest number of layers whose attentions may be computed together; see
+    :param group: largest number of layers whose attention may be computed together; see
         `TorchModel.is_grouped`.
     """
     capture = cuda_capture() if graphs == "auto" else None
@@ -57,8 +57,8 @@ def cuda_model(
 
 
 def paged_attention(config: ModelConfig, cache: Tensor, group: int = 1) -> tuple[MakeAttend, int]:
-    """Return the attention kernel and its largest number of rows per block. The kernel is first
-    compared with gathered attention, for single layers and for the model's groups of up to `group`
+    """Return the attention kernel and the largest number of rows per block that it supports. First
+    compare its output with torch's attention, for single layers and for groups of up to `group`
     layers.
 
     :raises Exception: the kernel cannot be used; the type of error depends on the installed software.
@@ -87,8 +87,8 @@ def disagreement(
     window: int,
     form: tuple[int, int] = (1, 1),
 ) -> float:
-    """Return the largest difference between an attention kernel and gathered float32 attention; NaN
-    if any difference is NaN.
+    """Return the largest difference between an attention kernel's output and float32 attention in
+    torch, on random data. Return NaN if any difference is NaN.
 
     :param form: the number of layers that attend together, and the number of layers whose keys and
         values lie next to each other in the cache.
@@ -121,7 +121,7 @@ def disagreement(
 
 
 def _spans(counts: tuple[int, ...], firsts: tuple[int, ...]) -> StepBatch:
-    """Return a batch with `counts` tokens per sequence, starting at the positions `firsts`."""
+    """Return a test batch in which sequence i has `counts[i]` tokens, the first at `firsts[i]`."""
     sizes = np.array(counts, dtype=np.int64)
     rows = np.zeros(sum(counts), dtype=np.int64)
     return StepBatch(
@@ -138,8 +138,8 @@ def _spans(counts: tuple[int, ...], firsts: tuple[int, ...]) -> StepBatch:
 
 
 def cuda_capture() -> Capture:
-    """Return a function that captures CUDA graphs. All graphs share one pool of memory. The work of
-    each graph runs once before its capture.
+    """Return a function that captures CUDA graphs, all in one memory pool. The function runs the
+    work of each graph once before it captures it.
     """
     pool = torch.cuda.graph_pool_handle()
 

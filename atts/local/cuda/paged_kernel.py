@@ -113,7 +113,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 class PagedAttention:
-    """The attention of one step for the layers that share one window."""
+    """Attention over the paged cache in one step, for all layers with the same window."""
 
     def __init__(self, step: DeviceStep, config: ModelConfig, window: int) -> None:
         (blocks,) = step.classes
@@ -122,7 +122,7 @@ class PagedAttention:
         self._config = config
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the attention of these queries: [rows, heads * head_dim]."""
+        """Return the attention output for these queries: [rows, heads * head_dim]."""
         rows, heads, dim = query.shape
         parts = self._parts(keys.shape[1])
         out = torch.empty(parts, rows, heads, dim, dtype=torch.float32, device=query.device)
@@ -132,7 +132,9 @@ class PagedAttention:
         return whole.to(query.dtype).view(rows, heads * dim)
 
     def _parts(self, kv_heads: int) -> int:
-        """Return the number of parts into which the context is split for parallel work."""
+        """Return how many parts to split the context into, so that the GPU has enough parallel
+        work.
+        """
         size = self._blocks.size
         programs = size.blocks * kv_heads
         wanted = min(_MOST_PARTS, _PROGRAMS // max(1, programs), size.length // 128)

@@ -32,10 +32,10 @@ _TOO_LARGE = (
 _KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR")
 """The environment variables that the child process inherits."""
 _MARK = "CONTINUE-FROM-HERE "
-"""A text that is added to the end of an unfinished message. In the rendered text, it shows where
-the message ends.
+"""A string that is added to the end of an unfinished message before rendering. Its position in the
+rendered text shows where the message ends.
 
-The text ends with a space, so that atts notices if the template removes spaces at the ends of
+The string ends with a space, so that atts notices if the template removes spaces at the ends of
 messages.
 """
 
@@ -50,8 +50,8 @@ class TemplateError(Exception):
 def render(
     template: str, messages: Rows, special_tokens: Mapping[str, str], *, is_open: bool
 ) -> str:
-    """Render a conversation with a template in this process. This is safe only for harmless
-    templates.
+    """Render a conversation with a template in this process. Use this only for templates that are
+    known to be harmless.
 
     If `is_open` is true, the text ends inside the last message, so that a model can continue it. If
     `is_open` is false, the text ends where the assistant's turn begins.
@@ -82,16 +82,16 @@ def render(
 
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> Any:
-    """Compile a template with the Jinja extensions and functions that templates of Hugging Face
-    models use.
+    """Compile a template, with the Jinja extensions and functions that chat templates of Hugging
+    Face models use.
     """
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """A Jinja extension that renders the content of `{% generation %}` blocks unchanged; the
-        blocks only mark the assistant's text.
+        """A Jinja extension that renders the content of `{% generation %}` blocks unchanged,
+        because these blocks only mark the assistant's text.
         """
 
         tags = {"generation"}
@@ -145,7 +145,8 @@ class TemplateProcess:
     def render(
         self, template: str, messages: Rows, special_tokens: Mapping[str, str], *, is_open: bool
     ) -> str:
-        """Render a conversation like the function `render`, but in the child process.
+        """Render a conversation in the child process, with the same result as the function
+        `render`.
 
         :raises TemplateError: the template raises, or exceeds the limits on time, memory or text.
         """
@@ -183,9 +184,9 @@ class TemplateProcess:
 
 @lru_cache(maxsize=16)
 def is_plain(template: str) -> bool:
-    """Return True if the template does nothing but write its messages one after another.
+    """Return whether the template only writes its messages one after another.
 
-    The time and memory of such a template grow only with the messages, so the template can be
+    The time and memory that such a template needs grow only with the messages, so it can be
     rendered without the child process.
 
     >>> is_plain("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"), is_plain("{{ 'x' * 10 ** 10 }}")
@@ -242,8 +243,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _serve(seconds: float) -> None:
-    """Answer rendering requests. Each request is a line of standard input, and each answer is a
-    line of output.
+    """Answer rendering requests until standard input ends. Each request is a line of standard
+    input, and each answer is a line of standard output.
     """
     # Compiling an empty template imports Jinja before the limits apply.
     _compiled("")

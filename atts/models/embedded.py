@@ -16,8 +16,8 @@ Embedded = Literal["draft", "target"]
 EMBEDDED: Final[tuple[Embedded, ...]] = get_args(Embedded)
 """The names of the embedded models; they share one tokenizer."""
 Drafter = Literal["deep"]
-"""The name of a small model with eight narrow layers, which proposes tokens for the embedded
-target. It has the same tokenizer as the target.
+"""The name of a third embedded model, a small drafter with eight narrow layers. It proposes tokens
+for the embedded target, and has the same tokenizer as the target.
 """
 
 _FILES = (
@@ -31,8 +31,8 @@ _FILES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The size and the cost per token of an embedded model. Both are known before the model is
-    loaded.
+    """The size of an embedded model and its cost per token, which are known without loading the
+    model.
     """
 
     name: Embedded
@@ -78,9 +78,7 @@ def path(name: Embedded | Drafter) -> Path:
 
 
 def scores_path() -> Path:
-    """Return the path of the stored scores of the embedded models, which were measured on the
-    calibration split.
-    """
+    """Return the path of the file with the embedded models' scores on the calibration split."""
     return Path(str(resources.files("atts.models"))) / "scores.json"
 
 

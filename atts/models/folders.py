@@ -13,7 +13,7 @@ from typing import Any, Literal
 from atts.errors import ModelLoadError, UnsupportedByEngine
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Patterns for the files of a model's tokenizer and configuration."""
+"""Glob patterns of the tokenizer and configuration files of a model."""
 WEIGHT_FILES = ("*.safetensors",)
 NO_TEMPLATE = "Use the model's instruct version, or add chat_template.jinja to its folder"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -37,15 +37,15 @@ _PUBLISHED = {
         "Xenova/gpt-4o",
     }
 }
-"""For each model type: references to remote code that atts accepts, because transformers itself
-contains the same classes.
+"""References to remote code that atts accepts, keyed by model type. Transformers itself contains
+these classes.
 """
 
 
 def find_tokenizer(model: str, name: str) -> Path:
     """Return the folder with a model's tokenizer.
 
-    If `model` is not a folder, it is a hub id, whose files are downloaded.
+    If `model` is not a folder, it is taken as a hub id, and the tokenizer files are downloaded.
 
     :raises ModelLoadError: `model` is neither a folder nor a hub id that can be downloaded.
     """
@@ -58,8 +58,8 @@ def find_tokenizer(model: str, name: str) -> Path:
 def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK) -> Path:
     """Return the folder of a model.
 
-    If `model` is not a folder, it is a hub id. Then only the files that match the patterns in
-    `files` are downloaded.
+    If `model` is not a folder, it is taken as a hub id. Only the files that match the patterns in
+    `files` are then downloaded.
 
     :raises ModelLoadError: `model` is neither a folder nor a hub id that can be downloaded.
     """
@@ -81,7 +81,7 @@ def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK
 
 
 def read_object(path: Path, name: str) -> dict[str, Any]:
-    """Read the JSON object in a file of a model folder.
+    """Read a file of a model folder that contains one JSON object.
 
     :raises ModelLoadError: the file contains no JSON object, or is larger than such a file can be.
     """
@@ -99,8 +99,8 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
 
 
 def checkpoint_dtype(folder: Path, name: str) -> Literal["float32", "bfloat16"]:
-    """Return the data type in which a model's weights lose no digits: bfloat16 if config.json names
-    it, float32 otherwise.
+    """Return the data type in which to load a model's weights: bfloat16 if config.json names it,
+    else float32, which also represents float16 weights exactly.
 
     :raises ModelLoadError: config.json cannot be read.
     """
@@ -110,7 +110,7 @@ def checkpoint_dtype(folder: Path, name: str) -> Literal["float32", "bfloat16"]:
 
 
 def refuse_code(folder: Path, name: str) -> None:
-    """Raise an error if a model folder contains code, or if its configuration names code to run.
+    """Raise an error if a model folder contains code, or if its configuration refers to code.
 
     :raises ModelLoadError: the folder names or contains model code, or contains pipes or devices
         (reading them could take forever).
@@ -145,8 +145,8 @@ def refuse_code(folder: Path, name: str) -> None:
 
 
 def refuse_ids(folder: Path, name: str) -> None:
-    """Raise an error if a tokenizer has an impossibly high id. The tokenizer's library would
-    allocate memory for all lower ids.
+    """Raise an error if a tokenizer has an impossibly high token id, because the tokenizers library
+    would allocate memory for all lower ids.
 
     :raises ModelLoadError: an id is higher than in any real vocabulary.
     """
@@ -185,7 +185,8 @@ def template_of(folder: Path) -> str | None:
 
 
 def refuse_gguf(folder: Path, name: str) -> None:
-    """Raise an error if the only weights in a folder are a GGUF file, which atts cannot load.
+    """Raise an error if a folder has a GGUF file and no config.json, because atts cannot load GGUF
+    files.
 
     :raises ModelLoadError: the folder has only GGUF weights; the message says how to make a folder
         that can be loaded.
@@ -206,7 +207,7 @@ def refuse_gguf(folder: Path, name: str) -> None:
 
 
 def require_template(folder: Path, name: str) -> None:
-    """Raise an error if a model folder has no chat template, before any weights are loaded.
+    """Raise an error if a model folder has no chat template. This check loads no weights.
 
     :raises UnsupportedByEngine: the folder contains no chat template.
     :raises ModelLoadError: the folder has a GGUF file but no other model.
@@ -224,7 +225,7 @@ def require_template(folder: Path, name: str) -> None:
 
 
 def weight_files(folder: Path, name: str) -> list[Path]:
-    """Return the model's safetensors files. All files that the index names must exist.
+    """Return the model's safetensors files, and check that all files that the index lists exist.
 
     :raises ModelLoadError: files are missing, the index is damaged, or the weights are pickled.
     """
@@ -252,8 +253,8 @@ def weights_marks(files: Sequence[Path]) -> tuple[str, str]:
 
 
 def _mark(files: Sequence[Path], digest_size: int, pieces: int) -> str:
-    """Return a hash of each file's size and content. From each file, only `pieces` evenly spread
-    blocks of 64 KiB are read.
+    """Return a hash of the sizes of the files and of samples of their content. From each file,
+    `pieces` evenly spread blocks of 64 KiB are read.
     """
     mark = blake2b(digest_size=digest_size)
     for path in files:
@@ -267,7 +268,7 @@ def _mark(files: Sequence[Path], digest_size: int, pieces: int) -> str:
 
 
 def read_end_ids(folder: Path, name: str, default: object) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a text, as generation_config.json lists them, or else
+    """Return the ids of the end tokens: those in generation_config.json, or else those in
     `default`.
 
     :raises ModelLoadError: generation_config.json is damaged, or its entries are not ids.
@@ -310,7 +311,7 @@ def _auto_map_entries(folder: Path, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _values_of(value: object, key: str) -> Iterator[Any]:
-    """Yield all values of a key in nested JSON data, including the inner levels."""
+    """Yield the value of every entry with this key in nested JSON data."""
     pending = [value]
     while pending:
         part = pending.pop()

@@ -58,7 +58,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A measurement of how a model's output changes if some of its blocks are replaced.
+    """A measurement of how much a model's output changes if some of its blocks are replaced.
 
     The change is measured on solutions that the original model wrote.
     """
@@ -116,9 +116,10 @@ class StoredModel:
 
 
 class TensorFile(NamedTuple):
-    """A safetensors file, with the name that each of the model's tensors has in the file.
+    """A safetensors file, with the names that the model's tensors have in this file.
 
-    `names` is None if the file uses the model's own names.
+    `names` maps each of the model's own tensor names to the name in the file; None means that the
+    names are the same.
     """
 
     path: Path
@@ -126,9 +127,8 @@ class TensorFile(NamedTuple):
 
 
 def tensor_files(folder: Path, name: str) -> list[TensorFile]:
-    """List the files with the weights of the model in `folder`.
-
-    These are the model's own files, or the block files of its zoo.
+    """List the safetensors files with the weights of the model in `folder`: the model's own files,
+    or the block files of its zoo.
 
     :raises ModelLoadError: a file is missing, or its list of tensors is damaged.
     """
@@ -146,7 +146,7 @@ def tensor_files(folder: Path, name: str) -> list[TensorFile]:
 
 
 def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
-    """Return True if the models in two folders belong to one zoo and share a block.
+    """Return whether the models in two folders belong to one zoo and share a block.
 
     If `as_deep` is true, the models must also have the same number of layers.
 
@@ -162,7 +162,8 @@ def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
 
 
 def unit_digests(folder: Path, num_layers: int) -> list[str]:
-    """Return the digests of a stored model's 2 * layers + 2 blocks, in the order of computation.
+    """Return the digests of a stored model's blocks in the order of computation: the embedding, two
+    blocks per layer, and the head.
 
     :raises ZooError: the manifest cannot be read.
     """
@@ -271,7 +272,7 @@ def check_schema(zoo: Path) -> None:
 
 
 def block_path(zoo: Path, digest: str) -> Path:
-    """Return the path of the file of the block with this digest in a zoo."""
+    """Return the path of the file in which a zoo stores the block with this digest."""
     return zoo / BLOCKS / f"{digest}.safetensors"
 
 
@@ -288,7 +289,7 @@ def file_digest(path: Path) -> str:
 
 
 def content_digest(*parts: bytes | memoryview | mmap) -> str:
-    """Return the digest of the given bytes; the file of a block is named by the digest of its
+    """Return the digest of the given bytes, joined. A block's file is named after the digest of its
     content.
     """
     mark = blake2b(digest_size=20)

@@ -26,7 +26,8 @@ from atts.models.folders import (
 
 
 class ModelTokenizer:
-    """A tokenizer for which decode(a + b) is equal to decode(a) followed by decode(b).
+    """A tokenizer that decodes the parts of a text independently: decode(a + b) is decode(a)
+    followed by decode(b).
 
     The only exception is a character whose bytes are split between a and b: each half decodes to a
     replacement character.
@@ -71,14 +72,14 @@ class ModelTokenizer:
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens."""
+        """Return the text of `ids`, leaving out special tokens."""
         pieces = self.pieces
         return b"".join([pieces[index] for index in ids if index < len(pieces)]).decode(
             "utf-8", "replace"
         )
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """Return the ids of a conversation, ending where the assistant's turn begins.
+        """Return the token ids of a conversation, up to where the assistant's turn begins.
 
         If the last message is the assistant's, the ids end inside this message, so that the model
         can continue it.
@@ -115,8 +116,8 @@ class ModelTokenizer:
 
 
 class StopMatcher:
-    """A search for stop strings in a text that arrives in pieces. A piece may end in the middle of
-    a character.
+    """A search for stop strings in a text that arrives in pieces of bytes. A piece may end in the
+    middle of a character.
 
     >>> watch = StopMatcher(("end",))
     >>> [watch.feed(piece) for piece in (b"the e", b"n", b"d.")]
@@ -131,7 +132,7 @@ class StopMatcher:
         self._tail = b""
 
     def feed(self, piece: bytes) -> bool:
-        """Add a piece of text, and return True if it completed a stop string."""
+        """Add a piece of the text, and return whether it completes a stop string."""
         text = self._tail + piece
         for stop in self._stops:
             if stop in text:
@@ -140,9 +141,9 @@ class StopMatcher:
         return False
 
     def going_on(self, pieces: Sequence[bytes]) -> int:
-        """Return the number of these pieces that can be added before a stop string is complete.
+        """Return how many of the first `pieces` can be added before a stop string is complete.
 
-        The matcher itself does not change.
+        This does not change the matcher.
         """
         text = self._tail
         if any(stop in text + b"".join(pieces) for stop in self._stops):
@@ -185,7 +186,7 @@ def _open(folder: Path, name: str) -> Any:
 
 
 def _converted(folder: Path, name: str) -> Any:
-    """Convert a tokenizer without tokenizer.json with the transformers library."""
+    """Convert a tokenizer that has no tokenizer.json, with the transformers library."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -213,7 +214,7 @@ def _settings(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens that chat templates may name, such as `bos_token`."""
+    """Return the special tokens that chat templates may use, keyed by names such as `bos_token`."""
     tokens = dict[str, str]()
     for role in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"):
         token = settings.get(role)
@@ -237,7 +238,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str:
 
 
 def _pieces(vocabulary: dict[str, int], state: dict[str, Any]) -> tuple[bytes, ...]:
-    """Return the bytes that each token id represents.
+    """Return the bytes of each token, indexed by token id.
 
     A decoded text is the concatenation of these bytes, so stop strings are found without decoding a
     text twice.
@@ -272,7 +273,7 @@ def _decoder_kinds(decoder: Any) -> set[str]:
 
 
 def _byte_letters() -> list[str]:
-    """Return the printable letters with which byte-level tokenizers write the bytes 0 to 255."""
+    """Return the printable characters that byte-level tokenizers write for the bytes 0 to 255."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in printable}
     hidden = (byte for byte in range(256) if byte not in letters)

@@ -68,19 +68,19 @@ from atts.local.scheduler import Scheduler
 from atts.local.seams import FixedLength, HookedModel, Lengths, Model, Proposer
 
 _K_AHEAD = 16
-"""Largest number of tokens that an overlapped drafter drafts for a guess during one step of the
-target, if the option `k` is not set.
+"""Largest number of tokens that an overlapped drafter drafts after each guessed outcome, if the
+option `k` is not set.
 """
 
 
 def build_accelerated(
     plan: LoopPlan, config: WorkerConfig, send: Send, make_model: MakeModel | None = None
 ) -> tuple[StepLoop, WorkerReady]:
-    """Load and connect the models that a plan names.
+    """Build the step loop of a plan: load the models that it names, and connect them.
 
     If `make_model` is given, it makes the target, and atts chooses no kernel for it. A lent drafter
-    that cannot be loaded is not used. On a GPU, no lent drafter is used, because it would take
-    memory from the target's cache.
+    that cannot be loaded is dropped. On a GPU, a lent drafter is always dropped, because it would
+    take memory from the target's KV cache.
 
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
@@ -100,7 +100,7 @@ def build_accelerated(
 
 
 class _Target(NamedTuple):
-    """The target's model and cache, with the weights of its draft model and its early exit."""
+    """A loaded target: its model, KV cache and early exit, and the weights of its draft model."""
 
     model: Model
     cache: Tensor
@@ -111,7 +111,7 @@ class _Target(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Return the number of tokens that fit into the target's cache."""
+        """Return how many tokens fit into the target's KV cache."""
         return self.cache.shape[2] - SPARE_SLOTS
 
 
@@ -146,9 +146,8 @@ def _build(
 def _speculating_loop(
     plan: LoopPlan, config: WorkerConfig, target: _Target, send: Send
 ) -> StepLoop:
-    """Make the step loop of a target.
-
-    If the plan names a drafter or another proposer of tokens, the loop uses it.
+    """Build the step loop of a target, with the drafter or other token proposer that the plan
+    names.
     """
     slots = DraftedSlots(target.slots)
     scheduler = Scheduler(scheduler_config(config, target.slots), prefix_tree(config), slots)
@@ -175,10 +174,7 @@ def _speculating_loop(
 def _shared_loop(
     plan: LoopPlan, config: WorkerConfig, kernels: Any, send: Send
 ) -> tuple[StepLoop, _Target]:
-    """Make a step loop for a model of a zoo.
-
-    Other models of the zoo may join the loop.
-    """
+    """Build a step loop for a model of a zoo. Other models of the zoo may join the loop later."""
     dtype = dtype_of(config)
     # Every model that joins the loop stores its keys and values in this cache. So the cache has as
     # many layers as the deepest model.
@@ -197,7 +193,7 @@ def _shared_loop(
 def _staged_loop(
     plan: LoopPlan, config: WorkerConfig, kernels: Any, send: Send
 ) -> tuple[StepLoop, _Target]:
-    """Make the step loop of a model whose layers are computed by workers."""
+    """Build the step loop of a model whose layers are computed by workers."""
     target, model = _staged(plan, config, kernels)
     if plan.speculates:
         return _speculating_loop(plan, config, target, send), target
@@ -209,7 +205,10 @@ def _staged_loop(
 def _alone(
     plan: LoopPlan, config: WorkerConfig, device: torch.device, make_model: MakeModel | None
 ) -> _Target:
-    """Load all layers of a model, with an early exit if a drafter uses the exit."""
+    """Load a target whose layers are all in this process, and the weights of its draft model.
+
+    Add an early exit to the target if a drafter uses one.
+    """
     weights = whole_weights(config, make_model)
     drafter = _drafter_here(plan, config)
     cache = allocate_cache(config, dtype_of(config), device)
@@ -224,14 +223,15 @@ def _alone(
 def _drafter_here(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
     """Load the draft model's weights.
 
-    Return None if another process computes the draft model.
+    Return None if the plan names no draft model, or if another process runs it.
     """
     is_elsewhere = plan.speculation.is_overlapped and plan.speculation.beside == "process"
     return None if is_elsewhere else _drafter_weights(plan, config)
 
 
 def _with_exit(config: WorkerConfig, model: HookedModel, weights: Weights) -> ExitModel:
-    """Return the target with an early exit half-way down its layers.
+    """Add an early exit to the target: the trained one in its folder, or an untrained one after
+    half of the layers.
 
     :raises UnsupportedByEngine: the target has only one layer.
     """
@@ -245,9 +245,10 @@ def _with_exit(config: WorkerConfig, model: HookedModel, weights: Weights) -> Ex
 
 
 def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target, StagedModel]:
-    """Divide models into ranges of layers, which workers load at the same time.
+    """Start workers that each load a range of the model's layers, all at the same time.
 
-    If the model is not in a zoo, this process keeps the first range.
+    If models of a zoo share the workers, every range is in a worker. Otherwise, this process keeps
+    the first range.
     """
     is_shared = kernels is not None
     device = device_of(config)
@@ -303,9 +304,10 @@ def build_stage(setup: StageSetup) -> StageModel:
 
 
 def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
-    """Load the layers of one stage.
+    """Load the layers of one stage, and allocate their KV cache.
 
-    If the model is not in a zoo, the first stage also gets its embeddings.
+    If the stage is not shared by models of a zoo, the first stage also loads the embedding and the
+    head.
     """
     config = setup.config
     part = setup.config.model.part(setup.layers)
@@ -322,7 +324,7 @@ def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
 def _proposer_and_lengths(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> tuple[Proposer, Lengths]:
-    """Make the proposer of tokens, and the rule that chooses how many tokens to propose."""
+    """Make the proposer of tokens, and the rule that chooses how many tokens it proposes."""
     speculation = plan.speculation
     lengths: Lengths = (
         GoodputLengths(MOST_PROPOSED) if speculation.k is None else FixedLength(speculation.k)
@@ -345,16 +347,17 @@ def _proposer_and_lengths(
 
 
 def _may_learn(plan: LoopPlan, device: torch.device) -> bool:
-    """Return whether the engine may choose how it uses the drafter, from measurements.
+    """Return whether the engine may choose from measurements how it uses the drafter.
 
-    The engine then needs a CPU with at least two cores.
+    The options must name a drafter and leave its use open. The target must run on a CPU with at
+    least two usable cores.
     """
     is_open = plan.drafter is not None and not plan.may_lack_drafter
     return is_open and plan.speculation.is_open and device.type == "cpu" and usable_cores() > 1
 
 
 def _drafter_device(plan: LoopPlan, config: WorkerConfig) -> torch.device:
-    """Return the device on which the draft model is computed.
+    """Return the device that computes the draft model.
 
     :raises ModelLoadError: this machine does not have the device.
     """
@@ -362,7 +365,10 @@ def _drafter_device(plan: LoopPlan, config: WorkerConfig) -> torch.device:
 
 
 def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
-    """Load the draft model's weights before a cache takes the rest of the memory."""
+    """Load the draft model's weights. Call this before a KV cache takes the rest of the memory.
+
+    Return None if the plan names no draft model.
+    """
     drafter = plan.drafter
     if drafter is None:
         return None
@@ -385,9 +391,8 @@ def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
 
 
 def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerConfig:
-    """Return the configuration of the draft model.
-
-    It has a cache of this number of slots, and most other options of the target.
+    """Return the draft model's configuration: most options of the target, and a KV cache of `slots`
+    slots.
     """
     assert plan.drafter is not None, "the plan must name a draft model"
     is_apart = _drafter_device(plan, config).type != device_of(config).type
@@ -399,9 +404,9 @@ def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerC
 def _drafter(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> ModelDrafter | None:
-    """Make the draft model with as many cache slots as the target has.
+    """Build a drafter that drafts before each step, with as many cache slots as the target has.
 
-    Return None if the plan names no drafter.
+    Return None if the plan names no draft model.
     """
     if plan.drafter is None:
         return None
@@ -426,7 +431,7 @@ def _drafter(
 def _overlapped(
     plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
 ) -> OverlappedDrafter | DrafterProcess:
-    """Make the drafter that works while the target verifies.
+    """Build the drafter that drafts while the target verifies.
 
     It works in another process or, if the options say so, in this one.
     """
@@ -450,9 +455,10 @@ def overlapped_drafter(
     slots: int,
     weights: Weights | None = None,
 ) -> OverlappedDrafter:
-    """Make a drafter that works while its target computes.
+    """Build a drafter that drafts while its target computes.
 
-    Its cache has `slots` slots for sequences, followed by slots for branches.
+    The first `slots` slots of its KV cache are for sequences, and the slots after them are for
+    branches.
 
     :raises ModelLoadError: the drafter's weights or its trained heads cannot be used.
     :raises OutOfMemory: weights or cache do not fit.
@@ -484,10 +490,10 @@ def overlapped_drafter(
 
 
 def _proposer(way: str, drafter: Proposer | None) -> Proposer:
-    """Return the proposer for this value of `speculate`.
+    """Return the proposer for `way`, a value of the option `speculate`.
 
-    For `auto`, the proposer looks tokens up in known texts, and also uses the draft model if there
-    is one.
+    For `auto`, the proposer first looks tokens up in known texts, and then asks the draft model if
+    there is one.
     """
     if way in ("draft", *OVERLAPPED) and drafter is not None:
         return drafter

@@ -38,11 +38,11 @@ def accelerated(
 ) -> LocalEngine:
     """Make an engine that writes the same tokens as `LocalEngine`, but faster.
 
-    The process that runs the loop creates `proposer`, which replaces the proposers that the options
-    name. The draft model `lent` becomes the drafter if the options allow it, the tokenizers are
-    equal, and both models fit into main memory. On a GPU `lent` is not used, because it would take
+    The class `proposer`, which the loop's process instantiates, replaces the proposers that the
+    options name. The draft model `lent` becomes the drafter if the options allow it, the tokenizers
+    agree, and both models fit into main memory. On a GPU `lent` is not used, because it would take
     memory from the target's cache; the options must name a drafter. Engines on models of one zoo
-    share a step loop if their `replica` is equal. See `LocalEngine` for `demand`.
+    share a step loop if they have the same `replica`. See `LocalEngine` for `demand`.
 
     :raises OptionError: an option has an unknown or impossible value.
     :raises UnsupportedByEngine: `chat` is set, but the model's folder has no chat template.
@@ -57,14 +57,14 @@ def accelerated(
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoop(LoopBuilder):
-    """Builds the models that a plan names, in the process that runs the loop."""
+    """Builds the step loop of a plan and loads its models, in the process that runs the loop."""
 
     plan: LoopPlan
 
     def build(
         self, config: WorkerConfig, send: Callable[[LoopReport], None]
     ) -> tuple[Loop, WorkerReady]:
-        """Load the models that the plan names; see `atts.accel.build`."""
+        """Build the step loop of the plan; see `atts.accel.build`."""
         with import_lock:
             # imported only here, because `atts.accel.build` imports torch
             from atts.accel.build import build_accelerated
@@ -74,10 +74,7 @@ class PlannedLoop(LoopBuilder):
 
 @dataclass(frozen=True, slots=True)
 class Acceleration(Accelerator):
-    """All accelerators of a local engine.
-
-    With the default values, the engine has no accelerator.
-    """
+    """The accelerators that a local engine uses. With default options, it uses none."""
 
     speculation: SpeculationOptions
     stages: StageOptions
@@ -97,6 +94,8 @@ class Acceleration(Accelerator):
     def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
         """Find the draft model, and check that each token id means the same to draft and target.
 
+        Return the configuration with a builder for the accelerated loop.
+
         :raises OptionError: the token ids of draft and target differ in meaning.
         :raises EngineError: a model that the options name cannot be used.
         """
@@ -114,9 +113,9 @@ class Acceleration(Accelerator):
         return replace(config, builder=builder, more_kv_floats=floats, parts=plan.num_parts)
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
-        """Return a worker that joins the loop of other models of the zoo.
+        """Return a worker that shares one step loop with other models of the same zoo.
 
-        If this model cannot share a loop, return a worker of its own.
+        If this model cannot share a loop, return a worker with its own loop.
         """
         folder = Path(model).expanduser()
         drafts = self.speculation.is_on or self.proposer is not None
@@ -134,8 +133,8 @@ class Acceleration(Accelerator):
     def _with_lent(
         self, plan: LoopPlan, config: WorkerConfig, tokenizer: ModelTokenizer
     ) -> LoopPlan:
-        """Add the lent draft model if its folder exists and its token ids mean the same as the
-        target's.
+        """Add the lent draft model to the plan, if its folder exists and its token ids mean the
+        same as the target's.
         """
         try:
             drafter = _find_drafter(config, self.lent, tokenizer)

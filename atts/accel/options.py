@@ -111,7 +111,9 @@ class SpeculationOptions:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the engine may choose how it uses the drafter, from measurements."""
+        """Return whether these options let the engine choose from measurements how to use the
+        drafter.
+        """
         return self.speculate in (None, "auto") and self.k is None and self.fuzzy == 1
 
 
@@ -176,7 +178,7 @@ class StageOptions:
     def replicas(self) -> list[int]:
         """Return the number of workers of each stage after the first.
 
-        A part of the text that is not a number gives 0.
+        An entry of the option's list that is not a number becomes 0.
         """
         counts = [int(word) if word.isdecimal() else 0 for word in self.stage_replicas.split(",")]
         return counts * (self.stages - 1) if len(counts) == 1 else counts
@@ -191,7 +193,7 @@ class EngineOptions(NamedTuple):
 
 
 def options_of(**settings: Any) -> EngineOptions:
-    """Return all options of an engine, with these settings and the defaults of all others.
+    """Return all options of an engine: these settings, and the default values of all other options.
 
     :raises OptionError: a setting has an unknown name.
 
@@ -216,8 +218,8 @@ def options_of(**settings: Any) -> EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """The parts of a decoding loop besides the target: the proposer of tokens, the stages and the
-    shared models.
+    """Plan of a decoding loop, without the target: how tokens are proposed, and how layers and
+    models are divided among workers.
     """
 
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)

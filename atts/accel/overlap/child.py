@@ -30,8 +30,8 @@ _SLOT_RUN = 64  # smallest number of cache slots that a sequence gets at a time
 class ToldTarget(InlineTransport):
     """A stand-in for the target in the drafter's process.
 
-    The target's process reports step times and the guesses of the early exit in messages. Drafting
-    work runs without delay.
+    It has the step times and the guesses of the early exit that the target's process sends.
+    Drafting work runs at once, in the caller's thread.
     """
 
     is_beside = True
@@ -41,8 +41,8 @@ class ToldTarget(InlineTransport):
         self.listener: ExitListener | None = None
 
     def elapsed(self, began: float) -> float:
-        """Return how long the target's last step took, in seconds, as the target's process
-        reported.
+        """Return the duration of the target's last step in seconds, as the target's process
+        reported it.
         """
         return self.seconds
 
@@ -52,8 +52,8 @@ class ToldTarget(InlineTransport):
 
 
 class RemoteRows(DraftedRows):
-    """Rows and slots of sequences whose target is in another process. A sequence gets no drafts if
-    no row or too few slots are free.
+    """Rows of the slot table and cache slots for the sequences of a target in another process. A
+    sequence gets no drafts while no row is free, or too few slots are.
     """
 
     def __init__(self, slots: int, rows: int, width: int) -> None:
@@ -65,7 +65,8 @@ class RemoteRows(DraftedRows):
     def follow(self, step: DraftStep) -> list[Ask]:
         """Record which sequences are new, ended or continued in a step.
 
-        Return the requests for drafts whose sequences fit into the free rows and slots.
+        Return the requests for drafts, except those whose sequences do not fit into the free rows
+        and slots.
         """
         for key in step.ended:
             self._drop(self._sequences.pop(key))
@@ -140,14 +141,20 @@ def main() -> int:
 
 
 class Drafting(NamedTuple):
-    """A drafter in this process, with the target's rows and a stand-in for the target."""
+    """The drafter of this process, its record of the target's sequences, and its stand-in for the
+    target.
+    """
 
     drafter: OverlappedDrafter
     rows: RemoteRows
     target: ToldTarget
 
     def take(self, message: Order) -> bool:
-        """Handle a message; return whether it was the last message of the current step."""
+        """Handle a message from the target's process.
+
+        Return whether it was the last message of the step, after which the target's process expects
+        an answer.
+        """
         listener = self.target.listener
         if isinstance(message, Guessing):
             self.drafter.restart_drafting(message)

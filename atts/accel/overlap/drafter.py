@@ -31,11 +31,11 @@ Branch = TypeVar("Branch")
 
 
 class Guessing(NamedTuple):
-    """The outcomes that the drafter continues, in addition to the outcome that all tokens are
-    accepted.
+    """A rule for which outcomes of a verification the drafter guesses. It always guesses that all
+    tokens are accepted.
 
-    At each position, the `fan` likeliest tokens are guessed. If `is_told` is true, the target's
-    early exit says how likely tokens are; otherwise, the draft model says it.
+    At each position, it also guesses the `fan` likeliest tokens. If `is_told` is true, the target's
+    early exit estimates their probabilities; otherwise, the draft model does.
     """
 
     fan: int
@@ -43,8 +43,8 @@ class Guessing(NamedTuple):
 
 
 class OutcomeGuess(NamedTuple):
-    """A guessed outcome with its probability: the first `accepted` proposed tokens are accepted,
-    and then `token` follows.
+    """A guessed outcome of a verification, with its probability: the first `accepted` proposed
+    tokens are accepted, and then the target writes `token`.
     """
 
     accepted: int
@@ -54,10 +54,10 @@ class OutcomeGuess(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlaceLaw:
-    """The probabilities at one position of a proposal.
+    """Estimates for one position of a proposal.
 
-    They are the probability that the proposed token is accepted, and the probabilities that the
-    target writes certain other tokens instead.
+    They are the probability that the proposed token is accepted, and the likeliest tokens at this
+    position with their probabilities.
     """
 
     # probability that the proposed token is accepted if all tokens before it are accepted; 1 at the
@@ -70,14 +70,15 @@ class PlaceLaw:
 
 
 def ranked_outcomes(proposal: Many[int], places: Many[PlaceLaw]) -> list[OutcomeGuess]:
-    """Rank the outcomes of verifying a proposal. `places` has one entry per proposed token, and one
-    for the position after them.
+    """Rank the possible outcomes of verifying a proposal, the likeliest first. `places` has one
+    entry per proposed token, and one for the position after the last.
 
-    Outcome (i, v): the first i tokens are accepted, and token v follows. S_i is the probability
-    that the first i tokens are accepted, and a_i that the next proposed token is accepted then. If
-    the next token is rejected, r_i is the distribution of its replacement. So outcome (i, v) has
-    probability S_i (1 - a_i) r_i(v). If all k tokens are accepted and q is the distribution of the
-    next token, outcome (k, v) has probability S_k q(v).
+    Outcome (i, v) means that the first i tokens are accepted, and that the target then writes token
+    v. S_i is the probability that the first i tokens are accepted. Given that, a_i is the
+    probability that the next proposed token is accepted too. If it is rejected, r_i is the
+    distribution of the token that replaces it. So outcome (i, v) has probability S_i (1 - a_i)
+    r_i(v). If all k tokens are accepted and q is the distribution of the next token, outcome (k, v)
+    has probability S_k q(v).
 
     >>> first = PlaceLaw(0.75, (7, 8), (0.5, 0.25))
     >>> [tuple(guess) for guess in ranked_outcomes((7,), (first, PlaceLaw(1.0, (5,), (0.5,))))]
@@ -104,11 +105,13 @@ def ranked_outcomes(proposal: Many[int], places: Many[PlaceLaw]) -> list[Outcome
 def most_worthwhile(
     chances: Many[float], length: Callable[[int], int], acceptance: Many[float]
 ) -> tuple[int, int]:
-    """Choose how many of the likeliest outcomes to continue, and how many tokens to draft for each.
+    """Choose how many outcomes to continue, and how many tokens to draft for each, so that the most
+    tokens are expected to be accepted.
 
-    If n outcomes are continued, there is time for `length(n)` tokens for each. `acceptance` has,
-    for each token, the probability that it is accepted if all earlier tokens are accepted. At least
-    one outcome is continued.
+    `chances` has the probabilities of the outcomes, the likeliest first. If n outcomes are
+    continued, there is time for `length(n)` tokens each. `acceptance` has, for each token of a
+    branch, the probability that it is accepted if all earlier ones are. At least one outcome is
+    continued.
     """
     best = (1, max(0, length(1)))
     covered = 0.0
@@ -126,10 +129,10 @@ def most_worthwhile(
 
 
 class OutcomeCache(dict[tuple[int, int], Branch]):
-    """The branches of one step. Each branch is stored under the outcome that it continues.
+    """The branches of one step, keyed by the outcome that each branch continues.
 
-    `select` empties the cache: it returns the branch to propose, and all other branches so that the
-    caller can free their slots.
+    `select` empties the cache. It returns the branch of the actual outcome, and all other branches
+    so that the caller can free their slots.
     """
 
     def put(self, accepted: int, token: int, branch: Branch) -> None:
@@ -163,7 +166,9 @@ this high. The drafter's next pass or the target checks the added tokens.
 
 @dataclass(slots=True)
 class DraftBranch:
-    """A guessed outcome, and the tokens with which the drafter continues this outcome."""
+    """A branch: the tokens that the drafter expects after a guessed outcome. The first token is the
+    guess.
+    """
 
     line: DraftLine
     accepted: int
@@ -184,7 +189,9 @@ class DraftBranch:
 
 @dataclass(slots=True)
 class DraftLine:
-    """The state of one sequence when a step begins, and the possible outcomes of its proposal."""
+    """One sequence at the start of a step: its text, its proposal, and the branches for guessed
+    outcomes of the proposal.
+    """
 
     ask: Ask
     base: int  # number of prompt tokens and written tokens when the step begins
@@ -214,8 +221,8 @@ class DraftJob:
 
     lines: list[DraftLine] = field(default_factory=list[DraftLine])
     moves: list[tuple[SlotIds, SlotIds]] = field(default_factory=list[tuple[SlotIds, SlotIds]])
-    """For each sequence whose outcome was guessed: the slots of the chosen branch, and the slots of
-    the sequence to which keys and values are copied.
+    """Pairs of cache slots, one pair for each sequence whose outcome was guessed. Keys and values
+    are copied from the chosen branch's slots to the sequence's slots.
     """
     # batches of prompt and text tokens that the draft model has not computed yet
     texts: list[StepBatch] = field(default_factory=list[StepBatch])
@@ -231,7 +238,9 @@ class DraftJob:
 
 
 class BranchWriter:
-    """Computes new tokens of branches with the draft model, and draws the next tokens."""
+    """Extends branches with the draft model: feeds it the branches' new tokens, and samples the
+    next ones.
+    """
 
     def __init__(
         self,
@@ -253,14 +262,14 @@ class BranchWriter:
         self.acceptance = 0.7  # estimated probability that a proposed token is accepted
 
     def following(self, batch: StepBatch, lines: list[DraftLine]) -> Drawn:
-        """Return the token that the draft model draws after each proposal, and its distribution."""
+        """Run the draft model. Return the token that it samples after each proposal, and its
+        distribution at this token's position.
+        """
         places = [len(line.proposal) for line in lines]
         return self._drawn(self._model.forward(batch, self._table), lines, places)
 
     def grow(self, branches: list[DraftBranch]) -> None:
-        """Run the draft model once: compute the new tokens of each branch, and draw the next
-        tokens.
-        """
+        """Run the draft model once: feed it each branch's new tokens, then sample the next one."""
         rows = [(branch, at) for branch in branches for at in range(branch.fed, len(branch.tokens))]
         numbers = [(branch.row, branch.start + at, branch.tokens[at]) for branch, at in rows]
         table_rows, positions, tokens = np.array(numbers, dtype=np.int64).T.copy()
@@ -281,8 +290,8 @@ class BranchWriter:
         self._stats.drafted += sum([len(branch.tokens) for branch in branches]) - before
 
     def _stream(self, heads: StreamHeads, branches: list[DraftBranch], hidden: Tensor) -> None:
-        """Add the tokens that the heads predict to each branch, until a token's probability is too
-        low.
+        """Add the tokens that the streaming heads predict to each branch, and stop before a token
+        whose probability is too low.
         """
         live = [
             (at, branch) for at, branch in enumerate(branches) if len(branch.tokens) < branch.most
@@ -319,9 +328,9 @@ class BranchWriter:
     def _sampled(
         self, hidden: Tensor, lines: list[DraftLine], places: list[int]
     ) -> tuple[list[int], Tensor, SamplingBatch]:
-        """Draw one token for each row.
+        """Sample one token for each row of hidden states.
 
-        Return the tokens, their logits and their sampling settings.
+        Return the tokens, the logits of each row, and the sampling settings of each row.
         """
         logits = self._model.compute_logits(hidden)[:, : self._vocabulary].contiguous()
         asks = {line.ask.key: line.ask for line in lines}
@@ -336,9 +345,11 @@ class BranchWriter:
 
 
 def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
-    """Keep the tokens of the heads up to the first one that the draft model does not draw itself.
+    """Keep those streamed tokens of a branch that come before the first difference from the draft
+    model's own samples.
 
-    Then add the draft model's own token. Return the number of computed tokens that are kept.
+    Then add the draft model's own next token. Return how many of the tokens that the last pass
+    computed are kept.
     """
     kept = 1
     count = len(drawn)
@@ -354,9 +365,10 @@ def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
 def place_laws(
     logits: Tensor, sampling: SamplingBatch, fan: int, acceptance: float
 ) -> list[PlaceLaw]:
-    """Return the `fan` + 1 likeliest tokens of each row.
+    """Return the likeliest tokens of each row with their probabilities: one token more than `fan`,
+    or none if `fan` is 0.
 
-    One token more than `fan` is returned, because one of them may be the proposed token.
+    The additional token is needed because one of the tokens may be the proposed one.
     """
     if not fan:
         return [PlaceLaw(acceptance, (), ())] * len(logits)
@@ -368,8 +380,8 @@ def place_laws(
 Work = Callable[[], None]
 
 PATIENCE = 5.0
-"""Largest number of seconds to wait for the end of the current drafting work before the drafting
-scheme changes.
+"""Largest number of seconds to wait, before a change of the drafting scheme, until the current
+drafting work ends.
 """
 
 
@@ -386,7 +398,7 @@ _FADE = 0.98
 class InlineTransport:
     """Runs drafting work at once, in the caller's thread.
 
-    So the drafts depend only on the texts, and not on the time that steps take.
+    So the drafts depend only on the texts, and not on how long steps take.
     """
 
     is_beside = False  # whether drafting runs in parallel with the target's step
@@ -396,22 +408,23 @@ class InlineTransport:
         work()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most this number of seconds for the drafting work, and return whether it has
-        ended.
+        """Return whether the drafting work ends within this number of seconds. It always does,
+        because `post` has already run it.
         """
         return True
 
     def elapsed(self, began: float) -> float:
-        """Return the time in seconds since `began`, when the target's step began."""
+        """Return the seconds since the target's step began at the time `began`."""
         return perf_counter() - began
 
 
 class OverlappedDrafter(ModelDrafter):
-    """Proposes tokens that were drafted while the previous step was verified.
+    """Proposes tokens that were drafted while the target verified the previous proposals.
 
-    Without a fan, the only guess is that every token is accepted and the draft's own token follows
-    (PEARL). With a fan, the drafter continues the likeliest outcomes at every position. The draft's
-    own distribution (SSD) or the target's early exit (Mirror-SD) says which outcomes are likely.
+    With a fan of 0, the only guess is that every token is accepted and the draft's own token
+    follows (PEARL). With a larger fan, the drafter also continues the likeliest other outcomes at
+    every position. The draft model's distribution (SSD) or the target's early exit (Mirror-SD) says
+    which outcomes are likely.
     """
 
     def __init__(
@@ -458,7 +471,9 @@ class OverlappedDrafter(ModelDrafter):
         self._guess(guessing)
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Propose the branches whose guesses were correct, and begin to draft for new guesses."""
+        """Propose the branch of each correctly guessed outcome, and start to draft for the next
+        outcomes.
+        """
         if self._exits is not None:
             self._exits.listen(None)
         if self._job is not None and not self._is_over(self._job):
@@ -487,11 +502,11 @@ class OverlappedDrafter(ModelDrafter):
         self._writer.acceptance = self._accepted / self._tested
 
     def serial(self) -> ModelDrafter:
-        """Return a drafter with the same model that works before each step of the target."""
+        """Return a drafter that uses the same model, but drafts before each step of the target."""
         return ModelDrafter(self._model, self._config, self._rows, self._target_vocabulary)
 
     def restart_drafting(self, guessing: Guessing) -> None:
-        """Cancel the current drafting work, and use another scheme to guess outcomes from now on.
+        """Cancel the current drafting work, and change the rule that guesses outcomes.
 
         :raises RuntimeError: the current work does not end in time, or it failed.
         """
@@ -522,17 +537,20 @@ class OverlappedDrafter(ModelDrafter):
         return self._job.lines if self._job is not None else []
 
     def overlap(self) -> OverlapStats:
-        """Return the numbers of correct guesses, wrong guesses, late drafts and unused branches."""
+        """Return how many guesses were right or wrong, how many drafts were late, and how many
+        branches were unused.
+        """
         return self.stats
 
     def silence(self) -> str:
-        """Return the reason why no branch was proposed."""
+        """Return the reason why no branch was proposed so far."""
         return self.stats.silence or super().silence()
 
     def _is_over(self, job: DraftJob) -> bool:
-        """Return whether the drafting work of the step has ended.
+        """Make the drafting work of the step stop, and return whether it has ended.
 
-        A late drafter gets additional time once: at most as long as the target's step took.
+        The first call waits for its end, at most as long as the target's step took. Later calls do
+        not wait.
         """
         job.is_enough = True
         if not self._is_late:
@@ -541,8 +559,8 @@ class OverlappedDrafter(ModelDrafter):
         return not self._is_late
 
     def _collect(self, asks: Many[Ask]) -> dict[int, DraftBranch]:
-        """Return the branch of each sequence that matches the written text, and free all other
-        branches.
+        """Return each sequence's branch that matches the newly written text, and free the slots of
+        all other branches.
         """
         lines = self.drafted()
         job = self._job
@@ -565,7 +583,9 @@ class OverlappedDrafter(ModelDrafter):
     def _selected(
         self, line: DraftLine, ids: Many[int] | None
     ) -> tuple[DraftBranch | None, list[DraftBranch]]:
-        """Return the branch that matches the written text of a sequence, and all other branches."""
+        """Return the branch that matches a sequence's newly written text, and all other branches.
+        Count the guess as right or wrong.
+        """
         written = list(ids[line.base :]) if ids is not None else []
         accepted = accepted_length(line.proposal, [*written, -1])
         if ids is not None:
@@ -583,9 +603,10 @@ class OverlappedDrafter(ModelDrafter):
         return chosen, others
 
     def _credit(self, line: DraftLine, known: int) -> None:
-        """Record that the drafter has read the text up to position `known`.
+        """Record that the draft model has read a sequence's text up to position `known`.
 
-        Tokens whose slots the sequence has lost are not recorded.
+        If the slots of some tokens have changed since, only the tokens before the first of them are
+        recorded.
         """
         sequence = self._rows.sequence(line.ask.key)
         start = self._rows.drafted(sequence)
@@ -595,9 +616,9 @@ class OverlappedDrafter(ModelDrafter):
             self._rows.advance(sequence, start + count)
 
     def _begin(self, job: DraftJob, ask: Ask, branch: DraftBranch | None) -> TokenProposal:
-        """Add this sequence to the drafting work of the step.
+        """Add a sequence to the drafting work of the step, and return its proposal.
 
-        Return the tokens of its branch that the text does not contain yet, as the proposal.
+        The proposal has the branch's tokens that the text does not contain yet.
         """
         sequence = self._rows.sequence(ask.key)
         base = len(ask.ids)
@@ -620,10 +641,10 @@ class OverlappedDrafter(ModelDrafter):
         return proposal
 
     def _moved(self, job: DraftJob, line: DraftLine, branch: DraftBranch) -> int:
-        """Copy the branch's keys and values to the slots of its sequence.
+        """Plan to copy the branch's keys and values to the slots of its sequence.
 
-        Return the position at which the copy ends, or 0 if the sequence lacks the keys and values
-        before the branch.
+        Return the position at which the copy ends, or 0 if the drafter has not computed exactly the
+        text before the branch.
         """
         if self._rows.drafted(self._rows.sequence(line.ask.key)) != branch.start:
             return 0
@@ -646,9 +667,8 @@ class OverlappedDrafter(ModelDrafter):
             self._exits.listen(ExitListener(rows, self._heard))
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
-        """Continue the outcomes that the target's early exit reports as likely.
-
-        Meanwhile the target computes its remaining layers.
+        """Draft tokens for the outcomes that the target's early exit finds likely, while the target
+        computes its remaining layers.
         """
         job = self._job
         self._began = perf_counter()
@@ -708,7 +728,7 @@ class OverlappedDrafter(ModelDrafter):
             self._costs.add(self._condition, len(live), perf_counter() - began)
 
     def _first(self, lines: list[DraftLine]) -> StepBatch:
-        """Return a batch of those tokens of these sequences that the drafter has not read yet."""
+        """Return a batch with the tokens of these sequences that the draft model has not read."""
         return self._fed_batch([row for line in lines for row in line.fed])
 
     def _write_windows(self, lines: list[DraftLine]) -> None:
@@ -741,7 +761,7 @@ class OverlappedDrafter(ModelDrafter):
     ) -> tuple[list[DraftBranch], int]:
         """Choose the guesses to continue, and make a branch for each of them.
 
-        Return the branches, and the number of tokens of each.
+        Return the branches, and the number of tokens to draft for each.
         """
         drawn = zip(lines, drawn_tokens, laws, strict=True)
         guesses = [
@@ -776,9 +796,10 @@ class OverlappedDrafter(ModelDrafter):
         return branch
 
     def _guesses(self, line: DraftLine, drawn_token: int, law: PlaceLaw) -> list[OutcomeGuess]:
-        """Guess that all proposed tokens are accepted, and that the draft's own next token follows.
+        """Return the outcomes to guess for one sequence.
 
-        With a fan, also guess the likeliest outcomes at every position.
+        One guess is that all proposed tokens are accepted, and that the draft's own next token
+        follows. With a fan, the likeliest outcomes at every position are guessed too.
         """
         chance = prod([place.acceptance for place in (*line.laws, law)])
         every = OutcomeGuess(len(line.proposal), drawn_token, chance)
@@ -790,8 +811,8 @@ class OverlappedDrafter(ModelDrafter):
         ]
 
     def _worthwhile(self, chances: list[float], lines: int) -> tuple[int, int]:
-        """Choose how many guesses to continue and with how many tokens, for the time of the
-        target's step.
+        """Choose how many guesses to continue, and how many tokens to draft for each, in the time
+        of the target's step.
         """
         if not self._fan:
             return lines, self._most
@@ -815,9 +836,9 @@ class OverlappedDrafter(ModelDrafter):
 
     @property
     def _condition(self) -> Condition:
-        """Return the condition under which times of draft steps are stored.
+        """Return the condition under which times of draft passes are stored.
 
-        Times with and without the target's early exit are stored separately. The context length is
+        Passes with and without the target's early exit are stored separately. The context length is
         ignored.
         """
         return False, int(self._exits is not None)

@@ -31,14 +31,14 @@ writes this file.
 # but one of the nine may be the proposed token.
 _TOLD = 9
 ExitGuesses = Mapping[int, Many[tuple[Many[int], Many[float]]]]
-"""For each sequence, under its number: the likeliest tokens at each position, with their
-probabilities, as guessed by the early exit.
+"""Guesses of the early exit, keyed by the sequence's number: for each position, the likeliest
+tokens and their probabilities.
 """
 
 
 class ExitListener(NamedTuple):
-    """A callback that receives the exit guesses of one step, and the sequences whose guesses it
-    receives.
+    """A callback for the guesses of the early exit in one step, and the rows of the slot table
+    whose sequences it guesses for.
     """
 
     # for each row of the slot table: the number of its sequence, and the sequence's sampling
@@ -51,10 +51,9 @@ class Exits(Protocol):
     """A target, or its stand-in, that reports the guesses of an early exit."""
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Report the tokens that the early exit guesses in the next step to the callback of
-        `listener`.
+        """Make the next step send the early exit's guesses to the callback of `listener`.
 
-        Later steps report nothing. None removes the listener.
+        Later steps send nothing. None removes the listener.
         """
         ...
 
@@ -118,7 +117,7 @@ class ExitAdapter:
 
 
 class ExitModel:
-    """A target with an early exit, which guesses tokens before a step ends.
+    """A target with an early exit: a layer at which it already guesses tokens before a step ends.
 
     The target's results are the same as without the exit.
     """
@@ -137,21 +136,23 @@ class ExitModel:
         self.score = model.score
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Report the tokens that the early exit guesses in the next step, and then remove the
-        listener.
+        """Make the next step send the early exit's guesses to `listener`, which is then removed.
 
-        The guesses are for the position after each sequence's newest token, and after each proposed
+        The exit guesses the token after each sequence's newest token, and after each proposed
         token.
         """
         self._listener = listener
 
     @property
     def device_name(self) -> str:
-        """Return the name of the device, and of the layer after which the exit guesses."""
+        """Return the name of the device, and the number of layers before the early exit."""
         return f"{self._model.device_name}, exit after {self._adapter.layers} layers"
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """Return the final, normed hidden states of the batch's `logit_rows`."""
+        """Return the final, normed hidden states of the batch's `logit_rows`.
+
+        If there is a listener, report the guesses of the early exit to it during this computation.
+        """
         listener = self._listener
         self._listener = None
         if listener is None:
@@ -208,8 +209,9 @@ class StreamHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamHeads:
-    """Streaming heads, which predict several tokens after a hidden state h. Head j (from 0)
-    receives h and the j + 1 tokens after it, and predicts the next token.
+    """Streaming heads, which predict several tokens after a hidden state h. The first head receives
+    h and the token after it, and predicts the following token. Each further head receives one token
+    more.
     """
 
     embedding: Tensor
@@ -244,8 +246,8 @@ class StreamHeads:
         return cls(weights.embedding, heads)
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return states from which the output matrix predicts the token after `tokens` [rows, 1 or
-        more]. The states have the shape of `hidden`.
+        """Return hidden states from which the output matrix predicts the token after `tokens`.
+        `tokens` has shape [rows, 1 or more], and the result has the shape of `hidden`.
         """
         down, up = self.streams[tokens.shape[1] - 1]
         width = self.embedding.shape[1]

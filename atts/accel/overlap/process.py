@@ -31,7 +31,8 @@ from atts.local.worker import worker_environment
 class DraftSetup(NamedTuple):
     """The first message to the drafter's process.
 
-    It has the target's configuration, the plan that names the drafter, and limits for the drafter.
+    It has the target's configuration, the plan that names the draft model, and the sizes of the
+    drafter's cache and slot table.
     """
 
     plan: LoopPlan
@@ -61,8 +62,8 @@ class DraftStep(NamedTuple):
 class DraftedLine(NamedTuple):
     """The drafts for one sequence.
 
-    The keys of `follows` are guessed outcomes: the number of accepted tokens of `proposal`, and the
-    token after them.
+    `follows` maps each guessed outcome to the drafted tokens. An outcome is the number of accepted
+    tokens of `proposal`, and the token after them.
     """
 
     base: int
@@ -130,9 +131,10 @@ class DrafterProcess(Proposer):
         self.stats = OverlapStats()
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Propose the branches whose guesses were correct.
+        """Propose the branch of each correctly guessed outcome.
 
-        Then send the newly written tokens to the drafter's process.
+        Then send the newly written tokens to the drafter's process. If that process is late, do
+        neither.
         """
         if self._exits is not None:
             self._exits.listen(None)
@@ -145,26 +147,28 @@ class DrafterProcess(Proposer):
         return proposals
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Record how many proposed tokens were accepted, for the next message."""
+        """Store the number of accepted tokens for the next message to the drafter's process."""
         self._verified.append((len(proposal.tokens), accepted))
 
     def ended(self, key: int) -> None:
-        """Record that a sequence ended, for the next message."""
+        """Store the end of a sequence for the next message to the drafter's process."""
         if self._known.pop(key, None) is not None:
             self._ended.append(key)
             self._lines.pop(key, None)
 
     def overlap(self) -> OverlapStats:
-        """Return the numbers of correct guesses, wrong guesses, late drafts and unused branches."""
+        """Return how many guesses were right or wrong, how many drafts were late, and how many
+        branches were unused.
+        """
         return self.stats
 
     def silence(self) -> str:
-        """Return the reason why the drafter's process proposed no branch."""
+        """Return the reason why no branch was proposed so far."""
         return self.stats.silence or super().silence()
 
     def restart_drafting(self, guessing: Guessing) -> None:
-        """Wait for the current drafting work, discard its drafts, and use another scheme from now
-        on.
+        """Wait for the current drafting work, discard its drafts, and change the rule that guesses
+        outcomes.
 
         :raises RuntimeError: the drafter's process does not answer in time, or has ended.
         """
@@ -177,9 +181,11 @@ class DrafterProcess(Proposer):
         self._orders.put(guessing)
 
     def _is_answered(self, patience: float | None = None) -> bool:
-        """Return whether the drafter has answered the last message.
+        """Return whether the drafter has answered the last message. Wait for the answer at most
+        `patience` seconds.
 
-        A late drafter gets additional time once: at most as long as the target's step took.
+        By default, the first call waits at most as long as the target's step took. Later calls do
+        not wait.
         """
         if self._hears:
             # In this step, no guesses of the target's early exit arrived. The drafter's process
@@ -204,7 +210,9 @@ class DrafterProcess(Proposer):
         return True
 
     def _served(self, ask: Ask) -> TokenProposal:
-        """Return the tokens of the matching branch that the text does not contain yet."""
+        """Return the proposal for a sequence: the tokens of the matching branch that the text does
+        not contain yet.
+        """
         line = self._lines.get(ask.key)
         if line is None:
             return NOTHING
@@ -240,7 +248,8 @@ class DrafterProcess(Proposer):
             self._exits.listen(ExitListener(rows, self._heard))
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
-        """Send the guesses of the target's early exit while the target continues its step.
+        """Send the guesses of the target's early exit to the drafter's process, while the target
+        continues its step.
 
         If the exit failed, send an empty message.
         """

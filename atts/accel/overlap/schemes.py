@@ -1,6 +1,4 @@
-"""The choice of a drafting scheme: the scheme with the most tokens per second, as measured, is
-used.
-"""
+"""The choice of the drafting scheme that gives the most tokens per second, as measured."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ _LONGEST = 1024
 
 @dataclass(slots=True)
 class _Turn:
-    """Sums over one turn: a series of steps with the same scheme."""
+    """Sums over one turn: a series of consecutive steps with the same scheme."""
 
     # number of all steps of the turn; the sums below leave out its first `_SETTLE` steps
     steps: int = 0
@@ -58,9 +56,10 @@ class _Turn:
 
     @property
     def promise(self) -> float:
-        """Return the tokens per second if every sequence had a proposal in every step.
+        """Estimate the scheme's tokens per second if every sequence had a proposal in every step.
 
-        A sequence without a proposal wrote one token per step.
+        The measured speed is lower, because a sequence without a proposal gets only one token in a
+        step.
         """
         extra_tokens = (self.tokens - self.sequences) / self.served if self.served else float("inf")
         return self.sequences * (1 + extra_tokens) / max(1e-9, self.seconds)
@@ -92,7 +91,8 @@ class _Scheme:
         self.since = 0.0
 
     def wait(self, most: float) -> float:
-        """Return the number of tokens to write before the scheme is tried again.
+        """Return how many more tokens to write before the scheme is tried again; 0 or less means
+        now.
 
         `most` is the speed of the best scheme, in tokens per second.
         """
@@ -101,9 +101,7 @@ class _Scheme:
 
 @dataclass(slots=True)
 class _Load:
-    """The statistics of all schemes for steps with similar numbers of sequences, and the current
-    turn.
-    """
+    """Scheme statistics for steps with a similar number of sequences, and the current turn."""
 
     schemes: list[_Scheme]
     current: int = 0
@@ -129,16 +127,16 @@ class _Load:
 
 
 class SchemeControl:
-    """Chooses the drafting scheme of the next step.
+    """Chooses the drafting scheme of the next step from measured speeds.
 
-    The statistics for about 1, 2, 4, 8, ... sequences per step are separate.
+    It keeps separate statistics for steps with about 1, 2, 4, 8, ... sequences.
     """
 
     def __init__(self, schemes: int, *, has_oracle: bool = False) -> None:
         """Create a control for this number of schemes.
 
-        If `has_oracle` is true, the last scheme differs from the others only in better guesses. So
-        the last scheme is tried only if perfect guesses would make one of the others faster.
+        If `has_oracle` is true, the last scheme differs from the others only in its better guesses.
+        So it is tried only if perfect guesses would make another scheme faster than the best one.
         """
         self._schemes = schemes
         self._has_oracle = has_oracle
@@ -182,7 +180,7 @@ class SchemeControl:
 
     @property
     def is_contested(self) -> bool:
-        """Return whether the first scheme is used only in a trial, because another scheme is the
+        """Return whether the first scheme is in use only for a trial, while another scheme is the
         best.
         """
         return self._place >= 0 and self.current == 0 < self._loads[self._place].best
@@ -224,9 +222,9 @@ class SchemeControl:
 
 
 GUESSING = {"pearl": Guessing(0), "ssd": Guessing(3), "mirror": Guessing(8, is_told=True)}
-"""The drafting schemes that guess outcomes, by name. `pearl` guesses only that all proposed tokens
+"""The rules that guess outcomes, by drafting scheme. `pearl` guesses only that all proposed tokens
 are accepted. `ssd` also guesses the draft model's likeliest tokens at each position. `mirror`
-guesses the likeliest tokens of the target's early exit there.
+guesses the tokens that the target's early exit finds likeliest instead.
 """
 
 
@@ -264,8 +262,8 @@ class AdaptiveDrafting(Proposer, Lengths):
         self._began = 0.0
 
     def rests(self, plan: StepPlan) -> bool:
-        """Return whether the first scheme is used and proposes nothing in this step, because
-        proposals slow the run down.
+        """Return whether nothing is proposed in this step, because the first scheme is in use and
+        its proposals slow the run down.
         """
         self._scheme = self._control.current
         return self._scheme == 0 and not self._control.is_contested and self._lengths.rests(plan)
@@ -282,7 +280,7 @@ class AdaptiveDrafting(Proposer, Lengths):
     def observed(
         self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Update the statistics of lengths and schemes after a step.
+        """Update the statistics of proposal lengths and of schemes after a step.
 
         Schemes are compared by wall-clock time, because this process's CPU time does not include
         the drafter's process.
@@ -320,7 +318,9 @@ class AdaptiveDrafting(Proposer, Lengths):
         self._ahead.ended(key)
 
     def overlap(self) -> OverlapStats:
-        """Return the numbers of correct guesses, wrong guesses, late drafts and unused branches."""
+        """Return how many guesses were right or wrong, how many drafts were late, and how many
+        branches were unused.
+        """
         return self._ahead.overlap()
 
     def silence(self) -> str:

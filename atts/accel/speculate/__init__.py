@@ -1,1 +1,1 @@
-"""SmartSpec: proposers of tokens, and the choice of as many proposed tokens as save time."""
+"""SmartSpec: proposers of tokens, and rules that propose only as many tokens as save time."""

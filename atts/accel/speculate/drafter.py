@@ -1,6 +1,4 @@
-"""A draft model that proposes tokens; it draws them with the random numbers that the target will
-use at the same positions.
-"""
+"""A draft model that proposes tokens, which it samples with the target's random numbers."""
 
 from __future__ import annotations
 
@@ -51,15 +49,17 @@ last token of a sequence, after which the drafter samples.
 
 
 def fed_rows(row: int, tokens: Many[int], start: int) -> list[FedRow]:
-    """Return a row for each of one sequence's tokens; the first token has the position `start`."""
+    """Return a `FedRow` for each of these tokens of one sequence. The first token is at position
+    `start`.
+    """
     last = len(tokens) - 1
     return [(row, start + at, token, at == last) for at, token in enumerate(tokens)]
 
 
 class DraftedSlots(SlotAllocator):
-    """Slots that the caches of target and drafter have in common.
+    """Allocator of the cache slots that target and drafter have in common.
 
-    It also records which of the slots the drafter has filled.
+    It also records which of these slots the drafter has filled.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -74,9 +74,8 @@ class DraftedSlots(SlotAllocator):
 
 
 class DraftedRows:
-    """The target's slot table and sequences.
-
-    For each sequence, it records how many tokens the drafter has computed.
+    """The target's slot table and sequences, with a record of how many tokens of each sequence the
+    drafter has computed.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class DraftedRows:
         self._progress = dict[int, tuple[int, int]]()
 
     def drafted(self, sequence: Sequence) -> int:
-        """Return how many tokens of the sequence have keys and values of the drafter in its current
-        slots.
+        """Return how many of the sequence's first tokens have the drafter's keys and values in the
+        sequence's current slots.
         """
         admission, count = self._progress.get(sequence.request_id, (-1, 0))
         # A sequence that was preempted and admitted again has new slots, which contain none of its
@@ -99,7 +98,7 @@ class DraftedRows:
         return count if admission == sequence.num_admissions else 0
 
     def advance(self, sequence: Sequence, count: int) -> None:
-        """Record that the drafter has computed this number of tokens of a sequence."""
+        """Record that the drafter has computed the first `count` tokens of a sequence."""
         start = self.drafted(sequence)
         self._progress[sequence.request_id] = sequence.num_admissions, count
         self.slots.drafted[self.table[sequence.row, start:count]] = True
@@ -110,7 +109,7 @@ class DraftedRows:
 
 
 class ModelDrafter(Proposer):
-    """Proposes tokens that a smaller model draws with the target's random numbers."""
+    """Proposes tokens that a smaller model samples with the target's random numbers."""
 
     def __init__(
         self, model: Model, config: ModelConfig, rows: DraftedRows, vocabulary: int
@@ -135,7 +134,8 @@ class ModelDrafter(Proposer):
         )
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Read the text that the drafter has not read yet, then draw the next tokens one by one.
+        """Read the text that the draft model has not read yet, then sample the next tokens one by
+        one.
 
         All sequences are computed in one batch.
         """
@@ -172,7 +172,7 @@ class ModelDrafter(Proposer):
         return fits and not is_unknown
 
     def silence(self) -> str:
-        """Return the reason why the drafter could not propose tokens for any text."""
+        """Return the reason why the drafter could not propose tokens."""
         if self._num_beyond:
             return f"no text fits into the draft's context of {self._context:,} tokens"
         if self._num_unknown:
@@ -183,8 +183,8 @@ class ModelDrafter(Proposer):
     def _draft(self, asks: list[Ask]) -> list[TokenProposal]:
         """Draft tokens for all requests.
 
-        Requests with the most tokens to draft must come first, because a request that has all its
-        tokens leaves the batch at its end.
+        The caller sorts the requests by number of tokens to draft, the largest first. So complete
+        requests are at the end of the batch, where they are cut off.
         """
         sequences = [self._rows.sequence(ask.key) for ask in asks]
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
@@ -203,9 +203,10 @@ class ModelDrafter(Proposer):
         first: StepBatch,
         places: tuple[Ints, Ints],
     ) -> list[list[int]]:
-        """Draw the tokens of all requests in one call of the kernels.
+        """Sample the tokens of all requests in one call of the kernels.
 
-        One token is drawn for each random number. Requests with the most random numbers come first.
+        One token is sampled for each random number. Requests with the most random numbers come
+        first.
         """
         assert self._native is not None, "only a drafter with native kernels draws its own tokens"
         rows, following = places
@@ -244,7 +245,7 @@ class ModelDrafter(Proposer):
         return [TokenProposal(tuple(tokens_so_far), _CONFIDENCE) for tokens_so_far in drafted]
 
     def _draw(self, batch: StepBatch, asks: list[Ask], turn: int) -> list[int]:
-        """Draw the next token for each request."""
+        """Run the draft model on a batch, and sample the next token of each request."""
         hidden = self._model.forward(batch, self._table)
         logits = self._model.compute_logits(hidden)[:, : self._vocabulary]
         uniforms = [float(ask.uniforms[turn]) for ask in asks]
@@ -255,11 +256,11 @@ class ModelDrafter(Proposer):
         return tokens
 
     def _filters(self, asks: list[Ask]) -> bool:
-        """Return whether a request's sampling settings, such as top-p, exclude tokens."""
+        """Return whether the sampling settings of any request, such as top-p, exclude tokens."""
         return filtered_rows(self._sampling_batch(asks), self._vocabulary) is not None
 
     def _sampling_batch(self, asks: list[Ask], device: torch.device | None = None) -> SamplingBatch:
-        """Return sampling settings as tensors.
+        """Return the requests' sampling settings as tensors.
 
         The tensors of the previous call are used again if its first requests were the same.
         """
@@ -289,7 +290,8 @@ class ModelDrafter(Proposer):
         """Return the text of a sequence that the drafter has not computed yet, as batches without
         the last few tokens. Return also the position where these last tokens begin.
 
-        Slots that sibling rollouts share may already contain a part of a long missing text.
+        The start of a long missing text is skipped if a sibling rollout has already filled the
+        slots that both share.
         """
         start = min(self._rows.drafted(sequence), len(sequence.ids) - 1)
         newest = len(sequence.ids) - 1
@@ -326,13 +328,13 @@ class GroupedModel(Model, Protocol):
 
 
 class GroupedDrafter(ModelDrafter):
-    """EasySpec: a drafter in which the attention of a group of layers reads the same input. The
+    """EasySpec: a drafter in which the attention of all layers of a group reads the same input. The
     first and the last layer are in no group.
 
     Keys and values of grouped layers are inexact, so they are used within one round only. An exact
-    pass over the accepted tokens and the next token then computes them again, and gives the first
-    token of the next round. With calibration "none", which serves for comparison, inexact keys and
-    values are kept and their errors add up.
+    pass over the accepted tokens and the next token then computes them again. This pass also gives
+    the first token of the next round. With calibration "none", which serves for comparison, inexact
+    keys and values are kept and their errors add up.
     """
 
     calibration: Calibration = "exact"
@@ -344,7 +346,9 @@ class GroupedDrafter(ModelDrafter):
         self._groups = model
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Delete the keys and values that the last round computed, unless calibration is "none"."""
+        """Leave the last round's keys and values unrecorded, so that they are computed again,
+        unless calibration is "none".
+        """
         if self.calibration == "none":
             super().verified(key, proposal, accepted)
 

@@ -68,16 +68,16 @@ def size_class(sequences: int) -> int:
 
 
 def condition(*, is_mixed: bool, context: float, sequences: int) -> Condition:
-    """Return the condition of a step. Step times of the same condition are stored together.
+    """Return the condition of a step: the key under which its step time is stored.
 
-    Context lengths that differ by less than a factor of four may have the same condition.
+    Context lengths that differ by less than a factor of four may give the same condition.
     """
     return is_mixed, size_class(sequences), int(context).bit_length() // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Estimated step times, sorted by number of rows."""
+    """Estimated step times, sorted by number of rows (tokens in a step)."""
 
     rows: Floats
     seconds: Floats
@@ -108,8 +108,8 @@ class Curve:
     def least(self, rows: Floats) -> Floats:
         """Return a lower bound on the time in seconds of each step with these numbers of rows.
 
-        The bound is the time for the largest measured number that is not above the step's number, or
-        0 if there is none.
+        The bound is the time of the largest measured step with at most as many rows, or 0 if there
+        is none.
         """
         places = np.searchsorted(self.rows, rows, side="right") - 1
         return np.where(places < 0, 0.0, self.seconds[places]).astype(np.float64)
@@ -129,8 +129,8 @@ class StepCosts:
     def __init__(self, *, wanders: bool = True) -> None:
         """Create an empty table of step times.
 
-        If `wanders` is false, the machine's speed is assumed to be constant. Otherwise the table also
-        estimates how the speed changes.
+        If `wanders` is false, the machine's speed is assumed to be constant. Otherwise the table
+        also tracks how the speed changes.
         """
         self._cells: dict[Condition, dict[int, _Cell]] = {}
         self._curves: dict[Condition, Curve] = {}
@@ -144,11 +144,13 @@ class StepCosts:
 
     @property
     def slowness(self) -> float:
-        """Return the machine's slowness: the ratio of present step times to those in the table."""
+        """Return the ratio of current step times to the times in the table; more than 1 means a
+        slower machine.
+        """
         return exp(self._machine)
 
     def add(self, where: Condition, rows: int, seconds: float) -> None:
-        """Learn the measured time of one step."""
+        """Update the table with the measured time of one step."""
         self._added += 1
         if where not in self._cells:
             self._cells[where] = self._like(where)
@@ -191,7 +193,9 @@ class StepCosts:
         cell.seen = self._added
 
     def is_measured(self, where: Condition, rows: int) -> bool:
-        """Return whether steps with this number of rows were measured often and recently enough."""
+        """Return whether steps with this number of rows were timed often and recently enough to
+        trust their estimate.
+        """
         return self._variance(where, rows) < _ENOUGH
 
     def doubt(self, where: Condition, rows: int) -> float:
@@ -232,7 +236,8 @@ class StepCosts:
         return min(self._cells, key=distance, default=None)
 
     def _like(self, where: Condition) -> dict[int, _Cell]:
-        """Return the cells of the most similar condition, as a first estimate for a new condition.
+        """Return copies of the times of the most similar condition, as a first estimate for a new
+        condition.
 
         The copies have a larger variance.
         """
@@ -248,7 +253,7 @@ def _place(rows: int) -> int:
 
 
 def _rising(cells: Sequence[_Cell]) -> Curve:
-    """Fit a curve in which a step with more rows never takes less time.
+    """Fit a curve of step times in which a step with more rows never takes less time.
 
     Where the measured times fall, neighbouring cells get their mean, weighted by 1 / variance.
     """
@@ -327,23 +332,25 @@ class Survival:
         return acceptance.cumprod(axis=1)
 
     def count(self, tested: Sequence[int], accepted: Sequence[int]) -> None:
-        """Add counts of tested and accepted tokens, one count for each position.
+        """Add counts of tested and accepted tokens for each position of a proposal.
 
-        The counts may come from a server, and belong to no sequence.
+        The counts may come from a server. They are not counted for any single sequence.
         """
         added = np.array([tested, accepted], dtype=np.float64)
         self._pool = self._pool + np.pad(added, ((0, 0), (0, len(self._places) - len(tested))))
 
     def keep(self, keys: Sequence[int]) -> None:
-        """Delete the counts of all sequences except `keys`, once many sequences have counts.
+        """Delete the counts of all sequences except `keys`, if too many sequences have counts.
 
-        The counts of all sequences together do not change.
+        The counts over all sequences together do not change.
         """
         if len(self._own) > 64 + 2 * len(keys):
             self._own = {key: self._own[key] for key in keys if key in self._own}
 
     def fade(self, most: float) -> None:
-        """Shrink the weight of old observations to at most `most` tested tokens per position."""
+        """Shrink the counts of each position to at most `most` tested tokens, and delete the counts
+        of single sequences.
+        """
         self._count()
         self._pool = self._pool * most / np.maximum(self._pool[0], most)
         self._own = {}
@@ -458,7 +465,7 @@ class StepShape(NamedTuple):
 
     @property
     def decoding_alone(self) -> Condition:
-        """Return the condition of the same step without other requests' tokens."""
+        """Return the condition that this step would have without the tokens of other requests."""
         return condition(is_mixed=False, context=self.context, sequences=len(self.keys))
 
 
@@ -492,7 +499,9 @@ class _Trial:
 
 @dataclass(slots=True)
 class _Load:
-    """The state of one size class: of all steps with similar numbers of decoding sequences."""
+    """The control's state for one size class: for all steps with a similar number of decoding
+    sequences.
+    """
 
     verdict: _Verdict = field(default_factory=_Verdict)
     steps: int = 0
@@ -562,7 +571,9 @@ class GoodputControl:
         self._unseen = 1  # number of steps since the last timed step, including the current step
 
     def rests(self, sequences: int) -> bool:
-        """Return whether the control rests in this step, so that nothing is proposed or timed."""
+        """Return whether the control rests in this step, so that nothing is proposed or timed. If
+        so, count the step as part of the rest.
+        """
         load = self._loads.get(size_class(sequences))
         if load is None or load.resting == 0:
             return False
@@ -600,10 +611,10 @@ class GoodputControl:
     def observed(
         self, step: StepShape, rounds: Sequence[Outcome], rows: int, seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn from a step that computed `rows` rows, and return the forecast of the step.
+        """Learn from a step that computed `rows` rows, and return what was forecast for it.
 
         `seconds` are the times of proposing and of the step itself. Return None if the step was not
-        timed, or if nothing was known for a forecast.
+        timed, or if too little was known for a forecast.
         """
         self._survival.add(rounds)
         self._rounds += len(rounds)
@@ -646,11 +657,12 @@ class GoodputControl:
         return forecast
 
     def _account(self, step: StepShape, plain: float) -> None:
-        """Add up the time of the steps since the last timed step, and what proposals cost in them.
+        """Update the run's total time, and the time that proposals have cost, with the steps since
+        the last timed step.
 
-        The cost is computed from measured times, not from forecasts. So proposals that cost too much
-        time are stopped even if the forecasts are wrong, for example because a drafter reads long
-        prompts.
+        The cost is computed from measured times, not from forecasts. So proposals that cost too
+        much time are stopped even if the forecasts are wrong, for example because a drafter reads
+        long prompts.
         """
         spent = self._seconds
         accepted = self._accepted
@@ -679,8 +691,8 @@ class GoodputControl:
     def _charge(self, load: _Load, trial: _Trial, lost: float) -> None:
         """Add the seconds that one step of a trial cost, and end the trial after its last step.
 
-        The cost of a trial with proposals is then subtracted from the balance. A trial without
-        proposals is free. Lengths are chosen again in the next step.
+        When a trial with proposals ends, its cost is subtracted from the balance. A trial without
+        proposals is free. After every trial, lengths are chosen again in the next step.
         """
         trial.lost = trial.lost + lost
         trial.left = trial.left - 1
@@ -756,7 +768,7 @@ class GoodputControl:
         self._next(load, verdict, step, wanted)
 
     def _next(self, load: _Load, verdict: _Verdict, step: StepShape, wanted: int | None) -> None:
-        """Begin a trial or a rest, if one is due."""
+        """Begin a trial or a rest, if one is due after lengths were chosen."""
         if not verdict.rate:
             verdict.until = load.steps + _LOOKS
         elif self._is_stopped:
@@ -785,10 +797,11 @@ class GoodputControl:
     def _best_total(
         self, load: _Load, verdict: _Verdict, step: StepShape, tokens: NDArray[np.float64]
     ) -> tuple[int, int | None]:
-        """Choose the total number of tokens to propose in a step, and a length for a trial.
+        """Choose the total number of tokens to propose in a step, and a proposal length for a
+        trial.
 
         `tokens` has, for each total number, the expected number of tokens that the step adds to all
-        texts. The length for a trial was never timed, but may be faster by an optimistic estimate. It
+        texts. The trial's length was never timed, but may be faster by an optimistic estimate. It
         is None if there is no such length.
         """
         curve = self._costs.curve(step.condition)
@@ -834,7 +847,8 @@ class GoodputControl:
     def _promising(
         self, step: StepShape, lengths: Sequence[int], gains: NDArray[np.float64]
     ) -> int | None:
-        """Return the length with the largest expected gain, among `lengths` that were not timed yet.
+        """Return the proposal length with the largest expected gain, among those in `lengths` that
+        were not timed yet.
 
         Return None if no length is expected to be faster.
         """
@@ -876,14 +890,16 @@ class GoodputControl:
 
 
 def _among(sequences: int) -> Condition:
-    """Return the condition under which the times of proposing for these sequences are stored."""
+    """Return the condition under which the times of making proposals for this number of sequences
+    are stored.
+    """
     return condition(is_mixed=False, context=0, sequences=sequences)
 
 
 def _hand_on(verdict: _Verdict, keys: Sequence[int]) -> None:
     """Give the proposal lengths of ended sequences to new sequences.
 
-    So the total number of proposed tokens stays about the same.
+    This keeps the total number of proposed tokens about the same.
     """
     lengths = dict(zip(verdict.keys, verdict.lengths, strict=True))
     kept = {key: lengths.pop(key) for key in keys if key in lengths}
@@ -902,7 +918,7 @@ def _hand_on(verdict: _Verdict, keys: Sequence[int]) -> None:
 
 
 class GoodputLengths(Lengths):
-    """A rule that chooses proposal lengths by goodput, with a `GoodputControl`."""
+    """A rule that chooses the proposal lengths of each step by goodput, with a `GoodputControl`."""
 
     def __init__(self, most: int) -> None:
         self._control = GoodputControl(most)
@@ -913,7 +929,9 @@ class GoodputLengths(Lengths):
         return self._control.rests(len(plan.decoding))
 
     def choose(self, plan: StepPlan) -> Sequence[int]:
-        """Choose the number of tokens to propose for each sequence, so that goodput is highest."""
+        """Choose how many tokens to propose for each sequence, so that the expected tokens per
+        second are highest.
+        """
         keys = [sequence.request_id for sequence in plan.decoding]
         others = sum([chunk.stop - chunk.start for chunk in plan.prefills])
         context = sum([sequence.num_computed for sequence in plan.decoding]) / len(plan.decoding)
@@ -923,7 +941,9 @@ class GoodputLengths(Lengths):
     def observed(
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn acceptance and step times from a step, and return the step's forecast if any."""
+        """Update the estimates of acceptance and step time from a step. Return the step's forecast,
+        if there is one.
+        """
         outcomes = [(each.request_id, each.guessed, each.accepted) for each in rounds]
         rows = plan.num_rows + sum([chunk.stop - chunk.start for chunk in plan.prefills])
         forecast = self._control.observed(self._shape, outcomes, rows, seconds)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from atts.local.seams import NOTHING, Ask, Proposer, TokenProposal
 
 _ANCHOR = 4
-"""After text and hint have differed, this number of the text's last tokens is searched in the hint.
-The next proposals then follow the hint from there.
+"""Number of the text's last tokens that are looked up in the hint after text and hint have
+differed. The next proposals then follow the hint from the match.
 """
 
 
 class HintProposer(Proposer):
-    """Proposes the tokens of `Ask.hint` while the text equals the hint.
+    """Proposes the next tokens of `Ask.hint` while the text is the same as the start of the hint.
 
     After a difference, it searches the hint for the last tokens of the text.
     """
@@ -25,7 +25,7 @@ class HintProposer(Proposer):
         self._places: dict[int, int] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """Propose the next tokens of each hint."""
+        """Propose the next tokens of each request's hint, or nothing if there is no hint."""
         return [self._next(ask) if ask.hint else NOTHING for ask in asks]
 
     def ended(self, key: int) -> None:
@@ -63,7 +63,7 @@ class HintProposer(Proposer):
 
 
 _GRAM = 3
-"""A match of two texts needs at least this number of consecutive equal tokens."""
+"""Smallest number of consecutive equal tokens in a match of two texts."""
 _LONGEST = 24  # A match of more equal tokens than this counts as a match of this number.
 # largest number of positions that the index stores for one n-gram; older positions are deleted
 _PLACES = 12
@@ -86,10 +86,7 @@ class _Group:
     latest: dict[str, _Text] = field(default_factory=dict[str, _Text])
 
     def learn(self, ask: Ask) -> None:
-        """Add the new tokens of a sequence to the index.
-
-        New tokens are those that the sequence did not have at the last call.
-        """
+        """Add the tokens that a sequence has gained since the last call to the index."""
         text = self.texts.get(ask.key)
         if text is None:
             text = self.texts[ask.key] = self._begun(ask)
@@ -101,7 +98,8 @@ class _Group:
     def _begun(self, ask: Ask) -> _Text:
         """Return the text in the index that this request continues.
 
-        It is the latest text of the request's rollout, as far as it equals the request's tokens.
+        It is the latest text of the request's rollout, up to the first token that differs from the
+        request's.
         """
         known = self.latest.get(ask.rollout, _Text()) if ask.rollout else _Text()
         same = next(
@@ -116,7 +114,8 @@ class _Group:
     def places(self, ids: Sequence[int]) -> list[tuple[int, _Text, int]]:
         """Find the last tokens of `ids` in the texts of the index.
 
-        Return the length of each match and the position after it, with the longest matches first.
+        Return, for each match, its length, its text and the position after it, with the longest
+        matches first.
         """
         earlier_places = self.grams.get(tuple(ids[-_GRAM:]), ())
         matches = [
@@ -157,7 +156,7 @@ class SuffixProposer(Proposer):
         return [self._next(ask, group) for ask, group in zip(asks, groups, strict=True)]
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Record whether the first proposed token was accepted, under the length of the match."""
+        """Record, for the length of the match, whether the first proposed token was accepted."""
         length = self._matched.pop(key, 0)
         self._tried[length] += 1
         self._accepted[length] += accepted > 0
@@ -195,7 +194,9 @@ class SuffixProposer(Proposer):
 
 
 def _match(text: Sequence[int], end: int, ids: Sequence[int]) -> int:
-    """Count how many tokens of `text` before position `end` equal the last tokens of `ids`."""
+    """Count how many tokens before position `end` of `text` match the last tokens of `ids`, up to a
+    limit.
+    """
     length = _GRAM
     most = min(_LONGEST, end, len(ids))
     while length < most and text[end - length - 1] == ids[-length - 1]:
@@ -204,9 +205,10 @@ def _match(text: Sequence[int], end: int, ids: Sequence[int]) -> int:
 
 
 def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
-    """Choose the most frequent next token again and again.
+    """Return a continuation of the matches: at each position, the token with which most of them
+    continue.
 
-    Matches that continue with another token are dropped.
+    Matches that continue with another token are then dropped.
     """
     tokens: list[int] = []
     while places and len(tokens) < most:
@@ -254,7 +256,7 @@ class BestProposer(Proposer):
         self._chosen[key].verified(key, proposal, accepted)
 
     def silence(self) -> str:
-        """Return the reason why the last proposer proposed nothing."""
+        """Return the reason why the last of the proposers proposed nothing."""
         return self._proposers[-1].silence()
 
     def ended(self, key: int) -> None:

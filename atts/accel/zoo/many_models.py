@@ -51,16 +51,17 @@ from atts.models.stored_blocks import content_digest, unit_digests
 # differs. The input of this unit comes from stored states.
 
 OnSplit = Callable[[list[int]], None]
-"""Function that is called when the layers are divided into new columns. For each new column, it
-receives the index of the old column that contained it.
+"""Function that is called when the layers are divided into new columns: ranges of layers, each with
+its own cache slots. For each new column, it receives the index of the old column that contained it.
 """
 
 
 class Lineage(NamedTuple):
-    """Names of the computations of a model. Equal names mean equal computations.
+    """Names of the parts of a model's computation. Two models compute the same thing wherever their
+    names are the same.
 
-    `units` has the name of the embedding at index 0, and that of a layer's attention at index 1 + 2
-    * layer.
+    `units` has the name of the embedding at index 0, and that of a layer's attention at index `1 +
+    2 * layer`.
     """
 
     units: tuple[str, ...]
@@ -71,7 +72,7 @@ class Lineage(NamedTuple):
 
 
 class Relative(NamedTuple):
-    """A related model, whose cached keys and values a sequence may read."""
+    """A model with the same first layers, whose cached keys and values a sequence may read."""
 
     chain: int
     # number of first layers that have the same keys and values in both models
@@ -80,7 +81,9 @@ class Relative(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Stored inputs of a unit: one state for each slot of the column before the unit."""
+    """Stored hidden states that enter a unit: one state for each cache slot of the column before
+    the unit.
+    """
 
     column: int
     states: NDArray[np.float32]  # [slots, width] the stored state for each slot
@@ -91,13 +94,13 @@ class Kept(NamedTuple):
 
 
 def alone(parents: list[int]) -> None:
-    """Do nothing. Loops with a single column use this callback."""
+    """Do nothing. Loops with a single column use this function as their callback."""
 
 
 def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
-    """Return how many first layers have the same keys and values in two models.
+    """Return how many of the first layers have the same keys and values in two models.
 
-    Also return the first unit that differs.
+    Also return the index of the first unit at which the models differ.
     """
     pairs = zip(one.units, other.units, strict=False)
     unit = next(
@@ -110,10 +113,10 @@ def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
 
 
 class SlotLedger(SlotAllocator):
-    """Allocates the slots of each column.
+    """Allocates the cache slots of each column (range of layers).
 
-    A slot is free when it has no holder. Its holders are the sequence that wrote it, and all
-    sequences that read it.
+    A slot's holders are the sequence that wrote it, and all sequences that read it. A slot without
+    a holder is free.
     """
 
     def __init__(self, num_slots: int, width: int) -> None:
@@ -130,20 +133,22 @@ class SlotLedger(SlotAllocator):
         self._units: Ints = np.zeros(0, dtype=np.int64)
 
     def new_table(self, rows: int, width: int) -> SlotIds:
-        """Return a slot table of zeros with a single column: [rows, width, 1]."""
+        """Return a slot table of zeros with a single column, [rows, width, 1]. Also reset the
+        record of borrowed slots.
+        """
         self.borrowed, self._units = np.zeros((2, rows), dtype=np.int64)
         return np.zeros((1, rows, width), dtype=np.int32).transpose(1, 2, 0)
 
     def lend(self, row: int, stop: int, unit: int) -> None:
-        """Record that a row reads slots of a related model up to position `stop`.
+        """Record that a row of the slot table reads a related model's slots up to position `stop`.
 
-        Its own model computes these positions from `unit` on.
+        For these positions, the row's own model computes only the units from `unit` on.
         """
         self.borrowed[row] = stop
         self._units[row] = unit
 
     def first_units(self, batch: StepBatch) -> Ints:
-        """Return the first unit to compute for each sequence of a step: [sequences]."""
+        """Return the index of the first unit to compute for each sequence: [sequences]."""
         rows = batch.table_rows
         begins = batch.context_lens - np.diff(batch.query_starts)
         return np.where(begins < self.borrowed[rows], self._units[rows], 0)
@@ -187,7 +192,8 @@ class SlotLedger(SlotAllocator):
     def _kept(self, unit: int, column: int, parent: int) -> Kept:
         """Return the stored inputs of a unit for a new column.
 
-        If the old store belongs to column `parent`, it is kept. Otherwise the store is empty.
+        If the unit already has a store that belongs to column `parent`, this store is kept.
+        Otherwise the store is empty.
         """
         known = self.kept.get(unit)
         size = self.num_slots + 1
@@ -212,14 +218,15 @@ class SlotLedger(SlotAllocator):
         return len(known) if known.all() else int(known.argmin())
 
     def borrow(self, kin: Relative, slots: SlotIds) -> SlotIds:
-        """Make a sequence a holder of a related model's slots in the shared layers.
+        """Make a sequence a holder of a related model's slots in the shared layers, and allocate
+        new slots for all other layers.
 
-        For all other layers, allocate new slots.
+        Return all these slots: [tokens, columns].
         """
         return self._hold(slots[:, : self._shared(kin)])
 
     def exchange(self, kin: Relative, mine: SlotIds, theirs: SlotIds) -> None:
-        """Replace the slots in `mine` by those in `theirs` wherever both contain equal keys and
+        """Replace the slots in `mine` by those in `theirs` wherever both contain the same keys and
         values.
 
         `mine` is changed in place, and `theirs` are slots of a related model.
@@ -261,7 +268,7 @@ class SlotLedger(SlotAllocator):
         self._count()
 
     def num_apart(self, slots: SlotIds) -> int:
-        """Return how many different slots these rows use, in the column with the largest number.
+        """Count the different slots in each column of `slots`, and return the largest count.
 
         Each column has the slots of one range of layers.
         """
@@ -288,7 +295,8 @@ class SharedSlots(NamedTuple):
     def put_into(self, sequence: Sequence, row: SlotIds, free: int) -> None:
         """Write the related model's slots of the shared layers into the sequence's row.
 
-        For all other layers, write new slots. At most `free` positions are filled.
+        For all other layers, write new slots. At most `free` positions are filled, or none if too
+        few could be filled.
         """
         start = sequence.capacity
         stop = min(self.stop, start + free)
@@ -306,9 +314,8 @@ class KVSharing:
         self.ledger = ledger
 
     def kinds(self, sequence: Sequence) -> Iterator[tuple[Relative, int]]:
-        """Yield each model that is related to the sequence's model.
-
-        Each comes with the root key of its entries in the prefix tree.
+        """Yield each model that is related to the sequence's model, with the root key of that
+        model's entries in the prefix tree.
         """
         for kin in self.ledger.kin.get(sequence.model, ()):
             yield kin, sequence.kind_of(kin.chain)
@@ -332,9 +339,8 @@ class KVSharing:
         return best
 
     def deduplicate(self, sequence: Sequence, row: SlotIds, start: int) -> None:
-        """Replace slots of a sequence by equal slots of related models, from position `start` on.
-
-        Equal slots contain the keys and values of the same tokens.
+        """Replace a sequence's slots, from position `start` on, by related models' slots that
+        contain the same keys and values.
         """
         ids = tuple(sequence.ids[: sequence.num_computed])
         start = max(start, self._tree.match(ids, len(ids), self._tree.root(sequence.kind)).length)
@@ -359,10 +365,11 @@ class SharingScheduler(Scheduler):
         self.divide([0])
 
     def divide(self, parents: list[int]) -> None:
-        """Make the new columns of slots from the old columns that contained them.
+        """Divide the slot table and the prefix tree into new columns: ranges of layers, each with
+        its own slots.
 
-        Sequences that have not yet computed all borrowed positions are preempted, and admitted
-        again later.
+        `parents` has the index of the old column that contained each new one. Sequences that have
+        not yet computed all borrowed positions are preempted, and admitted again later.
         """
         for sequence in self.running():
             if sequence.num_computed < self._ledger.borrowed[sequence.row]:
@@ -381,7 +388,7 @@ class SharingScheduler(Scheduler):
 
     @property
     def num_locked(self) -> int:
-        """Return how many slots running sequences read or write, in the column with most of them."""
+        """Return how many slots running sequences read or write, in the column with the most."""
         running = self.running()
         if not running:
             return super().num_locked
@@ -389,9 +396,9 @@ class SharingScheduler(Scheduler):
         return self._ledger.num_apart(np.concatenate(rows))
 
     def cache_prefix(self, sequence: Sequence) -> PrefixNode:
-        """Give computed slots to the prefix tree.
+        """Store a sequence's computed slots in the prefix tree.
 
-        Before that, replace them by equal slots of related models.
+        Before that, replace them by related models' slots that contain the same keys and values.
         """
         assert sequence.node is not None, (
             "a running sequence must have locked a node of the prefix tree"
@@ -424,7 +431,7 @@ class SharingScheduler(Scheduler):
     def _can_free(self, count: int) -> bool:
         """Return whether this number of slots can be freed.
 
-        A slot in the prefix tree cannot be freed if a running sequence holds it too.
+        A slot in the prefix tree cannot be freed while a running sequence also holds it.
         """
         free = self._ledger.num_free
         if free >= count or free + self.tree.num_evictable < count:
@@ -454,10 +461,11 @@ class Layers(Protocol):
         units: tuple[int, int],
         /,
     ) -> None:
-        """Compute the batch in these units, and write the results into `rows`.
+        """Compute these units for the batch, and write the hidden states into the two arrays of
+        `rows`.
 
-        The results are the states of the batch's tokens and those of its `logit_rows`. The last
-        layer computes only the `logit_rows`.
+        The first array has the states of all tokens, and the second those of the `logit_rows`. The
+        last layer computes only the `logit_rows`.
         """
         ...
 
@@ -484,8 +492,8 @@ class Chain(NamedTuple, Generic[M_co]):
 class ManyModels(Generic[M]):
     """The models of one loop, each with a number, and their output heads.
 
-    A model is loaded when it is first used. If the heads differ, each row of hidden states has one
-    more column with the number of its model.
+    A model is loaded when it is first used. If the heads differ, each row of hidden states has an
+    additional column with the number of the row's model.
     """
 
     def __init__(self, load: Callable[[WorkerConfig], Chain[M]], first: WorkerConfig) -> None:
@@ -496,14 +504,14 @@ class ManyModels(Generic[M]):
         self._model = self._chains[0].model
 
     def add(self, config: WorkerConfig) -> None:
-        """Add a model, which gets the next number."""
+        """Add a model under the next number. It is loaded when it is first used."""
         self._configs.append(config)
 
     def open(self, number: int, divide: OnSplit = alone) -> None:
         """Load a model if it is not loaded yet.
 
-        If the columns of the ledger change, `divide` is called with the old column of each new
-        column.
+        If the layers are then divided into new columns, call `divide` with the index of the old
+        column that contained each new one.
 
         :raises EngineError: the model cannot be loaded; nothing has changed.
         """
@@ -515,8 +523,10 @@ class ManyModels(Generic[M]):
             self._has_one_head = len({chain.units[-1] for chain in self._chains.values()}) == 1
 
     def _alike(self, unit: int) -> Ints:
-        """Return, for each model, the first loaded model that has the same name for the unit at this
-        index.
+        """Return, for each model, the first loaded model that computes the same unit at index
+        `unit`.
+
+        Units with the same name compute the same thing.
         """
         representatives = np.zeros(1 + max(self._chains), dtype=np.int64)
         # for each name of the unit, the first model that has this name
@@ -541,7 +551,7 @@ class ManyModels(Generic[M]):
 
     @property
     def is_thread_independent(self) -> bool:
-        """Return whether the results do not depend on the number of threads, to the bit."""
+        """Return whether the results are the same to the bit for every number of threads."""
         return self._model.is_thread_independent
 
     def use_threads(self, threads: int) -> None:
@@ -596,7 +606,7 @@ class ManyModels(Generic[M]):
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """Draw one token per row."""
+        """Sample one token per row."""
         return self._model.sample(logits, sampling, uniforms)
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
@@ -605,7 +615,7 @@ class ManyModels(Generic[M]):
 
 
 class ZooLoader:
-    """Loads models of a zoo that use one cache.
+    """Loads the models of a zoo that share one KV cache.
 
     A model may have at most as many layers as the cache. Equal blocks share their weights.
     """
@@ -664,7 +674,7 @@ class ZooLoader:
 
 
 def rope_names(shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
-    """Name each layer's rotary position encoding and attention window; equal names mean equal
+    """Name each layer's rotary position encoding and attention window; the same name means the same
     settings.
     """
     return [
@@ -676,7 +686,7 @@ def rope_names(shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
 def half_names(folder: Path, shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
     """Name the attention block and the feed-forward block of each layer of a stored model.
 
-    Equal names mean equal computation.
+    The same name means the same computation.
 
     :raises ZooError: the model's manifest cannot be read.
     """
@@ -692,8 +702,8 @@ def key_names(
 ) -> tuple[str, ...]:
     """Name the parameters that determine the keys and values of each layer.
 
-    They are the rotation, the norms, and the rows of keys and values in the first matrix. Equal
-    names mean equal parameters.
+    They are the rotation, the norms, and the rows of keys and values in the first matrix. The same
+    name means the same parameters.
     """
     # The first matrix computes queries, keys and values. The rows of the queries come first.
     query_rows = shape.num_heads * shape.head_dim
@@ -708,9 +718,9 @@ def key_names(
 
 
 def content_name(low: LowRank | None, *tensors: Tensor | None) -> str:
-    """Return a digest of arrays and of an adapter as a name.
+    """Return a digest of arrays and of an adapter, as their common name.
 
-    Equal arrays have equal names. An adapter that changes nothing is ignored.
+    The same contents give the same name. An adapter that changes nothing is ignored.
     """
     added = (low.down, low.up) if low and low.up.any() else ()
     parts = [
@@ -724,7 +734,7 @@ class LoopModels(Model, Protocol):
     """Several models that one loop computes like a single model."""
 
     def add(self, config: WorkerConfig) -> None:
-        """Add a model, which gets the next number."""
+        """Add a model under the next number."""
         ...
 
     def open(self, number: int, divide: OnSplit = ...) -> None:
@@ -774,7 +784,7 @@ _MOST_LAYOUTS = 256
 
 
 class UnitSpan(NamedTuple):
-    """A range of units in which the groups of chains that compute together do not change."""
+    """A range of units in which the same groups of chains (models) compute together."""
 
     start: int
     stop: int
@@ -782,10 +792,10 @@ class UnitSpan(NamedTuple):
 
 
 class _Keeping(NamedTuple):
-    """The rows of a step that read or write the stored inputs of a unit.
+    """The rows of a step that read or store the inputs of a unit.
 
-    The rows `passing` make stored states invalid, the rows `begun` read stored states, and the rows
-    `known` are stored.
+    The stored states of the rows `passing` become invalid. The rows `begun` read stored states, and
+    the inputs of the rows `known` are stored.
     """
 
     unit: int
@@ -823,7 +833,9 @@ class _Ready(NamedTuple):
     step: Any  # the prepared step that `NativeModel.prepare` returned
 
     def fill(self) -> None:
-        """Copy the tokens of the next step. In it, every sequence has one new token."""
+        """Copy the tokens and positions of the next step into the prepared arrays. Every sequence
+        must have one new token.
+        """
         given, table = self.given
         batch = self.batch
         # Copy in place, because the prepared step has pointers to these arrays.
@@ -862,9 +874,8 @@ class ChainModel(ManyModels[NativeModel]):
         super().__init__(load, first)
 
     def _relate(self, number: int, chain: Chain[NativeModel], divide: OnSplit) -> None:
-        """Divide the cache where the models differ, and order the models.
-
-        Models next to each other then share most of their units.
+        """Divide the cache where the models differ, and order the models so that neighbours share
+        many units.
         """
         chains = {**self._chains, number: chain}
         self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)
@@ -932,9 +943,9 @@ class ChainModel(ManyModels[NativeModel]):
 
     @staticmethod
     def _ordered(batch: StepBatch, order: Ints, table: SlotIds) -> tuple[StepBatch, Ints]:
-        """Return the batch in this order, with the slots of all columns.
+        """Return the batch with its sequences in this order, and with the slots of all columns.
 
-        Also return the new indices of its logit rows.
+        Also return the new index of each logit row.
         """
         ordered, rows, _ = picked(batch, order)
         counts = np.diff(ordered.query_starts)
@@ -947,7 +958,7 @@ class ChainModel(ManyModels[NativeModel]):
         return ordered, logit_rows.searchsorted(asked_rows)
 
     def _layout(self, batch: StepBatch, units: Ints, table: SlotIds) -> _Layout:
-        """Return the layout of a step. Steps of the same shape have the same layout."""
+        """Return the plan of a step's computation. It is kept for later steps of the same shape."""
         key = tuple(
             [part.tobytes() for part in (batch.models, units, batch.query_starts, batch.logit_rows)]
         )
@@ -996,9 +1007,11 @@ class ChainModel(ManyModels[NativeModel]):
         return _Layout(keepings, calls, adapted, owners, int(counts.sum()), int(counts @ rows))
 
     def _keeping(self, unit: int, batch: StepBatch, units: Ints) -> _Keeping:
-        """Decide which rows read and which rows write the stored inputs of a unit.
+        """Decide which rows of a step read the stored inputs of a unit, and which rows store new
+        ones.
 
-        Sequences that begin at the unit read them. Sequences with many rows write them.
+        Sequences whose computation begins at the unit read them. Sequences with many rows store
+        them.
         """
         counts = np.diff(batch.query_starts)
         passes = (self._depths[batch.models] > unit) & (units < unit)
@@ -1021,7 +1034,7 @@ class ChainModel(ManyModels[NativeModel]):
         kept.is_known[mine[keeping.known]] = True
 
     def spans(self, present: Many[int]) -> list[UnitSpan]:
-        """Divide the units of a step's chains into ranges.
+        """Divide the units of these chains (models) into ranges.
 
         In each range, the same groups of chains run together. A range also ends where states are
         stored, and at the end of a column.
@@ -1042,8 +1055,8 @@ class ChainModel(ManyModels[NativeModel]):
 
 
 def bounds_of(batch: StepBatch) -> Ints:
-    """Return where each sequence begins and ends in the arrays of rows, of sequences and of logit
-    rows.
+    """Return the boundaries between sequences in the arrays of rows, of sequences and of logit
+    rows: [sequences + 1, 3].
     """
     starts = batch.query_starts
     return np.column_stack([starts, np.arange(len(starts)), batch.logit_rows.searchsorted(starts)])
@@ -1063,7 +1076,7 @@ def adapted_rows(batch: StepBatch, bounds: Ints, adapters: Mapping[int, PackedAd
 
 
 def _neighbours(chains: Many[int], units: Mapping[int, Many[str]]) -> list[int]:
-    """Order chains so that chains next to each other share many units.
+    """Order chains (models) so that neighbours share many units.
 
     Each chain is inserted where it adds the fewest differences. Then each chain is moved in the
     same way.
@@ -1091,7 +1104,7 @@ def _neighbours(chains: Many[int], units: Mapping[int, Many[str]]) -> list[int]:
 
 
 def _spans(bounds: Ints, mask: NDArray[np.bool_], most: int | None = None) -> list[_Part]:
-    """Group neighbouring sequences of a mask, with at most `most` rows in a group.
+    """Group consecutive sequences for which `mask` is true, with at most `most` rows in a group.
 
     Return the bounds of each group in rows, sequences and logit rows. A single sequence with more
     than `most` rows is not divided.
@@ -1140,7 +1153,9 @@ def shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.C
 
 
 class SharedLoop(ManyModelsLoop):
-    """A step loop for several models that share blocks, and share cache slots in equal layers."""
+    """A step loop for several models. Blocks that models share run once, and their layers share
+    cache slots.
+    """
 
     def __init__(
         self,

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Instance(NamedTuple):
-    """Estimates of how soon one server with a block could finish one request. All times are in
-    seconds.
+    """Estimates for one server that has a block: how soon it could finish one request. All times
+    are in seconds.
     """
 
     wait: float  # time until the server has finished all requests that came before this one
@@ -39,7 +39,7 @@ class Instance(NamedTuple):
 
 
 def dispatched(instances: Sequence[Instance]) -> int:
-    """Return the index of the server with the lowest cost; if costs are equal, prefer a server that
+    """Return the index of the server with the lowest cost. If costs are equal, prefer a server that
     has the keys and values.
 
     >>> busy, idle = Instance(0.5, 0.1, True, 0, 0, 0), Instance(0.0, 0.1, False, 0.3, 0.9, 0.01)
@@ -50,7 +50,9 @@ def dispatched(instances: Sequence[Instance]) -> int:
 
 
 class Demand(NamedTuple):
-    """A block's size in bytes, and the number of servers that its work keeps busy."""
+    """A block's size in the unit that also measures the room on servers, and the number of servers
+    that its work keeps busy.
+    """
 
     bytes: float
     load: float
@@ -59,13 +61,12 @@ class Demand(NamedTuple):
 def placed(
     blocks: Mapping[str, Demand], transitions: Mapping[tuple[str, str], int], rooms: Sequence[float]
 ) -> dict[str, list[int]]:
-    """Place each block on as many servers as its work needs.
+    """Place each block on as many servers as its work needs, and on at least one.
 
-    The busiest block is placed first. A further block may be placed on a server that has room and a
-    load at most 0.5 above the lowest load. Of these servers, it is placed on the one with the
-    blocks that most often come before or after it. Every block is placed on at least one server. If
-    there is room left, small blocks are copied to the servers of their neighbours, so that fewer
-    requests change servers.
+    The busiest block is placed first. Candidates are servers with enough room whose load is at most
+    0.5 above the lowest. Among them, the server is chosen whose blocks most often come directly
+    before or after the new block. If there is room left, small blocks are copied to the servers of
+    their neighbours, so that fewer requests change servers.
 
     :raises ValueError: no server has room for a block.
     """
@@ -113,12 +114,12 @@ def placed(
 
 
 _REMEMBERED = 10_000
-"""Largest number of entries in `Dispatch._cached`. An entry is the number of tokens that a replica
-has cached for a rollout or a problem.
+"""Largest number of entries in `Dispatch._cached`. An entry says how many tokens of a rollout or a
+problem a replica has cached.
 """
 _FIRST = 1e-2, 1e-4
-"""Seconds per request and seconds per token. They are assumed until the first finished requests
-give measured values.
+"""Seconds per request and seconds per token that are assumed until the first finished requests give
+measured values.
 """
 
 
@@ -137,10 +138,10 @@ def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
 class Dispatch:
     """Chooses the replica of an engine that would finish a request first.
 
-    The estimate has the waiting time, the running time, and the time to compute tokens that are not
-    cached. The waiting time is the number of requests in the replica's loop (of all models) times
-    the mean seconds per request. Keys and values are never copied between replicas. The time to
-    send a request is ignored.
+    The estimate is the sum of waiting time, running time, and the time to compute tokens that are
+    not cached. The waiting time is the number of requests in the replica's loop (of all models)
+    times the mean seconds per request. Keys and values are never copied between replicas. The time
+    to send a request is ignored.
     """
 
     def __init__(self, engines: Sequence[LocalEngine]) -> None:
@@ -175,7 +176,9 @@ class Dispatch:
 
     @staticmethod
     def _seconds(engines: Sequence[LocalEngine]) -> tuple[float, float]:
-        """Return the mean seconds per finished request and per token of all these engines."""
+        """Return the mean seconds per finished request and the mean seconds per token, over all
+        these engines together.
+        """
         stats = [engine.stats() for engine in engines]
         busy = sum(one.busy_seconds for one in stats)
         tokens = sum(one.prefilled_tokens + one.scored_tokens + one.sampled_tokens for one in stats)

@@ -52,7 +52,7 @@ class SharedWorker:
     """
 
     def __init__(self, zoo: Path, replica: int, stages: StageOptions, share: Share) -> None:
-        """Create a worker.
+        """Create a worker that is not connected to a loop yet.
 
         `share` returns the settings of a loop for models that have at most a given number of
         layers.
@@ -71,7 +71,7 @@ class SharedWorker:
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
         """Join the shared loop, or start it if this engine is the first one.
 
-        If the loop cannot compute this model, start a loop for this engine alone.
+        If the shared loop cannot compute this model, start a loop for this engine alone.
 
         :raises EngineError: the loop could not be started.
         """
@@ -120,7 +120,7 @@ class SharedWorker:
         return depth
 
     def _shape(self, config: WorkerConfig) -> object:
-        """Return the properties that must be equal in all models of a loop."""
+        """Return the properties that must be the same in all models of a loop."""
         # With stages, models share ranges of layers. So all models of a loop need the same number
         # of layers.
         depth = config.model.num_layers if self._stages.stages > 1 else 0
@@ -130,7 +130,7 @@ class SharedWorker:
     def send(self, command: Command) -> None:
         """Send a command of this engine to the loop.
 
-        A request gets a new number that no other request in the loop has.
+        A request gets a new number that is unique in the loop.
         """
         if self._own is not None:
             self._own.send(command)
@@ -175,7 +175,8 @@ class SharedWorker:
     def receive(
         self, replies: list[tuple[Reply, int]], stats: LoopStats | None, in_flight: int
     ) -> None:
-        """Receive the replies to this engine's requests, and the statistics of the loop.
+        """Pass the replies to this engine's requests to the engine, with the statistics of the
+        loop.
 
         Each reply comes with the number of prompt tokens of its request.
         """
@@ -207,9 +208,8 @@ are those of the whole loop.
 
 
 class _Asked(NamedTuple):
-    """A request in the shared loop.
-
-    It has the engine that sent it, its number in that engine, and its number of prompt tokens.
+    """A request in the shared loop: the engine that sent it, its number in that engine, and its
+    number of prompt tokens.
     """
 
     member: SharedWorker
@@ -300,7 +300,7 @@ class _Host:
             self._worker.close()
 
     def _retire(self) -> None:
-        """Remove this loop from the list of loops, so that engines that open later start a new one."""
+        """Remove this loop from `_HOSTS`, so that engines that open later start a new one."""
         with _HOSTS_LOCK:
             for key in [key for key, known in _HOSTS.items() if known is self]:
                 del _HOSTS[key]

@@ -43,8 +43,8 @@ Bring = Callable[[int, Ints], Held]
 the worker's number and the slots.
 """
 _LATEST = 0.1
-"""Weight of the newest measured time in a running mean. With each answer, the smallest recorded
-time of a message rises by a hundredth of this share. So very old times lose their effect.
+"""Weight of the newest measured time in a running mean. After each answer, the recorded minimum
+time of a message rises by a hundredth of this share, so that very old minima lose their effect.
 """
 
 
@@ -63,7 +63,7 @@ class StageShare(NamedTuple):
 
 
 class StageCosts:
-    """Measured times of the workers that have the same range of layers."""
+    """Measured times of the workers of one range of layers: for computing, copying and messages."""
 
     def __init__(self, setup: StageSetup) -> None:
         model = setup.config.model
@@ -78,10 +78,10 @@ class StageCosts:
         self._hops: dict[int, float] = {}
 
     def heard(self, worker: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """Update the mean times from one answer of a worker.
+        """Update the mean times after a worker's answer.
 
-        The times are the seconds from the message to its answer, and the seconds in which the
-        worker computed.
+        `seconds` has the time from the message to its answer, and the time in which the worker
+        computed.
         """
         whole, inside = seconds
         is_many = rows >= MANY * sequences
@@ -89,17 +89,18 @@ class StageCosts:
         self._hops[worker] = min(whole - inside, (1 + _LATEST / 100) * self._hops.get(worker, inf))
 
     def brought(self, size: int, seconds: float) -> None:
-        """Update the mean time of copying, after keys and values of `size` bytes were copied.
+        """Update the mean time of copying, after keys and values of `size` bytes were received from
+        a worker in `seconds` seconds.
 
-        Keys and values are sent twice: from a worker to the loop, and from the loop to another
-        worker. `seconds` is the time of the first transfer.
+        This time counts twice, because the loop must also send them to another worker.
         """
         self._byte += _LATEST * (2 * seconds / size - self._byte)
 
     def instance(self, worker: int, own: tuple[int, bool], lacks: int, wait: float) -> Instance:
-        """Estimate how soon a worker could compute the new tokens of one sequence.
+        """Estimate how soon a worker could compute one sequence's new tokens.
 
-        The worker must also copy or recompute `lacks` missing earlier tokens.
+        `lacks` is the number of earlier tokens whose keys and values the worker must first copy or
+        recompute.
         """
         hop = self._hops.get(worker, 0.0)
         fed, is_there = own
@@ -110,7 +111,9 @@ class StageCosts:
 
 
 class _Sequences(NamedTuple):
-    """The sequences of one step."""
+    """The sequences of one step, with the earlier positions whose keys and values each worker
+    lacks.
+    """
 
     # [sequences, 3]: for each sequence, its row in the slot table, its offset in the tables of
     # rotary angles, and the number of its model
@@ -124,7 +127,7 @@ class _Sequences(NamedTuple):
 
 
 class KvResidency:
-    """Records which worker has the keys and values of which slots, in one stage.
+    """Records which worker has which slots' keys and values, in one stage.
 
     It also stores the stage's input for each slot. So any worker can compute the keys and values
     again.
@@ -138,15 +141,15 @@ class KvResidency:
         self.held: NDArray[np.bool_] = np.zeros((workers, slots), dtype=np.bool_)
 
     def note(self, batch: StepBatch, rows: Floats) -> None:
-        """Store the inputs of new tokens. No worker has their keys and values yet."""
+        """Store the inputs of new tokens, and record that no worker has their keys and values."""
         counts = np.diff(batch.query_starts)
         self.rows[batch.slots] = rows
         self._together[batch.slots] = np.minimum(counts, MANY).repeat(counts)
         self.held[:, batch.slots] = False
 
     def has(self, worker: int, batch: StepBatch, table: SlotIds) -> NDArray[np.bool_]:
-        """Return, for each entry of a batch, whether a worker has all earlier keys and values of its
-        sequence.
+        """Return, for each entry (sequence) of a batch, whether a worker has the keys and values of
+        all its earlier tokens.
         """
         step = self._lacking(batch, table)
         has_all: NDArray[np.bool_] = ~step.lacks[worker].any(axis=1)[step.entries]
@@ -163,7 +166,7 @@ class KvResidency:
         """Divide the sequences of a step among workers.
 
         Each sequence goes to the worker that would finish it first. `waits` has the seconds until
-        each worker is free. The time of the new work is added to it.
+        each worker is free; the time of the new work is added there.
 
         :raises EngineUnavailable: a worker has ended, and its keys and values were needed.
         """
@@ -242,12 +245,12 @@ class KvResidency:
         return StageShare(worker, entries, brought, again, done.nonzero()[0])
 
     def _again(self, whose: Ints, slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
-        """Return a batch that computes earlier rows of a sequence again.
+        """Return a batch that computes earlier positions of a sequence again.
 
-        The rows are computed in the same groups as before, so that the results are equal to the
-        bit. If only a part of a group is missing, rows are added to it whose slot is never read.
-        `whose` has the sequence's row in the slot table, its offset in the angle tables, and its
-        model.
+        The positions are computed in the same groups as before, so that the results are equal to
+        the bit. If only a part of a group is missing, the group is filled up with rows whose slot
+        is never read. `whose` has the sequence's row in the slot table, its offset in the angle
+        tables, and its model.
         """
         kinds = self._together[slots[missing]]
         is_new = np.append(True, (np.diff(missing) != 1) | (np.diff(kinds) != 0))
@@ -328,18 +331,19 @@ class LayerRange:
             self.kept.held[number, slots] = False
 
     def heard(self, number: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """Update the mean times from one answer of a worker.
+        """Update the mean times after a worker's answer.
 
-        The times are the seconds from the message to its answer, and the seconds in which the
-        worker computed.
+        `seconds` has the time from the message to its answer, and the time in which the worker
+        computed.
         """
         self.costs.heard(number, rows, sequences, seconds)
         self.seconds += seconds[1]
 
     def demand(self, seconds: float) -> Demand:
-        """Return the number of layers in this range, and the number of workers that they kept busy.
+        """Return the number of layers in this range, and the number of workers that it needs.
 
-        The number of workers is a mean over the last `seconds` seconds.
+        This is its configured number of workers, less the idle share of one worker over the last
+        `seconds` seconds.
         """
         size = len(self.setup.layers)
         busy = self.seconds / seconds / max(1, len(self.holders))
@@ -347,10 +351,10 @@ class LayerRange:
 
 
 _LOOKED_AT = 256
-"""Number of steps between two checks of which workers should have which ranges of layers."""
+"""Number of steps after which the placement of ranges of layers on workers is checked again."""
 _FEWER = 0.8
-"""Ranges of layers are moved only if at most this share of the sequences would still be sent
-between workers.
+"""Ranges of layers are moved only if the number of sequences sent between workers falls to at most
+this share.
 """
 
 
@@ -358,8 +362,8 @@ between workers.
 class InFlightStep:
     """A step in progress.
 
-    `levels` has, for each entry of the batch, the index of the range that the entry is in or waits
-    for.
+    `levels` has, for each entry (sequence) of the batch, the index of the range of layers that
+    computes the entry now or next.
     """
 
     batch: StepBatch
@@ -373,7 +377,7 @@ class InFlightStep:
 
     @classmethod
     def of(cls, batch: StepBatch, table: SlotIds, width: int) -> InFlightStep:
-        """Create a step whose entries all wait for their first range.
+        """Create a step whose entries (sequences) all wait for their first range of layers.
 
         If the batch names no models, all entries belong to the first model.
         """
@@ -388,9 +392,9 @@ class InFlightStep:
 
 
 class _Stop(NamedTuple):
-    """The entries of a step that one worker computes in one range.
+    """The entries (sequences) of a step that one worker computes in one range of layers.
 
-    It also has the indices of their rows and of their logit rows in the step.
+    It also has the indices, in the step, of their rows and of their logit rows.
     """
 
     held: LayerRange
@@ -404,7 +408,7 @@ class StageExecutor:
     """Runs steps of one or several models whose ranges of layers are in workers.
 
     A sequence stays in one worker for all consecutive ranges that the worker has. It may move to a
-    worker that would finish sooner; that worker copies its keys and values, or computes them again.
+    worker that would finish sooner, which then copies or recomputes the sequence's keys and values.
     If a worker ends, its replacement or other workers continue its work.
     """
 
@@ -420,7 +424,8 @@ class StageExecutor:
         """Create an executor with at most `most` workers.
 
         If `is_shared` is true, models of a zoo may share ranges of layers. If only one worker can
-        have a range, its inputs are not stored, because no other worker could use them.
+        have a range, the inputs of the range are not stored, because no other worker could use
+        them.
         """
         self._config = config
         self._build = build
@@ -444,7 +449,7 @@ class StageExecutor:
     def start(self, label: str) -> int:
         """Start another worker, and return its number.
 
-        If the worker ends, it is replaced once.
+        If the worker ends, a replacement is started, but only once.
 
         :raises EngineError: the worker cannot be started.
         """
@@ -464,9 +469,9 @@ class StageExecutor:
     def add(
         self, setups: Sequence[StageSetup], chain: int = 0, homes: Sequence[list[int]] = ()
     ) -> None:
-        """Add a model's ranges in order, and make workers load them.
+        """Add a model's ranges of layers in order, and make workers load them.
 
-        The workers are `homes` if given. Otherwise they are workers near the model's other ranges.
+        `homes` has the workers of each range. By default, `placement.placed` chooses the workers.
         """
         path = self.paths[chain] = list[LayerRange]()
         for setup in setups:
@@ -512,9 +517,8 @@ class StageExecutor:
                 self._let_go(held, held.holders.copy())
 
     def _fill(self, layer_range: LayerRange) -> None:
-        """Make each worker that should have a range load it.
-
-        Workers that have the range or are loading it are left out.
+        """Make each worker that should have a range load it, unless the worker has it or is loading
+        it.
         """
         for home in layer_range.homes:
             if home not in layer_range.holders and not layer_range.loading[home]:
@@ -529,7 +533,8 @@ class StageExecutor:
     def _placed(self) -> dict[str, list[int]]:
         """Choose workers for all ranges with `placement.placed`.
 
-        Each worker gets the smallest room with which enough copies of every range can be placed.
+        All workers get the same room: the smallest with which enough copies of every range can be
+        placed.
         """
         seconds = max(1e-3, perf_counter() - self._since)
         alive = [node for node in self.nodes if node.error is None]
@@ -553,7 +558,7 @@ class StageExecutor:
     def place(self) -> None:
         """Move ranges to other workers if clearly fewer sequences would then change workers.
 
-        All counts of sequences are halved, so that old steps lose weight.
+        Then halve all counts of sequences, so that old steps lose weight.
         """
         wanted = self._placed()
         crossing = self.crossing({name: held.homes for name, held in self.ranges.items()})
@@ -568,8 +573,8 @@ class StageExecutor:
             held.seconds = 0.0
 
     def crossing(self, homes: Mapping[str, Sequence[int]]) -> int:
-        """Count the sequences that would have changed workers if the ranges had been placed like
-        this. A sequence counts again in each step, and for each two consecutive ranges.
+        """Count the sequences that would have changed workers if the ranges had been placed as in
+        `homes`. A sequence counts again in each step, and for each two consecutive ranges.
         """
         return sum(
             count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]}
@@ -630,7 +635,7 @@ class StageExecutor:
     def _mend(self, node: WorkerHandle, error: EngineUnavailable) -> None:
         """Replace a worker that has ended.
 
-        If it was replaced before, its ranges are given to other workers.
+        If its replacement has ended too, give its ranges of layers to other workers.
         """
         number = node.number
         lost = list[LayerRange]()
@@ -656,7 +661,7 @@ class StageExecutor:
             self._fill(held)
 
     def _send(self, flight: InFlightStep) -> None:
-        """Send every entry to a worker that has the entry's next range.
+        """Send every entry (sequence) of a step to a worker that has the entry's next range.
 
         Entries whose range is still being loaded wait.
 
@@ -681,7 +686,7 @@ class StageExecutor:
     def _before(
         self, flight: InFlightStep, levels: Ints, entries: Ints
     ) -> list[tuple[LayerRange, Ints]]:
-        """Group these entries by their next range."""
+        """Group these entries (sequences) by the next range of layers that each of them needs."""
         found = dict[LayerRange, list[int]]()
         chains = flight.chains.tolist()
         places = levels.tolist()
@@ -694,9 +699,9 @@ class StageExecutor:
     def _divided(
         self, held: LayerRange, flight: InFlightStep, entries: Ints, waits: dict[int, float]
     ) -> list[StageShare]:
-        """Divide the entries of a range among workers.
+        """Divide the entries (sequences) of a range among workers.
 
-        `waits` has the seconds until each worker is free. The time of the new work is added to it.
+        `waits` has the seconds until each worker is free; the time of the new work is added there.
         """
         if held.kept is None:
             return [StageShare(next(iter(held.holders)), np.arange(len(entries)))]
@@ -720,7 +725,7 @@ class StageExecutor:
         starts: Mapping[LayerRange, StageShare],
         seconds: float,
     ) -> None:
-        """Send a worker its entries of a step.
+        """Send a worker its entries (sequences) of a step.
 
         The worker computes each entry in all consecutive ranges that it has.
         """
@@ -739,10 +744,11 @@ class StageExecutor:
         node.ask(visit, partial(self._visited, flight, node, stops), seconds)
 
     def _way(self, flight: InFlightStep, number: int, entries: Ints) -> Iterator[_Stop]:
-        """Yield the ranges that a worker computes for these entries one after the other.
+        """Yield the ranges that a worker computes in turn, each with the entries that it computes
+        there.
 
-        An entry leaves the worker before a range if the worker does not have the range, or lacks
-        keys and values for it.
+        An entry (sequence) leaves the worker before a range if the worker does not have the range,
+        or lacks keys and values for it.
         """
         levels = flight.levels.copy()
         stays = np.zeros(len(flight.levels), dtype=np.bool_)
@@ -766,9 +772,10 @@ class StageExecutor:
         stops: Sequence[tuple[_Stop, Ints]],
         answer: StageReply | EngineUnavailable,
     ) -> None:
-        """Receive a worker's results for each range.
+        """Store a worker's results for each range of layers.
 
-        If the worker has ended, its entries are sent again, starting at the same range.
+        If the worker has ended, nothing is stored, and the entries are later sent to a worker again
+        from the same range on.
         """
         flight.visits -= 1
         if isinstance(answer, EngineUnavailable):

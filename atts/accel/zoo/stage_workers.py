@@ -31,7 +31,7 @@ from atts.local.messages import GONE
 from atts.local.worker import worker_environment
 
 _END_SECONDS = 1.0
-"""Largest number of seconds to wait for the exit code of a process after its pipe is closed."""
+"""Largest number of seconds to wait for a process's exit code after its pipe was closed."""
 
 
 class Worker(Protocol):
@@ -280,7 +280,7 @@ class WorkerHandle:
 
     @property
     def is_asked(self) -> bool:
-        """Return whether the worker has not answered the last message yet."""
+        """Return whether the worker still has to answer the last message."""
         return self._heard is not None
 
     @property
@@ -289,9 +289,10 @@ class WorkerHandle:
         return max(0.0, self.due - perf_counter()) if self.is_asked else 0.0
 
     def ask(self, message: object, receive: Receive, seconds: float = 0.0) -> None:
-        """Send a message as soon as all earlier messages are answered.
+        """Send a message as soon as all earlier messages are answered. The answer is passed to
+        `receive`.
 
-        The worker is expected to need `seconds` for it.
+        `seconds` is the time that the worker is expected to need.
         """
         if self.error is not None:
             receive(self.error)
@@ -314,9 +315,9 @@ class WorkerHandle:
                     self.receive()
 
     def receive(self) -> None:
-        """Receive the answer to the last message.
+        """Receive the answer to the last message, and pass it to the message's callback.
 
-        If no answer is expected, the pipe was readable because the worker has ended.
+        If the worker has ended instead, pass the error to all waiting callbacks.
         """
         try:
             answer = self.worker.take()
@@ -329,7 +330,7 @@ class WorkerHandle:
             heard(answer)
 
     def at_once(self, message: object) -> Any:
-        """Send a message before all messages in the queue, and return its answer.
+        """Send a message before all messages in the queue, and return the worker's answer.
 
         :raises EngineUnavailable: the worker has ended.
         """
@@ -345,8 +346,8 @@ class WorkerHandle:
         raise self.error
 
     def news(self, batch: StepBatch, table: SlotIds) -> News:
-        """Return the entries of the slot table that the worker does not know yet, for the sequences
-        of a step.
+        """Return the slot table's entries that the worker does not know yet, for the sequences of a
+        step. Count them as known from now on.
         """
         if self._table.shape != table.shape:
             self._table = np.zeros_like(table)

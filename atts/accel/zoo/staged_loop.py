@@ -38,7 +38,8 @@ class StagedModel(ManyModels[RangedModel]):
     """One model in stages, whose first stage is in this process; or several models of a zoo that
     share ranges of layers.
 
-    Embeddings and heads are in this process. Cached prompts are not shared between models.
+    In the second case, only embeddings and heads are in this process. Models do not share cached
+    prompts.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class StagedModel(ManyModels[RangedModel]):
         options: StageOptions,
         is_shared: bool = False,
     ) -> None:
-        """Create a model in stages.
+        """Create a model whose ranges of layers are in the workers of `line`.
 
-        `cache` is the cache of the `first` stage, or a cache without layers. Returned hidden states
-        have its data type and device.
+        `cache` is the KV cache of the `first` stage, or a cache without layers. Returned hidden
+        states have its data type and device.
         """
         self._line = line
         self.cache = cache
@@ -68,7 +69,9 @@ class StagedModel(ManyModels[RangedModel]):
         super().__init__(load, config)
 
     def _relate(self, number: int, chain: Chain[RangedModel], divide: OnSplit) -> None:
-        """Add the ranges of a model of the zoo, and wait until workers have loaded all of them."""
+        """Add the layer ranges of a model that shares them, and wait until workers have loaded all
+        of them.
+        """
         config = self._configs[number]
         options = self._configs[0].options
         if self._is_shared:
@@ -126,7 +129,9 @@ class StagedModel(ManyModels[RangedModel]):
             np.copyto(flight.rows, own, where=(owners == chain)[:, None])
 
     def end(self, flight: InFlightStep) -> Tensor:
-        """Wait for a step that was begun, and return what `forward` returns."""
+        """Wait for a step that `begin` began, and return the final hidden states of its
+        `logit_rows`.
+        """
         hidden = self._line.end(flight)
         batch = flight.batch
         if self._first is not None:
@@ -145,7 +150,7 @@ class StagedModel(ManyModels[RangedModel]):
 
 
 def _ends(config: WorkerConfig, stages: int) -> list[int]:
-    """Return the bounds of the ranges of layers.
+    """Return the layer indices at which the ranges of layers begin and end.
 
     The ranges have about the same size, but also end at layers where models of the zoo begin or
     stop to share blocks.
@@ -171,10 +176,11 @@ def _ends(config: WorkerConfig, stages: int) -> list[int]:
 
 
 class StagedScheduler(Scheduler):
-    """A scheduler that does not change sequences while a step with them is in progress."""
+    """A scheduler that leaves a sequence unchanged while a step with it is in progress."""
 
     def __init__(self, config: SchedulerConfig, tree: PrefixTree, most_steps: int) -> None:
-        """Create a scheduler for at most `most_steps` steps at the same time.
+        """Create a scheduler with which at most `most_steps` steps are in progress at the same
+        time.
 
         Each step gets an equal part of the running sequences.
         """
@@ -198,7 +204,7 @@ class StagedScheduler(Scheduler):
 
 
 class StagedLoop(ManyModelsLoop):
-    """A step loop that begins steps before earlier steps have ended. A sequence is changed only
+    """A step loop that begins a step before earlier steps have ended. A sequence is changed only
     after its step has ended.
     """
 
@@ -224,7 +230,7 @@ class StagedLoop(ManyModelsLoop):
             self._staged.close()
 
     def step(self) -> None:
-        """Begin a step.
+        """Begin a step without waiting for its results.
 
         If no further step may be in progress, or if there was nothing to begin, end the oldest
         step.

@@ -34,8 +34,8 @@ class StageSetup(NamedTuple):
     """Setup of a worker for one range of layers. All workers of a model have the same number of
     slots and threads.
 
-    Models of a zoo may share a range. `name` then names their common blocks, and each model adds
-    its own parts, such as an adapter.
+    Models of a zoo may share a range. `name` then identifies their common blocks, and each model
+    adds what only it has, such as an adapter.
     """
 
     config: WorkerConfig
@@ -47,8 +47,8 @@ class StageSetup(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Return whether the stage has the model's last layer, which computes only the rows for
-        which logits are needed.
+        """Return whether the stage has the model's last layer, which computes only the rows that
+        need logits.
         """
         return self.layers.stop == self.config.model.num_layers
 
@@ -81,10 +81,8 @@ class StageCall(NamedTuple):
 
 
 class StageReply(NamedTuple):
-    """The answer to a `StageCall`.
-
-    It has the rows after each range, or the error that stopped the computation. It also has the
-    seconds of each range.
+    """The answer to a `StageCall`: the hidden states after each range, or the error that stopped
+    the computation. It also has the seconds that each range took.
     """
 
     rows: Sequence[Floats] | Exception
@@ -105,7 +103,7 @@ class Leave(NamedTuple):
 
 
 class StageModel:
-    """The layers of one range, with the cache of their keys and values."""
+    """The layers of one range, with their KV cache."""
 
     def __init__(self, setup: StageSetup, model: Layers, cache: Tensor) -> None:
         self.setup = setup
@@ -120,7 +118,7 @@ class StageModel:
         )
 
     def join(self, setup: StageSetup) -> None:
-        """Add a model that contains these layers.
+        """Prepare these layers for a model that contains them. This class needs no preparation.
 
         :raises EngineError: the model's own parts, such as its adapter, cannot be loaded.
         """
@@ -136,7 +134,7 @@ class StageModel:
         )
 
     def run(self, batch: StepBatch, table: SlotIds, rows: Floats) -> Floats:
-        """Compute these layers and return the rows after them.
+        """Compute these layers, and return the hidden states after them.
 
         After the model's last layer, only rows that need logits are returned.
         """
@@ -163,7 +161,7 @@ class SharedLayers(StageModel):
         self._adapters = dict[int, PackedAdapter]()
 
     def join(self, setup: StageSetup) -> None:
-        """Add a model that contains these layers, with its adapter if it has one.
+        """Prepare these layers for a model that contains them: load its adapter if it has one.
 
         :raises EngineError: the model's adapter cannot be used.
         """
@@ -187,7 +185,8 @@ BuildStage = Callable[[StageSetup], StageModel]
 
 
 class StageServer:
-    """The ranges of layers of one worker, and the function that answers its messages.
+    """The ranges of layers that one worker has loaded, and the function that answers the worker's
+    messages.
 
     The worker is a process, a Ray actor or the loop's own process.
     """
@@ -202,7 +201,7 @@ class StageServer:
     def answer(self, message: Any) -> object:
         """Answer a message.
 
-        The answer to a request to load a range is None, or the error.
+        A request to load a range is answered with None, or with the error.
         """
         match message:
             case list():

@@ -62,10 +62,7 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a weight file.
-
-    Its data type and shape are those in the file's header. It also has the tensor's bytes.
-    """
+    """A tensor in a weight file: its data type and shape from the file's header, and its bytes."""
 
     kind: str
     shape: Sequence[int]
@@ -107,7 +104,9 @@ class Block:
 
 
 def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
-    """Divide a model's files into blocks, in the order in which a token passes through them."""
+    """Divide the weights in a model's files into blocks, in the order in which a token passes
+    through them.
+    """
     places = dict[str, dict[str, tuple[str, StoredTensor]]]()
     for file in files:
         for name, tensor in file.tensors.items():
@@ -124,9 +123,10 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
 def completed(
     own: Sequence[WeightFile], base: Mapping[str, StoredTensor], num_layers: int
 ) -> Block:
-    """Return all weights of a model as one block.
+    """Return all weights of a model as one block: those in `own`, and those of its base that `own`
+    does not have.
 
-    They are the weights in `own`, and the weights of its base that `own` does not have.
+    Layers of the base from `num_layers` on are left out.
     """
     weights = dict[str, tuple[str, StoredTensor]]()
     for tensors in (base, *(file.tensors for file in own)):
@@ -159,9 +159,10 @@ def _entries(header: str) -> Iterator[tuple[str, dict[str, Any], int, int]]:
 
 
 def _place(name: str, family: Family) -> tuple[str, str]:
-    """Return the place of the block to which a tensor belongs, and the tensor's name in this block.
+    """Return the place of a tensor's block, such as `layers.3.attention`, and the tensor's name in
+    the block.
 
-    The name in the block is the same in every layer.
+    The name in the block does not contain the layer, so it is the same in every layer.
     """
     found = _LAYER.fullmatch(name)
     if found is None:
@@ -180,7 +181,9 @@ def _order(place: str) -> tuple[int, int, str]:
 
 
 def _block(place: str, tensors: dict[str, tuple[str, StoredTensor]]) -> Block:
-    """Make a block. Its file depends only on its tensors, so equal blocks have equal files."""
+    """Make a block of tensors. The block's file depends only on the tensors, so equal blocks have
+    equal files.
+    """
     header = dict[str, Any]()
     end = 0
     order = sorted(tensors, key=lambda inner: (-_width(tensors[inner][1].kind), inner))
@@ -307,7 +310,7 @@ def tensors_of(folder: Path, model: StoredModel, stack: ExitStack) -> dict[str, 
 
 
 def unadapted(model: StoredModel, option: str) -> StoredModel:
-    """Return the model, if it has no adapter.
+    """Check that a model has no adapter, and return its manifest.
 
     :raises OptionError: the model has an adapter.
     """
@@ -352,7 +355,7 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
 class SharedPart:
     """The blocks that exactly these models share.
 
-    `below` has the blocks that only some of these models share.
+    `below` has the parts that only some of these models share.
     """
 
     models: tuple[str, ...]
@@ -366,7 +369,8 @@ class SharedPart:
 class ModelLine:
     """One model of a zoo.
 
-    For each place of a block, `parts` has the number of models with the same block.
+    `parts` maps each block's place, such as `layers.0.mlp`, to the number of models that have the
+    same block.
     """
 
     name: str
@@ -391,9 +395,9 @@ class ZooContents:
 
     @property
     def saved(self) -> float:
-        """Return the share of bytes that the zoo saves compared with separate folders.
+        """Return the fraction of bytes that the zoo saves compared with separate folders.
 
-        The share is negative if the manifests are larger than the bytes saved by shared blocks.
+        It is negative if the manifests are larger than the bytes saved by shared blocks.
         """
         return 1 - self.stored / self.apart if self.apart else 0.0
 
@@ -426,7 +430,7 @@ def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContent
 
 
 def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
-    """Arrange parts in a tree.
+    """Arrange the parts of a zoo in a tree.
 
     The parent of a part is the smallest part whose models include all models of the child.
     """
@@ -443,7 +447,7 @@ def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
 
 
 def written_places(places: Sequence[str]) -> str:
-    """Return a list of places as short text: consecutive layers become a range.
+    """Return the places of blocks as a short string, in which consecutive layers become a range.
 
     >>> written_places(["embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp"])
     'embedding, layers 0-1'
@@ -471,7 +475,7 @@ def written_places(places: Sequence[str]) -> str:
 _LOCK = "lock"
 _ADAPTER_FILE = "adapter_model.safetensors"
 _COMPLETED = ".completed"
-"""Name of a temporary folder in the zoo. There, an incomplete model is completed with files of its
+"""Name of the zoo's temporary folder in which an incomplete model gets the missing files of its
 base.
 """
 
@@ -731,10 +735,11 @@ class Zoo:
     def keep(
         self, name: str, model: StoredModel, digests: Mapping[str, str], loss: Loss
     ) -> StoredModel:
-        """Add a variant of a model to the zoo.
+        """Add a variant of a model to the zoo, in which other blocks replace some of the model's
+        own.
 
-        The variant has other blocks at some places. `loss` is how far the variant's predictions
-        diverge from the model's, as measured.
+        `digests` maps the places of replaced blocks to the digests of the new ones. `loss` is the
+        measured divergence of the variant's predictions from the model's.
 
         :raises OptionError: the name is not allowed, or another model has this name.
         :raises StorageError: the disk cannot be written; nothing has changed.
@@ -796,7 +801,7 @@ class Zoo:
     def _changing(self, *, create: bool = False) -> Generator[None, None, None]:
         """Hold the zoo's lock while the zoo is changed.
 
-        First delete the files that interrupted changes have left.
+        Before the change, delete the files that interrupted changes have left.
         """
         if create and not (self.directory / MARK).exists():
             self._create()
@@ -884,7 +889,7 @@ class Zoo:
         return model
 
     def _collect(self) -> None:
-        """Delete files that no model uses, which removed models or interrupted changes have left.
+        """Delete files that no model uses. Removed models or interrupted changes have left them.
 
         If the manifest of any model cannot be read, all blocks are kept, because this model may use
         them.
@@ -914,7 +919,7 @@ class Zoo:
 def _made(folder: Path) -> Generator[Path, None, None]:
     """Yield a new folder with a temporary name.
 
-    At the end the folder is renamed. After an error it is deleted.
+    At the end it gets the name `folder`. After an error it is deleted.
     """
     temporary = folder.with_name(f".{folder.name}.{token_hex(6)}")
     with storage(folder):
@@ -989,9 +994,10 @@ def _kind(place: str) -> str:
 
 
 def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
-    """Read a block.
+    """Read the file of a block.
 
-    Return the names, types and shapes of its tensors as text, and all parameters as one array.
+    Return the names, types and shapes of its tensors as a string, and all its parameters as one
+    array.
     """
     with import_lock:
         import torch
@@ -1002,10 +1008,10 @@ def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
 
 
 def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Return how near two arrays are.
+    """Compare two arrays of the same size.
 
-    The result is their distance, divided by the norm of the first array, and the cosine of the
-    angle between them.
+    Return the norm of their difference, divided by the norm of the first array, and the cosine of
+    the angle between them.
     """
     length = float(mine.norm())
     other = float(theirs.norm())
@@ -1016,7 +1022,7 @@ def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
 def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
     """Return a model's manifest with other blocks at some places.
 
-    Its identity is new too, because the weights have changed.
+    The manifest also gets a new identity, because the weights have changed.
     """
     blocks = tuple(
         replace(block, digest=digests.get(block.place, block.digest)) for block in model.blocks
@@ -1029,7 +1035,8 @@ def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
 def substituted(
     zoo: Path, model: StoredModel, digests: Mapping[str, str]
 ) -> Generator[Path, None, None]:
-    """Yield a temporary folder of a model in which other blocks of the zoo replace some of its own.
+    """Yield a temporary folder with a copy of a model in which other blocks of the zoo replace some
+    of its own.
 
     The model must be stored as blocks.
     """
@@ -1049,7 +1056,7 @@ if TYPE_CHECKING:
 
 
 class Divergence(NamedTuple):
-    """The difference of two models' predictions of the next token, over positions of some
+    """Difference between two models' predictions of the next token, over some positions of some
     texts.
     """
 
@@ -1063,8 +1070,8 @@ def divergence(one: Path, other: Path, texts: Sequence[tuple[TokenIds, int]]) ->
     """Measure the divergence from the model in folder `one` to the model in folder `other`, in
     float32.
 
-    Each text comes with the number of its given tokens. Only the positions of later tokens are
-    used.
+    Each text is a pair: its token ids, and the number of given tokens at its start. Only the
+    predictions of later tokens are compared.
 
     :raises ModelLoadError: the weights of one of the models cannot be used.
     """

@@ -92,7 +92,8 @@ class Curve:
     def at(self, rows: Floats) -> Floats:
         """Return the times in seconds of steps with these numbers of rows.
 
-        Times between two measured numbers of rows are interpolated, and other times are extrapolated.
+        Times between two measured numbers of rows are interpolated, and all other times are
+        extrapolated.
         """
         first = self.rows[0]
         last = self.rows[-1]
@@ -213,8 +214,8 @@ class StepCosts:
     def curve(self, where: Condition) -> Curve | None:
         """Return the curve of step times under this condition.
 
-        If no step was timed under this condition, return the curve of the most similar condition. If
-        no step was timed at all, return None.
+        If no step was timed under this condition, return the curve of the most similar condition.
+        If no step was timed at all, return None.
         """
         if where in self._curves:
             return self._curves[where]
@@ -315,7 +316,8 @@ class Survival:
             self._count()
 
     def acceptance(self, keys: Sequence[int]) -> NDArray[np.float64]:
-        """Estimate the probability that a token and all tokens before it in the proposal are accepted.
+        """Estimate the probability that a token and all earlier tokens of the proposal are
+        accepted.
 
         The result has one row for each sequence in `keys`, and one column for each position.
         """

@@ -1,4 +1,6 @@
-"""Importers, which turn rollouts of other tools into runs for reports, comparisons and replays."""
+"""Importers that convert rollouts recorded by other tools to runs, which atts can report, compare
+and replay.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -35,7 +37,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         )
     }
 )  # fmt: skip
-"""All file formats from which rollouts can be imported, keyed by name."""
+"""All importable file formats, keyed by format name."""
 
 __all__ = [
     "FORMATS",

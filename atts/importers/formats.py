@@ -1,4 +1,4 @@
-"""The formats of other tools that can be imported; each has one function that reads a record."""
+"""File formats of other tools that atts can import, with one reader function per format."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from atts.errors import OptionError
 
 Row = Mapping[str, Any]
 Ended = Literal["end", "length", "stopped", "failed"]
-"""The reason why a text of another tool ended. "end": the model ended it. "length": it reached a
-token limit. "stopped": a stopping rule of the tool ended it. "failed": an error ended it.
+"""The reason why generation ended in the other tool. "end": the model stopped by itself. "length":
+a token limit was reached. "stopped": the tool stopped the model early. "failed": an error occurred.
 """
 
 
 class RecordError(ValueError):
-    """A record lacks a required field; the importer adds the record's file and line."""
+    """Error for a record that lacks a required field or has a field of the wrong type. The importer
+    adds the file name and the record's position to the message.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignSample:
-    """One rollout that another tool recorded; fields that the tool did not record are None.
+    """One rollout recorded by another tool. Optional fields are None or empty if the tool did not
+    record them.
 
-    `problem` is the name that the tool gave the problem. Rollouts without such a name belong to the
-    same problem if their questions are equal.
+    `problem` is the problem's name in the other tool. Rollouts without a name belong to the same
+    problem if their questions are the same.
     """
 
     question: str
@@ -63,7 +66,7 @@ class ForeignSample:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """The options for reading a format; only the plain format uses `columns`."""
+    """Options for reading a format. Only the plain format (`read_columns`) uses `columns`."""
 
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     # Name of the recorded score that says whether an answer is correct. With "", the first score of
@@ -72,8 +75,8 @@ class ReadOptions:
 
 
 SampleReader = Callable[[Row, Path, ReadOptions], Iterator[ForeignSample]]
-"""A function that yields the rollouts of one record; they all belong to the same problem. Its path
-argument names the file that contains the record.
+"""Function that yields the rollouts of one record, all of the same problem. Its `Path` argument is
+the file that contains the record.
 
 :raises RecordError: the record lacks a required field.
 """
@@ -81,7 +84,9 @@ argument names the file that contains the record.
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format, with the name patterns of its files and a function that reads their records."""
+    """A file format: its name, the glob patterns of its files, and the function that reads a
+    record.
+    """
 
     name: str
     about: str
@@ -93,7 +98,7 @@ class Format:
 
 
 def text_of(row: Row, *names: str) -> str:
-    """Return the first of these fields that contains a text or a number.
+    """Return the first of the named fields that holds a string or a number, as a string.
 
     :raises RecordError: if no field is a text or a number.
     """
@@ -104,7 +109,9 @@ def text_of(row: Row, *names: str) -> str:
 
 
 def optional_text(row: Row, *names: str) -> str | None:
-    """Return the first of these fields that contains a text or a number, or None."""
+    """Return the first of the named fields that holds a string or a number, as a string, or else
+    None.
+    """
     for name in names:
         value = row.get(name)
         if isinstance(value, str):
@@ -115,7 +122,7 @@ def optional_text(row: Row, *names: str) -> str | None:
 
 
 def number_of(row: Row, *names: str) -> float | None:
-    """Return the first of these fields that contains a finite number, or None."""
+    """Return the first of the named fields that holds a finite number, or else None."""
     for name in names:
         value = row.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
@@ -124,7 +131,9 @@ def number_of(row: Row, *names: str) -> float | None:
 
 
 def count_of(row: Row, *names: str) -> int | None:
-    """Return the first of these fields that contains a whole number of at least 0, or None."""
+    """Return the first of the named fields that holds a finite number, as an integer. Return None
+    if that number is negative or has a fraction, or if all fields lack a number.
+    """
     value = number_of(row, *names)
     return int(value) if value is not None and value >= 0 and value == int(value) else None
 
@@ -143,7 +152,7 @@ def table_of(row: Row, name: str) -> Row:
 
 
 def list_of(row: Row, *names: str) -> Sequence[Any]:
-    """Return the first of these fields that contains a list.
+    """Return the first of the named fields that holds a list.
 
     :raises RecordError: if no field is a list.
     """
@@ -156,9 +165,8 @@ def list_of(row: Row, *names: str) -> Sequence[Any]:
 
 
 def truth_of(value: object) -> bool | None:
-    """Convert a grade to a verdict.
-
-    The grades true and 1 become True, false and 0 become False, and all other values become None.
+    """Convert a grade to a verdict: true and 1 become True, false and 0 become False, and anything
+    else becomes None.
 
     >>> [truth_of(value) for value in (True, 0.0, 1, 0.5, "yes", None)]
     [True, False, True, None, None, None]
@@ -176,9 +184,9 @@ _ENDS: dict[str, Ended] = {"max_tokens": "length", "model_length": "length"}
 
 
 def read_inspect_ai(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
-    """Read logs of inspect_ai: .eval archives, or their JSON.
+    """Yield the rollout of one record of an inspect_ai log.
 
-    A record is one epoch of one sample; yield its rollout.
+    A record is one epoch of one sample. The log is an .eval archive or a JSON file.
     """
     output = table_of(row, "output")
     choices = output.get("choices") or [{}]
@@ -215,7 +223,7 @@ def read_inspect_ai(row: Row, path: Path, options: ReadOptions) -> Iterator[Fore
 
 
 class _Grade:
-    """The verdict of one scorer on a rollout, and all numeric scores of the rollout."""
+    """One scorer's verdict on a rollout, and the numeric scores of all scorers."""
 
     def __init__(self) -> None:
         self.answer: str | None = None
@@ -245,7 +253,9 @@ class _Grade:
 
 
 def _content(value: Any) -> str:
-    """Return the text of a message, or of a list of messages or parts of messages."""
+    """Return the text of a message. The message is a string, or a list of parts or of messages, of
+    which only the user's are kept.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -261,7 +271,7 @@ def _content(value: Any) -> str:
 
 
 def _part(part: Row) -> str:
-    """Return the text of one part of a message, with reasoning between <think> and </think>."""
+    """Return the text of one part of a message; reasoning is put between <think> and </think>."""
     if "content" in part:
         return _content(part["content"])
     if part.get("type") == "reasoning":
@@ -270,17 +280,19 @@ def _part(part: Row) -> str:
 
 
 def _reference(target: Any) -> str | None:
-    """Return the reference answer, or the first one if there are several."""
+    """Return the reference answer, or the first one of a list. Return None if it is missing or
+    empty.
+    """
     if isinstance(target, list):
         target = cast(Sequence[Any], target)[0] if target else None
     return str(target).strip() or None if target is not None else None
 
 
 def _usage(row: Row, output: Row) -> Row:
-    """Return the usage of the model that answered.
+    """Return the token usage of the model that answered.
 
-    If the sample used only this model, return the usage of all its calls. If the sample also used
-    another model, such as a judge, return the usage of the last call only.
+    If the sample used only this model, this is the usage of all its calls. If the sample also used
+    another model, such as a judge, only the usage of the last call is known.
     """
     by_model = table_of(row, "model_usage")
     if len(by_model) == 1:
@@ -290,7 +302,7 @@ def _usage(row: Row, output: Row) -> Row:
 
 
 def _prompt_tokens(usage: Row) -> int | None:
-    """Return the number of all prompt tokens, including those from the cache."""
+    """Return the number of prompt tokens, including tokens read from or written to the cache."""
     read_inspect_ai = count_of(usage, "input_tokens")
     if read_inspect_ai is None:
         return None
@@ -302,9 +314,8 @@ _ATTACHMENT = "attachment://"
 
 
 def _resolved(text: str, row: Row) -> str:
-    """Return a text of the log.
-
-    If the text is only a reference to an attachment, return the attachment.
+    """Return a string of the log. If it is only a reference to an attachment, return the attachment
+    instead.
     """
     if not text.startswith(_ATTACHMENT):
         return text
@@ -322,10 +333,10 @@ _STAMP = re.compile(r"_\d{4}-\d\d-\d\dT[\d.:-]+$")
 
 
 def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
-    """Read samples of lm-evaluation-harness that `--log_samples` wrote.
+    """Yield the rollouts of one record of lm-evaluation-harness, as `--log_samples` writes it.
 
-    A record contains all replies to one document, and the answers that one filter extracted. Yield
-    a rollout for each reply.
+    A record contains all replies to one document and the answers that one filter extracted. Each
+    reply becomes a rollout.
     """
     replies = _only(row, "resps")
     filtered = _only(row, "filtered_resps")
@@ -364,7 +375,7 @@ def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreign
 
 
 def _only(row: Row, name: str) -> Any:
-    """Return the value that a field has for the only request of the record.
+    """Return the only element of a list field that has one element per request to the model.
 
     :raises RecordError: if there are several requests, as in tasks that compare likelihoods.
     """
@@ -381,9 +392,8 @@ def _only(row: Row, name: str) -> Any:
 
 
 def _answer(value: object) -> str | None:
-    """Return the answer that a filter extracted.
-
-    The result is None if the harness wrote [invalid] or an empty answer.
+    """Return the answer that a filter extracted. Return None for "[invalid]", which the harness
+    writes if it finds no answer, and for an empty answer.
     """
     if not isinstance(value, str):
         return None
@@ -391,7 +401,7 @@ def _answer(value: object) -> str | None:
 
 
 def _numbers(row: Row) -> dict[str, float]:
-    """Return the document's metrics that are numbers."""
+    """Return the record's numeric metrics by name."""
     names = list(map(str, list_of(row, "metrics"))) if "metrics" in row else []
     if not names:  # before version 0.4.4, lm-evaluation-harness did not write `metrics`
         names = [name for name in row if name in ("exact_match", "acc", "math_verify")]
@@ -402,7 +412,9 @@ def _numbers(row: Row) -> dict[str, float]:
 
 
 def _prompt(row: Row) -> str:
-    """Return the prompt that the harness sent to the model, which contains the question."""
+    """Return the prompt that the harness sent to the model. It is used as the question if the
+    document has no question field.
+    """
     sent: Any = row.get("arguments")
     if isinstance(sent, list) and sent and isinstance(sent[0], list) and sent[0]:
         return str(sent[0][0])
@@ -426,10 +438,10 @@ _VERDICT = re.compile(r"judge?ment:\s*\W*(yes|no)\b", re.IGNORECASE)
 
 
 def read_nemo_skills(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
-    """Read generations of NeMo-Skills: output-rs0.jsonl, output-rs1.jsonl and so on, one rollout
-    per line.
+    """Yield the rollout of one line of NeMo-Skills output (output-rs0.jsonl, output-rs1.jsonl and
+    so on).
 
-    Yield the rollout of one line; the rollout's number is the random seed in the file's name.
+    The random seed in the file's name becomes the rollout's index within its problem.
     """
     seed = _SEED.search(path.name)
     start = number_of(row, "generation_start_time")
@@ -455,10 +467,8 @@ def read_nemo_skills(row: Row, path: Path, options: ReadOptions) -> Iterator[For
 
 
 def _grade(row: Row, metric: str) -> bool | None:
-    """Return the verdict of the symbolic check, or the judge's verdict if there is no symbolic
-    check.
-
-    If `metric` is given, return the verdict in the field with this name instead.
+    """Return the verdict in the field `metric`. Without `metric`, return the verdict of the
+    symbolic check, or of the judge if there was no symbolic check.
     """
     if metric:
         if metric not in row:
@@ -473,7 +483,9 @@ def _grade(row: Row, metric: str) -> bool | None:
 
 
 def _judgement(value: object) -> bool | None:
-    """Return the last verdict in a judge's text; None if the text has no verdict."""
+    """Return the last verdict that a judge model's reply contains, such as "Judgement: Yes". Return
+    None if there is none.
+    """
     said = _VERDICT.findall(value) if isinstance(value, str) else []
     return said[-1].lower() == "yes" if said else None
 
@@ -487,10 +499,7 @@ NEMO_SKILLS = Format(
 
 
 def read_matharena(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
-    """Read outputs of MathArena, which have one rollout per row with its cost.
-
-    Yield the rollout of one row.
-    """
+    """Yield the rollout of one row of MathArena output, including its cost."""
     answer = optional_text(row, "parsed_answer")
     competition = optional_text(row, "source")
     problem = text_of(row, "problem_idx")
@@ -516,7 +525,7 @@ def read_matharena(row: Row, path: Path, options: ReadOptions) -> Iterator[Forei
 def _prices(row: Row) -> tuple[float, float] | None:
     """Return the prices of input and output tokens, in dollars per million tokens.
 
-    The names of the columns end with "per_tokens", but their values are prices per million tokens.
+    The column names end with "per_tokens", but the values are prices per million tokens.
     """
     read_price = number_of(row, "input_cost_per_tokens")
     written = number_of(row, "output_cost_per_tokens")
@@ -526,9 +535,8 @@ def _prices(row: Row) -> tuple[float, float] | None:
 
 
 def _text(row: Row) -> str:
-    """Return the model's last message.
-
-    Older outputs have only a list of all messages, in JSON.
+    """Return the model's final message. Older files store it only as the last entry of a JSON list
+    of messages.
     """
     text = optional_text(row, "answer")
     if text is not None:
@@ -545,7 +553,9 @@ def _text(row: Row) -> str:
 
 
 def _points(row: Row) -> dict[str, float]:
-    """Return the score from each judge of a proof, as a share of the possible points."""
+    """Return each judge's points for a proof as a fraction of the maximum, keyed by "judge 1",
+    "judge 2" and so on. If no maximum is recorded, return the points themselves.
+    """
     points: dict[str, float] = {}
     for judge in range(1, 10):
         given = number_of(row, f"points_judge_{judge}")
@@ -562,10 +572,11 @@ MATHARENA = Format(
 
 
 def read_monkey_business(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
-    """Read the dataset Monkey Business of the paper "Large Language Monkeys", with thousands of
-    samples per problem.
+    """Yield the rollouts of one record of the dataset Monkey Business (from the paper "Large
+    Language Monkeys").
 
-    A record contains all samples of one problem. Yield a rollout for each sample.
+    A record contains one problem with all its samples, often thousands. Each sample becomes a
+    rollout.
     """
     samples = list_of(row, "samples")
     has_grades = any(name in row for name in ("is_corrects", "is_correct"))
@@ -606,9 +617,10 @@ _ENDS_DEEPCONF: dict[str, Ended] = {"length": "length", "gconf_threshold": "stop
 
 
 def read_deepconf(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
-    """Read traces of DeepConf in JSON, which have a confidence for each token.
+    """Yield the rollouts of one record of DeepConf output in JSON.
 
-    A record contains all traces of one question. Yield a rollout for each trace.
+    A record contains all traces of one question. Each trace becomes a rollout, with confidences
+    computed from the trace's confidence per token.
     """
     question = text_of(row, "question", "prompt")
     reference = optional_text(row, "ground_truth", "answer")
@@ -647,8 +659,11 @@ def _confidences(trace: Row) -> Sequence[float]:
 
 
 def confidences(values: Sequence[float], window: int = _WINDOW) -> dict[str, float]:
-    """Return the four confidences of a trace in the DeepConf paper. They are the means over all
-    tokens, the tail, the lowest tenth of the windows, and the lowest window.
+    """Return the four confidences that the DeepConf paper defines for a trace, computed from its
+    confidence per token.
+
+    They are the means over all tokens, over the last `window` tokens, over the lowest tenth of the
+    sliding windows, and over the lowest window.
 
     >>> confidences([1.0, 2.0, 6.0], window=2)
     {'mean confidence': 3.0, 'tail confidence': 4.0, 'bottom confidence': 1.5, 'least confidence': 1.5}
@@ -691,12 +706,13 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "cost": ("cost", "dollars"),
     }
 )
-"""The column names that are tried for each field if the user does not name a column."""
+"""For each field of the plain format, the column names to try if the user does not name a column.
+"""
 _SCORE = "score."
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Check that every field for which the user named a column is a field of the plain format.
+    """Check that the user named columns only for fields of the plain format.
 
     :raises OptionError: if there is no such field; the message names it.
     """
@@ -708,12 +724,10 @@ def check_columns(columns: Mapping[str, str]) -> None:
 
 
 def read_columns(row: Row, path: Path, options: ReadOptions) -> Iterator[ForeignSample]:
-    """Read plain JSON Lines.
+    """Yield the rollouts of one line of plain JSON Lines, whose columns the user can name.
 
-    A line has one rollout. If its columns contain lists, it has all rollouts of a problem.
-
-    Yield the rollout of a line, or one rollout for each entry of the lists. The user may name the
-    columns.
+    A line holds one rollout. If some columns contain lists, the line holds all rollouts of a
+    problem, one per list entry.
     """
     names = {field: _column(row, field, options.columns) for field in FIELDS}
     several = [name for name in names.values() if name and isinstance(row[name], list)]
@@ -764,7 +778,7 @@ def _sample(values: Row, scores: Mapping[str, float], number: int | None) -> For
 
 
 def _column(row: Row, field: str, columns: Mapping[str, str]) -> str:
-    """Return the name of the column that contains a field, or "" if the row has no such column.
+    """Return the name of the column that holds a field, or "" if the row has no such column.
 
     :raises RecordError: the user named a column that the row lacks.
     """

@@ -1,4 +1,4 @@
-"""Files of records, which can be read in order or by position, without loading whole files into
+"""Files of records, which can be read in order or by position, without loading a whole file into
 memory.
 """
 
@@ -31,7 +31,7 @@ _ZSTANDARD = 93  # number that stands for Zstandard compression in zip archives
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The position of a record in its file, with which the record can be read again."""
+    """The position of a record in its file. `RecordFile.read` needs it to read the record again."""
 
     start: int
     size: int
@@ -40,24 +40,22 @@ class Place:
 
 
 class RecordFile(Protocol):
-    """A file from which records can be read in order, or again by their positions."""
+    """A file of records that can be read in order, or one at a time by position."""
 
     word: str  # what error messages call a record of this file: "line", "item" or "entry"
 
     def places(self) -> Iterator[tuple[Place, bytes]]:
-        """Yield each record in order, with its position."""
+        """Yield the position and the bytes of each record, in file order."""
         ...
 
     def read(self, start: int, size: int) -> bytes:
-        """Read the record at a position again."""
+        """Return the bytes of the record at a position that `places` yielded."""
         ...
 
 
 @contextmanager
 def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
-    """Open a file of records.
-
-    The suffix of the file's name determines how the file is read.
+    """Open a file of records. The suffix of its name determines the format.
 
     :raises DatasetError: if the file is missing, compressed, a pickle, or of an unknown kind.
     """
@@ -115,7 +113,7 @@ def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Return the JSON object of a record.
+    """Parse the bytes of a record as a JSON object.
 
     :raises ValueError: if the record is not a JSON object.
     """
@@ -129,9 +127,9 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def _as_python_writes(data: bytes, error: Exception) -> Any:
-    """Parse JSON that may contain NaN and infinities.
+    """Parse JSON with Python's own parser, which accepts NaN and Infinity.
 
-    JSON forbids these values, but Python writes them.
+    The JSON standard forbids these values, but tools written in Python produce them.
     """
     try:
         return json.loads(data)
@@ -140,9 +138,8 @@ def _as_python_writes(data: bytes, error: Exception) -> Any:
 
 
 def digest_of(path: Path) -> str:
-    """Return a hash of a file's content.
-
-    The hash shows a continued import whether the file has changed.
+    """Return a hash of a file's content. It shows whether the file changed before an interrupted
+    import was resumed.
     """
     hasher = blake2b(digest_size=16)
     with open_ordinary(path) as file:
@@ -152,7 +149,7 @@ def digest_of(path: Path) -> str:
 
 
 class _Lines:
-    """A file of JSON Lines, with a record per line."""
+    """A JSON Lines file, with one record per line."""
 
     word = "line"
 
@@ -160,7 +157,7 @@ class _Lines:
         self._file = file
 
     def places(self) -> Iterator[tuple[Place, bytes]]:
-        """Yield every line that is not blank."""
+        """Yield the position and the bytes of each line that is not blank."""
         self._file.seek(0)
         start = 0
         for number, line in enumerate(self._file, 1):
@@ -169,7 +166,7 @@ class _Lines:
             start += len(line)
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the line at a position."""
+        """Return the line that starts at byte `start` and has `size` bytes."""
         self._file.seek(start)
         return self._file.read(size)
 
@@ -180,11 +177,10 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:(")|\\?\Z)|[{}\[\]]', re.DOTALL)
 
 
 class _Items:
-    """A file with one JSON value: a list of records, an object with such a list, or a single
-    record.
+    """A JSON file that contains a list of records, an object with such a list, or a single record.
 
-    Several values one after the other, which some tools write into .json files, are records as
-    well.
+    The file may also contain several values in sequence, as some tools write. In this case, each
+    value is a record.
     """
 
     word = "item"
@@ -195,14 +191,15 @@ class _Items:
         self._field = f'"{list_field}"'.encode() if list_field else b""
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the item at a position."""
+        """Return the record that starts at byte `start` and has `size` bytes."""
         self._file.seek(start)
         return self._file.read(size)
 
     def places(self) -> Iterator[tuple[Place, bytes]]:
-        """Yield every item.
+        """Yield the position and the bytes of each record.
 
-        Outside the items, only brackets and the name of the list are parsed.
+        To find the records, only brackets and strings are scanned, so that the whole file need not
+        be parsed at once.
         """
         self._file.seek(0)
         buffer = b""
@@ -263,7 +260,7 @@ _QUOTE = ord('"')
 
 
 class _EvalArchive:
-    """An .eval log of inspect_ai, which is a zip archive with one entry per sample."""
+    """An .eval log of inspect_ai: a zip archive with one entry per sample."""
 
     word = "entry"
 
@@ -277,12 +274,14 @@ class _EvalArchive:
         ]
 
     def places(self) -> Iterator[tuple[Place, bytes]]:
-        """Yield every sample."""
+        """Yield the position and the bytes of each sample."""
         for index in range(len(self._entries)):
             yield Place(index, 0, index + 1), self.read(index, 0)
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the sample with the index `start`; `size` is ignored."""
+        """Return the sample with index `start`. The argument `size` is ignored, because the archive
+        knows the size of each entry.
+        """
         entry = self._entries[start]
         try:
             return self._archive.read(entry)
@@ -311,7 +310,7 @@ class _EvalArchive:
         return data
 
     def _packed(self, entry: zipfile.ZipInfo) -> bytes:
-        """Return the compressed bytes of an entry of the archive."""
+        """Return the compressed bytes of one entry of the archive."""
         file = self._archive.fp
         assert file is not None, "the archive must be open"
         file.seek(entry.header_offset)
@@ -329,7 +328,7 @@ class _EvalArchive:
 
 
 def _unpacked(data: bytes) -> bytes:
-    """Return the decompressed content of Zstandard frames.
+    """Return the decompressed content of Zstandard data, which may consist of several frames.
 
     :raises ImportError: no installed package can read Zstandard.
     """

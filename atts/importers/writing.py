@@ -1,4 +1,6 @@
-"""Import rollouts in two passes: find all rollouts, then write them problem by problem into a run."""
+"""Import of rollouts in two passes: find the rollouts of all files, then write them into a run, one
+problem at a time.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +65,13 @@ from atts.ledger import PRICES, Price
 from atts.pipelines import Ballot, tally
 
 IMPORTED = "imported"
-"""The mark of an imported run: a setting of this name in the run's manifest, and a warning with
-this code in its journal.
+"""Name that marks a run as imported: a key in the configuration of the run's manifest, and the code
+of a warning in its journal.
 """
 
 Grades = Literal["recorded", "again"]
-"""The source of the verdicts on rollouts. "recorded": the other tool's verdict, or one by atts if
-the tool recorded none. "again": atts judges all rollouts.
+"""The source of verdicts. "recorded": use the other tool's verdicts, and let atts judge only the
+rollouts without one. "again": atts judges all rollouts.
 """
 
 _WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
@@ -83,11 +85,11 @@ _FEW_WORDS = 60
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    """The options of an import of rollouts.
+    """Options of an import.
 
-    `model` and `filter` choose rollouts from files that contain several models or several answer
-    filters. `known` are the problems of a dataset, and `known_as` is the dataset's name. A known
-    problem replaces a problem of the files if both have the same question.
+    `model` and `filter` select rollouts if the files contain several models or several answer
+    filters. `known` is the list of problems of the dataset named `known_as`. A problem of this
+    dataset replaces an imported problem with the same question.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -107,9 +109,8 @@ class ImportOptions:
 
 @dataclass(slots=True)
 class Imported:
-    """A description of an imported run.
-
-    The numbers `problems` and `rollouts` include earlier sessions of the import.
+    """Summary of an imported run. The counts include rollouts that an earlier, interrupted import
+    already wrote.
     """
 
     directory: Path
@@ -132,7 +133,7 @@ class Imported:
     already: int = 0  # number of problems that an earlier, interrupted import has written
 
     def as_json(self) -> dict[str, Any]:
-        """Return the description as JSON data."""
+        """Return the summary as JSON data."""
         names = [name for name in self.__slots__ if name != "directory"]
         return {"run": str(self.directory), **{name: getattr(self, name) for name in names}}
 
@@ -140,10 +141,10 @@ class Imported:
 async def import_rollouts(
     format: Format, path: Path, out: Path, options: ImportOptions | None = None
 ) -> Imported:
-    """Write the rollouts of another tool's files as a run, and return a description of the run.
+    """Import another tool's files as a run in the directory `out`, and return a summary.
 
-    The files are read twice, so that only one record at a time is in memory. An interrupted import
-    continues with the first incomplete problem if the files did not change.
+    The files are read twice, so that only one record at a time is in memory. If an import was
+    interrupted and the files have not changed, it continues with the first incomplete problem.
 
     :raises DatasetError: a file or a record cannot be read; the message names file and line.
     :raises OptionError: the files contain several models or filters, and none was chosen.
@@ -184,7 +185,9 @@ async def import_rollouts(
 
 
 def _files(format: Format, path: Path) -> list[Path]:
-    """Return the files of a path, ordered by the numbers in their names."""
+    """Return the file at a path, or the files of the format in a directory, sorted so that rs2
+    comes before rs10.
+    """
     if not path.is_dir():
         return [path]
     for pattern in format.patterns:
@@ -203,7 +206,7 @@ def _files(format: Format, path: Path) -> list[Path]:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Return a sort key that compares numbers in names by value: output-rs2 comes before
+    """Return a sort key that compares numbers in file names by value: output-rs2 comes before
     output-rs10.
     """
     parts = re.split(r"(\d+)", str(path))
@@ -211,7 +214,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 class _Reading:
-    """The files of an import, with the positions of each problem's records."""
+    """The input files of an import, with the position of every record, grouped by problem."""
 
     def __init__(self, format: Format, files: Sequence[Path], options: ImportOptions) -> None:
         self.format = format
@@ -236,7 +239,7 @@ class _Reading:
 
     @contextmanager
     def opened(self) -> Generator[None]:
-        """Close all open files when the block ends."""
+        """Close the input files when the `with` block ends."""
         try:
             yield
         finally:
@@ -292,9 +295,8 @@ class _Reading:
 
     @property
     def price(self) -> Price | None:
-        """Return the price of the model's tokens.
-
-        The result is None if a price is unknown, or if rollouts have different prices.
+        """Return the model's token prices. Return None if they are unknown or differ between
+        rollouts.
         """
         if len(self._prices) != 1:
             return None
@@ -302,7 +304,7 @@ class _Reading:
         return None if prices is None else Price(*prices)
 
     def found(self, out: Path) -> Imported:
-        """Return a description of the files, problems and rollouts that were found."""
+        """Return a summary of the files, problems and rollouts that `find` read."""
         self._made.directory = out
         self._made.problems = len(self.problems)
         self._made.model = next(iter(self._models), "")
@@ -310,7 +312,9 @@ class _Reading:
         return self._made
 
     def samples(self, name: str) -> Iterator[tuple[Problem, ForeignSample]]:
-        """Read the rollouts of a problem again, and yield each rollout with a unique index."""
+        """Read the rollouts of a problem a second time, and yield each one with its problem. Each
+        rollout gets an index that is unique within the problem.
+        """
         places = self.problems[name]
         used = set[int]()
         for at in range(0, len(places), 3):
@@ -324,10 +328,8 @@ class _Reading:
                 yield self.problem(sample, name), replace(sample, number=number)
 
     def problem(self, sample: ForeignSample, name: str = "") -> Problem:
-        """Return the problem of a rollout.
-
-        This is the known problem with the same question, or else the problem that the tool
-        recorded.
+        """Return the problem of a rollout: the dataset's problem with the same question, or else
+        the problem that the other tool recorded.
         """
         known = self._known.get(_plain(sample.question))
         if known is not None:
@@ -347,15 +349,14 @@ class _Reading:
         )
 
     def _name(self, question: str) -> str:
-        """Make a name for a problem that the tool did not name.
-
-        Equal questions get equal names.
+        """Return a generated name, such as "problem-1", for a problem without a name. The same
+        question always gets the same name.
         """
         key = blake2b(_plain(question).encode(errors="surrogatepass"), digest_size=16).digest()
         return self._names.setdefault(key, f"problem-{len(self._names) + 1}")
 
     def _samples(self, index: int, data: bytes, where: str) -> list[ForeignSample]:
-        """Return the rollouts of a record that have the chosen model and filter.
+        """Parse a record, and return those of its rollouts that have the selected model and filter.
 
         :raises DatasetError: the record cannot be read; the message names the file and the record.
         """
@@ -399,7 +400,9 @@ class _Reading:
             )
 
     def _file(self, index: int) -> RecordFile:
-        """Return an open file; if too many files are open, close the least recently used files."""
+        """Return an input file, opening it if necessary. If too many files are open, close the
+        least recently used one.
+        """
         if index in self._open:
             self._open.move_to_end(index)
             return self._open[index][0]
@@ -418,7 +421,7 @@ class _Reading:
 
 
 def _plain(text: str) -> str:
-    """Return a question with normalised white space, so that it can be compared with others."""
+    """Return a question with normalised white space, so that questions can be compared."""
     return " ".join(text.split())
 
 
@@ -459,7 +462,9 @@ def _manifest(
 
 
 def _origin(made: Imported, options: ImportOptions) -> str:
-    """Return a note on the origin of the run's rollouts and on unknown facts about the rollouts."""
+    """Return a note that says where the run's rollouts come from, and for how many of them tokens,
+    durations and costs are known.
+    """
     counts = {"tokens": made.with_tokens, "seconds": made.with_seconds, "costs": made.with_dollars}
     known = [f"the {name} of {count:,} rollouts" for name, count in counts.items()]
     whose = "atts graded all of them"
@@ -480,7 +485,7 @@ _FINISHES: Mapping[Ended, Finish] = MappingProxyType(
 
 
 class _ProblemWriter:
-    """A writer of one problem into the journal, rollout by rollout."""
+    """Writer of one problem's events into the journal."""
 
     def __init__(self, journal: Journal, grades: Grades) -> None:
         self._record: Callable[[Event], None] = journal.record
@@ -494,7 +499,9 @@ class _ProblemWriter:
     def write(
         self, samples: Iterable[tuple[Problem, ForeignSample]], number: int, *, is_timed: bool
     ) -> None:
-        """Write all rollouts of a problem, its vote and its verdicts."""
+        """Write the problem with all its rollouts and verdicts, then the vote and the outcome.
+        `number` is the problem's index in the run.
+        """
         problem: Problem | None = None
         answers: dict[int, str] = {}
         usage = Usage()
@@ -522,7 +529,7 @@ class _ProblemWriter:
             self._record(ProblemSpan(problem.id, number, "done", 0.0, longest))
 
     def _rollout(self, problem: Problem, sample: ForeignSample, number: int) -> str | None:
-        """Write one rollout, and return its answer, or None if it has no answer."""
+        """Write one rollout with its verdict. Return its answer, or None if it has no answer."""
         answer = None if sample.answer is None else sample.answer.strip() or None
         if sample.ended != "failed" and (sample.answer is None or _is_whole_text(sample)):
             # Use the answer that the text marks, for example with \boxed. If there is none, use the
@@ -559,8 +566,8 @@ class _ProblemWriter:
     def _verdict(
         self, problem: Problem, sample: ForeignSample, answer: str | None
     ) -> tuple[VerdictStatus, str] | None:
-        """Return the verdict on a rollout, with its rule. Return None if the tool recorded no
-        verdict and the problem has no reference.
+        """Return the verdict on a rollout, and the rule by which it was reached. Return None if the
+        tool recorded no verdict and the problem has no reference answer.
         """
         if sample.is_correct is not None and self._grades == "recorded":
             status: VerdictStatus = "correct" if sample.is_correct else "wrong"
@@ -572,7 +579,7 @@ class _ProblemWriter:
         return ("wrong", "no answer") if answer is None else self._own(problem, answer)
 
     def _own(self, problem: Problem, answer: str) -> tuple[VerdictStatus, str]:
-        """Return the verdict of atts on an answer; later calls reuse the verdict."""
+        """Return atts's own verdict on an answer and its rule. Verdicts are cached by answer."""
         if answer not in self._verdicts:
             verdict = judge(problem, answer)
             self._verdicts[answer] = _WORDS[verdict.status], verdict.rule
@@ -595,7 +602,9 @@ class _ProblemWriter:
         usage: Usage,
         errors: Sequence[str],
     ) -> None:
-        """Write a problem's vote, the verdict on the vote, and the outcome."""
+        """Hold the vote over the rollouts' answers, and write the verdict on the winner and the
+        problem's outcome.
+        """
         votes = tally(
             [Ballot(answers[number]) for number in sorted(answers)],
             lambda texts: group(texts, problem.kind),
@@ -621,9 +630,10 @@ class _ProblemWriter:
     def _vote_verdict(
         self, problem: Problem, winner: str | None
     ) -> tuple[VerdictStatus, str] | None:
-        """Return the verdict on the answer that won the vote.
+        """Return the verdict on the answer that won the vote, and its rule.
 
-        The verdict is that of the other tool if the tool graded this answer, or else that of atts.
+        If the other tool graded this answer, use the verdict that it gave most often. Otherwise
+        atts judges the answer. Return None if the problem has no reference answer to judge by.
         """
         if winner is not None and winner in self._recorded:
             ((status, _),) = self._recorded[winner].most_common(1)
@@ -634,10 +644,11 @@ class _ProblemWriter:
 
 
 def _is_whole_text(sample: ForeignSample) -> bool:
-    """Return True if the tool recorded the whole text as the answer.
+    """Return whether the recorded answer is the whole text that the model wrote after its
+    reasoning.
 
-    The scorers `match` and `includes` of inspect_ai do this, because they look for the reference in
-    the whole text. Some scorers change the text's case, so the comparison ignores case.
+    The scorers `match` and `includes` of inspect_ai record this, because they search the whole text
+    for the reference. The comparison ignores case, because some scorers change it.
     """
     if sample.answer is None:
         return False
@@ -664,7 +675,7 @@ def check_format(name: str, known: Mapping[str, Format]) -> Format:
 
 
 def check_out(out: Path) -> None:
-    """Check that the run directory is not standard output.
+    """Check that the run directory is not "-", because this name means standard output.
 
     :raises UsageError: if the run directory is "-".
     """

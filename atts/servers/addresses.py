@@ -1,4 +1,4 @@
-"""Read addresses of servers, SCHEME:URL[/MODEL][?SETTING=VALUE&...], and list the known dialects."""
+"""Parser of server addresses, SCHEME:URL[/MODEL][?SETTING=VALUE&...], and the table of dialects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CLASSES: tuple[type[Dialect], ...] = (
     ChatDialect,
 )
 DIALECTS: Mapping[str, type[Dialect]] = {kind.name: kind for kind in _CLASSES}
-"""The classes of the known dialects, keyed by the dialect's name."""
+"""All dialect classes, keyed by dialect name."""
 
 AUTO = "auto"
 _SCHEMES: Mapping[str, str] = {
@@ -43,9 +43,7 @@ _SCHEMES: Mapping[str, str] = {
     "server": AUTO,
 }
 SCHEMES = tuple(_SCHEMES)
-"""All schemes with which the address of a server can begin, such as "vllm" in
-"vllm:http://HOST:PORT".
-"""
+"""All schemes that a server's address can begin with, such as "vllm" in "vllm:http://HOST:PORT"."""
 
 # The settings that can follow "?" in an address. Each one has a field of `RemoteOptions` that it
 # sets, and a parser for its value.
@@ -71,7 +69,9 @@ OPENAI_URL_VARIABLE = "OPENAI_BASE_URL"
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """The URL, dialect, model, tokenizer and options of one server, as parsed from an address."""
+    """The parts of one parsed server address: URL, dialect, model, tokenizer and connection
+    options.
+    """
 
     url: str
     dialect: str = AUTO
@@ -81,7 +81,8 @@ class ServerAddress:
 
 
 def read_server(address: str) -> ServerAddress:
-    """Read the address of one server; a URL without a scheme of atts is accepted too.
+    """Parse the address of one server. A URL without a scheme such as "vllm:" is accepted too; its
+    dialect is detected when the engine connects.
 
     >>> server = read_server("chat:https://api.openai.com/v1/gpt-4o")
     >>> server.url, server.dialect, server.model
@@ -98,9 +99,10 @@ def read_server(address: str) -> ServerAddress:
 def read_servers(
     scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS
 ) -> list[ServerAddress]:
-    """Read the servers of an address; several URLs with commas between them are replicas.
+    """Parse an address that may list several URLs, separated by commas, and return one entry per
+    URL. Several URLs are replicas of one model.
 
-    `defaults` has the values of options that the address does not set.
+    `defaults` gives the options that the address does not set.
 
     :raises OptionError: the address has no URL, or an unknown or impossible setting.
     """
@@ -108,9 +110,10 @@ def read_servers(
 
 
 def parse_address(scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS) -> ServerAddress:
-    """Read the part of an address that follows its scheme.
+    """Parse the part of an address after its scheme.
 
-    "openai:MODEL" needs no URL: the default is the URL in OPENAI_BASE_URL, or else OpenAI's URL.
+    "openai:MODEL" needs no URL. The URL then comes from the environment variable OPENAI_BASE_URL,
+    or is OpenAI's own URL if the variable is not set.
 
     >>> parse_address("vllm", "http://a:8000/Qwen/Qwen3-8B?in_flight=64").model
     'Qwen/Qwen3-8B'
@@ -150,7 +153,7 @@ def parse_address(scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS) -
 
 
 def _openai_model(rest: str, defaults: RemoteOptions) -> ServerAddress:
-    """Parse an address that names a model of OpenAI but no URL."""
+    """Parse the rest of an "openai:" address that names a model but has no URL."""
     model, _, query = rest.partition("?")
     settings = _settings(query)
     if not model or _HOST_AND_PORT.fullmatch(rest):
@@ -195,10 +198,10 @@ def _server(
 
 
 def _chat_path(path: str) -> tuple[str, str]:
-    """Split a URL's path into the path of the chat API and the model's name.
+    """Split a URL's path into the base path of the chat API and the model name.
 
-    The path of the API ends with its version, and the model follows. Without a version, the path of
-    the API is "/v1".
+    The base path ends with an API version such as "v1", and the rest is the model name. A path
+    without a version is all model name, and the base path is "/v1".
 
     >>> _chat_path("/api/v1/deepseek/deepseek-r1"), _chat_path("/v1beta/openai/gemini"), _chat_path("/m")
     (('/api/v1', 'deepseek/deepseek-r1'), ('/v1beta/openai', 'gemini'), ('/v1', 'm'))
@@ -226,10 +229,10 @@ def _options(
 
 
 def _key(settings: dict[str, str], url: str, dialect: str) -> ApiKey:
-    """Return the source of the API key.
+    """Return where to read the API key from: a variable or a file.
 
-    OPENAI_API_KEY is sent only to OpenAI and to the host of OPENAI_BASE_URL, because any other host
-    might store and misuse the key.
+    By default, OPENAI_API_KEY is sent only to OpenAI and to the host in OPENAI_BASE_URL. Any other
+    host could misuse the key.
     """
     file = settings.get("key_file")
     if "key" in settings:
@@ -254,9 +257,9 @@ def _is_set(variable: str) -> bool:
 
 
 def _host(url: str) -> tuple[str, str]:
-    """Return the scheme, host and port of a URL.
+    """Return the scheme and the "host:port" of a URL, or two empty strings if the URL is malformed.
 
-    An API key for one URL may be sent only to URLs with the same scheme, host and port.
+    Two URLs may share an API key only if both values are the same.
     """
     try:
         parts = urlsplit(url.strip())

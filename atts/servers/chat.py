@@ -1,4 +1,4 @@
-"""The dialect of /chat/completions, the text API of most hosted models."""
+"""The dialect of /chat/completions, the text-based API of most hosted models."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ _CONTINUE = (
 
 
 class TextTokenizer:
-    """A tokenizer for servers that do not report token ids; it splits a text into pieces of about
-    one token.
+    """Tokenizer for servers that do not report token ids. It splits text into pieces of about one
+    token each.
 
-    The id of a piece is a number that contains all bytes of the piece. Decoding the ids therefore
-    gives the server's exact text. The ids of a conversation contain its roles. `messages` converts
-    the ids back to messages, because these servers apply the chat template themselves.
+    A piece's id is an integer that encodes the bytes of the piece, so decoding the ids restores the
+    exact text. The ids of a conversation also encode the roles. `messages` converts them back to
+    messages, because these servers apply the chat template themselves.
 
     >>> tokenizer = TextTokenizer()
-    >>> tokenizer.decode(tokenizer.encode("So x = 12345.\\n\\nça va"))
-    'So x = 12345.\\n\\nça va'
+    >>> tokenizer.decode(tokenizer.encode("So x = 12345.\n\nça va"))
+    'So x = 12345.\n\nça va'
     >>> [message.role for message in tokenizer.messages(tokenizer.render([Message("user", "2+2?")]))]
     ['user', 'assistant']
     """
@@ -80,20 +80,20 @@ class TextTokenizer:
     digest = blake2b(_WORD.pattern.encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> TokenIds:
-        """Return the ids of the pieces of a text."""
+        """Split a text into pieces, and return the id of each piece."""
         return tuple(map(_id_of, _pieces(text)))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of these ids.
-
-        The ids that mark a role or the end of a message have no text.
+        """Return the text that the ids encode. The ids of roles and of the end of a message have no
+        text.
         """
         return b"".join(map(_bytes_of, ids)).decode("utf-8", "replace")
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """Return the ids of a conversation that the assistant continues.
+        """Return the ids of a conversation, ready for the assistant to continue.
 
-        If the last message is from the assistant, the assistant continues this message.
+        If the last message is from the assistant, it is left open, so that the model continues this
+        message.
         """
         ids: list[int] = []
         for message in messages:
@@ -103,9 +103,10 @@ class TextTokenizer:
         return tuple(ids)
 
     def messages(self, ids: TokenIds) -> list[Message]:
-        """Return the messages of a conversation from its ids.
+        """Convert the ids of a conversation back to messages.
 
-        The last message is the beginning of the assistant's reply, which may be empty.
+        The last message is always from the assistant. It holds the start of the reply, which may be
+        empty.
         """
         # Compare with ASSISTANT before the look-up in `_NAMES`. The id of a piece of text is a
         # large integer, which takes longer to hash than to compare.
@@ -125,9 +126,9 @@ class TextTokenizer:
         return messages
 
     def pieces(self, text: str, count: int) -> TokenIds:
-        """Return the ids of a text for which the server counted `count` tokens.
+        """Return the ids of a text that the server counted as `count` tokens.
 
-        The result has `count` ids, or fewer if the text has fewer bytes.
+        The result has exactly `count` ids, or one per byte if the text has fewer bytes.
 
         :raises ValueError: if the text is too long for `count` ids.
         """
@@ -150,9 +151,9 @@ class TextTokenizer:
 
 
 def _joined(sizes: list[int], count: int) -> list[int]:
-    """Join neighbouring pieces until `count` pieces remain.
+    """Merge neighbouring pieces until only `count` are left, and return their sizes in bytes.
 
-    Each step joins the two neighbours with the smallest total size.
+    Each step merges the two neighbours with the smallest total size.
     """
     sizes = list(sizes)
     following = list(range(1, len(sizes) + 1))
@@ -182,9 +183,9 @@ def _joined(sizes: list[int], count: int) -> list[int]:
 
 
 def _halved(sizes: list[int], count: int) -> list[int]:
-    """Halve pieces until there are `count` pieces.
+    """Split pieces in half until there are `count`, and return their sizes in bytes.
 
-    Each step halves the longest piece.
+    Each step splits the longest piece.
     """
     heap: list[tuple[int, int, int]] = []
     start = 0
@@ -201,9 +202,7 @@ def _halved(sizes: list[int], count: int) -> list[int]:
 
 
 def _pieces(text: str) -> list[bytes]:
-    """Split a text into pieces that are short enough for one id, and return the bytes of each
-    piece.
-    """
+    """Split a text into pieces, and return their bytes. No piece is too long for one id."""
     words = [word.encode() for word in _WORD.findall(text)]
     if max(map(len, words), default=0) <= _LONGEST:
         return words
@@ -233,9 +232,9 @@ def _bytes_of(token: int) -> bytes:
 
 
 class TextDialect(Dialect):
-    """A dialect in which requests contain messages and replies contain text.
+    """A dialect whose requests contain messages and whose replies contain text, not token ids.
 
-    The server returns no token ids and no log-probs, and cannot abort a request by its id.
+    The server returns neither token ids nor log-probs, and cannot abort a request by its id.
     """
 
     speaks: Literal["ids", "text"] = "text"
@@ -257,14 +256,12 @@ class TextDialect(Dialect):
         tokens: int,
         cached: int = 0,
     ) -> RawCompletion:
-        """Convert a reply to a completion.
+        """Convert a reply to a completion that has as many ids as the server counted tokens.
 
-        The completion has as many ids as the server counted tokens.
-
-        The end id is added if the model ended the text. Reasoning in a separate field is put before
-        the content as "<think>\\n…\\n</think>\\n\\n", which is the form in which other models write
-        reasoning. If the text so far has an open <think>, the reasoning continues it. If the model
-        spent its token limit on reasoning that the server does not send, the completion has no ids.
+        The end id is added if the model itself ended the text. Reasoning that arrives in a separate
+        field is placed before the content as "<think>\\n…\\n</think>\\n\\n", the form in which
+        other models write it. If the text so far has an open <think>, the reasoning continues it.
+        If a reply was cut at the token limit and has no text, the completion has no ids.
         """
         thought = reasoning if isinstance(reasoning, str) else ""
         if thought:
@@ -286,11 +283,14 @@ class TextDialect(Dialect):
 
 
 def with_reasoning(so_far: str, reasoning: str, content: str) -> str:
-    """Join the reasoning and the content of a reply to one text.
+    """Combine the reasoning and the content of a reply into one text with <think> tags.
+
+    `so_far` is the text that the reply continues. If it has an open <think>, no second one is
+    added.
 
     >>> with_reasoning("", "2 and 2", "4")
-    '<think>\\n2 and 2\\n</think>\\n\\n4'
-    >>> with_reasoning("<think>\\n2 and", " 2", "")
+    '<think>\n2 and 2\n</think>\n\n4'
+    >>> with_reasoning("<think>\n2 and", " 2", "")
     ' 2'
     """
     is_open = so_far.rfind(THINK.strip()) > so_far.rfind(THINK_END.strip())
@@ -337,10 +337,11 @@ class _Completion(Struct):
 
 
 class ChatDialect(TextDialect, Rater):
-    """Any server with /chat/completions; its URL is the part before this path.
+    """The dialect of any server with /chat/completions. The server's URL is given without that
+    path.
 
-    Stop strings are not sent, because these servers do not report whether a stop string or the
-    model ended the text. atts searches the reply for stop strings instead.
+    Stop strings are not sent, because such servers do not report whether the model or a stop string
+    ended the text. Instead, atts searches the reply for stop strings.
     """
 
     name = "chat"
@@ -353,7 +354,9 @@ class ChatDialect(TextDialect, Rater):
         self._is_openrouter = False
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect`; a server that does not list its models is assumed to have the named model."""
+        """See `Dialect.identify`. If the server does not list its models, it is assumed to have the
+        named model.
+        """
         reply = await client.look("/models")
         host = urlsplit(client.url).hostname or ""
         self._is_openai = host == "openai.com" or host.endswith(".openai.com")
@@ -368,7 +371,7 @@ class ChatDialect(TextDialect, Rater):
         return Identity(f"chat {host}", "", self._model, self._options.context or context)
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect`.
+        """See `Dialect.sample_call`.
 
         :raises UnsupportedByEngine: top_k or min_p is set, but the setting `extras` does not allow
             to send them.
@@ -404,7 +407,7 @@ class ChatDialect(TextDialect, Rater):
         return Call("/chat/completions", body | self._priority(request))
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """See `Dialect`."""
+        """See `Dialect.read_sample`."""
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
         message = choice.message
@@ -424,7 +427,7 @@ class ChatDialect(TextDialect, Rater):
         )
 
     def rating_call(self, ids: TokenIds, rid: str) -> Call:
-        """See `Rater`."""
+        """See `Rater.rating_call`."""
         body = self._head(ids) | {
             self._limit: 1,
             "temperature": 1.0,
@@ -435,10 +438,10 @@ class ChatDialect(TextDialect, Rater):
         return Call("/chat/completions", body)
 
     def read_ratings(self, reply: bytes) -> dict[str, float]:
-        """See `Rater`.
+        """See `Rater.read_ratings`.
 
-        If the server lists a word both with and without spaces around it, their probabilities are
-        added.
+        The server may list a word both with and without spaces around it. The probabilities of
+        these forms are added.
         """
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
@@ -470,10 +473,10 @@ class ChatDialect(TextDialect, Rater):
 def left_open(
     messages: list[Message], prefill: Prefill
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the messages and flags with which a server continues the last message of a
-    conversation.
+    """Return the messages and the extra body fields that make a server continue the last message of
+    a conversation.
 
-    `prefill` chooses how the request asks the server to continue the message.
+    `prefill` selects the technique, because servers differ; see `Prefill`.
     """
     begun = messages[-1].content
     rows: list[dict[str, Any]] = [

@@ -1,7 +1,4 @@
-"""The client of a server: HTTP transports, retries, and the strict decoding of replies.
-
-The transport is aiohttp under asyncio, and httpx2 under trio.
-"""
+"""HTTP client for one server: connections, retries, and strict decoding of replies."""
 
 from __future__ import annotations
 
@@ -55,9 +52,10 @@ _NUMBERS = {b"NaN": b"1e300", b"Infinity": b"1e300", b"-Infinity": b"-1e300"}
 
 
 def decode(text: bytes, kind: Any) -> Any:
-    """Read JSON as a value of this type, without converting values of other types.
+    """Read JSON as a value of the type `kind`, without converting values of other types.
 
-    NaN and Infinity are read too, because servers that are written in Python send them.
+    NaN and Infinity are accepted although JSON forbids them, because servers written in Python send
+    them.
 
     >>> decode(b'{"logprob": -0.5}', dict[str, float])
     {'logprob': -0.5}
@@ -87,8 +85,8 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 def logprob_of(value: float) -> float:
     """Convert a number from a reply to a log-probability.
 
-    JSON has no infinity, so servers replace minus infinity by certain numbers. This function
-    restores minus infinity.
+    JSON cannot represent minus infinity, so servers send certain very low numbers instead. These
+    become minus infinity again.
     """
     if LOWEST < value <= CLAMPED or value == _MINUS_INFINITY:
         return -math.inf
@@ -96,19 +94,17 @@ def logprob_of(value: float) -> float:
 
 
 def is_score(value: float) -> bool:
-    """Return whether a value can be the log-probability of a given token.
-
-    Minus infinity is accepted.
+    """Return whether a value can be the log-probability of a given token. Minus infinity is
+    possible.
     """
     return LOWEST < value <= HIGHEST or value == -math.inf
 
 
 def are_logprobs(values: Sequence[float | None]) -> bool:
-    """Return whether all values can be log-probabilities of sampled tokens.
+    """Return whether all values can be log-probabilities of sampled tokens. None means unknown and
+    is ignored.
 
-    Values that are None are not checked.
-
-    NaN, infinities, clearly positive numbers and numbers at or below -1,000,000 are not possible.
+    NaN, infinities, clearly positive numbers, and numbers at or below -1,000,000 are impossible.
     """
     known = cast("Sequence[float]", values)
     if None in values:
@@ -121,15 +117,14 @@ def are_logprobs(values: Sequence[float | None]) -> bool:
 
 
 def are_scores(values: Sequence[float]) -> bool:
-    """Return whether all values can be log-probabilities of given tokens.
-
-    Minus infinity is accepted.
+    """Return whether all values can be log-probabilities of given tokens. Minus infinity is
+    possible, because a given token may have probability 0.
     """
     return are_logprobs(values) or all(map(is_score, values))
 
 
 def finish_of(word: str | None) -> Literal["stop", "length"]:
-    """Return the reason why a server ended a text, "stop" or "length".
+    """Return the finish reason of a reply, which must be "stop" or "length".
 
     :raises ValueError: for any other reason, such as an abort that atts did not request.
     """
@@ -141,10 +136,7 @@ def finish_of(word: str | None) -> Literal["stop", "length"]:
 
 
 class ModelRow(Struct):
-    """One model in the reply of /v1/models.
-
-    Servers use different field names for the context length.
-    """
+    """One model listed at /v1/models. Servers use different field names for the context length."""
 
     id: str
     root: str | None = None
@@ -155,19 +147,19 @@ class ModelRow(Struct):
 
 
 class ModelRows(Struct):
-    """The reply of /v1/models."""
+    """The models listed at /v1/models."""
 
     data: tuple[ModelRow, ...]
 
 
 class Version(Struct):
-    """The reply of /version."""
+    """The server's version, as returned by /version."""
 
     version: str
 
 
 class Tokenized(Struct):
-    """The reply of /tokenize."""
+    """The token ids of a text, as returned by /tokenize."""
 
     tokens: Tokens
 
@@ -181,9 +173,7 @@ class _Reasoning(Struct):
 
 
 class TokenCounts(Struct):
-    """The token counts in a reply; the detailed counts are None if the server does not send
-    them.
-    """
+    """The token counts in a reply. A count is None if the server does not send it."""
 
     completion_tokens: Count | None = None
     prompt_tokens_details: _Cached | None = None
@@ -191,7 +181,9 @@ class TokenCounts(Struct):
 
     @property
     def cached(self) -> int:
-        """Return the number of cached prompt tokens, or 0 if the server does not count them."""
+        """Return how many prompt tokens came from the server's cache, or 0 if the server does not
+        report it.
+        """
         details = self.prompt_tokens_details
         if details is None or details.cached_tokens is None:
             return 0
@@ -199,9 +191,7 @@ class TokenCounts(Struct):
 
     @property
     def reasoning(self) -> int:
-        """Return the number of tokens that were spent on reasoning, or 0 if the server does not
-        count them.
-        """
+        """Return how many tokens were spent on reasoning, or 0 if the server does not report it."""
         details = self.completion_tokens_details
         if details is None or details.reasoning_tokens is None:
             return 0
@@ -209,7 +199,7 @@ class TokenCounts(Struct):
 
 
 def error_text(reply: bytes) -> str:
-    """Return the error message in the body of a reply, as one line."""
+    """Return the error message in the body of a reply, as one line of at most 300 characters."""
     try:
         # Servers nest the error message in up to three objects, such as {"error": {"message":
         # ...}}. Each pass of the loop opens one object.
@@ -238,7 +228,7 @@ KEEP_ALIVE_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class HttpReply:
-    """The reply of a server, with any status."""
+    """A server's reply: status, body and Retry-After header. The status may be an error."""
 
     status: int
     body: bytes
@@ -246,9 +236,9 @@ class HttpReply:
 
 
 class ConnectionLost(Exception):
-    """The error for a request without a complete reply.
+    """Error for a request that got no complete reply.
 
-    `sent` is True if the server may have received the request.
+    `sent` is False only if the server cannot have received the request.
     """
 
     def __init__(self, problem: str, *, sent: bool) -> None:
@@ -257,16 +247,15 @@ class ConnectionLost(Exception):
 
 
 class ReplyRejected(ConnectionLost):
-    """The error for a reply that is too long, or that has an encoding that atts did not request."""
+    """Error for a reply that is too long, or whose compression atts did not request."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem, sent=True)
 
 
 def open_transport(options: RemoteOptions) -> Transport:
-    """Open the fastest available transport.
-
-    The transport is aiohttp under asyncio, and httpx2 under trio or if aiohttp is missing.
+    """Open the fastest HTTP library that is available: aiohttp under asyncio, or httpx2 under trio
+    and if aiohttp is not installed.
 
     :raises MissingExtra: neither aiohttp nor httpx2 can be used.
     :raises OptionError: the certificate file cannot be read.
@@ -281,7 +270,7 @@ def open_transport(options: RemoteOptions) -> Transport:
 
 
 class AiohttpTransport:
-    """A transport that uses aiohttp, under asyncio only."""
+    """HTTP connections through aiohttp, which runs only under asyncio."""
 
     def __init__(self, options: RemoteOptions) -> None:
         import aiohttp
@@ -301,10 +290,10 @@ class AiohttpTransport:
     async def send(
         self, url: str, body: bytes | None, headers: Mapping[str, str], most: int
     ) -> HttpReply:
-        """Send one request; a request with a body is a POST.
+        """Send one request without retries, and return the reply. The request is a POST if it has a
+        body, or else a GET.
 
-        The request is not retried. Redirects are not followed, because the API key would be sent to
-        another server.
+        Redirects are not followed, because that would send the API key to another server.
 
         :raises ReplyRejected: the reply is longer than `most` bytes.
         :raises ConnectionLost: no complete reply came.
@@ -330,12 +319,12 @@ class AiohttpTransport:
             raise ConnectionLost(_error_words(error), sent=True) from error
 
     async def aclose(self) -> None:
-        """Close every connection; further calls do nothing."""
+        """Close all connections. Calling this again has no effect."""
         await self._session.close()
 
 
 class HttpxTransport:
-    """A transport that uses httpx2 with several small pools of connections, under asyncio or trio."""
+    """HTTP connections through httpx2, in several small pools, under asyncio or trio."""
 
     def __init__(self, options: RemoteOptions) -> None:
         import httpx2
@@ -363,7 +352,7 @@ class HttpxTransport:
     async def send(
         self, url: str, body: bytes | None, headers: Mapping[str, str], most: int
     ) -> HttpReply:
-        """Send one request in the same way as `AiohttpTransport.send`."""
+        """Send one request; see `AiohttpTransport.send`."""
         library = self._library
         shard = min(range(SHARDS), key=self._load.__getitem__)
         self._load[shard] += 1
@@ -395,22 +384,22 @@ class HttpxTransport:
             self._load[shard] -= 1
 
     async def aclose(self) -> None:
-        """Close every connection; further calls do nothing."""
+        """Close all connections. Calling this again has no effect."""
         for client in self._clients:
             await client.aclose()
 
 
 Transport = AiohttpTransport | HttpxTransport
-"""A set of open connections to one server. If a call is cancelled, its connection is closed."""
+"""HTTP connections to one server. If a request is cancelled, its connection is closed."""
 
 
 async def _whole(
     status: int, headers: Mapping[str, str], chunks: AsyncIterable[bytes], most: int
 ) -> bytes:
-    """Read the body of a reply, and decompress it while it arrives.
+    """Read the body of a reply, decompressing it as it arrives.
 
-    At most `most` bytes of a reply with status 200 are read and decompressed; a longer reply is
-    refused. The body of an error reply is cut.
+    A reply with status 200 is rejected if its decompressed body has more than `most` bytes. An
+    error reply is cut to `ERROR_BYTES` instead.
 
     :raises ReplyRejected: the body is too long, or has an encoding that atts did not request.
     """
@@ -432,8 +421,8 @@ async def _whole(
 
 
 class _Body:
-    """The part of a reply's body that has been read, with a description of its first problem, if
-    there is one.
+    """The part of a reply's body that has arrived so far, decompressed. `flaw` describes the first
+    problem found, or is empty.
     """
 
     def __init__(self, most: int, inflater: Any) -> None:
@@ -444,7 +433,7 @@ class _Body:
         self._came = 0
 
     def take(self, chunk: bytes) -> bool:
-        """Add the next bytes of the body; return False if the body is too long or cannot be
+        """Append the next bytes of the body. Return False if the body is too long or cannot be
         decompressed.
         """
         self._came += len(chunk)
@@ -459,10 +448,7 @@ class _Body:
 
 
 def proxy_hint(url: str, options: RemoteOptions) -> str:
-    """Return advice for a failed connection.
-
-    The advice is empty if the environment sets no proxy.
-    """
+    """Return advice on the proxy after a connection failed, or "" if the environment sets no proxy."""
     scheme = urlsplit(url).scheme
     names = [
         name
@@ -484,8 +470,8 @@ def proxy_hint(url: str, options: RemoteOptions) -> str:
 
 
 def _certificates(options: RemoteOptions) -> Any:
-    """Return the TLS context with the trusted certificates; servers' certificates are always
-    verified.
+    """Return the TLS context. It always verifies the server's certificate, against `ca_file` if
+    this option is set.
     """
     if options.ca_file is None:
         return ssl.create_default_context()
@@ -503,9 +489,10 @@ def _is_asyncio() -> bool:
 
 
 def _error_words(error: BaseException) -> str:
-    """Return the operating system's message for an error.
+    """Return a readable message for a connection error.
 
-    For other errors, return the error's class and the first message among the error and its causes.
+    If the error or a cause of it has a system error number, this is the operating system's message.
+    Otherwise it is the error's class with the first message in the chain of causes.
     """
     causes = [error]
     while cause := causes[-1].__cause__ or causes[-1].__context__:
@@ -556,7 +543,7 @@ _SHORTEST_SECRET = 8
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request that will be sent to a server."""
+    """One request to a server: path, JSON body and extra headers."""
 
     path: str
     body: dict[str, Any]
@@ -564,9 +551,9 @@ class Call:
 
 
 class Refused(EngineUnavailable):
-    """The error if a server refuses a request for a while.
+    """Error for a request that the server did not answer now, but may answer later.
 
-    `wait` is the time, in seconds, that the server asks the client to wait.
+    `wait` is the number of seconds that the server asks clients to wait.
     """
 
     def __init__(self, engine: str, problem: str, wait: float) -> None:
@@ -576,10 +563,10 @@ class Refused(EngineUnavailable):
 
 @dataclass(slots=True)
 class Traffic:
-    """Statistics of the requests to a server.
+    """Counts of the requests to a server.
 
-    `renamed` is the number of replies with a model name or fingerprint that no earlier reply had.
-    `uncached` is the number of scoring requests that were repeated without the server's cache.
+    `renamed` counts replies with a new model name or fingerprint. `uncached` counts scoring
+    requests that were repeated without the server's cache.
     """
 
     attempts: int = 0
@@ -592,20 +579,21 @@ class Traffic:
 
     @property
     def doubts(self) -> int:
-        """Return the number of lost connections and changed names.
+        """Return how often the server may have changed: the count of lost connections and of new
+        model names.
 
-        After each of these events, the server must be identified again.
+        Whenever this count grows, the server must be identified again.
         """
         return self.lost + self.renamed
 
 
 class AdaptiveLimit(SlotQueue):
-    """A limit on requests in flight, which shrinks after a refusal and then grows back to the
-    configured limit.
+    """A limit on concurrent requests that shrinks when the server refuses one, then grows back to
+    the configured limit.
 
-    After a single refusal, growth begins after one second, and doubles the limit every second. Each
-    further refusal makes this pause longer (up to 15 seconds) and the growth slower (down to 5 %).
-    A busy server is therefore not overloaded again and again. A server error only pauses the
+    After a single refusal, growth starts one second later, and the limit doubles every second. Each
+    further refusal makes the pause longer (up to 15 seconds) and the growth slower (down to 5 % per
+    second). A busy server is therefore not overloaded repeatedly. A server error only pauses the
     growth.
     """
 
@@ -642,10 +630,10 @@ class AdaptiveLimit(SlotQueue):
         self._grow_at = -math.inf
 
     def refused(self, sent_at: float, retry_after: float = 0.0) -> None:
-        """Shrink the limit after the server refused a request that was sent at the time `sent_at`.
+        """Shrink the limit because the server refused a request, which was sent at time `sent_at`.
 
-        Refusals of requests that were sent before the limit last shrank are ignored, so that a
-        burst of refusals counts once.
+        A refusal is ignored if its request was sent before the limit last shrank, so that a burst
+        of refusals counts once.
         """
         now = self._clock()
         if sent_at >= self._shrunk_at:
@@ -664,11 +652,11 @@ class AdaptiveLimit(SlotQueue):
         self._grow_at = max(self._grow_at, now + max(self._pause, retry_after))
 
     def erred(self) -> None:
-        """Pause the growth after a server error; an error does not shrink the limit."""
+        """Pause the growth after a server error. The limit itself does not shrink."""
         self._grow_at = max(self._grow_at, self._clock() + self._pause)
 
     def answered(self) -> None:
-        """Let the limit grow after a successful reply, if the pause is over."""
+        """Raise the limit after a successful reply, unless the growth is paused."""
         if self._limit >= self._most:
             return
         now = self._clock()
@@ -683,9 +671,9 @@ class AdaptiveLimit(SlotQueue):
 
 
 class Client:
-    """An open connection to one server.
+    """HTTP client of one server, with retries and a limit on concurrent requests.
 
-    A client must be created and used in the same running event loop.
+    It must be created and used in the same running event loop.
     """
 
     def __init__(self, name: str, url: str, options: RemoteOptions) -> None:
@@ -709,14 +697,14 @@ class Client:
             self._headers["Authorization"] = f"Bearer {key}"
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         await self._transport.aclose()
 
     async def look(self, path: str, body: dict[str, Any] | None = None) -> HttpReply:
-        """Send one short request about the server itself, without retries, and return the reply
-        with any status.
+        """Send one short request about the server itself, such as its version. It is not retried,
+        and a reply with any status is returned.
 
-        A request with a body is a POST.
+        The request is a POST if it has a body, or else a GET.
 
         :raises EngineUnavailable: if no complete reply came.
         :raises EngineTimeout: if no reply came in time.
@@ -737,11 +725,12 @@ class Client:
         abort: Callable[[str], Call | None],
         tokens: int,
     ) -> T:
-        """Send a request until a reply can be read; each attempt has a new request id.
+        """Send a request, and repeat it until a reply can be read. Each attempt has a new request
+        id.
 
-        All attempts share one deadline. An attempt that is cancelled, or whose reply is lost, is
-        aborted on the server. `tokens` is the number of tokens in the request and its reply; a
-        reply that is too long for this number is refused.
+        All attempts share one deadline. If an attempt is cancelled or loses its connection, it is
+        also aborted on the server. `tokens` is the number of tokens in the request and its reply;
+        it limits the reply's size in bytes.
 
         :raises EngineTimeout: if the deadline passed.
         :raises EngineError: if every attempt failed, or the server refused the request for good.
@@ -768,7 +757,7 @@ class Client:
     async def _attempt(
         self, make: Callable[[str], Call], abort: Callable[[str], Call | None], most_bytes: int
     ) -> bytes:
-        """Send a request once, and return the reply's body if the status is 200.
+        """Send a request once, and return the body of its reply.
 
         :raises EngineError: for another status, or if no complete reply came.
         """
@@ -798,8 +787,8 @@ class Client:
     async def _send(
         self, url: str, body: bytes | None, headers: Mapping[str, str], most_bytes: int
     ) -> HttpReply:
-        """Send a request, and return its reply without the API key and passwords, which a server
-        may echo.
+        """Send a request, and remove the API key and passwords from its reply, because a server may
+        echo them.
         """
         try:
             reply = await self._transport.send(url, body, headers, most_bytes)
@@ -811,15 +800,15 @@ class Client:
     def _packed(self, call: Call) -> tuple[str, bytes, dict[str, str]]:
         """Return the URL, the encoded body and the headers of a call.
 
-        Bodies are encoded before calls wait for a slot. Thousands of calls may wait at once, and
-        the garbage collector would visit every object in their bodies.
+        Calls are encoded before they wait for a free slot. Thousands of calls may wait, and
+        unencoded bodies would slow down the garbage collector.
         """
         headers = {**self._headers, **call.headers} if call.headers else self._headers
         return self.url + call.path, msgspec.json.encode(call.body), headers
 
     async def _abort(self, call: Call | None) -> None:
-        """Ask the server, with a short time limit, to abort a request whose connection is already
-        closed.
+        """Ask the server to abort a request whose connection is already closed. This takes only a
+        short time, even if the server does not answer.
         """
         if call is None:
             return
@@ -836,7 +825,9 @@ class Client:
             self.traffic.aborts_failed += 1
 
     def _judge(self, reply: HttpReply, sent_at: float) -> bytes:
-        """Return the body of a reply with status 200, and raise an error for any other status."""
+        """Return the body of a reply with status 200, or raise the error for any other status.
+        Adapt the limit on concurrent requests accordingly.
+        """
         if reply.status == 200:
             self.limit.answered()
             self._recognise(reply.body)
@@ -851,9 +842,9 @@ class Client:
         raise Refused(self.name, f"status {reply.status}: {error_text(reply.body)}", wait)
 
     def _recognise(self, body: bytes) -> None:
-        """Count the reply if its model name or fingerprint is new.
+        """Count a reply whose model name or fingerprint is new.
 
-        A new name shows that the server may have changed without a lost connection.
+        A new name means that the server may have changed although no connection was lost.
         """
         ends = body
         if len(body) > 2 * _MARK_BYTES:
@@ -865,7 +856,7 @@ class Client:
             self._marks.add(marks)
 
     def refusal(self, reply: HttpReply) -> EngineError:
-        """Return the error for a reply with a status after which another attempt would fail too."""
+        """Return the error for a status that a retry would not change."""
         words = error_text(reply.body)
         if reply.status in (401, 403):
             return self._key_refused(reply.status, words)
@@ -904,7 +895,7 @@ class Client:
 
 
 def _seconds(words: str) -> float:
-    """Convert a Retry-After header to seconds; the result is 0 for a date or an invalid value."""
+    """Convert a Retry-After header to seconds, at most 30. A date or an invalid value becomes 0."""
     try:
         return min(_LONGEST_WAIT, max(0.0, float(words)))
     except ValueError:
@@ -912,9 +903,11 @@ def _seconds(words: str) -> float:
 
 
 def redactor(key: str, options: RemoteOptions) -> Callable[[bytes], bytes]:
-    r"""Return a function that replaces the API key and the proxies' passwords in a text.
+    r"""Return a function that replaces the API key and the passwords of proxies in a reply by "[API
+    key]".
 
-    The function finds these secrets as they are, and as JSON or URLs escape them.
+    Secrets are also found if they are escaped, as in JSON or URLs. Secrets shorter than 8
+    characters are not replaced.
 
     >>> redactor("sk-12/3456", RemoteOptions())(rb'{"error": "Bearer sk-12\/3456, sk-12%2F3456"}')
     b'{"error": "Bearer [API key], [API key]"}'

@@ -1,4 +1,4 @@
-"""Base classes of server dialects, and the client that sends requests in a dialect and checks the
+"""Base classes of server dialects, and a client that sends requests in a dialect and checks the
 replies.
 """
 
@@ -49,7 +49,7 @@ _KEPT_ARRIVALS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A description of a server: its engine, version, model, context length and tokenizer."""
+    """The identity that a server reports: its engine, version, model, context length and tokenizer."""
 
     engine: str  # name and short version of the server's software, such as "vllm 0.33"
     version: str
@@ -61,9 +61,9 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class RawCompletion:
-    """A server's completion before its values are checked.
+    """A completion as the server sent it, before its values are checked.
 
-    A log-prob is None if the server did not send a raw log-prob.
+    A log-prob is None if the server did not send it or sent only a processed one.
     """
 
     ids: TokenIds
@@ -73,7 +73,7 @@ class RawCompletion:
 
 
 class NoVisibleText(EngineError):
-    """The error if a model spent all its tokens on reasoning, which the server does not show."""
+    """Error for a model that spent all its tokens on reasoning that the server does not show."""
 
     def __init__(self, engine: str, tokens: int) -> None:
         super().__init__(
@@ -84,40 +84,44 @@ class NoVisibleText(EngineError):
 
 
 class Dialect(ABC):
-    """The dialect of one kind of server.
+    """The API of one kind of server: how requests are written and replies are read.
 
-    A dialect with `speaks = "ids"` has five parts: `name` with `schemes`, `identify`,
-    `sample_call`, `read_sample` and `tokenize`. A dialect that speaks text is a `TextDialect`
-    (`atts.servers.chat`) and has no `tokenize`. The methods `read_...` raise ValueError if a reply
-    has an unexpected form, and the engine converts this error to BadReply. Capabilities that only
-    some servers have are in `Scorer`, `TopScorer`, `Forcer` and `Rater`.
+    A dialect with `speaks = "ids"` exchanges token ids. It defines `name`, `schemes`, `identify`,
+    `sample_call`, `read_sample` and `tokenize`. A dialect that exchanges text extends `TextDialect`
+    (`atts.servers.chat`) and needs no `tokenize`.
+
+    The methods `read_...` raise ValueError if a reply has an unexpected form, and the client
+    converts this error to BadReply. Capabilities that only some servers have are in `Scorer`,
+    `TopScorer`, `Forcer` and `Rater`.
     """
 
     name: str
     schemes: tuple[str, ...]
-    """The schemes that choose this dialect at the beginning of an address."""
+    """The address schemes that select this dialect, such as "vllm" in "vllm:http://HOST:PORT"."""
     found_at: str = ""
-    """A path for which only servers of this dialect return status 200, so that `auto` can recognise
-    them; "" if there is no such path.
+    """A path that returns status 200 only on servers of this dialect, so that `auto` can recognise
+    them. It is "" if all such paths also exist on other servers.
     """
     speaks: Literal["ids", "text"] = "ids"
     spare: int = 1
-    """Number of tokens of the server's context that the prompt and the reply must leave free."""
+    """Number of context tokens that the server keeps for itself, so that prompt and reply cannot
+    use them.
+    """
     logprobs: LogProbs = "raw"
-    """Whether the log-probs that come with sampled tokens are raw or processed. The probe measures
-    this, and may correct the value.
+    """The kind of log-probs that come with sampled tokens: raw, or processed by the sampling
+    settings. The probe measures it, and may correct this value.
     """
     cuts_logprobs = False
-    """Whether processed log-probs are computed after top-k, top-p and min-p, and not only after
-    temperature.
+    """True if processed log-probs are computed after top-k, top-p and min-p. False if only the
+    temperature has been applied.
     """
     priority_sign = 1
-    """1 if the server handles requests with smaller priority numbers first, or -1 if it handles
-    those with larger numbers first.
+    """1 if the server first handles requests with small priority numbers, or -1 if it first handles
+    those with large ones.
     """
     takes_thinking_budget = False
-    """Whether a server of this dialect can end a model's think block itself when the thinking
-    budget is used up.
+    """True if servers of this dialect can close a model's think block when its thinking budget is
+    used up.
     """
 
     def __init__(self, options: RemoteOptions) -> None:
@@ -134,30 +138,30 @@ class Dialect(ABC):
 
     @abstractmethod
     async def identify(self, client: Client, model: str) -> Identity:
-        """Identify the server, and store its model and routes for later calls.
+        """Request the server's identity, and store its model name and routes for later calls.
 
         :raises UnsupportedByEngine: the server has another dialect, or does not have the model.
         """
 
     @abstractmethod
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """Return the call that makes the server continue the token ids of a request."""
+        """Return the HTTP call that asks the server to continue the token ids of a request."""
 
     @abstractmethod
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """Read the reply to `sample_call`."""
+        """Read the completion in the reply to a `sample_call`."""
 
     def abort(self, rid: str) -> Call | None:
-        """Return the call that aborts a request, or None if only closing the connection aborts a
-        request.
+        """Return the HTTP call that aborts a request, or None if the server has no such call. A
+        request is then aborted by closing its connection.
         """
         return None
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
         """Request the token ids of a text from the server's tokenizer, without special tokens.
 
-        The probe compares these ids with the ids of atts's tokenizer. A dialect that speaks ids
-        overrides this method. For a dialect that speaks text, the method is never called.
+        The probe compares them with the ids of atts's own tokenizer. Every dialect with `speaks =
+        "ids"` overrides this method. It is never called for the other dialects.
 
         :raises UnsupportedByEngine: the dialect has no such call; the probe then reports that the
             tokenizer was not compared.
@@ -170,30 +174,27 @@ class Dialect(ABC):
         )
 
     async def running(self, client: Client) -> int | None:
-        """Return the number of requests that the server is processing, or None if it does not
-        report the number.
-        """
+        """Return how many requests the server is processing, or None if it does not report this."""
         return None
 
     async def drafted(self, client: Client) -> DraftCounts | None:
-        """Return how many tokens speculation has proposed and accepted, or None if the server does
-        not count these tokens.
+        """Return the counts of draft tokens that the server's own speculation has proposed and
+        accepted, or None if it does not report them.
         """
         return None
 
     async def speculation(self, client: Client) -> str | None:
-        """Describe the server's speculation.
-
-        The result is "" if the server does not speculate, and None if it does not report whether it
-        speculates.
+        """Describe the server's speculative decoding. Return "" if it is off, or None if the server
+        does not report it.
         """
         return None
 
     def _priority(self, request: SampleRequest | ScoreRequest) -> dict[str, int]:
-        """Return the field with a request's priority, or no field if priorities are not sent.
+        """Return the body field with a request's priority, or an empty dict if priorities are not
+        sent.
 
-        A request without a priority gets the number of its problem in order of arrival. Earlier
-        problems then finish first, and few problems are open at the same time.
+        A request without a priority gets its problem's index in order of arrival. The server then
+        finishes earlier problems first, so that few problems are unfinished at a time.
         """
         if self._options.priorities != "send":
             return {}
@@ -208,73 +209,73 @@ class Dialect(ABC):
 
     @property
     def closes_thinking(self) -> bool:
-        """Return whether the server enforces thinking budgets, instead of atts."""
+        """Return whether the server enforces thinking budgets. If not, atts does."""
         return self._options.thinking == "send"
 
 
 class Scorer(Dialect):
-    """A dialect that can score given tokens after a prefix."""
+    """A dialect whose servers can return the log-probs of given tokens after a prefix."""
 
     @abstractmethod
     def score_call(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
-        """Return the call that scores the suffix of a request."""
+        """Return the HTTP call that scores the suffix of a request."""
 
     @abstractmethod
     def read_scores(self, reply: bytes, request: ScoreRequest) -> Scores | None:
-        """Read the reply to `score_call`.
+        """Read the scores in the reply to a `score_call`.
 
-        The result is None if the server returned no scores because it read the tokens from its
-        cache. The request must then be repeated without the cache.
+        The result is None if the server took the tokens from its cache and so computed no scores.
+        The request must then be repeated with `cache` set to "skip".
         """
 
 
 class TopScorer(Scorer):
-    """A dialect that also lists the most likely tokens at every position of a given text."""
+    """A dialect whose servers can also list the most likely tokens at every position of a given
+    text.
+    """
 
     @abstractmethod
     def top_call(self, ids: TokenIds, top: int) -> Call:
-        """Return the call that lists the `top` most likely tokens at every position."""
+        """Return the HTTP call that lists the `top` most likely tokens at every position."""
 
     @abstractmethod
     def read_top(self, reply: bytes, ids: TokenIds) -> list[dict[int, float]]:
-        """Read the reply to `top_call`.
-
-        The result has the log-probability of each listed token, for every position except the
-        first.
+        """Read the reply to a `top_call`: for each position after the first, a dict from token id
+        to log-probability.
         """
 
 
 class Forcer(Dialect):
-    """A dialect that cannot score texts, but can be forced to write a given token and returns its
-    log-probability.
+    """A dialect whose servers cannot score a text, but can be forced to write a given token, and
+    then return its log-probability.
     """
 
     @abstractmethod
     def force_call(self, ids: TokenIds, token: int) -> Call:
-        """Return the call that forces the server to write exactly this token."""
+        """Return the HTTP call that forces the server to write `token` next."""
 
     @abstractmethod
     def read_forced(self, reply: bytes, token: int) -> float:
-        """Read the reply to `force_call`."""
+        """Read the token's log-probability in the reply to a `force_call`."""
 
 
 class Rater(Dialect):
-    """A dialect that lists the most likely next tokens.
+    """A dialect whose servers list the most likely next tokens.
 
-    With such a list, a model can rate a text by one digit.
+    This is enough to let a model rate a text with a single digit.
     """
 
     @abstractmethod
     def rating_call(self, ids: TokenIds, rid: str) -> Call:
-        """Return the call that requests one token and the most likely alternatives."""
+        """Return the HTTP call that requests one token and the most likely alternatives to it."""
 
     @abstractmethod
     def read_ratings(self, reply: bytes) -> dict[str, float]:
-        """Read the log-probability of each listed text from the reply to `rating_call`."""
+        """Read the reply to a `rating_call`: a dict from each listed string to its log-probability."""
 
 
 def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float]:
-    """Return the sampling settings with the field names that are the same for all servers.
+    """Return the sampling settings as body fields. The field names are the same on all servers.
 
     Every field is sent, because servers have different defaults.
     """
@@ -287,12 +288,12 @@ def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float
 
 
 def seed_of(request: SampleRequest, bits: int) -> int:
-    """Return a request's seed as a number with at most `bits` bits, as the server requires."""
+    """Return a request's seed as an integer of at most `bits` bits, because servers limit its size."""
     return request.seed.key() & ((1 << bits) - 1)
 
 
 def json_of(client: Client, reply: HttpReply, kind: Any) -> Any:
-    """Parse the JSON of a reply with status 200 as a value of this type.
+    """Read the JSON of a reply with status 200 as a value of the type `kind`.
 
     :raises ValueError: if the reply is not such a value.
     :raises EngineError: for any other status.
@@ -303,17 +304,17 @@ def json_of(client: Client, reply: HttpReply, kind: Any) -> Any:
 
 
 async def json_at(client: Client, path: str, kind: Any, body: dict[str, Any] | None = None) -> Any:
-    """Request a path, and return the JSON of the reply as a value of this type.
+    """Send a request to a path, and return the JSON of its reply as a value of the type `kind`.
 
-    A request with a body is a POST.
+    The request is a POST if it has a body, or else a GET.
     """
     return json_of(client, await client.look(path, body), kind)
 
 
 def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> ModelRow:
-    """Return the row of the named model in /v1/models.
+    """Return the row of the model named `wanted` from the rows of /v1/models.
 
-    If no model is named, return the only row.
+    If `wanted` is empty, return the row of the only base model.
 
     :raises UnsupportedByEngine: the named model has no row, or no model is named and there are
         several rows.
@@ -341,28 +342,27 @@ def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> Mod
 
 
 def short_version(version: str) -> str:
-    """Shorten a version to its major and minor number."""
+    """Shorten a version such as "0.29.1+cu128" to its major and minor number, "0.29"."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
 async def served_model(client: Client, model: str) -> ModelRow:
-    """Request /v1/models, and return the row of the model; see `choose_model`."""
+    """Request the list of models at /v1/models, and return the row of the model; see
+    `choose_model`.
+    """
     models: ModelRows = await json_at(client, "/v1/models", ModelRows)
     return choose_model(client, models.data, model)
 
 
 async def tokens_of(client: Client, body: dict[str, Any]) -> TokenIds:
-    """Request the token ids of a text from the path /tokenize."""
+    """Request the token ids of a text from the server's path /tokenize."""
     tokenized: Tokenized = await json_at(client, "/tokenize", Tokenized, body)
     return tokenized.tokens
 
 
 async def in_queue(client: Client, running: str, waiting: str = "") -> int | None:
-    """Return the number of running and waiting requests.
-
-    The number is the sum of the named gauges at /metrics.
-
-    The result is None if the server does not have these gauges.
+    """Return the sum of two gauges at /metrics, which count the running and the waiting requests.
+    Return None if the server lacks the gauge `running`.
     """
     text = (await client.look("/metrics")).body.decode(errors="replace")
     at_work = metric(text, running)
@@ -373,7 +373,7 @@ async def in_queue(client: Client, running: str, waiting: str = "") -> int | Non
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Statistics of a server's speculation since the server started."""
+    """Counters of a server's speculative decoding since the server started."""
 
     rounds: int  # how often the server proposed a few tokens for one sequence
     proposed: int
@@ -382,7 +382,7 @@ class DraftCounts:
     accepted: tuple[int, ...]
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
-        """Return the differences from earlier statistics of the same server."""
+        """Return how much the counters have grown since an earlier reading of the same server."""
         before = (*earlier.accepted, *[0] * len(self.accepted))
         return DraftCounts(
             self.rounds - earlier.rounds,
@@ -392,10 +392,10 @@ class DraftCounts:
 
 
 def metrics_by_place(text: str, name: str) -> tuple[int, ...]:
-    """Return a counter's values for the positions 0, 1, 2 and so on, which its label `position`
-    names.
+    """Return the values of a Prometheus counter with a label `position`, for the positions 0, 1, 2
+    and so on.
 
-    Each value is a sum over all engines of a server.
+    Each value is summed over all engines of the server.
     """
     counts = dict[int, int]()
     for line in text.splitlines():
@@ -408,7 +408,9 @@ def metrics_by_place(text: str, name: str) -> tuple[int, ...]:
 
 
 def metric(text: str, name: str) -> int | None:
-    """Return the sum of one gauge or counter in Prometheus's text format, or None if it is missing."""
+    """Return the value of a gauge or counter in Prometheus's text format, summed over its labels.
+    Return None if it is missing or its value is malformed.
+    """
     lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
     total = 0
     for line in lines:
@@ -422,10 +424,10 @@ def metric(text: str, name: str) -> int | None:
 
 
 class DialectClient:
-    """A client that sends requests in one dialect through one HTTP client, and checks all replies.
+    """Client that sends requests in a server's dialect and checks all replies.
 
-    `hot_convention` applies to samples at temperatures other than 0 and 1. It says whether their
-    log-probabilities are raw or processed, as measured by the probe.
+    `hot_convention` says whether log-probs sampled at temperatures other than 0 and 1 are raw or
+    processed. The probe measures it.
     """
 
     def __init__(
@@ -442,7 +444,7 @@ class DialectClient:
         self._ratings = _RatingCache(self._rate)
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Request a completion, and return it as an engine's completion.
+        """Request a completion, check it, and return it with raw log-probs.
 
         :raises BadReply: if the reply cannot be correct.
         """
@@ -457,14 +459,15 @@ class DialectClient:
         return Completion(ids, text, ended, logprobs[:length], sampled.cached_tokens)
 
     async def sample_raw(self, request: SampleRequest) -> RawCompletion:
-        """Return a completion as the server sent it, after the checks of its ids, log-probs and
-        end.
+        """Request a completion and check it, but return it with its log-probs as the server sent
+        them.
         """
         sampled, _, _ = await self._sampled(request)
         return sampled
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the log-probs of a suffix; a server that can only rate can score only one token.
+        """Return the log-probs of the suffix's tokens. A server that can only rate can score only
+        suffixes of one token.
 
         :raises UnsupportedByEngine: if the server can neither score nor rate.
         :raises BadReply: if the reply cannot be correct.
@@ -486,9 +489,8 @@ class DialectClient:
     async def top_tokens(
         self, prefix: TokenIds, suffix: TokenIds, top: int
     ) -> list[dict[int, float]]:
-        """Return the most likely tokens at each position of the suffix, with their log-probs.
-
-        The tokens of a position are sorted by log-prob.
+        """Return the `top` most likely tokens at each position of the suffix, as a dict from token
+        id to log-prob. The most likely token comes first.
 
         :raises UnsupportedByEngine: if the server does not list likely tokens.
         :raises BadReply: if the reply cannot be correct.
@@ -524,22 +526,21 @@ class DialectClient:
         )
 
     async def ratings(self, ids: TokenIds) -> dict[str, float]:
-        """Return the most likely next words and their log-probs.
+        """Return the most likely next words after a prefix, as a dict from word to log-prob.
 
-        Only one request is sent for the same ids, because one reply contains all ten digits of a
-        rating.
+        Repeated calls with the same ids send only one request, because its reply contains all ten
+        digits of a rating.
 
         :raises UnsupportedByEngine: the server does not list likely words.
         """
         return await self._ratings.of(ids)
 
     def _sampled(self, request: SampleRequest) -> Awaitable[tuple[RawCompletion, int, Ending]]:
-        """Request a completion.
-
-        Return the completion, the number of its valid ids, and the reason for its end.
+        """Request a completion, and return it with the number of its valid ids and the reason why
+        it ended.
 
         A valid completion ends with a stop string, an end token or the requested length. Any other
-        reply is refused, and the client sends the request again.
+        reply is rejected and requested again.
         """
         make = partial(self._sampling, request)
         read = partial(self._believed, request)
@@ -547,7 +548,9 @@ class DialectClient:
         return self.client.ask(make, read, self.dialect.abort, tokens)
 
     def _sampling(self, request: SampleRequest, rid: str) -> Call:
-        """Make the call for a completion, with the model's end tokens among the stop ids."""
+        """Return the call for a completion. The model's end tokens are added to the request's stop
+        ids.
+        """
         # Make the request field by field, because `dataclasses.replace` takes as long as encoding
         # the request as JSON.
         sent = SampleRequest(
@@ -572,9 +575,10 @@ class DialectClient:
     async def _raw(
         self, sampled: RawCompletion, request: SampleRequest, length: int
     ) -> tuple[float, ...]:
-        """Return the raw log-probs of the first `length` ids.
+        """Return the raw log-probs of a completion's first `length` ids.
 
-        If the server did not send raw log-probs, they are requested from it as scores.
+        If the server did not send raw log-probs, they are requested by scoring the ids. If the
+        caller does not need them, the result is empty.
         """
         sent = sampled.logprobs[:length]
         is_whole = len(sent) == length and None not in sent
@@ -604,7 +608,9 @@ class DialectClient:
         return (*known, *forced)
 
     def _is_raw(self, sampling: Sampling) -> bool:
-        """Return whether processed log-probs equal raw log-probs with these sampling settings."""
+        """Return whether these sampling settings leave log-probs unchanged, so that processed and
+        raw ones are the same.
+        """
         # For temperature 0, servers do not change the distribution, but only choose its most likely
         # token. So processed log-probs equal raw ones.
         if sampling.temperature == 0.0:
@@ -681,9 +687,9 @@ class DialectClient:
 
 
 class _RatingCache:
-    """A cache of the most likely next words after a text.
+    """Cache of the most likely next words, keyed by the token ids before them.
 
-    Concurrent callers wait for the request of the first caller.
+    If several callers ask for the same ids at the same time, only one request is sent.
     """
 
     def __init__(self, ask: Callable[[TokenIds], Awaitable[dict[str, float]]]) -> None:
@@ -692,9 +698,10 @@ class _RatingCache:
         self._asking: dict[TokenIds, anyio.Event] = {}
 
     async def of(self, ids: TokenIds) -> dict[str, float]:
-        """Return the likely words after a text.
+        """Return the most likely words after a prefix, from the cache if possible.
 
-        If a caller fails or is cancelled, the next caller sends a request.
+        If the caller that sends the request fails or is cancelled, the next waiting caller sends it
+        again.
         """
         while ids not in self._kept:
             asked = self._asking.get(ids)
@@ -710,7 +717,7 @@ class _RatingCache:
 
 
 def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec) -> None:
-    """Check that a reply's ids and log-probs are possible values.
+    """Check that a reply has a valid number of ids and log-probs with possible values.
 
     :raises BadReply: an id or a log-prob is impossible.
     :raises NoVisibleText: the model used all its tokens for reasoning that the server does not
@@ -737,10 +744,11 @@ def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec
 def find_end(
     sampled: RawCompletion, request: SampleRequest, spec: EngineSpec, tokenizer: Tokenizer
 ) -> tuple[int, Ending]:
-    """Return the number of valid ids at the start of a completion, and the reason for its end.
+    """Return how many of a completion's ids are valid, and why it ended.
 
-    A server may write beyond a stop string if a step has several tokens, or may not know a stop id.
-    The completion therefore ends where its text completes a stop string, or at an end id.
+    A server may write past a stop string if it generates several tokens per step, or may not know a
+    stop id. The completion is therefore cut after the id that completes a stop string, or after the
+    first end id.
 
     :raises BadReply: if the server stopped before the requested length without a stop string or an
         end id.
@@ -775,11 +783,10 @@ def find_end(
 
 
 def _stop_length(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> int:
-    """Return how many ids, from the first one on, are needed for a text with a stop string.
+    """Return how many leading ids are needed until their text contains a stop string, or 0 if it
+    contains none.
 
-    The result is 0 if the text contains no stop string.
-
-    The number is found by bisection, because the text never becomes shorter with more ids.
+    The count is found by bisection, because adding ids never makes the text shorter.
     """
 
     def holds(count: int) -> bool:

@@ -1,4 +1,4 @@
-"""An engine on one HTTP server, which is tested at the start and whenever the server may have
+"""Engine for one HTTP server, which is probed when it opens and checked again whenever it may have
 changed.
 """
 
@@ -60,15 +60,15 @@ def server_engine(
     needs: frozenset[Capability],
     defaults: RemoteOptions = _DEFAULTS,
 ) -> Engine:
-    """Make the engine for the address "SCHEME:REST" without opening it.
+    """Create the engine for the address "SCHEME:REST", without opening it. `docs/servers.md` lists
+    the settings.
 
-    `docs/servers.md` lists the settings.
+    Several URLs, separated by commas, become one pool of replicas. The scheme "server" detects the
+    dialect. The schemes "openai" and "chat" are for the chat API, whose URL ends with its version.
+    An example is "openai:https://api.openai.com/v1/MODEL?key=OPENAI_API_KEY", where the environment
+    variable OPENAI_API_KEY contains the key.
 
-    Several URLs with commas between them become one pool of replicas. The scheme "server" detects
-    the dialect. The schemes "openai" and "chat" are for the chat API, whose URL ends with its
-    version: "openai:https://api.openai.com/v1/MODEL?key=OPENAI_API_KEY", where the variable
-    OPENAI_API_KEY contains the key. `defaults` has the values of options that the address does not
-    set.
+    `defaults` gives the options that the address does not set.
 
     >>> server_engine("vllm", "http://a:8000/Qwen/Qwen3-8B?in_flight=64", "target", frozenset({"score"})).url
     'http://a:8000'
@@ -93,11 +93,12 @@ def server_engine(
 
 
 class RemoteEngine(BaseEngine):
-    """An engine on a server of any known dialect; see `atts.engine.Engine`.
+    """An engine that sends its calls to an HTTP server of any known dialect; see
+    `atts.engine.Engine`.
 
-    `needs` are the capabilities that the caller will use. If the server lacks one of them, opening
-    the engine fails with the reason. If no tokenizer is given, it is loaded by the model's folder
-    or name. The server must use the same tokenizer.
+    `needs` lists the capabilities that the caller will use. Opening fails if the server lacks one
+    of them. If `tokenizer` is None, the model's own tokenizer is loaded. It must be the same as the
+    server's.
 
     :raises OptionError: the dialect is unknown, or the URL is not valid.
     """
@@ -141,17 +142,17 @@ class RemoteEngine(BaseEngine):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return the results of the tests at the opening of the engine."""
+        """Return the results of the tests that ran when the engine opened."""
         return self._known.findings if self._known else ()
 
     @property
     def traffic(self) -> Traffic:
-        """Return the statistics of the requests that were sent so far."""
+        """Return the counts of the requests sent so far."""
         return self._opened().traffic
 
     async def open(self) -> None:
-        """Connect to the server, wait while it loads, identify it, and test that it has the needed
-        capabilities.
+        """Connect to the server, wait until it has loaded its model, identify it, and probe the
+        needed capabilities.
 
         :raises UnsupportedByEngine: if the server lacks a needed capability.
         :raises FingerprintError: if the server has another tokenizer.
@@ -178,13 +179,13 @@ class RemoteEngine(BaseEngine):
         self._trust(self._client.traffic.doubts)
 
     async def comes_back(self) -> bool:
-        """Wait for a server that was lost; see `atts.engine.Returning`."""
+        """Wait until a lost server is back, and return whether it is; see `atts.engine.Returning`."""
         if self._watch is None or self._state != "open":
             return False
         return await self._watch.comes_back()
 
     async def recheck(self) -> None:
-        """Identify the server again, and check that it has not changed.
+        """Identify the server again, and check that it is the same as when the engine opened.
 
         A restarted server may have another model.
 
@@ -211,7 +212,8 @@ class RemoteEngine(BaseEngine):
         self._idle_since = self._clock()
 
     def _compare(self, identity: Identity, seen: Seen) -> None:
-        """Compare the server with its state when the engine opened.
+        """Compare the server with its state when the engine opened. If it has changed, all later
+        calls are refused too.
 
         :raises UnsupportedByEngine: the server has changed.
         """
@@ -226,9 +228,10 @@ class RemoteEngine(BaseEngine):
             raise
 
     async def _glance(self) -> None:
-        """Check with one request that the model has not changed since the engine opened.
+        """Check with one short request that the server's model has not changed since the engine
+        opened.
 
-        A model may change while its name stays the same, without a lost connection or a pause.
+        A model may be replaced under the same name, without a lost connection or a pause.
         """
         async with self._checking:
             self._unchecked = 0
@@ -249,8 +252,8 @@ class RemoteEngine(BaseEngine):
     async def top_tokens(
         self, prefix: TokenIds, suffix: TokenIds, top: int
     ) -> list[dict[int, float]]:
-        """Return the most likely tokens at every position of the suffix, with their
-        log-probabilities.
+        """Return the `top` most likely tokens at each position of the suffix, as a dict from token
+        id to log-prob.
 
         :raises UnsupportedByEngine: the server does not list likely tokens.
         """
@@ -259,8 +262,10 @@ class RemoteEngine(BaseEngine):
         return await self._requests().top_tokens(prefix, suffix, top)
 
     async def _trusted(self, work: Callable[[R], Awaitable[T]], request: R) -> T:
-        """Send a request, and check before and after it, if necessary, that the server has not
-        changed.
+        """Send a request, and return its answer only if the server is still known to be the same.
+
+        The server is checked again before the request after some time or a pause, and after the
+        request if a connection was lost.
         """
         watch = self._watch
         assert watch is not None, "the engine must be open"
@@ -294,7 +299,9 @@ class RemoteEngine(BaseEngine):
         return result
 
     async def _recheck(self, doubts: int) -> None:
-        """Check the server in one task, while other tasks wait for the result."""
+        """Check the server again, unless another task has just done so. Concurrent callers wait for
+        one check.
+        """
         async with self._checking:
             if self._clock() >= self._trusted_until or self._doubts_checked < doubts:
                 await self.recheck()
@@ -320,9 +327,9 @@ class RemoteEngine(BaseEngine):
         return await open_tokenizer(self._wanted_tokenizer, identity.tokenizer, self._name)
 
     async def _probe(self) -> Known:
-        """Test the capabilities that servers of this dialect should have.
+        """Test each capability that the dialect claims.
 
-        A capability whose test fails is removed from the spec.
+        If a test fails, its capability is removed from the engine's spec.
 
         :raises UnsupportedByEngine: a needed capability fails.
         """
@@ -353,9 +360,10 @@ class RemoteEngine(BaseEngine):
         return known
 
     async def drafted(self) -> DraftCounts | None:
-        """Return how many tokens the server's own speculation has proposed and accepted so far.
+        """Return the counts of draft tokens that the server's own speculation has proposed and
+        accepted so far.
 
-        The result is None if the server does not speculate, or does not count these tokens.
+        The result is None if the server does not speculate or does not report the counts.
 
         :raises EngineError: the engine is not open, or the server cannot be reached.
         """
@@ -375,7 +383,7 @@ class RemoteEngine(BaseEngine):
 
 
 async def wait_ready(client: Client) -> None:
-    """Wait while the server reports that it is loading its model.
+    """Wait as long as the server reports that it is loading its model.
 
     :raises EngineUnavailable: the server cannot be reached, or is still loading after
         `wait_seconds`.
@@ -402,10 +410,10 @@ async def wait_ready(client: Client) -> None:
 
 
 class Watch:
-    """An object that waits for a lost server, until `give_up_after` seconds after the server was
-    lost.
+    """An object that waits for a lost server to come back, for at most `give_up_after` seconds
+    after the loss.
 
-    If several calls wait, one call checks the server and the others use the result of its checks.
+    If several calls wait, only one polls the server, and the others use its result.
     """
 
     def __init__(self, client: Client) -> None:
@@ -419,19 +427,19 @@ class Watch:
         self.has_given_up = False
 
     def seen(self) -> None:
-        """Record that the server has answered a call."""
+        """Record that the server has answered, so it is not lost."""
         self._lost_at = None
         self.has_given_up = False
 
     def given_up(self, error: EngineError) -> EngineUnavailable:
-        """Return the error for calls to a server for which atts no longer waits."""
+        """Return the error for calls to a server that atts no longer waits for."""
         patience = self._client.options.give_up_after
         problem = f"{self._client.url} did not come back within {patience:g} s ({error.problem})"
         advice = "Start the server again and repeat the command, which continues the run"
         return EngineUnavailable(self._client.name, problem, advice)
 
     async def comes_back(self) -> bool:
-        """Wait until the server is back; return False once `give_up_after` seconds have passed."""
+        """Wait until the server is back. Return False if `give_up_after` seconds pass first."""
         asked_at = self._now()
         async with self._looking:
             if self._found_at >= asked_at:
@@ -478,9 +486,8 @@ class Watch:
 
 
 async def find_dialect(client: Client, name: str) -> Dialect:
-    """Return the dialect with this name.
-
-    For "auto", the known dialects are tried one after the other.
+    """Return the dialect with this name. For "auto", detect the server's dialect by requesting a
+    typical path of each one.
 
     :raises UnsupportedByEngine: if the server has no known dialect.
     """
@@ -504,7 +511,7 @@ async def find_dialect(client: Client, name: str) -> Dialect:
 
 
 async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
-    """Identify the server with a request of its dialect.
+    """Request the server's identity in the way of its dialect.
 
     :raises UnsupportedByEngine: if the server has another dialect, or lacks the model.
     """
@@ -519,8 +526,8 @@ async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
 
 
 def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokenizer) -> EngineSpec:
-    """Build the engine spec from a server's dialect and identity, before its capabilities are
-    tested.
+    """Build the engine spec from the server's identity and dialect. It lists all capabilities that
+    the dialect claims, because they have not been tested yet.
 
     :raises UnsupportedByEngine: the server does not report its context length.
     """
@@ -548,10 +555,10 @@ _ENTROPY_TOP = 20
 
 
 def least_entropy(logprobs: Sequence[float]) -> float:
-    """Return the smallest entropy, in nats, that a distribution with these most likely tokens can
-    have.
+    """Return a lower bound, in nats, on the entropy of a distribution, given its most likely
+    tokens.
 
-    The entropy is smallest if one other token has all the remaining probability.
+    The entropy is lowest if a single other token has all the remaining probability.
 
     >>> round(least_entropy([math.log(0.5), math.log(0.25)]), 4)
     1.0397
@@ -562,7 +569,7 @@ def least_entropy(logprobs: Sequence[float]) -> float:
 
 
 def claimed_by(dialect: Dialect) -> frozenset[Capability]:
-    """Return the capabilities that servers of this dialect should have."""
+    """Return the capabilities that a dialect claims for its servers, before any test."""
     capabilities: set[Capability] = {"sample"}
     if isinstance(dialect, TopScorer):
         capabilities.add("entropy")
@@ -578,9 +585,9 @@ def claimed_by(dialect: Dialect) -> frozenset[Capability]:
 def require_capabilities(
     name: str, identity: Identity, can: frozenset[Capability], needs: frozenset[Capability]
 ) -> None:
-    """Check that servers of this dialect can have the needed capabilities.
+    """Check that the needed capabilities are among those that the dialect claims.
 
-    A server that scores can also rate.
+    A server that can score can also rate.
 
     :raises UnsupportedByEngine: if a capability is missing; the message names the missing
         capabilities.
@@ -596,9 +603,9 @@ def require_capabilities(
 
 
 async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name: str) -> Tokenizer:
-    """Return the given tokenizer, or load it by its name.
+    """Return the given tokenizer, or load it if only its name or folder is given.
 
-    `hint` is the tokenizer that the server names. It is used if no tokenizer is wanted.
+    `hint` is the tokenizer that the server names. It is loaded if `wanted` is None.
 
     :raises ModelLoadError: the tokenizer cannot be found.
     """
@@ -617,7 +624,7 @@ def _load_tokenizer(model: str, name: str) -> Tokenizer:
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> int:
-    """Return the number of ids of a tokenizer.
+    """Return the size of a tokenizer's vocabulary.
 
     :raises OptionError: the tokenizer has no attribute `vocabulary`.
     """
@@ -632,7 +639,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """The results of all tests of a server; `str` formats them as a list."""
+    """The results of probing a server. `str` formats them as a readable list."""
 
     url: str
     spec: EngineSpec
@@ -640,7 +647,7 @@ class ProbeReport:
 
     @property
     def can(self) -> tuple[str, ...]:
-        """Return the capabilities of the server that pipelines may use: "sample", "score", "rate"."""
+        """Return what pipelines may use the server for, such as "sample", "score" and "rate"."""
         capabilities: set[str] = set(self.spec.capabilities)
         if "score" in capabilities:
             # A rating needs only the score of a single token, so a server that can score can also
@@ -649,7 +656,7 @@ class ProbeReport:
         return tuple(sorted(capabilities))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as one JSON object."""
+        """Return the report as a JSON object."""
         spec = self.spec
         findings = [
             {"name": finding.name, "answer": finding.answer, "seen": finding.seen}
@@ -683,7 +690,7 @@ async def probe(
 ) -> ProbeReport:
     """Test a server with about a dozen short requests, or about 200 if it speculates.
 
-    Failed tests are listed in the report; only a different tokenizer raises an error.
+    A failed test only appears in the report, but a different tokenizer raises an error.
 
     :raises EngineError: the server cannot be reached, speaks an unknown dialect, or lacks the
         model.

@@ -1,4 +1,4 @@
-"""The dialect of llama.cpp servers, which continue token ids but cannot score given tokens."""
+"""The dialect of llama.cpp servers, which can continue token ids but cannot score given tokens."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class _Completion(Struct):
 
 
 class LlamaCppDialect(Forcer):
-    """The dialect of llama.cpp's own server.
+    """The dialect of llama.cpp's own HTTP server.
 
-    Its replies lack the log-probs of stop strings and of incomplete characters, so atts requests
-    each missing log-prob with a separate call.
+    Its replies lack the log-probs of tokens in stop strings and of incomplete UTF-8 characters.
+    atts requests each missing log-prob separately.
     """
 
     name = "llamacpp"
@@ -71,8 +71,8 @@ class LlamaCppDialect(Forcer):
     found_at = "/props"
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect`; a server has one model, so a given name is only compared with the name of
-        the model's file.
+        """See `Dialect.identify`. A server has only one model, so a given name is only compared
+        with that model's file name.
         """
         props: _Props = await json_at(client, "/props", _Props)
         path = props.model_path or props.model_alias or "unknown"
@@ -85,10 +85,10 @@ class LlamaCppDialect(Forcer):
         )
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect`.
+        """See `Dialect.sample_call`.
 
-        The call sets all sampling fields and their order, because llama.cpp has other defaults and
-        filters tokens before it applies the temperature.
+        All sampling fields and their order are set, because by default llama.cpp uses other values,
+        and filters tokens before it applies the temperature.
         """
         body = {
             "prompt": request.ids,
@@ -102,7 +102,7 @@ class LlamaCppDialect(Forcer):
         return Call("/completion", body | _REPLY_FIELDS)
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """See `Dialect`; all log-probs after the first missing log-prob are None."""
+        """See `Dialect.read_sample`. Once a log-prob is missing, all later ones are None too."""
         completion: _Completion = decode(reply, _Completion)
         if completion.truncated:
             raise ValueError("the server cut the prompt")
@@ -112,15 +112,14 @@ class LlamaCppDialect(Forcer):
         return RawCompletion(completion.tokens, logprobs, finish, cached or 0)
 
     def force_call(self, ids: TokenIds, token: int) -> Call:
-        """See `Forcer`.
-
-        The server writes one token. A large bias makes sure that this is the requested token.
+        """See `Forcer.force_call`. The server writes one token, and a large logit bias forces this
+        token.
         """
         body = {"prompt": ids, "n_predict": 1, "temperature": 1.0, "samplers": ["temperature"]}
         return Call("/completion", body | {"logit_bias": [[token, _FORCE]]} | _REPLY_FIELDS)
 
     def read_forced(self, reply: bytes, token: int) -> float:
-        """See `Forcer`."""
+        """See `Forcer.read_forced`."""
         completion: _Completion = decode(reply, _Completion)
         (row,) = completion.completion_probabilities
         if row.id != token or completion.tokens != (token,):
@@ -128,20 +127,20 @@ class LlamaCppDialect(Forcer):
         return row.logprob
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """See `Dialect`."""
+        """See `Dialect.tokenize`."""
         return await tokens_of(
             client, {"content": text, "add_special": False, "parse_special": False}
         )
 
     async def running(self, client: Client) -> int | None:
-        """See `Dialect`; needs a server started with --metrics."""
+        """See `Dialect.running`. The server must have been started with --metrics."""
         return await in_queue(client, "llamacpp:requests_processing")
 
 
 def _matched(ids: TokenIds, rows: tuple[_Row, ...]) -> tuple[float | None, ...]:
-    """Return one log-prob for each id; from the first missing log-prob on, all values are None.
+    """Return one log-prob per id, or None from the first missing log-prob on.
 
-    After the first missing log-prob, the reply does not show which row belongs to which id.
+    After a missing log-prob, it is unknown which row belongs to which id.
     """
     matching = 0
     while matching < min(len(ids), len(rows)) and rows[matching].id == ids[matching]:

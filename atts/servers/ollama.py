@@ -57,9 +57,9 @@ class OllamaDialect(TextDialect):
     """The dialect of Ollama's own API, which continues the last message if it is from the
     assistant.
 
-    Every call sets the context length, because the default is small and Ollama drops the beginning
-    of longer prompts without an error. Calls contain no stop strings, because replies do not
-    distinguish a stop string from the model's own end. atts searches the reply for stop strings.
+    Every call sets the context length, because the default is small, and Ollama silently drops the
+    beginning of longer prompts. Stop strings are not sent, because replies do not show whether the
+    model or a stop string ended the text. Instead, atts searches the reply for stop strings.
     """
 
     name = "ollama"
@@ -71,7 +71,7 @@ class OllamaDialect(TextDialect):
         self._context = 0
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect`; the model name "llama3" means "llama3:latest"."""
+        """See `Dialect.identify`. The model name "llama3" means "llama3:latest"."""
         version: str = (await json_at(client, "/api/version", Version)).version
         tags: _Tags = await json_at(client, "/api/tags", _Tags)
         rows = [ModelRow(row.model, row.name) for row in tags.models]
@@ -90,8 +90,8 @@ class OllamaDialect(TextDialect):
         return Identity(f"ollama {short_version(version)}", version, self._model, self._context)
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect`; the call sets every sampling field, because Ollama has other defaults than
-        atts.
+        """See `Dialect.sample_call`. Every sampling field is set, because Ollama's defaults differ
+        from those of atts.
         """
         options = {
             "num_predict": request.max_tokens,
@@ -112,7 +112,7 @@ class OllamaDialect(TextDialect):
         return Call("/api/chat", body)
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """See `Dialect`.
+        """See `Dialect.read_sample`.
 
         :raises ValueError: the prompt fills the whole context, so the server has cut the prompt's
             beginning.

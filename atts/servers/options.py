@@ -1,4 +1,4 @@
-"""The options of an engine on a server: time limits, retries, concurrency, proxies and API keys."""
+"""Options of an engine on a server: time limits, retries, concurrency, proxies and API keys."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")
 # digits. It almost never matches an API key.
 _VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
-"""The method with which atts asks a chat server to continue an answer. "ask" adds a request in
-words, and "continue" sends two flags (vLLM, SGLang, llama.cpp). "prefix" marks the last message
-(DeepSeek, Mistral), and "trailing" only sends the last message.
+"""The technique by which atts makes a chat server continue an unfinished answer. "ask" puts the
+beginning into the prompt and asks for a continuation. "continue" sends it as the last message with
+two flags (vLLM, SGLang, llama.cpp). "prefix" marks that message as a prefix (DeepSeek, Mistral).
+"trailing" sends that message without flags.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """The place from which an API key is read: a variable or a file.
+    """The place from which an API key is read: an environment variable or a file.
 
-    The key is read when a connection opens, and is never stored in this object.
+    The key is read when a connection opens. It is never stored in this object.
 
     >>> ApiKey(variable="ATTS_NO_SUCH_KEY").read()
     Traceback (most recent call last):
@@ -59,9 +60,9 @@ class ApiKey:
             )
 
     def read(self) -> str:
-        """Read the key from the file, or from the variable if no file is named.
+        """Read the key from the file, or from the environment variable if no file is named.
 
-        The key is an empty text if no file is named and the default variable is not set.
+        Return "" if no file is named and the default variable is not set.
         """
         if self.file:
             key = self._read_file(self.file)
@@ -100,34 +101,34 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    """The options of the connection to one server: time limits, retries and concurrency.
+    """Options of the connection to one server: time limits, retries and concurrency.
 
-    - `timeout_seconds`: time limit of a call with all its retries.
-    - `attempts`: largest number of attempts of a call, including the first attempt.
-    - `in_flight`: largest number of requests in flight; atts sends fewer requests after the server
-      refuses some.
-    - `wait_seconds`: time limit for a server that is still loading its model when atts connects to
-      it.
-    - `give_up_after`: seconds that atts waits for a server that was lost during a run. After this
-      time, calls fail, and the run can be resumed later.
+    - `timeout_seconds`: time limit of a call, including all its retries.
+    - `attempts`: how often a call is tried at most, including the first attempt.
+    - `in_flight`: largest number of concurrent requests. atts sends fewer after the server refuses
+      some.
+    - `wait_seconds`: how many seconds to wait for a server that is still loading its model.
+    - `give_up_after`: how many seconds to wait for a server that is lost during a run. After that,
+      calls fail, and the run can be resumed later.
     - `recheck_seconds`, `idle_seconds`: atts identifies the server again `recheck_seconds` after
-      the last check, or after `idle_seconds` without requests. It also identifies the server again
-      after a lost connection, and after a reply with another model name or fingerprint.
-    - `recheck_requests`: after this number of answers, a short request checks that the server's
-      model has not changed.
-    - `proxy`: "environment" uses the proxy variables such as HTTP_PROXY; "never" ignores them.
-    - `priorities`: use "send" only for servers that were started with priority scheduling, because
-      other servers refuse priorities.
+      the last check, or after a pause of `idle_seconds` without requests. It also does so after a
+      lost connection, and after a reply with another model name or fingerprint.
+    - `recheck_requests`: after this many answers, a short request checks that the server's model
+      has not changed.
+    - `proxy`: "environment" uses the proxy of variables such as HTTP_PROXY, "never" ignores them.
+    - `priorities`: "send" only works on servers that were started with priority scheduling, because
+      others reject requests with a priority.
 
     The following options are for servers that take messages instead of token ids.
 
     - `prefill`: how atts asks the server to continue an answer.
     - `extras`: "send" if the server accepts top_k and min_p.
-    - `context`: context length in tokens if the server does not report it; 0 means 131,072 tokens.
+    - `context`: context length in tokens. 0 means the length that the server reports, or 131,072 if
+      it reports none.
 
-    With `thinking` "send", the server enforces thinking budgets; it must accept
-    `thinking_token_budget` (OpenRouter: `reasoning.max_tokens`). With "close", atts itself stops
-    the text at the budget and closes the think block.
+    `thinking` selects who enforces thinking budgets. "send": the server does. It must accept
+    `thinking_token_budget` (on OpenRouter: `reasoning.max_tokens`). "close": atts stops the text at
+    the budget and closes the think block.
 
     :raises OptionError: an option has an impossible value.
     """
@@ -193,7 +194,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is an HTTP URL with a host, a possible port and no spaces.
+    """Return whether a string is an HTTP URL with a host, a valid port and no spaces.
 
     >>> is_url("http://[::1]:8000/m"), is_url("http://[::1"), is_url("http://h:99999"), is_url("h:8000")
     (True, False, False, False)

@@ -1,5 +1,5 @@
-"""A pool of equal replicas as one engine, with cache-affine routing, circuit breaking and retries
-on other replicas.
+"""Pool that makes several replicas act as one engine, with cache-affine routing, circuit breaking
+and retries on other replicas.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from atts.errors import (
 
 T = TypeVar("T")
 State = Literal["up", "down", "refused"]
-"""The state of a replica. "down": it failed, and will be checked again later. "refused": after a
-failure, its server had another model or version, so it is never used again.
+"""The state of a replica. "down": it failed, and will be checked again later. "refused": a check
+found another model or version on it, so it is never used again.
 """
 # Seconds until a replica that failed once is checked again. The time doubles with every further
 # failure.
@@ -55,10 +55,12 @@ _SLACK = 8
 
 
 class Replica(Engine, Protocol):
-    """An engine in a pool; it can be lost during a run, and used again after a check."""
+    """An engine that can be part of a pool. It may be lost during a run, and is used again once
+    `recheck` succeeds.
+    """
 
     async def recheck(self) -> None:
-        """Open the engine if it was never opened, or else check that its server has not changed.
+        """Open the engine at the first call. At later calls, check that its server has not changed.
 
         :raises EngineUnavailable: the server cannot be reached.
         :raises EngineError: the server has changed.
@@ -68,8 +70,8 @@ class Replica(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """The state of one replica, with the number of all requests, of failed requests and of requests
-    in flight.
+    """Snapshot of one replica: its state, and the counts of its requests, failures and requests in
+    flight.
     """
 
     name: str
@@ -81,14 +83,14 @@ class ReplicaLoad:
 
 
 Prefer = Callable[[Sequence[ReplicaLoad], SampleRequest | ScoreRequest], int]
-"""A function that takes the usable replicas and a request, and returns the index of the replica
-that gets the request.
+"""Function that takes the loads of the usable replicas and a request, and returns the index of the
+replica to use.
 """
 
 
 @dataclass(slots=True)
 class _Member:
-    """One replica of a pool, with its state and statistics of its requests."""
+    """One replica of a pool, with its current state and counters."""
 
     name: str
     engine: Replica
@@ -104,21 +106,22 @@ class _Member:
 
     @property
     def load(self) -> ReplicaLoad:
-        """Return a copy of the replica's state and statistics that does not change later."""
+        """Return a snapshot of the replica's state and counters."""
         return ReplicaLoad(
             self.name, self.state, self.in_flight, self.requests, self.failures, self.reason
         )
 
 
 class ReplicaPool:
-    """A pool of equal engines that acts as one engine.
+    """Several engines with the same model that act as one engine.
 
-    All requests of a rollout go to the same replica, which has the rollout's prefix in its cache.
-    If this replica is down or much busier than the others, another replica is used. The function
-    `prefer`, if given, chooses the replica of each request instead. A lost replica is not used for
-    a while, and its lost requests are repeated on other replicas. Then one request checks the lost
-    replica while other requests use other replicas. A replica that comes back as another engine is
-    never used again.
+    All requests of a rollout go to the same replica, whose cache holds the rollout's prefix. If
+    that replica is down or much busier than the others, another one is used. If given, the function
+    `prefer` chooses the replica of each request instead.
+
+    If a replica is lost, its requests are repeated on other replicas. Once some time has passed,
+    one request checks whether it is back, while other requests use other replicas. A replica that
+    comes back with another model or version is never used again.
 
     :raises OptionError: if there is no replica.
     """
@@ -143,18 +146,18 @@ class ReplicaPool:
 
     @property
     def spec(self) -> EngineSpec:
-        """Return the spec of the replicas; all replicas have the same spec."""
+        """Return the engine spec, which all replicas share."""
         return self._one().spec
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of the replicas."""
+        """Return the tokenizer, which all replicas share."""
         return self._one().tokenizer
 
     def stats(self) -> EngineStats:
-        """Return the statistics of all replicas, added up.
+        """Return the sums of all replicas' statistics.
 
-        A request that was repeated on another replica counts for both replicas.
+        A request that was repeated on another replica counts twice.
         """
         each = [member.engine.stats() for member in self._members]
         return EngineStats(
@@ -162,22 +165,19 @@ class ReplicaPool:
         )
 
     def load(self) -> tuple[ReplicaLoad, ...]:
-        """Return the state and statistics of each replica.
-
-        The order is that in which the replicas were given.
-        """
+        """Return a snapshot of each replica, in the order in which the replicas were given."""
         return tuple(member.load for member in self._members)
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Sample on one of the replicas; see `atts.engine.Engine`."""
+        """Send a sampling request to one of the replicas; see `atts.engine.Engine`."""
         return await self._anywhere(request, lambda engine: engine.sample(request))
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Score on one of the replicas; see `atts.engine.Engine`."""
+        """Send a scoring request to one of the replicas; see `atts.engine.Engine`."""
         return await self._anywhere(request, lambda engine: engine.score(request))
 
     async def comes_back(self) -> bool:
-        """Wait until one replica is up again, if all replicas are lost; see
+        """Wait until at least one replica is up, and return whether one is; see
         `atts.engine.Returning`.
         """
         if self._state != "open":
@@ -230,7 +230,9 @@ class ReplicaPool:
     async def _anywhere(
         self, request: SampleRequest | ScoreRequest, call: Callable[[Engine], Awaitable[T]]
     ) -> T:
-        """Send a request to the best replica; if this replica is lost, try each other replica once."""
+        """Send a request to the best replica. If that replica is lost, try the others, each at most
+        once.
+        """
         if self._state != "open":
             raise not_open(self._name, self._state)
         tried: set[str] = set()
@@ -278,7 +280,7 @@ class ReplicaPool:
         return answer
 
     async def _suspect(self, member: _Member, error: EngineError) -> None:
-        """Check whether a replica that refused a request has changed.
+        """Check whether a replica has changed, because it refused a request as unsupported.
 
         :raises EngineUnavailable: the replica has changed since it was opened.
         """
@@ -289,7 +291,9 @@ class ReplicaPool:
             ) from error
 
     def _fail(self, member: _Member, error: EngineError) -> None:
-        """Mark a replica as down for some time, which is longer after each failure."""
+        """Count a failure, and take the replica out of use for a while. Each failure in a row makes
+        this time longer.
+        """
         member.failures += 1
         member.reason = str(error)
         if member.state == "up":
@@ -304,9 +308,9 @@ class ReplicaPool:
             member.retry_at = self._clock() + wait
 
     async def _pick(self, request: SampleRequest | ScoreRequest, tried: set[str]) -> _Member | None:
-        """Return the best usable replica for this request, or None if no replica is usable.
+        """Return the best replica for a request, or None if all untried replicas are down.
 
-        Lost replicas that are due for a check are checked first.
+        Replicas that are down and due for a check are checked first.
         """
         for member in self._members:
             if self._is_due(member) and member.name not in tried:
@@ -336,7 +340,7 @@ class ReplicaPool:
         )
 
     async def _check(self, member: _Member) -> None:
-        """Check whether a replica can be used, and set its state."""
+        """Check whether a replica can be used, and update its state."""
         async with member.checking:
             await self._look(member)
 
@@ -369,15 +373,17 @@ class ReplicaPool:
 
 
 def _weight(name: str, rollout: str) -> bytes:
-    """Return the weight of a replica for a rollout (rendezvous hashing).
+    """Return the weight that a replica has for a rollout; the usable replica with the largest
+    weight gets the rollout.
 
-    When a replica is lost, only this replica's rollouts move to other replicas.
+    This is rendezvous hashing: if a replica is lost, only its own rollouts move to other replicas.
     """
     return blake2b(f"{name}\x1f{rollout}".encode(), digest_size=8).digest()
 
 
 def require_alike(name: str, ours: EngineSpec, theirs: EngineSpec, advice: str) -> None:
-    """Check that the results of two engines may be mixed in one run.
+    """Check that two engines have the same model and settings, so that one run can mix their
+    results.
 
     :raises FingerprintError: the engines differ.
     """

@@ -1,5 +1,5 @@
-"""Test the capabilities that a server claims, and record the values by which it is identified
-later.
+"""Tests of a server's capabilities, which also record the values that reveal a later change of the
+server.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Convention = Literal["raw", "processed", "unknown"]
 
 
 class OtherTokenizer(FingerprintError):
-    """An error: the server's tokenizer and atts's tokenizer give a text different ids."""
+    """Error for a server whose tokenizer gives other ids for the same text than atts's tokenizer."""
 
     def __init__(self, engine: str, text: str, theirs: TokenIds, ours: TokenIds) -> None:
         super().__init__(f"engine {engine}", [(repr(text), theirs, ours)])
@@ -72,7 +72,7 @@ class OtherTokenizer(FingerprintError):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one test of a server, with the evidence."""
+    """The result of one test of a server, with what the test saw."""
 
     name: str
     answer: Answer
@@ -85,33 +85,31 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The results of all tests of a server, and the values by which the server is recognised
-    later.
-    """
+    """The results of all tests of a server, and the values that reveal a later change of its model."""
 
     findings: tuple[Finding, ...]
     hot_convention: Literal["raw", "processed"]
-    """Whether tokens sampled at temperatures other than 0 and 1 come with raw or processed
-    log-probs. If this was not measured, the dialect's value is used.
+    """The kind of log-probs that come with tokens sampled at temperatures other than 0 and 1. If it
+    was not measured, this is the dialect's value.
     """
     text: TokenIds
-    """The ids of the text with which the server continued the probe's prompt at temperature 0."""
+    """The ids with which the server continued the probe's prompt at temperature 0."""
     values: tuple[float, ...]
-    """The log-probs of the tokens in `text`. They are scores, or the log-probs that came with the
-    text if the server cannot score.
+    """The log-probs of the ids in `text`. They are scores, or if the server cannot score, the
+    log-probs that came with the text.
     """
     convention: Convention = "unknown"
-    """The measured kind of the log-probs that come with sampled tokens; "unknown" if it could not
+    """The kind of log-probs that come with sampled tokens, as measured; "unknown" if it could not
     be measured.
     """
     fingerprint: tuple[float, ...] = ()
-    """Log-probs by which a changed model is recognised later. `ServerProbe.fingerprint` returned
-    them when the engine opened.
+    """Log-probs of a test text, as `ServerProbe.fingerprint` returned them when the engine opened.
+    Other values later reveal another model.
     """
 
 
 class Seen(NamedTuple):
-    """Values that are measured later, to be compared with the values in `Known`."""
+    """Later measurements, to be compared with the values in `Known`."""
 
     values: tuple[float, ...]
     convention: Convention
@@ -119,7 +117,7 @@ class Seen(NamedTuple):
 
 
 class ServerProbe:
-    """A test of one server with a few cheap requests."""
+    """Tests of one server, each of which sends a few cheap requests."""
 
     def __init__(self, requests: DialectClient) -> None:
         self._requests = requests
@@ -130,7 +128,7 @@ class ServerProbe:
         self._prompt = self._tokenizer.render([Message("user", _QUESTION)])
 
     async def run(self) -> Known:
-        """Test all capabilities that servers of this dialect should have.
+        """Run the tests of all capabilities that the server's dialect claims.
 
         :raises FingerprintError: if the server has another tokenizer.
         :raises EngineError: if a request fails without which no other test is possible.
@@ -173,17 +171,19 @@ class ServerProbe:
         return Known(tuple(findings), known, written.ids, values, convention, fingerprint)
 
     async def again(self, known: Known) -> Seen:
-        """Measure again the values and the log-prob convention that identify the server."""
+        """Measure the fingerprint and the kind of log-probs again, to detect that the server has
+        changed.
+        """
         seen = await self.glance(known)
         if isinstance(self._dialect, Scorer) and self._dialect.speaks != "text":
             return seen._replace(convention=await self._measure_convention())
         return seen
 
     async def glance(self, known: Known) -> Seen:
-        """Measure the identifying values again with only one short request, because a run is in
-        progress.
+        """Measure the fingerprint again with only one short request, to disturb a run in progress
+        as little as possible.
 
-        A server with a text dialect gets no request, because it returns no log-probs to compare and
+        A server with a text dialect gets no request, because it has no log-probs to compare, and
         hosted models cost money.
         """
         if self._dialect.speaks == "text":
@@ -194,11 +194,11 @@ class ServerProbe:
         return Seen(_known_logprobs(written) if written.ids == known.text else (), "unknown")
 
     async def fingerprint(self) -> tuple[float, ...]:
-        """Return log-probs that differ between models, to recognise another model with the same
-        name.
+        """Return log-probs that differ between models, so that another model under the same name is
+        detected.
 
-        A server that can score scores a fixed text. Any other server continues a text that contains
-        mistakes, and the log-probs of the continuation are returned.
+        A server that can score scores a fixed text. Any other server continues a text full of
+        mistakes, and its log-probs of the continuation are used.
         """
         if not isinstance(self._dialect, Scorer):
             prefix = self._prompt + tuple(self._tokenizer.encode(_MISTAKES))
@@ -213,7 +213,9 @@ class ServerProbe:
         return SampleRequest(self._prompt, tokens, sampling, Seed(run=seed, purpose="probe"))
 
     async def _look_at_text(self, findings: list[Finding]) -> None:
-        """Test a server that takes messages and returns text, and add the results to `findings`."""
+        """Run the tests for a server that takes messages and returns text, and append the results
+        to `findings`.
+        """
         seen = "the server takes and returns text, so its tokenizer does not matter"
         findings.append(Finding("tokenizer", "unknown", seen))
         written = await self._see_text(findings)
@@ -230,12 +232,11 @@ class ServerProbe:
         findings.append(await self._see_abort())
 
     async def _see_text(self, findings: list[Finding]) -> RawCompletion | None:
-        """Test that the model writes a text, and return this text.
+        """Test that the model writes text, and return the text.
 
-        The result is None if the server hides the model's reasoning.
-
-        A model with hidden reasoning shows no text after a few tokens. Some of these models accept
-        only temperature 1.
+        The result is None if the text has no visible part after a few tokens, because the model
+        reasons first and the server hides it. The model then gets more tokens. Temperature 1 is
+        used if the model refuses others.
         """
         sampling = _GREEDY
         try:
@@ -255,7 +256,9 @@ class ServerProbe:
         return None
 
     async def _see_answer(self, sampling: Sampling) -> str:
-        """Let the model reason and answer, and describe the result in one sentence."""
+        """Let the model reason and then answer, and describe in one sentence what the server
+        returned.
+        """
         room = self._spec.context_length - len(self._prompt)
         tokens = min(_REASONING_TOKENS, room)
         while True:
@@ -291,9 +294,9 @@ class ServerProbe:
         )
 
     async def _see_stop(self, ids: TokenIds) -> Finding:
-        """Check that the server ends a text at a stop string.
+        """Test that the server stops at a stop string.
 
-        The stop string is from the middle of the text that the server wrote before.
+        The stop string is taken from the middle of the text that the server wrote at temperature 0.
         """
         middle = len(ids) // 2
         stop = self._tokenizer.decode(ids[middle : middle + 1])
@@ -325,9 +328,11 @@ class ServerProbe:
         return Finding("seeds", "no", seen)
 
     async def _see_scores(self, written: RawCompletion) -> tuple[list[Finding], tuple[float, ...]]:
-        """Test the scores of a text that the server wrote.
+        """Test the scores of a text that the server wrote. Return the findings, and the scores of
+        its tokens.
 
-        The text is scored twice, and then once more with an improbable token in its middle.
+        The text is scored twice, and once more after its middle token was replaced by an improbable
+        one, which must score lower.
         """
         ids = written.ids
         middle = len(ids) // 2
@@ -354,7 +359,7 @@ class ServerProbe:
         return findings, first.logprobs
 
     async def _see_rating(self) -> Finding:
-        """Test that the server lists the most likely alternatives of a token."""
+        """Test that the server lists the most likely next tokens."""
         try:
             words = await self._requests.ratings(self._prompt)
         except EngineError as error:
@@ -370,8 +375,8 @@ class ServerProbe:
         )
 
     async def _see_speculation(self, greedy: TokenIds) -> Finding:
-        """Test that sampled tokens follow the model's distribution, unless the server reports that
-        it does not speculate.
+        """Test that the server's speculative decoding does not change the distribution of sampled
+        tokens. The test is skipped if the server reports that it does not speculate.
         """
         speculation = await self._dialect.speculation(self._client)
         if speculation == "":
@@ -384,7 +389,7 @@ class ServerProbe:
         return Finding("speculation", "no" if test.trouble else "yes", seen, "sample")
 
     def _strange_token(self, token: int) -> int:
-        """Return a token id that is far from the given id and is not an end id."""
+        """Return a token id that is far from the given id and is not an end token."""
         size = self._spec.vocabulary
         for step in range(size):
             candidate = (token + size // 2 + step) % size
@@ -408,8 +413,8 @@ class ServerProbe:
         return Finding("scores", "yes", seen, "score")
 
     async def _measure_convention(self) -> Convention:
-        """Compare the log-probs of tokens that are sampled at a high temperature with the raw
-        scores of the same tokens.
+        """Measure whether log-probs that come with sampled tokens are raw or processed. To do so,
+        compare them with raw scores of the same tokens at a high temperature.
         """
         hot = await self._requests.sample_raw(self._request(_HOT, 3))
         sampled = _known_logprobs(hot)
@@ -423,7 +428,9 @@ class ServerProbe:
         return "raw" if _distance(scores.logprobs, sampled) <= 2 * TOLERANCE else "processed"
 
     async def _see_abort(self) -> Finding:
-        """Cancel a long request, and check that the server's number of running requests falls."""
+        """Test that the server stops working on a cancelled request: its count of running requests
+        must fall.
+        """
         before = await self._dialect.running(self._client)
         if before is None:
             return Finding("abort", "unknown", "the server does not report how many requests run")
@@ -458,7 +465,7 @@ class ServerProbe:
 
 
 def refuse_broken(name: str, findings: tuple[Finding, ...], needs: frozenset[Capability]) -> None:
-    """Check that a server passed the tests of all needed capabilities.
+    """Check that no test of a needed capability failed.
 
     :raises UnsupportedByEngine: a test failed; the message names each failed test.
     """
@@ -482,7 +489,7 @@ def require_unchanged(
     known: Known,
     seen: Seen,
 ) -> None:
-    """Check that a server's identity and test results are the same as when the engine opened.
+    """Check that a server's identity and measurements are the same as when the engine opened.
 
     :raises UnsupportedByEngine: the server has changed.
     """
@@ -525,7 +532,7 @@ def _known_logprobs(written: RawCompletion) -> tuple[float, ...]:
 
 
 def _distance(left: tuple[float, ...], right: tuple[float, ...]) -> float:
-    """Return the largest difference between the values of two sequences at the same position.
+    """Return the largest absolute difference between two sequences, compared position by position.
 
     The result is infinity if the sequences have different lengths.
     """
@@ -560,9 +567,7 @@ _FLOOR = -30.0
 
 
 class Lossless(NamedTuple):
-    """A test result: whether a server samples its texts from the same distribution as its
-    scores.
-    """
+    """Result of a test whether speculative decoding leaves a server's token distribution unchanged."""
 
     # number of tokens in the sampled texts, each of which is compared with a token from a one-token
     # request
@@ -578,9 +583,8 @@ class Lossless(NamedTuple):
 
     @property
     def trouble(self) -> str:
-        """Describe how the texts differ from the model's distribution.
-
-        The result is "" if they do not differ.
+        """Describe how the sampled texts differ from the model's distribution, or return "" if they
+        do not.
         """
         problems: list[str] = []
         if abs(self.deviation) > _MOST_DEVIATIONS:
@@ -612,8 +616,10 @@ class Lossless(NamedTuple):
 async def check_losslessness(
     requests: DialectClient, prompt: TokenIds, greedy: TokenIds
 ) -> Lossless:
-    """Test whether speculation is lossless: compare a server's texts after the prompt with tokens
-    of one-token requests.
+    """Test whether a server's speculative decoding is lossless.
+
+    Each token of a sampled text is compared with a token from a one-token request after the same
+    prefix. Servers do not speculate in one-token requests.
 
     :raises EngineError: the server fails.
     """
@@ -638,10 +644,10 @@ async def check_losslessness(
 
 
 async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -> list[float]:
-    """Return the differences between log-probs, one for each position of a sampled text.
+    """Sample a text, and return one difference of log-probs for each position.
 
-    Each difference is the log-prob of a token from a one-token request, minus the log-prob of the
-    text's token.
+    The difference is the log-prob of a token that was sampled with a one-token request, minus that
+    of the text's token.
     """
     seed = Seed(run=100 + number, purpose="probe")
     ids = (await requests.sample_raw(SampleRequest(prompt, _TOKENS, _WARM, seed))).ids
@@ -664,10 +670,11 @@ async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -
 
 
 async def _greedy_gap(requests: DialectClient, ids: TokenIds, token: int) -> float:
-    """Return the difference of two log-probs, in nats: that of the token that the server returns
-    alone at temperature 0, minus that of `token`.
+    """Return by how many nats `token` is less likely than the token that a one-token request
+    returns at temperature 0.
 
-    The first token comes from a one-token request, in which servers do not speculate.
+    Servers do not speculate in one-token requests, so the returned token should be the most likely
+    one.
     """
     request = SampleRequest(ids, 1, _GREEDY, Seed(purpose="probe"))
     alone = (await requests.sample_raw(request)).ids[0]

@@ -1,5 +1,5 @@
-"""The Ray engine: a pool of equal engines in the actors of a Ray cluster, where each actor has its
-own GPUs or cores.
+"""Ray engine: a pool of replicas that run in the actors of a Ray cluster, each with its own GPUs or
+cores.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _PATIENCE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """The options of a Ray engine: the number of actors, the resources of each actor, and the
+    """Options of a Ray engine: how many actors to start, the resources of each actor, and the
     cluster.
 
-    `address` is the address of a cluster. "auto" is the cluster that runs on this machine. "" also
-    means this cluster, or a new cluster if none runs. Each actor gets at most `in_flight` requests
-    at the same time; further requests wait in this process. An actor that has not loaded its model
-    after `open_seconds` counts as lost.
+    `address` is the address of a cluster. "auto" means the cluster running on this machine. ""
+    means the same, but starts a new cluster if none runs. Each actor gets at most `in_flight`
+    requests at a time, and further requests wait in this process. An actor counts as lost if it has
+    not loaded its model after `open_seconds`.
 
     :raises OptionError: an option has an impossible value.
     """
@@ -73,12 +73,13 @@ _DEFAULTS = RayOptions()
 
 
 class RayEngine(ReplicaPool):
-    """Equal engines in the actors of a Ray cluster, used as one engine.
+    """Pool of identical engines, each in its own actor of a Ray cluster, used as one engine.
 
-    `make` creates the engine in the actor, so it must be picklable, as
-    `functools.partial(LocalEngine, folder)` is. `atts` must be installed on every node. A rollout
-    stays at the actor that has its prefix in the cache. If an actor dies, another actor repeats its
-    requests from their token ids, and a new actor replaces the dead actor.
+    `make` is called in each actor to create the engine, so it must be picklable, for example
+    `functools.partial(LocalEngine, folder)`. `atts` must be installed on every node.
+
+    A rollout stays with the actor whose cache holds its prefix. If an actor dies, another actor
+    repeats its requests from the token ids, and a new actor takes the place of the dead one.
     """
 
     def __init__(
@@ -96,11 +97,11 @@ class RayEngine(ReplicaPool):
 
     @property
     def actors(self) -> tuple[ActorReplica, ...]:
-        """Return the replicas of the pool, one for each actor."""
+        """Return the pool's replicas, one per actor."""
         return tuple(self._actors)
 
     async def __aenter__(self) -> Self:
-        """Join or start the cluster, and open an engine in every actor.
+        """Connect to a cluster or start one, then open an engine in every actor.
 
         :raises MissingExtra: Ray is not installed.
         :raises EngineUnavailable: there is no such cluster, or no actor could be started.
@@ -137,9 +138,9 @@ class RayEngine(ReplicaPool):
 
 
 def _join(name: str, address: str) -> Literal["leave it", "end it"]:
-    """Connect to the Ray cluster, or start a new cluster.
+    """Connect to a Ray cluster, or start one on this machine if no address is given and none runs.
 
-    Return whether to end the connection when the engine closes.
+    Return "end it" if this call made the connection, so that closing the engine must end it.
     """
     if _ray().is_initialized():
         return "leave it"
@@ -162,7 +163,7 @@ def _join(name: str, address: str) -> Literal["leave it", "end it"]:
 
 
 def _begin(name: str, quiet: dict[str, Any]) -> None:
-    """Start a Ray cluster on this machine."""
+    """Start a Ray cluster on this machine and connect to it."""
     try:
         _ray().init(address="local", include_dashboard=False, **quiet)
     except Exception as error:  # Ray does not raise a more specific error
@@ -176,9 +177,9 @@ def _begin(name: str, quiet: dict[str, Any]) -> None:
 
 
 class ActorReplica(BaseEngine):
-    """An `atts.servers.Replica` whose engine runs in an actor.
+    """Replica of a pool whose engine runs in a Ray actor.
 
-    `recheck` opens the engine, and starts another actor if the actor has died.
+    `recheck` opens the engine. If the actor has died, it also starts a new one.
     """
 
     def __init__(self, make: Callable[[], Engine], name: str, options: RayOptions) -> None:
@@ -192,16 +193,15 @@ class ActorReplica(BaseEngine):
 
     @property
     def handle(self) -> Any:
-        """Return Ray's handle of the actor, or None if no actor has been requested.
-
-        The handle can be passed to functions such as `ray.kill`.
+        """Return Ray's handle of the actor, for example to call `ray.kill`. It is None if no actor
+        has been requested.
         """
         return self._handle
 
     def start(self) -> None:
-        """Request an actor from Ray without waiting until it runs.
+        """Request an actor from Ray, without waiting until it runs.
 
-        If the cluster is full, Ray creates the actor when resources become free.
+        If the cluster is full, Ray creates the actor once resources become free.
         """
         options = self._options
         limits = {
@@ -216,7 +216,8 @@ class ActorReplica(BaseEngine):
         self._opening = self._handle.open.remote()
 
     async def recheck(self) -> None:
-        """Open the engine, or check that its actor still runs; a new actor replaces a dead actor.
+        """Open the engine, or check that its actor still runs. If the actor has died, request a new
+        one.
 
         :raises EngineUnavailable: the actor died, or the new actor does not run yet.
         :raises FingerprintError: the engine in the new actor is different.
@@ -236,7 +237,9 @@ class ActorReplica(BaseEngine):
         )
 
     async def comes_back(self) -> bool:
-        """Wait until a new actor has replaced a dead actor, for at most `open_seconds`."""
+        """Wait until the engine runs again in a new actor, for at most `open_seconds`. Return
+        whether it does.
+        """
         with anyio.move_on_after(self._options.open_seconds):
             while self._state == "open":
                 try:
@@ -313,17 +316,17 @@ class ActorReplica(BaseEngine):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as it is sent between processes.
+    """An error in a form that can be sent between processes.
 
-    The error itself is not sent, because pickle can restore only errors whose constructors take one
-    text.
+    The exception itself is not sent, because pickle can restore only exceptions whose constructors
+    take a single string.
     """
 
     kind: type[ATTSError]
     words: str
 
     def error(self, engine: str) -> ATTSError:
-        """Return the error with its original type and text."""
+        """Return the exception, with its original type and message."""
         made = self.kind.__new__(self.kind, self.words)
         if isinstance(made, EngineError):
             made.engine = engine
@@ -333,10 +336,10 @@ class Failure:
 
 
 class Host:
-    """The object that runs an engine in a Ray actor.
+    """Object in a Ray actor that runs the engine.
 
-    The same task opens and closes the engine. An engine may have an open task group, which must be
-    closed by the task that opened it.
+    One asyncio task both opens and closes the engine. The engine may have an open task group, which
+    only the task that opened it may close.
     """
 
     def __init__(self, make: Callable[[], Engine]) -> None:
@@ -349,10 +352,10 @@ class Host:
         self._again: asyncio.Task[Failure | None] | None = None
 
     async def open(self) -> tuple[EngineSpec, Tokenizer] | Failure:
-        """Open the engine if it is not open, and return its spec and tokenizer, or the error.
+        """Open the engine if necessary, and return its spec and tokenizer, or its error.
 
-        If the engine is open, its method `recheck` is called. For a local model, `recheck` starts
-        the model's loop again if the loop has ended.
+        If the engine is already open, `recheck` is called on it. For a local model, this restarts
+        the model's loop if it has ended.
         """
         if self._life is None:
             self._life = asyncio.create_task(self._live())
@@ -367,11 +370,11 @@ class Host:
         return failure or (self._engine.spec, self._engine.tokenizer)
 
     async def sample(self, request: SampleRequest) -> Completion | Failure:
-        """Return the engine's completion, or its error."""
+        """Return the engine's completion, or a `Failure` if the engine raised an error."""
         return await self._ask(lambda engine: engine.sample(request))
 
     async def score(self, request: ScoreRequest) -> Scores | Failure:
-        """Return the engine's scores, or its error."""
+        """Return the engine's scores, or a `Failure` if the engine raised an error."""
         return await self._ask(lambda engine: engine.score(request))
 
     async def close(self) -> None:
@@ -412,9 +415,9 @@ class Host:
 
 
 async def _result(reference: Any) -> Any:
-    """Wait for the value of a Ray reference, under asyncio or trio.
+    """Wait for the value of a Ray object reference, under asyncio or trio.
 
-    If the caller is cancelled, Ray cancels the call in the actor.
+    If the caller is cancelled, the call in the actor is cancelled too.
     """
     arrived = anyio.Event()
     hand_over = loop_caller()
@@ -429,7 +432,9 @@ async def _result(reference: Any) -> Any:
 
 
 def _ray(module: str = "") -> Any:
-    """Import Ray when it is needed, because it is an optional dependency."""
+    """Import and return Ray, or one of its modules. It is imported only when needed, because it is
+    an optional dependency.
+    """
     return importlib.import_module(f"ray{module}")
 
 

@@ -1,7 +1,8 @@
-"""Reward models on servers, which rate the last step of a solution, and targets with such a model.
+"""Reward models on servers, which rate the last step of a solution, and targets that use such a
+model.
 
-On vLLM, a process reward model answers `POST /pooling` with one row per separator token. A model
-that rates a whole text answers `POST /classify`. On SGLang, all reward models answer `POST
+On vLLM, a process reward model answers `POST /pooling` with one row per separator token, and a
+model that rates whole texts answers `POST /classify`. On SGLang, all reward models answer `POST
 /classify` with one number per text. A request contains the solution up to and including the step
 that is rated.
 """
@@ -25,7 +26,7 @@ from atts.servers.client import Call, Client, error_text
 from atts.servers.engine import open_tokenizer
 
 SEPARATOR = "<extra_0>"
-"""The token that Qwen2.5-Math-PRM expects after each step of a solution in its prompt."""
+"""The separator token that Qwen2.5-Math-PRM expects after each step of a solution."""
 _NAME = "reward model"
 _SCHEMES = ("vllm", "sglang")
 _TRIAL = ("What is 1 + 2 + 3?", "1 + 2 = 3.", "3 + 3 = 6, so the answer is \\boxed{6}.")
@@ -33,10 +34,10 @@ Route = Literal["/pooling", "/classify"]
 
 
 class RewardModel(Protocol):
-    """A model that rates the last step of a solution; `async with` opens it."""
+    """A model that rates the last step of a solution. It must be opened with `async with`."""
 
     async def reward(self, problem: str, steps: Sequence[str]) -> float:
-        """Return the probability that the last step is correct.
+        """Return the probability that the last step of a solution is correct.
 
         :raises EngineError: the server gave no reply, or a reply without a reward.
         """
@@ -56,7 +57,7 @@ class RewardModel(Protocol):
 class RemoteRewardModel:
     """A reward model on a vLLM or SGLang server.
 
-    A trial request is sent when the model opens.
+    When it opens, a trial request checks that the server returns rewards.
 
     :raises OptionError: the address does not name a vLLM or SGLang server.
     """
@@ -93,7 +94,7 @@ class RemoteRewardModel:
         return None
 
     async def reward(self, problem: str, steps: Sequence[str]) -> float:
-        """Return the probability that the last step is correct; see `RewardModel`."""
+        """Return the probability that the last step of a solution is correct; see `RewardModel`."""
         client = opened(self._client, _NAME)
         call = self._call(problem, steps)
         tokens = len(problem) + sum(map(len, steps))
@@ -102,7 +103,7 @@ class RemoteRewardModel:
         )
 
     async def _open(self, client: Client) -> None:
-        """Find the model on the server, and request the reward of a trial solution.
+        """Find the model on the server, and check with a trial solution that it returns a reward.
 
         :raises EngineError: the server cannot be reached, has another model, or returns no reward.
         """
@@ -161,7 +162,7 @@ class RemoteRewardModel:
         return Call(self._route, body)
 
     def _read(self, reply: bytes, steps: int) -> float:
-        """Read the reward of the last step from a reply.
+        """Read the reward of the last step from a reply to a request with `steps` steps.
 
         :raises BadReply: the number of rewards differs from the number of steps, or the reward is
             not a probability or a logit.
@@ -191,9 +192,9 @@ _ADVICE = "Serve a process reward model, and set score.separator to the token th
 
 
 def chance_of(values: Sequence[float]) -> float:
-    """Convert the numbers that a reward model returned to the probability of "correct".
+    """Convert a reward model's output to the probability that a step is correct.
 
-    Two numbers are the probabilities of "wrong" and "correct", or their logits. One number is a
+    Two numbers are the probabilities, or the logits, of "wrong" and "correct". One number is a
     logit.
 
     >>> chance_of([0.25, 0.75]), chance_of([0.0])
@@ -219,7 +220,7 @@ def chance_of(values: Sequence[float]) -> float:
 
 
 def read_reward_address(address: str) -> ServerAddress:
-    """Read the address of a reward model.
+    """Parse the address of a server with a reward model.
 
     :raises OptionError: the address does not name a vLLM or SGLang server.
     """
@@ -236,7 +237,7 @@ def read_reward_address(address: str) -> ServerAddress:
 
 
 async def _models(client: Client) -> list[str]:
-    """Return the names of the models that the server lists.
+    """Return the names of the models that the server lists at /v1/models.
 
     :raises EngineUnavailable: the server lists no model.
     """
@@ -257,9 +258,9 @@ async def _models(client: Client) -> list[str]:
 
 
 class RewardedTarget(EngineAround):
-    """A target with a reward model.
+    """A target engine combined with a reward model.
 
-    The reward model answers scoring requests that contain a problem and steps.
+    The reward model answers those scoring requests that contain a problem and steps as texts.
     """
 
     def __init__(self, target: Engine, rewards: RewardModel) -> None:
@@ -275,8 +276,8 @@ class RewardedTarget(EngineAround):
     async def score(self, request: ScoreRequest) -> Scores:
         """Return the scores of a request.
 
-        If the request has texts, the only score is the logarithm of the reward. If not, the target
-        computes the scores.
+        For a request with texts, this is a single score: the logarithm of the reward model's
+        probability. Otherwise the target scores the request's tokens.
         """
         if not request.texts:
             return await super().score(request)

@@ -53,8 +53,8 @@ class _Generated(Struct):
 class SglangDialect(Scorer):
     """The dialect of SGLang 0.5 and newer.
 
-    SGLang applies the temperature to sampled log-probs, unless the server was started with a flag
-    for raw log-probs.
+    Its log-probs of sampled tokens are computed after the temperature, unless the server was
+    started with a flag for raw log-probs.
     """
 
     name = "sglang"
@@ -71,7 +71,7 @@ class SglangDialect(Scorer):
         self._speculates = ""
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect`."""
+        """See `Dialect.identify`."""
         info: _ServerInfo = await json_at(client, "/server_info", _ServerInfo)
         row = await served_model(client, model)
         if info.speculative_algorithm:
@@ -84,7 +84,7 @@ class SglangDialect(Scorer):
         return Identity(name, info.version, row.id, context, tokenizer, frozenset({"abort"}))
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect`."""
+        """See `Dialect.sample_call`."""
         sampling: dict[str, Any] = {
             "max_new_tokens": request.max_tokens,
             **sampling_fields(request.sampling, no_top_k=-1),
@@ -104,7 +104,7 @@ class SglangDialect(Scorer):
         return Call("/generate", body | self._priority(request))
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """See `Dialect`."""
+        """See `Dialect.read_sample`."""
         generated: _Generated = decode(reply, _Generated)
         meta = generated.meta_info
         rows = meta.output_token_logprobs or ()
@@ -117,10 +117,10 @@ class SglangDialect(Scorer):
         return RawCompletion(generated.output_ids, logprobs, finish, meta.cached_tokens or 0)
 
     def score_call(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
-        """See `Scorer`.
+        """See `Scorer.score_call`.
 
-        The request asks for log-probs from the prefix's last token on, so that SGLang can read all
-        earlier tokens from its cache.
+        The request asks for log-probs only from the prefix's last token on, so that SGLang can take
+        all earlier tokens from its cache.
         """
         body = {
             "rid": rid,
@@ -132,7 +132,7 @@ class SglangDialect(Scorer):
         return Call("/generate", body | self._priority(request))
 
     def read_scores(self, reply: bytes, request: ScoreRequest) -> Scores | None:
-        """See `Scorer`."""
+        """See `Scorer.read_scores`."""
         generated: _Generated = decode(reply, _Generated)
         meta = generated.meta_info
         rows = meta.input_token_logprobs or ()
@@ -147,9 +147,9 @@ class SglangDialect(Scorer):
         return Scores(tuple(values), meta.cached_tokens or 0)
 
     def abort(self, rid: str) -> Call | None:
-        """See `Dialect`.
+        """See `Dialect.abort`.
 
-        SGLang aborts every request whose id begins with `rid`, so all ids must have the same
+        SGLang aborts every request whose id begins with `rid`. All ids must therefore have the same
         length.
         """
         assert len(rid) == 32, (
@@ -158,13 +158,13 @@ class SglangDialect(Scorer):
         return Call("/abort_request", {"rid": rid, "abort_all": False})
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """See `Dialect`."""
+        """See `Dialect.tokenize`."""
         return await tokens_of(client, {"prompt": text, "add_special_tokens": False})
 
     async def running(self, client: Client) -> int | None:
-        """See `Dialect`; needs a server started with --enable-metrics."""
+        """See `Dialect.running`. The server must have been started with --enable-metrics."""
         return await in_queue(client, "sglang:num_running_reqs", "sglang:num_queue_reqs")
 
     async def speculation(self, client: Client) -> str | None:
-        """See `Dialect`."""
+        """See `Dialect.speculation`."""
         return self._speculates

@@ -1,4 +1,4 @@
-"""The dialect of vLLM servers, and a list of vLLM's features by version."""
+"""The dialect of vLLM servers, and a table of the vLLM features that atts uses, by version."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class _Completion(Struct):
 class VllmDialect(TopScorer):
     """The dialect of vLLM servers.
 
-    If the server was started with --enable-scale-out, scoring reads the prefix from the cache.
-    `FEATURES` lists the features that need a certain version of vLLM.
+    If the server supports it and was started with --enable-scale-out, scoring takes the prefix from
+    the server's cache. `FEATURES` lists which vLLM version each feature needs.
     """
 
     name = "vllm"
@@ -98,7 +98,7 @@ class VllmDialect(TopScorer):
         self._has_thinking_budget = ""
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect`."""
+        """See `Dialect.identify`."""
         version: str = (await json_at(client, "/version", Version)).version
         row = await served_model(client, model)
         self._model = row.id
@@ -124,8 +124,8 @@ class VllmDialect(TopScorer):
         )
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect`; the call sets every sampling field, because vLLM's defaults come from the
-        model.
+        """See `Dialect.sample_call`. Every sampling field is set, because vLLM takes its defaults
+        from the model.
         """
         body: dict[str, Any] = {
             "model": self._model,
@@ -147,7 +147,7 @@ class VllmDialect(TopScorer):
         return Call("/v1/completions", body | self._priority(request), self._named(rid))
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """See `Dialect`."""
+        """See `Dialect.read_sample`."""
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
         if choice.token_ids is None:
@@ -158,7 +158,7 @@ class VllmDialect(TopScorer):
         )
 
     def score_call(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
-        """See `Scorer`."""
+        """See `Scorer.score_call`."""
         ids = request.prefix + request.suffix
         if not self._reads_cache:
             body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
@@ -167,9 +167,8 @@ class VllmDialect(TopScorer):
         return Call(GENERATE, self._cached_scoring(request, rid, cache) | self._priority(request))
 
     def read_scores(self, reply: bytes, request: ScoreRequest) -> Scores | None:
-        """See `Scorer`.
-
-        The server returns no scores if it reads a part of the chunk from its cache.
+        """See `Scorer.read_scores`. The server returns no scores if it took a part of the suffix
+        from its cache.
         """
         completion: _Completion = decode(reply, _Completion)
         if not self._reads_cache:
@@ -180,12 +179,14 @@ class VllmDialect(TopScorer):
         return Scores(_unpack(packed, len(request.suffix)), completion.cached)
 
     def top_call(self, ids: TokenIds, top: int) -> Call:
-        """See `TopScorer`; a server lists at most --max-logprobs tokens, which is 20 by default."""
+        """See `TopScorer.top_call`. A server lists at most --max-logprobs tokens per position, by
+        default 20.
+        """
         body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
         return Call("/v1/completions", {"model": self._model, **body})
 
     def read_top(self, reply: bytes, ids: TokenIds) -> list[dict[int, float]]:
-        """See `TopScorer`."""
+        """See `TopScorer.read_top`."""
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
         rows = choice.prompt_logprobs or ()
@@ -195,25 +196,27 @@ class VllmDialect(TopScorer):
         ]
 
     def abort(self, rid: str) -> Call | None:
-        """See `Dialect`; without --enable-scale-out, a request is aborted only by closing its
-        connection.
+        """See `Dialect.abort`. Without --enable-scale-out, a request can be aborted only by closing
+        its connection.
         """
         if not self._scale_out:
             return None
         return Call(ABORT, {"request_ids": [f"cmpl-{rid}-0", f"generate-tokens-{rid}"]})
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """See `Dialect`."""
+        """See `Dialect.tokenize`."""
         return await tokens_of(
             client, {"model": self._model, "prompt": text, "add_special_tokens": False}
         )
 
     async def running(self, client: Client) -> int | None:
-        """See `Dialect`."""
+        """See `Dialect.running`."""
         return await in_queue(client, "vllm:num_requests_running", "vllm:num_requests_waiting")
 
     async def speculation(self, client: Client) -> str | None:
-        """See `Dialect`; a server without speculation lacks the counters that this method reads."""
+        """See `Dialect.speculation`. The server speculates if its metrics include counters of
+        speculative decoding.
+        """
         text = (await client.look("/metrics")).body.decode(errors="replace")
         if "vllm:" not in text:
             return None
@@ -230,7 +233,7 @@ class VllmDialect(TopScorer):
         )
 
     async def drafted(self, client: Client) -> DraftCounts | None:
-        """See `Dialect`."""
+        """See `Dialect.drafted`."""
         text = (await client.look("/metrics")).body.decode(errors="replace")
         rounds = metric(text, f"{_SPECULATED}_num_drafts_total")
         proposed = metric(text, f"{_SPECULATED}_num_draft_tokens_total")
@@ -241,14 +244,13 @@ class VllmDialect(TopScorer):
 
     @property
     def _reads_cache(self) -> bool:
-        """Return whether scoring reads the prefix from the server's cache."""
+        """Return whether scoring takes the prefix from the server's cache."""
         return self._scale_out and (self._cached_scores is None or self._cached_scores[1])
 
     async def _gives_cached_scores(self, client: Client) -> bool:
-        """Check with a request that the route accepts the fields that are needed to score from the
-        cache.
+        """Test with one request whether the server accepts the fields for scoring from its cache.
 
-        vLLM's older model runner, which is used on CPUs, refuses these fields.
+        vLLM's older model runner, which is used on CPUs, rejects these fields.
         """
         trial = self._cached_scoring(ScoreRequest((0,), (0,)), "atts-trial", "skip")
         # After a time-out, assume that the server has the route, because it is probably only busy.
@@ -257,7 +259,7 @@ class VllmDialect(TopScorer):
         return True
 
     async def _check_thinking_budget(self, client: Client, version: str) -> None:
-        """Check that the server accepts a thinking budget, with a request of one token.
+        """Check with a request of one token that the server accepts a thinking budget.
 
         :raises UnsupportedByEngine: the server's version ignores the budget, or the server refuses
             it.
@@ -294,9 +296,10 @@ class VllmDialect(TopScorer):
         }
 
     def _named(self, rid: str) -> dict[str, str]:
-        """Return the header with a request's id, if the server can abort requests by id.
+        """Return a header that sets a request's id, or no header if the server cannot abort
+        requests by id.
 
-        The id is in a header, because some gateways change the bodies of requests.
+        A header is used because some gateways change the bodies of requests.
         """
         return {"X-Request-Id": rid} if self._scale_out else {}
 
@@ -319,9 +322,9 @@ def _prompt_logprobs(completion: _Completion, request: ScoreRequest) -> Scores:
 
 
 def _unpack(packed: str, count: int) -> tuple[float, ...]:
-    """Return the numbers in an .npy file.
+    """Return the `count` numbers of a base64-encoded .npy file.
 
-    The header of the file must be exactly the expected header.
+    Only the exact header that vLLM writes is accepted.
     """
     data = base64.b64decode(packed, validate=True)
     # The layout of an .npy file: magic number and version (8 bytes), length of the header (2
@@ -341,7 +344,7 @@ VllmVersion = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class VllmFeature:
-    """A feature of vLLM, with the first version that has the feature."""
+    """A vLLM feature that atts uses, with the version that introduced it."""
 
     since: VllmVersion
     flag: str  # the server flag that enables the feature; "" if no flag is needed
@@ -409,17 +412,17 @@ FEATURES = (
         "the target reads the whole prefix again for every chunk",
     ),
 )
-"""The features of vLLM that atts uses, ordered by the version that introduced them."""
+"""All vLLM features that atts uses, oldest first."""
 LEAST = FEATURES[0].since
-"""The oldest vLLM version that atts can use."""
+"""The oldest vLLM version that atts supports."""
 NEWEST = FEATURES[-1].since
-"""The version that introduced the newest feature in the list. The dialect was written for this
-version's source code.
+"""The version that introduced the newest feature in `FEATURES`. This dialect was written against
+the source code of that version.
 """
 
 
 def read_version(text: str) -> VllmVersion:
-    """Read a version such as 0.29, v0.30.1 or 0.33.0rc1+cu128.
+    """Parse a version such as 0.29, v0.30.1 or 0.33.0rc1+cu128 into a tuple of integers.
 
     >>> read_version("v0.30.1rc2+cu128")
     (0, 30, 1)
@@ -439,12 +442,12 @@ def read_version(text: str) -> VllmVersion:
 
 
 def dotted(version: VllmVersion) -> str:
-    """Return a version as text with dots, such as "0.30.1"."""
+    """Return a version as a string such as "0.30.1"."""
     return ".".join(str(part) for part in version)
 
 
 def start_flags(version: VllmVersion = NEWEST) -> list[str]:
-    """Return the flags that atts recommends for a vLLM server and that this version accepts.
+    """Return the start flags that atts recommends for a vLLM server of this version.
 
     >>> start_flags((0, 29))[-1], start_flags((0, 30))[-1]
     ('--enable-prompt-tokens-details', '--enable-scale-out')
@@ -454,8 +457,8 @@ def start_flags(version: VllmVersion = NEWEST) -> list[str]:
 
 
 def lacking(version: VllmVersion) -> list[str]:
-    """Return one line for each feature that a vLLM server of this version lacks, with the effect on
-    a run.
+    """Describe each feature that a vLLM server of this version lacks and what that means for a run,
+    one per line.
     """
     lines = list[str]()
     for feature in FEATURES:
@@ -468,7 +471,7 @@ def lacking(version: VllmVersion) -> list[str]:
 
 
 def compatibility_table() -> list[str]:
-    """Return the list of features as the lines of a Markdown table, ordered by version."""
+    """Return a Markdown table of all features, oldest first, as a list of lines."""
     lines = ["| since vLLM | flag | feature | older versions |", "|---|---|---|---|"]
     for feature in FEATURES:
         flag = f"`{feature.flag}`" if feature.flag else ""

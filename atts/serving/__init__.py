@@ -1,5 +1,5 @@
-"""The OpenAI-compatible endpoint, which serves a pair of models or a single model, with hard caps
-on the spending of requests.
+"""OpenAI-compatible HTTP endpoint that serves a pair of models, or a single model, with hard caps
+on the spending of each request.
 """
 
 from importlib import import_module
@@ -38,7 +38,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use, because few programs need it."""
+    """Import a name of this package on first use, because most programs do not need the server."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts.serving' has no attribute {name!r}")
     with import_lock:

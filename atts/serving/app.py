@@ -1,4 +1,4 @@
-"""The routes of the endpoint: they check API keys, parse requests and send replies."""
+"""HTTP routes of the endpoint: check API keys, parse requests and send replies."""
 
 from __future__ import annotations
 
@@ -37,20 +37,17 @@ from atts.serving.streams import ChatEvents, EventStream
 _log = logging.getLogger("atts.serving")
 _OPEN_PATHS = ("/health", "/ready", "/atts/view")
 _CLOSE = {"Connection": "close"}
-"""The header of replies to requests that are refused before their body was read. It closes the
-connection, so that the server need not read the rest of the body.
+"""Header of a reply that rejects a request before its body was read. It closes the connection, so
+that the server need not read the rest of the body.
 """
 _USER = "atts.user"
-"""The key in a request's ASGI scope under which the user's name is stored. The user is found by the
-API key of the request.
+"""Key in a request's ASGI scope that holds the user's name, which was found by the request's API
+key.
 """
 
 
 def build_app(service: Service, responses: Responses) -> ASGIApp:
-    """Return the ASGI application of a service.
-
-    The caller must open and close the service.
-    """
+    """Return the ASGI application for a service. The caller must open the service."""
     endpoint = _Endpoint(service, responses)
     routes = [
         Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
@@ -82,9 +79,9 @@ def build_app(service: Service, responses: Responses) -> ASGIApp:
 
 
 class _Guard:
-    """A middleware that refuses requests without a valid API key before it reads their bodies.
+    """ASGI middleware that rejects requests without a valid API key before their bodies are read.
 
-    It stores the user of the key in the ASGI scope of the request.
+    It stores the key's user in the request's ASGI scope.
     """
 
     def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:
@@ -116,7 +113,7 @@ class _Endpoint:
         self._responses = responses
 
     async def chat(self, request: Request) -> Response:
-        """Answer a chat completion, as one reply or as a stream."""
+        """Answer a chat completion request, as a single reply or as a stream."""
         service = self._service
         options = service.options
         body = await _body(request, options.body_bytes)
@@ -138,7 +135,8 @@ class _Endpoint:
         return _json(completion(reply))
 
     def _checked(self, request: Request, asked: SolveRequest) -> SolveRequest:
-        """Check that a request can run, and return the request with the user of its API key.
+        """Check that a request can run now. Return it, with the user of its API key if the keys
+        have users.
 
         :raises RequestError: a field is wrong (the error names it), or the server is full (status
             429).
@@ -154,7 +152,9 @@ class _Endpoint:
         return asked
 
     async def respond(self, request: Request) -> Response:
-        """Answer a request of the Responses API, as one reply, as a stream or in the background."""
+        """Answer a request of the Responses API, as a single reply, as a stream, or with a
+        background response.
+        """
         service = self._service
         options = service.options
         body = await _body(request, options.body_bytes)
@@ -180,22 +180,22 @@ class _Endpoint:
         return _json(response_body(asked, run, created, "completed", reply))
 
     async def response(self, request: Request) -> Response:
-        """Return the current state of a stored response."""
+        """Return a response in its current state."""
         name = request.path_params["response"]
         return _json(await self._responses.find(name, _user(request)))
 
     async def cancel_response(self, request: Request) -> Response:
-        """Cancel a response, and return the response in its final state."""
+        """Cancel a background response, and return it in its final state."""
         name = request.path_params["response"]
         return _json(await self._responses.cancel(name, _user(request)))
 
     async def delete_response(self, request: Request) -> Response:
-        """Delete a response; if it is running, cancel it first."""
+        """Delete a response. If it is still running, cancel it first."""
         name = request.path_params["response"]
         return _json(await self._responses.delete(name, _user(request)))
 
     async def models(self, request: Request) -> Response:
-        """List the models that this server serves."""
+        """List the model names that requests can use."""
         names = self._service.offer.names
         created = int(self._service.began)
         return _json(
@@ -209,7 +209,7 @@ class _Endpoint:
         )
 
     async def runs(self, request: Request) -> Response:
-        """List the latest runs of the request's user, newest first."""
+        """List the latest runs of the requesting user, newest first."""
         user = _user(request)
         latest = [
             served.as_json()
@@ -219,30 +219,30 @@ class _Endpoint:
         return _json({"object": "list", "data": latest})
 
     async def run(self, request: Request) -> Response:
-        """Return the current state of one run."""
+        """Return one run in its current state."""
         return _json(self._run(request).as_json(with_text="text" in request.query_params))
 
     async def cancel(self, request: Request) -> Response:
         """Cancel one run.
 
-        The run's client gets status 409, or an error event in its stream.
+        The client that started the run gets status 409, or an error event if it reads a stream.
         """
         served = self._run(request)
         return _json(self._service.cancel(served.run).as_json())
 
     async def status(self, request: Request) -> Response:
-        """Return the status of the server for the page `/atts/view`.
+        """Return the server's status as JSON for the page `/atts/view`.
 
-        A user sees only their own requests.
+        Users with their own API key see only their own requests.
         """
         return _json(server_status(self._service, _user(request)))
 
     async def view(self, request: Request) -> Response:
-        """Return the page that shows the status of the server."""
+        """Return the HTML page that shows the server's status."""
         return Response(page(), media_type="text/html")
 
     def _run(self, request: Request) -> ServedRun:
-        """Return the run whose id is in the path of a request.
+        """Return the run named in a request's path.
 
         :raises RequestError: if this user has no such run.
         """
@@ -253,12 +253,12 @@ class _Endpoint:
         return served
 
     async def health(self, request: Request) -> Response:
-        """Answer with status 200 as long as the process lives."""
+        """Answer with status 200 as long as the server process is alive."""
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Answer load balancers with status 200 while the server accepts requests, or else with
-        503.
+        """Answer with status 200 while the server accepts requests, or else with 503. Load
+        balancers poll this route.
         """
         is_ready = self._service.is_ready
         return _json({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
@@ -271,12 +271,12 @@ class _Endpoint:
 
 
 def _user(request: Request) -> str:
-    """Return the user of the API key that a request was sent with, or "" for a key without a user."""
+    """Return the user of a request's API key, or "" if the key has no user."""
     return request.scope.get(_USER) or ""
 
 
 def completion(reply: Reply) -> dict[str, Any]:
-    """Return the body of a chat completion that is not streamed."""
+    """Return the JSON body of a chat completion that is not streamed."""
     message = {
         "role": "assistant",
         "content": reply.content,
@@ -302,7 +302,7 @@ def completion(reply: Reply) -> dict[str, Any]:
 
 
 async def _body(request: Request, most: int) -> Any:
-    """Read and parse the JSON body of a request.
+    """Read a request's body and parse it as JSON. The body may have at most `most` bytes.
 
     :raises RequestError: the body is too large, or is not JSON.
     """
@@ -320,10 +320,7 @@ async def _body(request: Request, most: int) -> Any:
 async def _until_disconnect(
     request: Request, solve: Callable[[], Awaitable[Reply]]
 ) -> Reply | None:
-    """Wait for the reply to a request, and return the reply.
-
-    If the client disconnects, cancel the request and return None.
-    """
+    """Run `solve` and return its reply. If the client disconnects first, cancel it and return None."""
     reply: Reply | None = None
     async with task_group() as group:
 
@@ -361,7 +358,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Answer a request that failed with an internal error.
+    """Answer with status 500, because the request failed with an unexpected error.
 
     The details are written only to the server's log.
     """
@@ -373,14 +370,14 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 DRAIN_SECONDS = 30
-"""Time limit, in seconds, for running requests to finish after the server was asked to end."""
+"""Number of seconds that running requests get to finish after the server received a stop signal."""
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that ends after SIGTERM or Ctrl-C without raising the signal again.
+    """Uvicorn server that stops on SIGTERM or Ctrl-C but, unlike uvicorn's own, does not raise the
+    signal again afterwards.
 
-    A second signal would prevent the caller from closing the engines, and an end after the last
-    request is not an error.
+    Raising it again would end the process before the caller has closed the engines.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -389,9 +386,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Handle signals inside the block: a signal lets running requests finish and then ends the
-        server.
-        """
+        """Handle stop signals inside the block: finish running requests, then stop the server."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -412,9 +407,9 @@ class _Server(uvicorn.Server):
 async def run_server(
     service: Service, host: str, port: int, listening: Callable[[str], None]
 ) -> None:
-    """Open the service and serve it until a signal arrives.
+    """Open the service, and serve it until a stop signal arrives.
 
-    `listening` is called with the server's URL once the port is open.
+    `listening` is called with the server's URL as soon as the port is open.
 
     :raises UsageError: the server cannot listen on the address.
     :raises ATTSError: the service cannot be opened.

@@ -1,7 +1,7 @@
-"""The replies of the endpoint to finished requests, and the runs that `/atts/runs` shows.
+"""Replies to finished requests, and the state of runs that `/atts/runs` shows.
 
-The text that a client gets ends before the first of its stop strings. The busy share of an engine
-is the share of the last minute, from 0 to 1, in which a call was in flight.
+A reply's text ends before the first of the request's stop strings. An engine's busy share is the
+fraction of the last minute in which it had a call in flight.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from atts.serving.requests import SolveRequest
 
 
 class StoppedText:
-    """A text that arrives in parts, and is sent to the client up to its first stop string.
+    """Text that arrives in parts and is passed on up to its first stop string.
 
-    The first stop string is the one that is completed first, because a model would stop writing
-    there. If several stop strings end at the same character, the text ends before the longest one.
-    If the end of the text may be the beginning of a stop string, it is kept back until more text
+    If several stop strings occur, the text ends before the one that is complete first, because a
+    model would stop there. If several are complete at the same character, it ends before the
+    longest. Text at the end that may be the beginning of a stop string is kept back until more
     arrives.
     """
 
@@ -38,7 +38,7 @@ class StoppedText:
         self.is_stopped = False  # whether a complete stop string has arrived
 
     def add(self, text: str) -> str:
-        """Add a part of the text, and return the text that can now be sent."""
+        """Add a part of the text, and return the text that can be sent now."""
         if self.is_stopped:
             return ""
         text = self._held + text
@@ -54,16 +54,16 @@ class StoppedText:
         return text[:shown]
 
     def end(self) -> str:
-        """Return the text that has not been sent yet; call this method after the last part."""
+        """Return the text that was kept back. Call this after the last part."""
         held = self._held
         self._held = ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of a text are also the beginning of the stop string.
+    """Return how many characters at the end of a text are also the beginning of a stop string.
 
-    >>> _overlap("so far\\nQues", "\\nQuestion:")
+    >>> _overlap("so far\nQues", "\nQuestion:")
     5
     """
     longest = min(len(text), len(stop) - 1)
@@ -71,9 +71,9 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def stopped_text(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """Return a text up to its first stop string, and whether it contains a stop string.
+    """Return a text cut before its first stop string, and whether it contained one.
 
-    >>> stopped_text("7\\n\\nQuestion: what", ["Question:", "\\n\\n"])
+    >>> stopped_text("7\n\nQuestion: what", ["Question:", "\n\n"])
     ('7', True)
     """
     growing = StoppedText(stop)
@@ -85,7 +85,7 @@ WINDOW_SECONDS = 60.0
 
 
 class BusyShare:
-    """A record of the time in which each engine had a call in flight during the last minute.
+    """Time intervals of the last minute in which each engine had a call in flight.
 
     Overlapping intervals are merged.
     """
@@ -95,10 +95,7 @@ class BusyShare:
         self._began: float | None = None
 
     def add(self, engine: str, started: float, ended: float) -> None:
-        """Add the start and the end of one call.
-
-        Calls must be added in the order in which they ended.
-        """
+        """Add the time interval of one call. Calls must be added in the order in which they ended."""
         if self._began is None or started < self._began:
             self._began = started
         intervals = self._work.setdefault(engine, deque())
@@ -112,12 +109,13 @@ class BusyShare:
 
     @property
     def num_intervals(self) -> int:
-        """Return the number of stored intervals of all engines."""
+        """Return how many intervals are stored for all engines together."""
         return sum(map(len, self._work.values()))
 
     def shares(self, now: float) -> dict[str, float]:
-        """Return the busy share of each engine that had a call: the share of the last minute with a
-        call in flight.
+        """Return the fraction of the last minute in which each engine had a call in flight.
+
+        If the first call started less than a minute ago, it is the fraction of the time since then.
 
         >>> busy = BusyShare()
         >>> busy.add("draft", 0.0, 10.0)
@@ -144,7 +142,7 @@ RunWord = Literal["waiting", "running", "answered", "cancelled", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The result of a request: the outcome, the spending and the gate's guarantee."""
+    """The result of a request, with its spending and the gate's guarantee."""
 
     run: str
     request: SolveRequest
@@ -156,10 +154,10 @@ class Reply:
 
     @property
     def speaker(self) -> Rollout | None:
-        """Return the rollout whose reasoning the reply contains.
+        """Return the rollout whose text the reply shows.
 
-        This is the first rollout that gave the voted answer, or, if none did, the first rollout
-        with a text.
+        This is the first rollout with the voted answer. If there is none, it is the first rollout
+        that has any text.
         """
         rollouts = self.outcome.rollouts
         agreeing = [one for one in rollouts if one.answer and one.answer == self.outcome.answer]
@@ -167,14 +165,15 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """Return the text of the rollout whose reasoning the reply contains."""
+        """Return the text of the rollout that the reply shows."""
         return "" if self.speaker is None else self.speaker.text
 
     @property
     def reasoning(self) -> str:
-        """Return the reasoning before the answer.
+        """Return the reasoning part of the reply.
 
-        The result is empty if one model answers without a vote.
+        It is empty if a single model answers without a vote, because then the whole text is the
+        content.
         """
         return "" if self.request.policy.is_plain else self.text
 
@@ -182,13 +181,15 @@ class Reply:
     def answer(self) -> str | None:
         """Return the voted answer.
 
-        The result is None if one model answers without a vote, because its whole text is the reply.
+        It is None if a single model answers without a vote.
         """
         return None if self.request.policy.is_plain else self.outcome.answer
 
     @property
     def content(self) -> str:
-        """Return the voted answer, or the text of the only rollout, up to the first stop string."""
+        """Return the content of the reply, cut before its first stop string. This is the voted
+        answer, or without one the whole text.
+        """
         return self._content[0]
 
     @property
@@ -198,14 +199,16 @@ class Reply:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"]:
-        """Return "length" if a limit ended the run before it had an answer, or else "stop"."""
+        """Return "length" if a limit cut the reply, or else "stop". A reply with a voted answer is
+        always complete.
+        """
         if self.answer is not None or self._content[1]:
             return "stop"
         is_cut = self.speaker is None or self.speaker.finish != "end"
         return "length" if self.account.limit or is_cut else "stop"
 
     def usage(self) -> dict[str, Any]:
-        """Return the token usage of all calls that were answered, in the format of a chat
+        """Return the token usage of all answered engine calls, with the field names of a chat
         completion.
         """
         answered = self.account.spent - self.account.unanswered
@@ -224,9 +227,7 @@ class Reply:
         return plain
 
     def facts(self) -> dict[str, Any]:
-        """Return the object `atts` of the reply, with votes, numbers of tokens, rate, guarantee and
-        spending.
-        """
+        """Return the reply's field `atts`: votes, token counts, rate, guarantee and spending."""
         outcome = self.outcome
         ends = Counter(rollout.finish for rollout in outcome.rollouts)
         cancelled = ends["cancelled"] + ends["settled"]
@@ -277,9 +278,8 @@ class Reply:
         return facts
 
     def _trace(self, rollout: Rollout) -> dict[str, Any]:
-        """Return the trace of one rollout.
-
-        The trace contains the chunks only if the request asks for a full trace.
+        """Return a summary of one rollout. It includes the text of every turn only if the request
+        asks for the full trace.
         """
         decisions = [turn.decision for turn in rollout.turns if turn.decision is not None]
         plain: dict[str, Any] = {
@@ -317,7 +317,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class LiveRun:
-    """A listener that collects a run's rollouts while they are written (`atts.run.Listener`)."""
+    """Listener that follows a run's rollouts while they are written (`atts.run.Listener`)."""
 
     # This function is called for each new turn. Its arguments are the index of the rollout, the text
     # of the turn, and True if this text replaces all earlier text of the rollout.
@@ -336,15 +336,15 @@ class LiveRun:
     busy: BusyShare | None = None  # collects the start and end of each engine call of this run
 
     def recalled(self, event: Event) -> None:
-        """Handle an event of an earlier session.
+        """Handle an event of an earlier session of the run.
 
-        Calls of earlier sessions do not count as busy time.
+        Engine calls of earlier sessions do not count as busy time.
         """
         if not isinstance(event, CallSpan):
             self.notify(event)
 
     def notify(self, event: Notice) -> None:
-        """Handle an event: a call, a finished turn, or the end of a rollout."""
+        """Handle an engine call, a finished turn or the end of a rollout. Other events are ignored."""
         if isinstance(event, CallSpan):
             if self.busy is not None and event.source == "live":
                 self.busy.add(event.engine, event.started, event.ended)
@@ -369,9 +369,7 @@ class LiveRun:
             self.written(sample, text, turn.restarts)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the progress of the run as JSON data, with its rollouts, turns, votes and judged
-        chunks so far.
-        """
+        """Return the run's progress so far as JSON data: rollouts, turns, votes and judged chunks."""
         return {
             "rollouts": {"running": len(self.turns.keys() - self.ended), "ended": len(self.ended)},
             "turns": self.turns.total(),
@@ -385,7 +383,7 @@ class LiveRun:
 
 @dataclass(slots=True, eq=False)
 class ServedRun:
-    """A running or finished request, as `/atts/runs` shows it."""
+    """A request that is waiting, running or finished, as `/atts/runs` shows it."""
 
     run: str
     model: str
@@ -408,7 +406,9 @@ class ServedRun:
         return self.status in ("answered", "cancelled", "failed")
 
     def end(self, status: RunWord, facts: dict[str, Any] | None = None) -> None:
-        """Record how the run ended, and delete the text of its rollouts."""
+        """Record how and when the run ended, and delete its text, which is only shown while the run
+        is in progress.
+        """
         self.status = status
         self.ended = time.time()
         if facts is not None:
@@ -418,9 +418,9 @@ class ServedRun:
         self.live.text = ""
 
     def as_json(self, *, with_text: bool = False) -> dict[str, Any]:
-        """Return the run as JSON data without NaN and infinities.
+        """Return the run as JSON data, without NaN and infinities.
 
-        `with_text` adds the text of the rollout that finished a turn first.
+        `with_text` adds the text so far of the leading rollout, the first one to finish a turn.
         """
         until = time.time() if self.ended is None else self.ended
         plain: dict[str, Any] = {

@@ -1,6 +1,7 @@
-"""The requests of the endpoint, which are parsed from JSON bodies; every key of a body is checked.
+"""Requests of the endpoint, parsed from JSON bodies whose fields are all checked.
 
-A model name chooses one of the named policies at the beginning of this module.
+The model name in a request selects one of the named policies defined at the beginning of this
+module.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ EarlyStop = Literal["none", "certain", "likely"]
 
 @dataclass(frozen=True, slots=True)
 class NamedPolicy:
-    """A set of settings that clients choose by a model name or a reasoning effort."""
+    """A named set of settings that clients select by a model name or a reasoning effort."""
 
     name: str
     method: str
@@ -35,7 +36,7 @@ class NamedPolicy:
     is_plain: bool = False
 
     def applied(self, setup: Setup) -> Setup:
-        """Return the setup with the settings of this policy."""
+        """Return a copy of the setup with this policy's settings."""
         policy = replace(setup.policy, samples=self.samples, early_stop=self.early_stop)
         return replace(setup, method=self.method, rate=self.rate, policy=policy)
 
@@ -50,19 +51,19 @@ POLICIES = _by_name(
     NamedPolicy("careful", "atts", 8, 0.3, "certain", ("high", "xhigh")),
     NamedPolicy("exact", "exact", 1, 0.0, "none"),
 )
-"""The policies that requests can name if the server has a draft and a target."""
+"""The policies that requests can select on a server with a draft and a target."""
 VOTES = _by_name(
     NamedPolicy("fast", "draft-only", 2, 0.0, "likely", ("none", "minimal", "low")),
     NamedPolicy("balanced", "draft-only", 4, 0.0, "likely", ("medium",)),
     NamedPolicy("careful", "draft-only", 8, 0.0, "certain", ("high", "xhigh")),
 )
-"""The policies that requests can name if the server has only one model. Its rollouts vote, and
-there are no escalations.
+"""The policies that requests can select on a server with only one model. Its rollouts vote, and
+nothing is escalated.
 """
 DEFAULT = "balanced"
 METHODS = ("atts", "cascade", "coin", "draft-only", "target-only", "exact")
-"""The methods that requests can name if the server has a draft and a target. The other methods need
-a calibration run before the first request.
+"""The methods that requests can select on a server with a draft and a target. All other methods
+would need a calibration run before the first request.
 """
 PLAIN: Mapping[str, NamedPolicy] = MappingProxyType(
     {
@@ -71,14 +72,14 @@ PLAIN: Mapping[str, NamedPolicy] = MappingProxyType(
     }
 )
 HOUSEKEEPING = replace(PLAIN["draft"], name="housekeeping")
-"""The policy for requests that a chat program sends by itself, for example to get a title for the
-chat.
+"""The policy for requests that a chat program sends by itself, for example to create a title for
+the chat.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The model names that a server offers, with the policy of each name."""
+    """The model names that a server accepts, and the policy that each name selects."""
 
     name: str
     policies: Mapping[str, NamedPolicy] = field(default_factory=lambda: POLICIES)
@@ -89,16 +90,17 @@ class Offer:
 
     @property
     def names(self) -> list[str]:
-        """Return all model names; the first name stands for the default policy."""
+        """Return all model names. The first one selects the default policy."""
         return [self.name, *(f"{self.name}:{policy}" for policy in self.policies), *self.plain]
 
     @property
     def efforts(self) -> dict[str, NamedPolicy]:
-        """Return the policies keyed by the reasoning effort that chooses them."""
+        """Return the policies, keyed by the reasoning effort that selects them."""
         return {effort: row for row in self.policies.values() for effort in row.efforts}
 
     def policy_of(self, model: str) -> NamedPolicy | None:
-        """Return the policy that a model name chooses, or None if the name chooses no policy.
+        """Return the policy that a model name selects. Return None for the name that leaves the
+        choice to the request's reasoning effort.
 
         :raises KeyError: the server does not serve this name.
         """
@@ -113,8 +115,7 @@ class Offer:
 
 
 def offer_of(name: str, models: Mapping[Role, str]) -> Offer:
-    """Return the model names and policies of a server with a pair, or with one model whose rollouts
-    vote.
+    """Return the model names and policies for a server with a pair of models or with one model.
 
     >>> offer_of("atts/p", {"draft": "small", "target": "large"}).names[-4:]
     ['draft', 'target', 'small', 'large']
@@ -132,7 +133,7 @@ def offer_of(name: str, models: Mapping[Role, str]) -> Offer:
 
 
 class RequestError(Exception):
-    """The refusal of a request, with an error body in the format of OpenAI's API."""
+    """Error for a rejected request. Its body has the format of OpenAI's API errors."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AttsFields:
-    """The object `atts` in a request's body, which contains settings of atts for this request."""
+    """The field `atts` of a request's body: settings of atts that apply to this request."""
 
     rate: float | None = None
     samples: int | None = None
@@ -175,7 +176,7 @@ Dialect = Literal["chat", "responses"]
 
 @dataclass(frozen=True, slots=True)
 class SolveRequest:
-    """A checked request, with its conversation, policy and caps."""
+    """A checked request: the conversation, the policy and the caps."""
 
     model: str
     policy: NamedPolicy
@@ -196,14 +197,16 @@ class SolveRequest:
 
     @property
     def settings(self) -> Hashable:
-        """Return the settings that determine a request's plan, if the request has no seed."""
+        """Return all settings that a request's plan depends on, as a cache key. Only requests
+        without a seed may share a plan.
+        """
         atts = self.atts
         sampling = (self.temperature, self.top_p, self.max_tokens, atts.thinking_token_budget)
         stop = self.stop if self.policy.is_plain else ()
         return self.policy, sampling, stop, atts.samples, atts.early_stop, atts.rate, atts.combine
 
     def setup(self, base: Setup) -> Setup:
-        """Return the server's setup with the changes that this request makes.
+        """Return the server's setup, changed by the settings of this request.
 
         :raises RequestError: a setting is impossible.
         """
@@ -250,7 +253,7 @@ class SolveRequest:
 
 
 def _within(thinking_tokens: int | None, max_tokens: int) -> int | None:
-    """Return the thinking budget if it is smaller than the rollout's token limit, or else None."""
+    """Return the thinking budget, or None if it is not below the rollout's token limit."""
     if thinking_tokens is None or thinking_tokens >= max_tokens:
         return None
     return thinking_tokens
@@ -331,16 +334,15 @@ _UNSUPPORTED_IN_CHAT = (
     "frequency_penalty",
     "presence_penalty",
 )
-"""Fields of OpenAI's API that atts cannot support. A request with one of them is refused, because a
-client may rely on the field's effect.
+"""Fields of OpenAI's API that atts cannot support. Requests with one of them are rejected instead
+of ignoring the field, because clients may rely on its effect.
 """
 _EMPTY: tuple[object, ...] = (None, [], {}, False, 0)
 _MOST_SAMPLES = 64
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_SENT_STOPS = 4
-"""The largest number of stop strings that are sent to an engine, because some servers refuse more.
-"""
+"""Maximum number of stop strings sent to an engine, because some servers reject more."""
 _MOST_SEED = 1 << 63
 
 
@@ -352,9 +354,9 @@ def parse_chat(
     *,
     housekeeping: bool = True,
 ) -> SolveRequest:
-    """Convert the parsed JSON body of a chat completion to a request.
+    """Convert the parsed JSON body of a chat completion request to a `SolveRequest`.
 
-    With `housekeeping`, requests that chat programs send without the user are answered by one
+    With `housekeeping`, a request that a chat program sends by itself is answered by a single
     rollout of the draft.
 
     :raises RequestError: if the server does not support something that the body requests.
@@ -391,7 +393,7 @@ def parse_chat(
 
 
 def _stop_strings(given: str | list[str]) -> tuple[str, ...]:
-    """Return the stop strings of a request, without duplicates.
+    """Return the stop strings of a request without duplicates.
 
     :raises RequestError: a stop string is empty or too long, or there are too many.
     """
@@ -418,15 +420,15 @@ _DOCUMENTS = "<context>"
 
 
 def _is_task(text: str) -> bool:
-    """Return whether Open WebUI sent this text without the user, to get a title, tags or follow-up
-    questions.
+    """Return whether a chat program (Open WebUI) sent this message by itself, to get a title, tags
+    or follow-up questions.
 
-    Such a text begins with a task about the chat, and then quotes the chat. A user's question about
-    documents also begins with a task, but it quotes the documents before the chat.
+    Such a message begins with a task about the chat and then quotes the chat. A user's question
+    about documents also begins with a task, but quotes the documents before the chat.
 
-    >>> _is_task("### Task:\\nWrite a title.\\n<chat_history>\\nUSER: hello\\n</chat_history>")
+    >>> _is_task("### Task:\nWrite a title.\n<chat_history>\nUSER: hello\n</chat_history>")
     True
-    >>> _is_task("### Task:\\nAnswer from the context.\\n<context>\\n...\\n</context>\\nWho pays?")
+    >>> _is_task("### Task:\nAnswer from the context.\n<context>\n...\n</context>\nWho pays?")
     False
     """
     before, quote, _ = text.partition(_CHAT_HISTORY)
@@ -434,7 +436,7 @@ def _is_task(text: str) -> bool:
 
 
 def _alone(offer: Offer) -> str:
-    """Return the method that lets the server's cheapest model answer alone."""
+    """Return the method with which the server's cheapest model answers alone."""
     return "draft-only" if "draft-only" in offer.methods else offer.methods[0]
 
 
@@ -445,7 +447,7 @@ def checked(
     *,
     needed: Sequence[str],
 ) -> dict[str, Any]:
-    """Check the fields of a request body, and return all fields that are not null.
+    """Check the fields of a request's body, and return those that are not null.
 
     :raises RequestError: a field is missing, has a wrong type, or is not supported.
     """
@@ -473,7 +475,7 @@ def build_request(
     max_tokens: int | None,
     ignored: Iterable[str],
 ) -> SolveRequest:
-    """Build a request from the fields that chat completions and the Responses API share.
+    """Build a request from the fields that chat completions and the Responses API have in common.
 
     :raises RequestError: if the server does not support something that the fields request.
     """
@@ -517,8 +519,8 @@ def _check_kinds(given: Mapping[str, Any], kinds: Mapping[str, str], prefix: str
 
 
 _COMBINE = ("vote", "select", "synthesize")
-"""The values that `atts.combine` can have in a request. "auto" is missing, because it needs many
-problems to choose a value, and a request has only one.
+"""The values that `atts.combine` can have in a request. "auto" is missing because it compares the
+values on many problems, and a request has only one.
 """
 _TRACES = ("none", "summary", "full")
 
@@ -551,7 +553,7 @@ _OF_POLICIES = ("rate", "samples", "method", "early_stop")
 
 
 def _check_plain(model: str, extra: Mapping[str, Any], turns: tuple[tuple[str, str], ...]) -> None:
-    """Check that a request to a single model has no fields that apply only to votes."""
+    """Check that a request to a single model has no settings that apply only to votes."""
     for name in _OF_POLICIES:
         if name in extra:
             raise RequestError(
@@ -576,9 +578,10 @@ def _with_method(policy: NamedPolicy, method: str, offer: Offer) -> NamedPolicy:
 
 
 def _with_headers(atts: AttsFields, headers: Mapping[str, str]) -> AttsFields:
-    """Add the caps from a request's headers to its fields.
+    """Add the caps in a request's headers to its `atts` fields.
 
-    Headers may set caps because some clients cannot add fields to the body.
+    The headers exist because some clients cannot add fields to the body. If a cap is set in both,
+    the field counts.
     """
     for header, name in (("x-atts-max-seconds", "max_seconds"), ("x-atts-max-cost", "max_cost")):
         text = headers.get(header)
@@ -596,10 +599,7 @@ def _with_headers(atts: AttsFields, headers: Mapping[str, str]) -> AttsFields:
 
 
 def _caps(atts: AttsFields, ceiling: Caps) -> Caps:
-    """Return the caps of a request.
-
-    A cap never exceeds the server's cap for one request.
-    """
+    """Return the caps of a request, each lowered to the server's cap per request if it is higher."""
     given = {one.name: getattr(atts, one.name) for one in fields(Caps)}
     try:
         asked = Caps(**given)
@@ -638,7 +638,7 @@ def _policy_of(model: str, effort: str | None, offer: Offer) -> NamedPolicy:
 
 
 def turns_of(messages: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Return the role and text of each message, without the reasoning in earlier replies."""
+    """Return the role and the text of each message."""
     turns: list[tuple[str, str]] = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
@@ -656,7 +656,7 @@ def turns_of(messages: Sequence[Any]) -> tuple[tuple[str, str], ...]:
 
 
 def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text in a message's content, which is a text or a list of parts.
+    """Return the text of a message's content, which is a string or a list of text parts.
 
     :raises RequestError: a part of the content is not text.
     """

@@ -1,5 +1,4 @@
-"""OpenAI's Responses API: the formats of requests, responses and events, and the storage of
-responses.
+"""OpenAI's Responses API: formats of requests, responses and events, and storage of responses.
 
 Background responses run without a connected client, and continue after a restart of the server.
 """
@@ -65,8 +64,8 @@ _UNSUPPORTED = (
     "top_logprobs",
     "stop",
 )
-"""Fields of OpenAI's API that atts cannot support. A request with one of them is refused, because a
-client may rely on the field's effect.
+"""Fields of OpenAI's API that atts cannot support. Requests with one of them are rejected instead
+of ignoring the field, because clients may rely on its effect.
 """
 _PARTS = ("input_text", "output_text", "text")
 
@@ -85,7 +84,7 @@ class ResponseRequest:
 def parse_response(
     body: Any, headers: Mapping[str, str], offer: Offer, ceiling: Caps
 ) -> ResponseRequest:
-    """Convert the parsed JSON body of a Responses API call to a request.
+    """Convert the parsed JSON body of a Responses API request to a `ResponseRequest`.
 
     :raises RequestError: if the server does not support something that the body requests.
     """
@@ -124,7 +123,9 @@ def parse_response(
 
 
 def _turns(given: Any) -> tuple[tuple[str, str], ...]:
-    """Return the role and text of each input message, without the reasoning in earlier replies."""
+    """Return the role and the text of each input message. Reasoning items of earlier responses are
+    skipped.
+    """
     if isinstance(given, str):
         return turns_of([{"role": "user", "content": given}])
     if not isinstance(given, list):
@@ -146,7 +147,7 @@ def _turns(given: Any) -> tuple[tuple[str, str], ...]:
 
 
 def response_id(run: str) -> str:
-    """Return the id of the response that belongs to a run.
+    """Return the id of the response that a run produces.
 
     >>> response_id("r_0a")
     'resp_0a'
@@ -162,7 +163,7 @@ def response_body(
     reply: Reply | None = None,
     error: RequestError | None = None,
 ) -> dict[str, Any]:
-    """Return the response object of a run in its current state."""
+    """Return the JSON body of a response. The reply or the error is included once there is one."""
     request = asked.solve
     is_cut = reply is not None and reply.finish_reason == "length"
     body: dict[str, Any] = {
@@ -242,7 +243,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 class ResponseEvents(Events):
-    """The events of a streamed response: creation, reasoning, message and completion."""
+    """The event format of a streamed response: creation, reasoning, message and completion."""
 
     def __init__(self, asked: ResponseRequest, run: str, created: int) -> None:
         self._asked = asked
@@ -256,21 +257,21 @@ class ResponseEvents(Events):
         self._text = ""  # text so far of the output item that is being sent
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the events at the start of a response, which has no output yet."""
+        """Yield the events that start a response. It has no output yet."""
         body = response_body(self._asked, self._run, self._created, "in_progress")
         yield self._event("response.created", response=body)
         yield self._event("response.in_progress", response=body)
 
     def written(self, text: str) -> Iterator[bytes]:
-        """Yield the events for new text.
+        """Yield the events for new text of a rollout.
 
-        The text is part of the message if one model answers alone. If not, the text is reasoning.
+        If one model answers alone, the text belongs to the message. Otherwise it is reasoning.
         """
         kind = "message" if self._asked.solve.policy.is_plain else "reasoning"
         yield from self._add(kind, text)
 
     def end(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the events that end the open items, and then the event with the complete response."""
+        """Yield the events that end the output items, then the event with the complete response."""
         if self._open == "reasoning":
             yield from self._close()
         if self._open != "message":
@@ -280,14 +281,13 @@ class ResponseEvents(Events):
         yield self._event(f"response.{body['status']}", response=body)
 
     def fail(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the event for a failed response, which contains the error."""
+        """Yield the event of a failed response, with the error."""
         body = response_body(self._asked, self._run, self._created, "failed", error=error)
         yield self._event("response.failed", response=body)
 
     def _add(self, kind: str, text: str) -> Iterator[bytes]:
-        """Yield the event for more text of an item.
-
-        If the item is not open, the events that open it come first.
+        """Yield the events that add text to an output item, preceded by the events that open it if
+        it is not open.
         """
         if self._open != kind:
             self._open = kind
@@ -349,7 +349,7 @@ CAP_HEADERS = ("x-atts-max-seconds", "x-atts-max-cost")
 
 
 class _Stored(msgspec.Struct):
-    """The request of a background response; it is written to disk before the client gets a reply."""
+    """The request of a background response. It is written to disk before the client gets a reply."""
 
     body: Any  # JSON body of the request, as the client sent it
     headers: dict[str, str]
@@ -358,7 +358,7 @@ class _Stored(msgspec.Struct):
 
 
 class _Finished(msgspec.Struct):
-    """The final state of a background response; it is written to disk when the response has ended."""
+    """The final state of a background response. It is written to disk when the response has ended."""
 
     user: str
     response: dict[str, Any]
@@ -374,12 +374,12 @@ class _Running:
 
 
 class Responses:
-    """The responses that a server stores, and the tasks of background responses.
+    """The stored responses of a server, and the tasks that run background responses.
 
-    Each background response has a folder with three parts: the request, the journal of the run, and
-    the finished response. The request is on disk before the client gets a reply, and the response
-    is written atomically. When a server starts, it continues every folder that has no finished
-    response. A folder is removed some time after its response was finished.
+    Each background response has a folder with the request, the journal of the run and, at the end,
+    the finished response. The request is on disk before the client gets a reply. When a server
+    starts, it continues every response whose folder lacks the finished response. A folder is
+    deleted `ServeOptions.response_seconds` after the response finished.
     """
 
     def __init__(self, service: Service) -> None:
@@ -391,7 +391,8 @@ class Responses:
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[None]:
-        """Open the service, and continue the unfinished responses of earlier sessions.
+        """Open the service for the `with` block, and continue the unfinished background responses
+        of earlier sessions.
 
         :raises ATTSError: the service cannot be opened.
         """
@@ -403,7 +404,7 @@ class Responses:
                 yield
 
     async def _remove_often(self) -> None:
-        """Remove old finished responses at regular intervals.
+        """Delete old finished responses from disk at regular intervals.
 
         `ServeOptions.response_seconds` says how long finished responses are kept.
         """
@@ -415,7 +416,9 @@ class Responses:
             await anyio.sleep(min(_LOOK_SECONDS, keep / 4))
 
     def _unfinished(self) -> list[str]:
-        """Return the ids of unfinished responses, oldest first."""
+        """Return the ids of background responses that an earlier session did not finish, oldest
+        first. Clean up leftover files.
+        """
         if self._folder is None or not self._folder.is_dir():
             return []
         found: list[tuple[float, str]] = []
@@ -433,9 +436,9 @@ class Responses:
         return [name for _, name in sorted(found)]
 
     def _continue(self, name: str) -> None:
-        """Continue an unfinished response of an earlier session.
+        """Continue an unfinished background response of an earlier session.
 
-        If this server cannot continue the response, the response ends with an error.
+        If this server cannot continue it, store it as failed.
         """
         assert self._folder is not None, "a stored response needs a server with a state folder"
         options = self._service.options
@@ -495,10 +498,10 @@ class Responses:
         self._service.start(work)
 
     async def _work(self, running: _Running) -> None:
-        """Run a background response until it ends, and write its final state to disk.
+        """Run a background response to its end, and write its final state to disk.
 
-        If the server closes, it cancels this task. Nothing is written in this case, and the next
-        session continues the response.
+        If the server closes, this task is cancelled and writes nothing. The next session then
+        continues the response.
         """
         assert self._folder is not None, "the request was checked when it was submitted"
         name = response_id(running.run)
@@ -536,14 +539,14 @@ class Responses:
         running.ended.set()
 
     def keep(self, user: str, body: dict[str, Any]) -> None:
-        """Store a response that does not run in the background.
+        """Store a response that did not run in the background, in memory.
 
-        When too many responses are stored, the oldest ones are deleted.
+        If there are too many, the oldest stored response is dropped.
         """
         self._kept[body["id"]] = _Finished(user, body)
 
     async def find(self, name: str, user: str) -> dict[str, Any]:
-        """Return the current state of a response.
+        """Return a response in its current state.
 
         :raises RequestError: if this user has no such response.
         """
@@ -565,7 +568,7 @@ class Responses:
         return response_body(running.asked, running.run, running.created, status)
 
     async def cancel(self, name: str, user: str) -> dict[str, Any]:
-        """Cancel a response and its engine calls, and return the response.
+        """Cancel a background response and its engine calls, and return its final state.
 
         A finished response does not change.
 
@@ -578,7 +581,7 @@ class Responses:
         return await self.find(name, user)
 
     async def delete(self, name: str, user: str) -> dict[str, Any]:
-        """Delete a response; if it is running, cancel it first.
+        """Delete a response. If it is still running, cancel it first.
 
         :raises RequestError: if this user has no such response.
         """
@@ -590,9 +593,10 @@ class Responses:
 
 
 def _may_see(user: str, owner: str) -> bool:
-    """Return whether a user may read requests of `owner`.
+    """Return whether a client may read responses of `owner`.
 
-    A client whose key names no user may read all requests.
+    `user` is the user of the client's API key. A client whose key has no user may read all
+    responses.
     """
     return not user or user == owner
 
@@ -607,7 +611,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _remove_ended(responses: Path, before: float) -> None:
-    """Remove all background responses that were finished before a given time."""
+    """Delete all background responses from disk that were finished before a given time."""
     try:
         for folder in responses.iterdir() if responses.is_dir() else ():
             path = folder / _RESPONSE

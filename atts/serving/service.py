@@ -84,19 +84,21 @@ class _User:
 
 
 class Displaced(Exception):
-    """An error: the request got no place in the full queue, or lost its place to a request of
+    """Error for a request that found the queue full, or lost its place in the queue to a request of
     another user.
     """
 
 
 class FairSlots:
-    """Slots for requests, which are shared among users by start-time fair queueing.
+    """Slots for running requests, shared fairly among users by start-time fair queueing.
 
-    A user who gets a slot is charged the mean cost of a request, divided by the user's share. When
-    the request has ended, the charge is corrected to its real cost. The waiting user with the
-    smallest sum of charges gets the next slot. After a pause, a user's sum is raised to the sum of
-    the last served user, so that idle time gives no advantage. Sums grow with each slot, so every
-    waiting user gets a slot at some time.
+    When a user gets a slot, the mean cost of a request is added to the user's total, divided by the
+    user's share. When the request ends, this estimate is replaced by its real cost. The next slot
+    goes to the waiting user with the lowest total, so that every waiting user gets a slot
+    eventually.
+
+    After a pause, a user's total is raised to the level of the last user served, so that idle time
+    gives no advantage.
     """
 
     def __init__(self, slots: int, queue: int, shares: Mapping[str, float] | None = None) -> None:
@@ -114,28 +116,28 @@ class FairSlots:
 
     @property
     def waiting(self) -> int:
-        """Return the number of waiting requests of all users."""
+        """Return how many requests are waiting for a slot."""
         return sum(len(user.waiting) for user in self._users.values())
 
     @property
     def num_users(self) -> int:
-        """Return the number of users that are stored."""
+        """Return how many users are stored."""
         return len(self._users)
 
     def waiting_of(self, name: str) -> int:
-        """Return the number of waiting requests of a user."""
+        """Return how many requests of one user are waiting for a slot."""
         user = self._users.get(name)
         return 0 if user is None else len(user.waiting)
 
     def has_room(self, name: str) -> bool:
-        """Return whether one more request of this user could start or wait."""
+        """Return whether one more request of this user could start or enter the queue."""
         return self._free > 0 or self.waiting < self._queue or self._heaviest(name) is not None
 
     @asynccontextmanager
     async def slot(self, name: str) -> AsyncGenerator[_Cost]:
-        """Wait for a slot, and occupy it until the block ends.
+        """Wait for a slot, and keep it until the block ends.
 
-        The block must set the cost of the request.
+        Inside the block, the caller must set the cost of the request.
 
         :raises Displaced: the queue is full and no other user has too many waiting requests, or
             another user displaced this request.
@@ -170,9 +172,8 @@ class FairSlots:
             self._give(user, ticket, cost.value)
 
     def _heaviest(self, name: str) -> _User | None:
-        """Return the user who would lose a waiting request to a new request of this user.
-
-        The result is None if the new request cannot displace another request.
+        """Return the user who would have to give up a place in the full queue to a new request of
+        user `name`. Return None if the new request must be rejected instead.
         """
         mine = self._users.get(name)
         share = self._share(name)
@@ -221,13 +222,13 @@ class FairSlots:
 
 @dataclass(slots=True)
 class _Cost:
-    """The cost of a request, which is set inside the block of `FairSlots.slot`."""
+    """The cost of a request in tokens, to be set inside the block of `FairSlots.slot`."""
 
     value: float | None = None
 
 
 def conformal_gate(plan: RunSpec) -> ConformalGate | None:
-    """Return the plan's gate if it uses a calibrator that learns from scores, or else None."""
+    """Return the plan's gate if its calibrator learns from scores, or else None."""
     gate: Any = plan.gate
     while gate is not None and not isinstance(gate, ConformalGate):
         gate = getattr(gate, "inner", None)
@@ -237,9 +238,9 @@ def conformal_gate(plan: RunSpec) -> ConformalGate | None:
 
 
 class CalibratorFolder:
-    """A folder with one calibrator file for each method and rate.
+    """Folder with saved calibrators, one file per method and rate.
 
-    Each file names the models that its scores belong to.
+    Each file names the models whose scores the calibrator has learnt from.
     """
 
     def __init__(self, folder: Path, models: Mapping[Role, str]) -> None:
@@ -250,8 +251,8 @@ class CalibratorFolder:
         self._saved = dict[str, int]()
 
     def continued(self, method: str, rate: float, plan: RunSpec) -> RunSpec:
-        """Return the plan with the calibrator that an earlier session saved, if its models and
-        settings are those of the plan.
+        """Return the plan with the calibrator that an earlier session saved, if there is one for
+        the same models and settings.
 
         A file that is damaged, or belongs to other models or settings, is logged and ignored. The
         server then starts with a new calibrator.
@@ -287,9 +288,8 @@ class CalibratorFolder:
         )
 
     def changed(self, method: str, rate: float, plan: RunSpec) -> tuple[Path, Any] | None:
-        """Return the path and the new state of a calibrator.
-
-        The result is None if the calibrator has not changed since its last save.
+        """Return the file and the state of a calibrator that must be saved, or None if it has not
+        changed since it was last saved.
         """
         gate = conformal_gate(plan)
         if gate is None:
@@ -305,7 +305,7 @@ class CalibratorFolder:
         return path, {"models": self._models, "calibrator": calibrator.state()}
 
     def write(self, path: Path, state: Any) -> None:
-        """Write the state of one calibrator atomically.
+        """Write a calibrator's state to its file atomically.
 
         :raises StorageError: the file cannot be written.
         """
@@ -329,7 +329,7 @@ _ONE_CALL = Amount(calls=1, total_tokens=1)
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The options of a server: its name, API keys, limits and the folder of its state.
+    """Options of a server: its name, API keys, limits and state folder.
 
     :raises OptionError: a limit is below its least value, or a share is not above 0 or belongs to a
         user without a key.
@@ -385,16 +385,15 @@ class ServeOptions:
 
     @property
     def has_named_keys(self) -> bool:
-        """Return whether any API key has a user.
-
-        If so, the field `user` of requests is ignored.
+        """Return whether any API key belongs to a named user. If so, the field `user` of requests
+        is ignored.
         """
         return any(self.keys.values())
 
 
 @dataclass(slots=True)
 class Counts:
-    """The number of requests to the server and of each of their results, for the metrics."""
+    """Counters for the metrics: requests in total and by result."""
 
     requests: int = 0
     answered: int = 0
@@ -406,20 +405,20 @@ class Counts:
 
 
 class _Recount:
-    """A listener that adds the calls of earlier sessions to a run's account (`atts.run.Listener`)."""
+    """Listener that adds engine calls of earlier sessions to a run's account (`atts.run.Listener`)."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
 
     def recalled(self, event: Event) -> None:
-        """Add a reply of an earlier session to the account."""
+        """Add the tokens of a reply of an earlier session to the account."""
         if isinstance(event, Sampled):
             self._account.count_here(event.completion)
         elif isinstance(event, Scored):
             self._account.count_here(event.scores)
 
     def notify(self, event: Notice) -> None:
-        """Ignore an event of this session, because the account counts the session's calls itself."""
+        """Ignore an event of this session, because the account itself counts this session's calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,34 +457,35 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the server accepts requests."""
+        """Return whether the server accepts new requests."""
         return self._base is not None and not self.is_draining
 
     @property
     def models(self) -> dict[Role, str]:
-        """Return the name of the model in each role that the server uses; the service must be
-        open.
-        """
+        """Return the model name of each role in use. The service must be open."""
         base, _ = self._opened()
         return base.models
 
     @property
     def engines(self) -> dict[Role, Engine]:
-        """Return the open engine of each role that the server uses."""
+        """Return the open engine of each role in use."""
         base, _ = self._opened()
         both: dict[Role, Engine] = {"draft": base.draft, "target": base.target}
         return {role: both[role] for role in base.roles}
 
     @property
     def gates(self) -> dict[tuple[str, float], RunSpec]:
-        """Return the plans with the shared gates, keyed by method and nominal rate."""
+        """Return the plans whose gates are shared between requests, keyed by method and nominal
+        rate.
+        """
         return {(method, rate): plan for (method, rate, _), plan in self._plans.items()}
 
     @asynccontextmanager
     async def open(self, keep: Collection[str] = ()) -> AsyncGenerator[Service]:
-        """Open the engines and the ledger, and close them when the block ends.
+        """Open the engines and the ledger for the `with` block.
 
-        `keep` has the ids of the runs of earlier sessions that will be continued.
+        `keep` lists the runs of earlier sessions that will be continued, so that the ledger keeps
+        their separate accounts.
 
         :raises OptionError: a cap is in dollars but there are no prices, or the setup cannot be
             run.
@@ -526,15 +526,15 @@ class Service:
                 self._base = None
 
     def start(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start a function in the background.
+        """Start a coroutine function as a background task.
 
-        The function is cancelled when the service closes, and must not raise an error.
+        The task is cancelled when the service closes. It must not raise an error.
         """
         assert self._tasks is not None, "the service must be open"
         self._tasks.start_soon(function)
 
     def check_room(self, user: str = "") -> None:
-        """Check that another request of this user could start or wait.
+        """Check that another request of this user could start now or enter the queue.
 
         :raises RequestError: the server is overloaded (status 429), or is shutting down (status
             503).
@@ -560,7 +560,8 @@ class Service:
         )
 
     def check(self, request: SolveRequest) -> None:
-        """Check that a request can run, before any work is done for it.
+        """Check a request's settings and the server's caps, before any work is done for the
+        request.
 
         :raises RequestError: the request has an impossible setting (the error names the field), or
             a cap of the server is used up.
@@ -589,12 +590,10 @@ class Service:
         run: str = "",
         directory: Path | None = None,
     ) -> Reply:
-        """Solve a request, and return its reply.
+        """Run a request, and return its reply.
 
-        If the calling task is cancelled, the engine calls are cancelled too.
-
-        With a `directory`, the run has a journal in this directory, and an unfinished run in it is
-        continued.
+        If the calling task is cancelled, the engine calls are cancelled too. If `directory` is
+        given, the run keeps its journal there, and an unfinished run in it is continued.
 
         :raises RequestError: an engine failed, the run was cancelled, the request lost its place in
             the queue, or a cap was reached and `on_limit` is "error".
@@ -667,7 +666,7 @@ class Service:
         plan: RunSpec,
         directory: Path | None,
     ) -> RunResult:
-        """Wait for a slot, and then run the problem.
+        """Wait for a slot, then run the request's problem.
 
         :raises RequestError: the run was cancelled, or the request lost its place in the queue.
         """
@@ -699,9 +698,9 @@ class Service:
         raise RequestError("the run was cancelled", status=409, code="cancelled")
 
     def _account_of(self, request: SolveRequest, run: str, *, is_kept: bool) -> Account:
-        """Return the account of a run.
+        """Return the account that counts a run's spending.
 
-        If the run continues after a restart, its account includes the earlier spending.
+        If the run continues after a restart, the account includes what it spent before.
         """
         spending = Spending()
         if is_kept and self._file is not None:
@@ -717,14 +716,16 @@ class Service:
         )
 
     def close_account(self, run: str) -> None:
-        """Add the spending of a run to the server's total, and remove the run's own account."""
+        """Merge the spending of a finished run into the server's total, and remove the run's own
+        account from the ledger.
+        """
         if self._file is not None:
             self._file.merge(run)
 
     def _count_judged(self, method: str, rate: float, live: LiveRun) -> None:
         """Record how many chunks of a request were judged and escalated.
 
-        The realised rate over the latest requests is computed from these numbers.
+        The realised rate over the latest requests is computed from these counts.
         """
         recent = self.judged.pop((method, rate), None)
         if recent is None:
@@ -764,11 +765,11 @@ class Service:
         return self._base, self._graph
 
     def _plan(self, request: SolveRequest, *, is_alone: bool = False) -> _Planned:
-        """Return the plan of a request, with the gate that all requests of the same method and rate
-        share.
+        """Return the plan of a request. Its gate is shared by all requests of the same method and
+        rate.
 
-        A request with a seed, or with `is_alone`, gets a new gate. All other plans are cached,
-        because making a plan takes longer than answering a short request.
+        A request with a seed, or with `is_alone`, gets a gate of its own. All other plans are
+        cached, because making a plan takes longer than answering a short request.
 
         :raises RequestError: if the request needs a model that the server has not opened.
         """
@@ -797,8 +798,8 @@ class Service:
         return planned
 
     def _shared_plan(self, setup: Setup, *, is_plain: bool) -> RunSpec:
-        """Return the plan of a setup, with the gate that all requests of the same method and rate
-        share.
+        """Return the plan of a setup. Its gate is shared by all requests of the same method and
+        rate.
         """
         base, _ = self._opened()
         key = (setup.method, setup.rate, is_plain)
@@ -841,9 +842,9 @@ class Service:
         return [one for one in changed if one is not None]
 
     def _write_states(self, states: list[tuple[Path, Any]]) -> None:
-        """Write the states of calibrators to files.
+        """Write the states of calibrators to their files.
 
-        Errors are only logged, because the server can continue without these files.
+        A failed write is only logged, because the server can continue without it.
         """
         assert self._calibrators is not None or not states, (
             "calibrators are saved only if the server has a state folder"
@@ -857,14 +858,14 @@ class Service:
 
 
 def new_run() -> str:
-    """Return the id of a new run."""
+    """Return a new random run id."""
     return f"r_{secrets.token_hex(8)}"
 
 
 async def _outcome_of(result: RunResult) -> Outcome:
     """Return the outcome of a run's only problem.
 
-    If the run has a directory, the outcome is read from the journal.
+    If the run has a directory, a worker thread reads the outcome from the journal.
     """
     if result.directory is None:
         return next(result.outcomes())
@@ -872,9 +873,9 @@ async def _outcome_of(result: RunResult) -> Outcome:
 
 
 def _guarantee(gate: object) -> str:
-    """Return the text of a gate's guarantee, with the conditions that void the guarantee.
+    """Return a gate's guarantee as a string, followed by the conditions that void it.
 
-    The text is "" if the gate has no guarantee.
+    The string is empty if the gate gives no guarantee.
     """
     if isinstance(gate, GuaranteedGate):
         promise = gate.promise
@@ -886,7 +887,7 @@ def _guarantee(gate: object) -> str:
 
 
 def _posed(request: SolveRequest, run: str, plan: RunSpec) -> tuple[Problem, RunSpec]:
-    """Return the problem in a request, and the plan with the client's system prompt."""
+    """Convert a request to a problem, and add the client's system prompt to the plan."""
     # The problem's name determines its random numbers. With a seed, use the name that `atts solve`
     # uses, so that both give the same answer.
     name = "problem" if request.seed is not None else run
@@ -902,11 +903,11 @@ def _posed(request: SolveRequest, run: str, plan: RunSpec) -> tuple[Problem, Run
 def conversation_of(
     turns: Sequence[tuple[str, str]],
 ) -> tuple[str, tuple[tuple[str, str], ...], str]:
-    """Split a conversation into its system prompt, the earlier exchanges (question and reply), and
-    the last question.
+    """Split a conversation into the system prompt, the earlier pairs of question and reply, and the
+    last question.
 
     >>> conversation_of([("system", "s"), ("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")])
-    ('s', (('a\\n\\nb', 'c'),), 'd')
+    ('s', (('a\n\nb', 'c'),), 'd')
     """
     system = "\n\n".join(text for role, text in turns if role == "system")
     merged: list[tuple[str, str]] = []
@@ -926,9 +927,9 @@ def conversation_of(
 
 
 def _ended_by(plan: RunSpec, stop: tuple[str, ...]) -> RunSpec:
-    """Change a plan so that its rollouts end at a stop string instead of an answer.
+    """Return a plan whose rollouts end at one of the client's stop strings instead of at an answer.
 
-    If no stop string appears in a rollout, the model itself ends the rollout.
+    If no stop string occurs, a rollout ends when the model stops.
     """
     longest = max(map(len, stop), default=1)
 
@@ -942,7 +943,7 @@ def _ended_by(plan: RunSpec, stop: tuple[str, ...]) -> RunSpec:
 
 
 def _with_system(plan: RunSpec, system: str) -> RunSpec:
-    """Return the plan with the client's system prompt, followed by the system prompt of the method."""
+    """Return the plan with the client's system prompt placed before the method's own."""
     own = plan.policy.system
     text = f"{system}\n\n{own}" if own else system
     return replace(plan, policy=replace(plan.policy, system=text))

@@ -1,5 +1,5 @@
-"""The status of a server or of a run directory, the page of `atts view` that shows the status, and
-the endpoint's metrics.
+"""Status of a server or of a run directory, with the web page that shows it, and the endpoint's
+metrics.
 
 The metrics are in Prometheus's text format.
 """
@@ -49,9 +49,9 @@ _CAPS = ("max_calls", "max_target_tokens", "max_total_tokens", "max_cost")
 
 
 def server_status(service: Service, user: str = "") -> dict[str, Any]:
-    """Return the status of a server.
+    """Return the server's status as JSON data for the status page.
 
-    If `user` is given, only this user's requests are included.
+    If `user` is given, the list of requests contains only this user's.
     """
     runs = [one for one in reversed(service.runs.values()) if user in ("", one.user)]
     working = [one for one in runs if not one.is_over]
@@ -139,9 +139,8 @@ def _budgets(account: Account) -> list[dict[str, Any]]:
 
 
 def _rate(name: str, nominal: float | None, realised: Estimate) -> dict[str, Any]:
-    """Return a realised rate with its confidence interval.
-
-    Unknown bounds of the interval are None.
+    """Return a realised rate with its confidence interval as JSON data. Values that are not finite
+    become None.
     """
     values = (realised.value, realised.low, realised.high)
     value, low, high = (one if math.isfinite(one) else None for one in values)
@@ -173,7 +172,7 @@ def _engines(
 class RunStatus:
     """The status of a run directory.
 
-    The whole journal is read again whenever it has grown.
+    The whole journal is read again each time it has grown.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -186,11 +185,12 @@ class RunStatus:
         self._read: dict[str, Any] = {}
 
     def status(self) -> dict[str, Any]:
-        """Return the current status of the run.
+        """Return the run's current status as JSON data for the status page.
 
-        A journal line that is only partly written is read at the next call.
+        If the journal's last line is only partly written, it is read by a later call.
 
-        :raises JournalError: the journal is gone, or damaged before its end.
+        :raises JournalError: the journal is damaged before its end.
+        :raises OSError: the journal is gone.
         """
         directory = self._run.directory
         goes_on = is_running(directory)
@@ -253,7 +253,7 @@ class RunStatus:
 
 
 class RunReading:
-    """The data that one pass over a journal collects for the status page."""
+    """Data for the status page, collected in one pass over a journal."""
 
     def __init__(self) -> None:
         self.progress = Progress(lambda: 0.0)
@@ -266,7 +266,7 @@ class RunReading:
         self._turns = Counter[tuple[str, int]]()
 
     def take(self, entry: Entry) -> None:
-        """Add the data of one journal entry."""
+        """Update the data with one journal entry."""
         event = entry.event
         self.clock.advance(entry)
         self.progress.recalled(event)
@@ -340,7 +340,9 @@ class RunReading:
             del self._texts[key]
 
     def leader(self) -> dict[str, Any] | None:
-        """Return the rollout with the most turns of the oldest unfinished problem."""
+        """Return the text of a rollout to show as an example: the one with the most turns in the
+        oldest unfinished problem.
+        """
         for name, row in self.problems.items():
             keys = [key for key in self._texts if key[0] == name]
             if row["is_over"] or not keys:
@@ -359,22 +361,19 @@ HOST = "127.0.0.1"
 
 @cache
 def page() -> bytes:
-    """Return the HTML of the status page.
-
-    The page requests `/atts/status` every second.
-    """
+    """Return the HTML of the status page, which requests `/atts/status` every second."""
     return (files("atts.serving") / "view.html").read_bytes()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """An HTTP handler that serves only the status page and its data."""
+    """HTTP handler that serves only the status page and its JSON data."""
 
     def __init__(self, status: Callable[[], dict[str, Any]], *rest: Any) -> None:
         self._status = status
         super().__init__(*rest)
 
     def do_GET(self) -> None:
-        """Answer a GET request of a browser on this machine."""
+        """Answer a GET request from a browser on this machine."""
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         if host not in (HOST, "localhost"):
             # Refuse other host names. Otherwise a foreign web page could read the run, by a name
@@ -405,11 +404,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Ignore the log message, because the status page sends a request every second."""
+        """Ignore a line for the access log, because the page sends a request every second."""
 
 
 def view_server(port: int, status: Callable[[], dict[str, Any]]) -> ThreadingHTTPServer:
-    """Return a server that shows a status page on this machine.
+    """Return an HTTP server for the status page that accepts only connections from this machine.
 
     The caller must run and close the server.
 
@@ -419,7 +418,7 @@ def view_server(port: int, status: Callable[[], dict[str, Any]]) -> ThreadingHTT
 
 
 def metrics_text(service: Service) -> str:
-    """Return all counters and gauges of the server in Prometheus's text format."""
+    """Return all metrics of the server in Prometheus's text format."""
     return "\n".join(_lines(service)) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The streams of the endpoint, which send events to a client while its request runs."""
+"""Streamed replies of the endpoint, which send events to a client while its request runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from atts.serving.requests import RequestError, SolveRequest
 from atts.serving.service import Service
 
 NEXT_LINE = "\n\n- another line of thought -\n\n"
-"""The text between two rollouts in the reasoning that a stream sends."""
+"""Separator in streamed reasoning between the text of one rollout and that of another."""
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache, no-transform",
@@ -43,32 +43,32 @@ _Item = _Text | Reply | RequestError
 
 
 class Events(ABC):
-    """The events of a stream, as blocks of bytes in the format of one API."""
+    """Interface for the event format of one API. Each method yields events as bytes."""
 
     @abstractmethod
     def begin(self) -> Iterator[bytes]:
-        """Yield the blocks that are sent when the stream begins."""
+        """Yield the events that start a stream."""
 
     @abstractmethod
     def written(self, text: str) -> Iterator[bytes]:
-        """Yield the blocks that send more text of a rollout."""
+        """Yield the events that send new text of a rollout."""
 
     @abstractmethod
     def end(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the blocks that are sent at the end of a complete reply."""
+        """Yield the events that finish a stream after a complete reply."""
 
     @abstractmethod
     def fail(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the blocks that are sent if an error ends the request."""
+        """Yield the events that finish a stream after an error."""
 
 
 class EventStream(Response):
-    """A streamed reply, with the turns of one rollout and then the answer.
+    """Streamed HTTP reply that shows one rollout turn by turn, and then the answer.
 
-    The stream shows the rollout that finishes a turn first. If another rollout gives the answer,
-    its text follows after a separating line. If the client disconnects, the request and its engine
-    calls are cancelled. If the target writes the shown rollout again from its beginning, the new text
-    follows after a separating line, too.
+    The rollout shown is the one that finishes a turn first. If another rollout gives the answer,
+    its text follows after a separator. If the target writes the shown rollout again from its
+    beginning, the new text follows after a separator, too. If the client disconnects, the request
+    and its engine calls are cancelled.
 
     `keep`, if it is given, stores the complete reply before the stream ends.
     """
@@ -95,7 +95,9 @@ class EventStream(Response):
         self._sent = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream to the client, and cancel the request if the client disconnects."""
+        """Run the request and send its events to the client. Cancel the request if the client
+        disconnects.
+        """
         start: dict[str, Any] = {
             "type": "http.response.start",
             "status": 200,
@@ -119,7 +121,9 @@ class EventStream(Response):
                 group.cancel_scope.cancel()
 
     async def _solve(self, into: MemoryObjectSendStream[_Item]) -> None:
-        """Run the request, and send its turns and then the reply or the error into the stream."""
+        """Run the request. Put each turn's text into the channel, followed by the reply or the
+        error.
+        """
 
         def written(sample: int, text: str, restarts: bool) -> None:
             into.send_nowait(_Text(sample, text, restarts))
@@ -162,7 +166,7 @@ class EventStream(Response):
                 await _body(send, b"".join(events.written(text)))
 
     def _rest(self, reply: Reply) -> str:
-        """Return the part of the reply's text that the stream has not sent yet."""
+        """Return the text of the reply that has not been streamed yet."""
         speaker = reply.speaker
         if speaker is not None and speaker.sample == self._leader:
             return reply.text.removeprefix(self._sent)
@@ -170,7 +174,7 @@ class EventStream(Response):
 
 
 class ChatEvents(Events):
-    """The events of a streamed chat completion: the role, the reasoning, the content and the usage."""
+    """The event format of a streamed chat completion: role, reasoning, content and usage."""
 
     def __init__(self, request: SolveRequest, run: str) -> None:
         self._request = request
@@ -179,13 +183,13 @@ class ChatEvents(Events):
         self._content = StoppedText(request.stop)
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the event with the role of the reply."""
+        """Yield the event that starts the stream, with the assistant's role."""
         yield self._chunk({"role": "assistant", "content": ""})
 
     def written(self, text: str) -> Iterator[bytes]:
-        """Yield the event for new text.
+        """Yield the event for new text of a rollout.
 
-        The text is content if one model answers alone. If not, the text is reasoning.
+        If one model answers alone, the text is content. Otherwise it is reasoning.
         """
         if self._request.policy.is_plain:
             yield from self._shown(self._content.add(text))
@@ -193,7 +197,7 @@ class ChatEvents(Events):
             yield self._chunk({"reasoning": text, "reasoning_content": text})
 
     def end(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the events with content, finish reason and usage, and then the event that ends the
+        """Yield the events with content, finish reason and usage, then the event that ends the
         stream.
         """
         if self._request.policy.is_plain:
@@ -211,7 +215,7 @@ class ChatEvents(Events):
         yield _DONE
 
     def fail(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the event with the error, and then the event that ends the stream."""
+        """Yield the event with the error, then the event that ends the stream."""
         yield event(error.body)
         yield _DONE
 
@@ -241,7 +245,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def event(data: dict[str, Any], kind: str = "") -> bytes:
-    """Return the bytes of one server-sent event, with the event's type if one is given."""
+    """Return the bytes of one server-sent event. `kind` is its event type, if it has one."""
     head = f"event: {kind}\n".encode() if kind else b""
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 

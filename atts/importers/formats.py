@@ -100,7 +100,7 @@ class Format:
 def text_of(row: Row, *names: str) -> str:
     """Return the first of the named fields that holds a string or a number, as a string.
 
-    :raises RecordError: if no field is a text or a number.
+    :raises RecordError: if no field holds a string or a number.
     """
     found = optional_text(row, *names)
     if found is None:
@@ -714,7 +714,7 @@ _SCORE = "score."
 def check_columns(columns: Mapping[str, str]) -> None:
     """Check that the user named columns only for fields of the plain format.
 
-    :raises OptionError: if there is no such field; the message names it.
+    :raises OptionError: if a field is unknown; the message names it.
     """
     for name in columns:
         if name not in FIELDS and not name.startswith(_SCORE):

@@ -354,8 +354,8 @@ class ChatDialect(TextDialect, Rater):
         self._is_openrouter = False
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect.identify`. If the server does not list its models, it is assumed to have the
-        named model.
+        """Identify the server; see `Dialect.identify`. If the server does not list its models, it
+        is assumed to have the named model.
         """
         reply = await client.look("/models")
         host = urlsplit(client.url).hostname or ""
@@ -371,7 +371,7 @@ class ChatDialect(TextDialect, Rater):
         return Identity(f"chat {host}", "", self._model, self._options.context or context)
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect.sample_call`.
+        """Return the HTTP call for a completion; see `Dialect.sample_call`.
 
         :raises UnsupportedByEngine: top_k or min_p is set, but the setting `extras` does not allow
             to send them.
@@ -407,7 +407,7 @@ class ChatDialect(TextDialect, Rater):
         return Call("/chat/completions", body | self._priority(request))
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """See `Dialect.read_sample`."""
+        """Read the completion in a reply; see `Dialect.read_sample`."""
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
         message = choice.message
@@ -427,7 +427,7 @@ class ChatDialect(TextDialect, Rater):
         )
 
     def rating_call(self, ids: TokenIds, rid: str) -> Call:
-        """See `Rater.rating_call`."""
+        """Return the HTTP call for the most likely next tokens; see `Rater.rating_call`."""
         body = self._head(ids) | {
             self._limit: 1,
             "temperature": 1.0,
@@ -438,7 +438,7 @@ class ChatDialect(TextDialect, Rater):
         return Call("/chat/completions", body)
 
     def read_ratings(self, reply: bytes) -> dict[str, float]:
-        """See `Rater.read_ratings`.
+        """Read the log-probs of the most likely next tokens in a reply; see `Rater.read_ratings`.
 
         The server may list a word both with and without spaces around it. The probabilities of
         these forms are added.

@@ -63,7 +63,7 @@ class Identity:
 class RawCompletion:
     """A completion as the server sent it, before its values are checked.
 
-    A log-prob is None if the server did not send it or sent only a processed one.
+    A log-prob is None if the server did not send it.
     """
 
     ids: TokenIds
@@ -99,13 +99,12 @@ class Dialect(ABC):
     schemes: tuple[str, ...]
     """The address schemes that select this dialect, such as "vllm" in "vllm:http://HOST:PORT"."""
     found_at: str = ""
-    """A path that returns status 200 only on servers of this dialect, so that `auto` can recognise
-    them. It is "" if all such paths also exist on other servers.
+    """A path that returns status 200 only on servers of this dialect, so that `auto` can detect it.
+    "" means that the dialect cannot be detected.
     """
     speaks: Literal["ids", "text"] = "ids"
     spare: int = 1
-    """Number of context tokens that the server keeps for itself, so that prompt and reply cannot
-    use them.
+    """Number of tokens by which a prompt and its reply must stay below the server's context length.
     """
     logprobs: LogProbs = "raw"
     """The kind of log-probs that come with sampled tokens: raw, or processed by the sampling

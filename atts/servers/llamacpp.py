@@ -71,8 +71,8 @@ class LlamaCppDialect(Forcer):
     found_at = "/props"
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect.identify`. A server has only one model, so a given name is only compared
-        with that model's file name.
+        """Identify the server; see `Dialect.identify`. A server has only one model, so a given name
+        is only compared with that model's file name.
         """
         props: _Props = await json_at(client, "/props", _Props)
         path = props.model_path or props.model_alias or "unknown"
@@ -85,7 +85,7 @@ class LlamaCppDialect(Forcer):
         )
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect.sample_call`.
+        """Return the HTTP call for a completion; see `Dialect.sample_call`.
 
         All sampling fields and their order are set, because by default llama.cpp uses other values,
         and filters tokens before it applies the temperature.
@@ -102,7 +102,9 @@ class LlamaCppDialect(Forcer):
         return Call("/completion", body | _REPLY_FIELDS)
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """See `Dialect.read_sample`. Once a log-prob is missing, all later ones are None too."""
+        """Read the completion in a reply; see `Dialect.read_sample`. Once a log-prob is missing,
+        all later ones are None too.
+        """
         completion: _Completion = decode(reply, _Completion)
         if completion.truncated:
             raise ValueError("the server cut the prompt")
@@ -112,14 +114,14 @@ class LlamaCppDialect(Forcer):
         return RawCompletion(completion.tokens, logprobs, finish, cached or 0)
 
     def force_call(self, ids: TokenIds, token: int) -> Call:
-        """See `Forcer.force_call`. The server writes one token, and a large logit bias forces this
-        token.
+        """Return the HTTP call that forces a token; see `Forcer.force_call`. The server writes one
+        token, and a large logit bias forces this token.
         """
         body = {"prompt": ids, "n_predict": 1, "temperature": 1.0, "samplers": ["temperature"]}
         return Call("/completion", body | {"logit_bias": [[token, _FORCE]]} | _REPLY_FIELDS)
 
     def read_forced(self, reply: bytes, token: int) -> float:
-        """See `Forcer.read_forced`."""
+        """Read a forced token's log-prob in a reply; see `Forcer.read_forced`."""
         completion: _Completion = decode(reply, _Completion)
         (row,) = completion.completion_probabilities
         if row.id != token or completion.tokens != (token,):
@@ -127,13 +129,15 @@ class LlamaCppDialect(Forcer):
         return row.logprob
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """See `Dialect.tokenize`."""
+        """Request a text's token ids from the server; see `Dialect.tokenize`."""
         return await tokens_of(
             client, {"content": text, "add_special": False, "parse_special": False}
         )
 
     async def running(self, client: Client) -> int | None:
-        """See `Dialect.running`. The server must have been started with --metrics."""
+        """Return how many requests the server is processing; see `Dialect.running`. The server must
+        have been started with --metrics.
+        """
         return await in_queue(client, "llamacpp:requests_processing")
 
 

@@ -71,7 +71,9 @@ class OllamaDialect(TextDialect):
         self._context = 0
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect.identify`. The model name "llama3" means "llama3:latest"."""
+        """Identify the server; see `Dialect.identify`. The model name "llama3" means
+        "llama3:latest".
+        """
         version: str = (await json_at(client, "/api/version", Version)).version
         tags: _Tags = await json_at(client, "/api/tags", _Tags)
         rows = [ModelRow(row.model, row.name) for row in tags.models]
@@ -90,8 +92,8 @@ class OllamaDialect(TextDialect):
         return Identity(f"ollama {short_version(version)}", version, self._model, self._context)
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect.sample_call`. Every sampling field is set, because Ollama's defaults differ
-        from those of atts.
+        """Return the HTTP call for a completion; see `Dialect.sample_call`. Every sampling field is
+        set, because Ollama's defaults differ from those of atts.
         """
         options = {
             "num_predict": request.max_tokens,
@@ -112,7 +114,7 @@ class OllamaDialect(TextDialect):
         return Call("/api/chat", body)
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """See `Dialect.read_sample`.
+        """Read the completion in a reply; see `Dialect.read_sample`.
 
         :raises ValueError: the prompt fills the whole context, so the server has cut the prompt's
             beginning.

@@ -234,9 +234,9 @@ class ServerProbe:
     async def _see_text(self, findings: list[Finding]) -> RawCompletion | None:
         """Test that the model writes text, and return the text.
 
-        The result is None if the text has no visible part after a few tokens, because the model
-        reasons first and the server hides it. The model then gets more tokens. Temperature 1 is
-        used if the model refuses others.
+        If the model reasons first and the server hides the reasoning, a few tokens give no text. If
+        the model rejects temperature 0, temperature 1 is used. In both cases the model gets more
+        tokens, and the result is None.
         """
         sampling = _GREEDY
         try:

@@ -71,7 +71,7 @@ class SglangDialect(Scorer):
         self._speculates = ""
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect.identify`."""
+        """Identify the server; see `Dialect.identify`."""
         info: _ServerInfo = await json_at(client, "/server_info", _ServerInfo)
         row = await served_model(client, model)
         if info.speculative_algorithm:
@@ -84,7 +84,7 @@ class SglangDialect(Scorer):
         return Identity(name, info.version, row.id, context, tokenizer, frozenset({"abort"}))
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect.sample_call`."""
+        """Return the HTTP call for a completion; see `Dialect.sample_call`."""
         sampling: dict[str, Any] = {
             "max_new_tokens": request.max_tokens,
             **sampling_fields(request.sampling, no_top_k=-1),
@@ -104,7 +104,7 @@ class SglangDialect(Scorer):
         return Call("/generate", body | self._priority(request))
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """See `Dialect.read_sample`."""
+        """Read the completion in a reply; see `Dialect.read_sample`."""
         generated: _Generated = decode(reply, _Generated)
         meta = generated.meta_info
         rows = meta.output_token_logprobs or ()
@@ -117,7 +117,7 @@ class SglangDialect(Scorer):
         return RawCompletion(generated.output_ids, logprobs, finish, meta.cached_tokens or 0)
 
     def score_call(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
-        """See `Scorer.score_call`.
+        """Return the HTTP call for scores; see `Scorer.score_call`.
 
         The request asks for log-probs only from the prefix's last token on, so that SGLang can take
         all earlier tokens from its cache.
@@ -132,7 +132,7 @@ class SglangDialect(Scorer):
         return Call("/generate", body | self._priority(request))
 
     def read_scores(self, reply: bytes, request: ScoreRequest) -> Scores | None:
-        """See `Scorer.read_scores`."""
+        """Read the scores in a reply; see `Scorer.read_scores`."""
         generated: _Generated = decode(reply, _Generated)
         meta = generated.meta_info
         rows = meta.input_token_logprobs or ()
@@ -147,7 +147,7 @@ class SglangDialect(Scorer):
         return Scores(tuple(values), meta.cached_tokens or 0)
 
     def abort(self, rid: str) -> Call | None:
-        """See `Dialect.abort`.
+        """Return the HTTP call that aborts a request; see `Dialect.abort`.
 
         SGLang aborts every request whose id begins with `rid`. All ids must therefore have the same
         length.
@@ -158,13 +158,15 @@ class SglangDialect(Scorer):
         return Call("/abort_request", {"rid": rid, "abort_all": False})
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """See `Dialect.tokenize`."""
+        """Request a text's token ids from the server; see `Dialect.tokenize`."""
         return await tokens_of(client, {"prompt": text, "add_special_tokens": False})
 
     async def running(self, client: Client) -> int | None:
-        """See `Dialect.running`. The server must have been started with --enable-metrics."""
+        """Return how many requests the server is processing; see `Dialect.running`. The server must
+        have been started with --enable-metrics.
+        """
         return await in_queue(client, "sglang:num_running_reqs", "sglang:num_queue_reqs")
 
     async def speculation(self, client: Client) -> str | None:
-        """See `Dialect.speculation`."""
+        """Describe the server's speculative decoding; see `Dialect.speculation`."""
         return self._speculates

@@ -98,7 +98,7 @@ class VllmDialect(TopScorer):
         self._has_thinking_budget = ""
 
     async def identify(self, client: Client, model: str) -> Identity:
-        """See `Dialect.identify`."""
+        """Identify the server; see `Dialect.identify`."""
         version: str = (await json_at(client, "/version", Version)).version
         row = await served_model(client, model)
         self._model = row.id
@@ -124,8 +124,8 @@ class VllmDialect(TopScorer):
         )
 
     def sample_call(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect.sample_call`. Every sampling field is set, because vLLM takes its defaults
-        from the model.
+        """Return the HTTP call for a completion; see `Dialect.sample_call`. Every sampling field is
+        set, because vLLM takes its defaults from the model.
         """
         body: dict[str, Any] = {
             "model": self._model,
@@ -147,7 +147,7 @@ class VllmDialect(TopScorer):
         return Call("/v1/completions", body | self._priority(request), self._named(rid))
 
     def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """See `Dialect.read_sample`."""
+        """Read the completion in a reply; see `Dialect.read_sample`."""
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
         if choice.token_ids is None:
@@ -158,7 +158,7 @@ class VllmDialect(TopScorer):
         )
 
     def score_call(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
-        """See `Scorer.score_call`."""
+        """Return the HTTP call for scores; see `Scorer.score_call`."""
         ids = request.prefix + request.suffix
         if not self._reads_cache:
             body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
@@ -167,8 +167,8 @@ class VllmDialect(TopScorer):
         return Call(GENERATE, self._cached_scoring(request, rid, cache) | self._priority(request))
 
     def read_scores(self, reply: bytes, request: ScoreRequest) -> Scores | None:
-        """See `Scorer.read_scores`. The server returns no scores if it took a part of the suffix
-        from its cache.
+        """Read the scores in a reply; see `Scorer.read_scores`. The server returns no scores if it
+        took a part of the suffix from its cache.
         """
         completion: _Completion = decode(reply, _Completion)
         if not self._reads_cache:
@@ -179,14 +179,14 @@ class VllmDialect(TopScorer):
         return Scores(_unpack(packed, len(request.suffix)), completion.cached)
 
     def top_call(self, ids: TokenIds, top: int) -> Call:
-        """See `TopScorer.top_call`. A server lists at most --max-logprobs tokens per position, by
-        default 20.
+        """Return the HTTP call that lists the most likely tokens; see `TopScorer.top_call`. A
+        server lists at most --max-logprobs tokens per position, by default 20.
         """
         body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
         return Call("/v1/completions", {"model": self._model, **body})
 
     def read_top(self, reply: bytes, ids: TokenIds) -> list[dict[int, float]]:
-        """See `TopScorer.read_top`."""
+        """Read the most likely tokens in a reply; see `TopScorer.read_top`."""
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
         rows = choice.prompt_logprobs or ()
@@ -196,26 +196,26 @@ class VllmDialect(TopScorer):
         ]
 
     def abort(self, rid: str) -> Call | None:
-        """See `Dialect.abort`. Without --enable-scale-out, a request can be aborted only by closing
-        its connection.
+        """Return the HTTP call that aborts a request; see `Dialect.abort`. Without
+        --enable-scale-out, a request can be aborted only by closing its connection.
         """
         if not self._scale_out:
             return None
         return Call(ABORT, {"request_ids": [f"cmpl-{rid}-0", f"generate-tokens-{rid}"]})
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """See `Dialect.tokenize`."""
+        """Request a text's token ids from the server; see `Dialect.tokenize`."""
         return await tokens_of(
             client, {"model": self._model, "prompt": text, "add_special_tokens": False}
         )
 
     async def running(self, client: Client) -> int | None:
-        """See `Dialect.running`."""
+        """Return how many requests the server is processing; see `Dialect.running`."""
         return await in_queue(client, "vllm:num_requests_running", "vllm:num_requests_waiting")
 
     async def speculation(self, client: Client) -> str | None:
-        """See `Dialect.speculation`. The server speculates if its metrics include counters of
-        speculative decoding.
+        """Describe the server's speculative decoding; see `Dialect.speculation`. The server
+        speculates if its metrics include counters of speculative decoding.
         """
         text = (await client.look("/metrics")).body.decode(errors="replace")
         if "vllm:" not in text:
@@ -233,7 +233,7 @@ class VllmDialect(TopScorer):
         )
 
     async def drafted(self, client: Client) -> DraftCounts | None:
-        """See `Dialect.drafted`."""
+        """Return the server's counts of draft tokens; see `Dialect.drafted`."""
         text = (await client.look("/metrics")).body.decode(errors="replace")
         rounds = metric(text, f"{_SPECULATED}_num_drafts_total")
         proposed = metric(text, f"{_SPECULATED}_num_draft_tokens_total")

@@ -47,13 +47,13 @@ async def _nothing_to_prepare(answers: Sequence[str | None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The functions that extract the answer of a reasoning text and group equal answers.
+    """Functions that extract answers from reasoning texts and group equal answers.
 
-    `extract` returns None if there is no answer yet. It must not guess, because its answer ends the
-    rollout. `extract_finished` may guess: it reads a text that the model has ended without a marked
-    answer. `unmarked` returns how many leading characters of a text cannot contain an answer,
-    however the text continues; these characters are not read again. `prepare` is awaited before
-    `group` gets a new answer, so that `group` need not wait.
+    `extract` returns None if the text has no answer yet. It must not guess, because a rollout ends
+    at its first answer. `extract_finished` may guess: it reads a text that the model has ended
+    without a marked answer. `unmarked` returns how many leading characters can be skipped, because
+    they contain no answer however the text continues. `prepare` is awaited before `group` gets a
+    new answer, so that `group` need not wait.
     """
 
     extract: Callable[[str], str | None]
@@ -70,7 +70,7 @@ class Answers:
 
 
 class RolloutListener(Protocol):
-    """A listener whose methods are called while rollouts grow; the methods must not block."""
+    """A listener that is called as rollouts grow; its methods must not block."""
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
         """Handle a chunk that a model wrote to continue `rollout`; the chunk may still be
@@ -79,7 +79,7 @@ class RolloutListener(Protocol):
         ...
 
     def turned(self, rollout: Rollout, turn: Turn) -> None:
-        """Handle a turn that was added to the rollout; the turn will not change."""
+        """Handle a turn that was added to the rollout and is now final."""
         ...
 
 
@@ -98,8 +98,8 @@ class RunLength:
 
     @property
     def share(self) -> float | None:
-        """Return the expected share of the run's decisions that are not taken yet, 0 to 1. The next
-        decision is included. Return None if the share is not known.
+        """Return the expected fraction of the run's decisions that are still to be taken, including
+        the next one. Return None if it is unknown.
         """
         return None
 
@@ -110,8 +110,8 @@ class Planner(Protocol):
     """
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the plan after a vote. `share` is the share of votes for the leading answer, and
-        `answers` is the number of different answers.
+        """Return how to combine a problem's answers after its vote. `share` is the leading answer's
+        share of the votes, and `answers` is the number of different answers.
         """
         ...
 
@@ -120,35 +120,37 @@ class SplitPlanner:
     """A planner that learns nothing. It treats every vote that is not unanimous as split."""
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the plan; "auto" means that the target selects an answer."""
+        """Return a plan to combine the answers, unless `kind` is "vote" or all answers agree. For
+        "auto" the target selects an answer.
+        """
         if kind == "vote" or answers < 2:
             return CombinePlan("vote", why="the rollouts agree")
         return CombinePlan("select" if kind == "auto" else kind)
 
 
 class RolloutEngine(Engine, Protocol):
-    """An engine for one rollout. It adds limits, timeouts, checks and retries, and can return
-    results that an earlier session recorded.
+    """An engine as one rollout uses it, with limits, timeouts, checks and retries. It can also
+    return results that an earlier session recorded.
     """
 
     # True if an earlier session of the run recorded calls for this problem
     has_recorded_calls: bool
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
-        """Return the result that an earlier session recorded for a call. The record stays available
-        for the call itself.
+        """Return the scores that an earlier session recorded for the same call, or None. The record
+        stays available for the call itself.
         """
         ...
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return the number of tokens that an earlier session requested at this point, or
-        `request.max_tokens` if that is less. Return 0 if no earlier session made this request.
+        """Return the token limit of the request that an earlier session made at this point, but at
+        most `request.max_tokens`. Return 0 if there was no such request.
         """
         ...
 
 
 EngineBinder = Callable[[Engine, Role, Caller, float], RolloutEngine]
-"""A function that makes the engine for one rollout. Its arguments are the engine, its role, the
+"""A function that wraps an engine for one rollout. Its arguments are the engine, its role, the
 caller in the task graph, and the time limit of a call in seconds.
 """
 
@@ -209,8 +211,8 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class KnownScore:
-    """The target's score of a chunk. A sibling can reuse the score for an equal chunk after an
-    equal text.
+    """The target's score of a chunk. A sibling rollout reuses the score if it has the same chunk
+    after the same text.
     """
 
     score: float
@@ -218,10 +220,10 @@ class KnownScore:
 
 
 class Siblings:
-    """The rollouts of one problem, keyed by sample number; each builder updates the entry of its
-    rollout.
+    """The rollouts of one problem, keyed by sample number, and a tree of their texts.
 
-    The texts of all rollouts form a tree: rollouts that begin with the same chunks share a path.
+    Each builder updates the entry of its own rollout. Rollouts that begin with the same chunks
+    share a path in the tree.
     """
 
     def __init__(self, group: Grouper) -> None:
@@ -236,8 +238,8 @@ class Siblings:
         self.pending_scores: dict[int, Arrival] = {}
 
     def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
-        """Return how many siblings have answered, the share of the leading answer among them, and
-        whether `answer` equals the leading answer.
+        """Compare `answer` with the answers of the rollouts other than `but`. Return how many of
+        them have answered, the share of their leading answer, and whether `answer` equals it.
         """
         others: list[str] = []
         for sample in sorted(self.rollouts):
@@ -254,8 +256,8 @@ class Siblings:
         return len(others), share, answer is not None and labels[-1] == lead
 
     def position(self, chunks: Iterable[Chunk], start: int = 0) -> int:
-        """Return the tree node that these chunks lead to from the node `start`. Node 0 is the
-        prompt.
+        """Return the tree node that is reached by following these chunks from the node `start`.
+        Node 0 is the prompt.
         """
         for chunk in chunks:
             start = self._positions.setdefault((start, chunk.target_ids), len(self._positions) + 1)
@@ -263,14 +265,14 @@ class Siblings:
 
 
 def rollout_name(problem: str, sample: int) -> str:
-    """Return the name of a rollout for its requests. Engines find the cached prefix of a rollout by
-    this name.
+    """Return the name that all requests of a rollout carry; engines use it to find the rollout's
+    cached prefix.
     """
     return f"{problem}/{sample}"
 
 
 class RolloutBuilder:
-    """A rollout under construction. Every turn makes a new immutable `Rollout`."""
+    """A rollout under construction. Every turn replaces its immutable `Rollout` with a longer one."""
 
     def __init__(
         self,
@@ -349,7 +351,9 @@ class RolloutBuilder:
         self._last_search: tuple[str, str | None] = ("", None)
 
     async def propose(self) -> Proposal:
-        """Let the drafter write the next chunk, unless the chunk was written ahead."""
+        """Return the drafter's next chunk. The drafter writes it now, unless `propose_ahead` has
+        already written it.
+        """
         chunk = self._ahead
         self._ahead = None
         if chunk is None:
@@ -358,8 +362,8 @@ class RolloutBuilder:
         return Proposal(chunk, position, self._find_answer(self.text + chunk.text, chunk))
 
     async def propose_ahead(self, chunk: Chunk) -> None:
-        """Write the next chunk while `chunk` is not judged yet. The text is the same as if it were
-        written later.
+        """Let the drafter write the next chunk while `chunk` is still being judged. The text is the
+        same as if it were written later.
 
         A failure is ignored, because the chunk can be written later. If `chunk` is escalated, the
         caller must call `drop_ahead`.
@@ -373,17 +377,17 @@ class RolloutBuilder:
             self._ahead = None
 
     def hand_over(self) -> None:
-        """Let the target write all following chunks of this rollout.
+        """Let the target alone write the remaining chunks of this rollout.
 
-        No gate judges these chunks, so the target writes long chunks.
+        No gate judges these chunks, so they can be long.
         """
         self.policy = replace(self.policy, drafter="target")
         self._bounds = self._bounds._replace(stop=())
         self._chunk_tokens["target"] = max(self._chunk_tokens["target"], _LONG_PIECE)
 
     def start_again(self) -> None:
-        """Discard the text so far, and let the target write the rollout from the prompt, without a
-        judge.
+        """Discard the text so far, and let the target alone write the rollout again from the
+        prompt.
 
         The earlier turns stay in the rollout as a record of decisions, but their chunks are no
         longer part of its text.
@@ -405,8 +409,8 @@ class RolloutBuilder:
         self._last_search = ("", None)
 
     def drop_ahead(self) -> None:
-        """Discard the chunk that was written ahead, because it does not continue the rollout's
-        text.
+        """Discard the chunk that was written ahead, if there is one, and count its tokens as
+        wasted.
         """
         if self._ahead is not None:
             self.usage += Usage(wasted_tokens=self._ahead.tokens)
@@ -416,7 +420,7 @@ class RolloutBuilder:
     async def write(
         self, role: Role, pending: Sequence[Chunk] = (), turn: int | None = None
     ) -> Chunk:
-        """Write one chunk after the rollout and the `pending` chunks, from their exact token ids.
+        """Let a model write the chunk that follows the rollout and the `pending` chunks.
 
         :raises ContextOverflow: if the context has no room for one more token.
         :raises EngineError: if the engine failed for good.
@@ -430,9 +434,9 @@ class RolloutBuilder:
     async def replace(self, proposal: Proposal) -> Chunk:
         """Let the target write a chunk that replaces the proposed chunk.
 
-        If the target drew the beginning of the replacement during scoring, only the remaining
-        tokens are requested. The proposed chunk is also a hint, which may make a speculating target
-        faster without changing its text.
+        If the target already sampled the first tokens of the replacement while scoring, only the
+        other tokens are requested. The proposed chunk is sent as a hint: a target with speculation
+        may write faster, but its text does not change.
         """
         request = replace(self.request("target"), hint=proposal.chunk.target_ids)
         beginning = proposal.beginning
@@ -451,7 +455,7 @@ class RolloutBuilder:
         return self.written("target", continued(beginning, rest, self.target))
 
     def written(self, role: Role, completion: Completion) -> Chunk:
-        """Return a completion as a chunk, and report the chunk to the listener."""
+        """Convert a completion to a chunk, and report the chunk to the listener."""
         chunk = chunk_of(completion, role, self.draft, self.target)
         self.context.listener.written(self.rollout, chunk)
         return chunk
@@ -459,7 +463,7 @@ class RolloutBuilder:
     def request(
         self, role: Role, pending: Sequence[Chunk] = (), turn: int | None = None
     ) -> SampleRequest:
-        """Return the request for the next chunk to a model.
+        """Return the request that lets a model write the next chunk.
 
         :raises ContextOverflow: if the context has no room for one more token.
         """
@@ -495,7 +499,7 @@ class RolloutBuilder:
         note: str = "",
         saved: int = 0,
     ) -> None:
-        """End the turn with these chunks, and end the rollout if it is complete.
+        """Add a turn with these chunks to the rollout, and end the rollout if it is complete.
 
         `saved` is the number of tokens of the discarded chunk that stay in the rollout.
         """
@@ -554,7 +558,7 @@ class RolloutBuilder:
         self.context.listener.turned(rollout, turn)
 
     def _ending(self, last: Turn) -> tuple[Finish | None, str | None, str]:
-        """Return why the rollout ends (None if it continues), its answer, and a remark."""
+        """Return the reason why the rollout ends (None if it continues), its answer, and a remark."""
         answer = self._find_answer(self.text, last.chunks[-1] if last.chunks else None)
         if answer is not None:
             return "answer", answer, ""
@@ -580,8 +584,8 @@ class RolloutBuilder:
         return None, None, ""
 
     def _find_answer(self, text: str, last: Chunk | None) -> str | None:
-        """Return the answer in a text that ends with the chunk `last`. An answer box that is not
-        closed is ignored.
+        """Return the answer in a text whose last chunk is `last`, or None. If the token limit cut
+        this chunk, an answer that another digit would change is ignored.
         """
         unread = text[self._searched_to :]
         # The same text is searched when a chunk is proposed, and again when it is accepted. The
@@ -598,7 +602,9 @@ class RolloutBuilder:
         return self._last_search[1]
 
     def _repeats(self) -> bool:
-        """Return True if the last chunks are all equal. Empty chunks are ignored."""
+        """Return whether the last `policy.repeats` chunks have the same text. Empty chunks are
+        ignored.
+        """
         last: list[str] = []
         for chunk in reversed(self.rollout.chunks):
             if chunk.text.strip():
@@ -632,7 +638,7 @@ class RolloutBuilder:
         """Insert the text that ends the thinking, because the thinking budget is used up.
 
         If the model did not open a think block, the mark that closes a block is left out. If there
-        is no room for the text and one more token, the rollout continues to its limit.
+        is no room for the text and one more token, nothing is inserted.
         """
         self._is_thinking = False
         # The inserted wait text would make the model think longer, so do not insert it any more.
@@ -650,8 +656,8 @@ class RolloutBuilder:
         self._grow(Turn(self.turn, (words,), note=note, is_forced=True))
 
     def _close(self, finish: Finish, answer: str | None, why: str) -> None:
-        """End the rollout; if the model ended the text without a marked answer, search the text for
-        a stated answer.
+        """End the rollout. If the model ended the text without a marked answer, search the text for
+        an unmarked one.
         """
         # Search only a text that the model ended. If a limit cut the text, "The total is 1" may
         # continue as "12".
@@ -667,7 +673,7 @@ class RolloutBuilder:
         self.siblings.rollouts[self.rollout.sample] = self.rollout
 
     def waste_unfinished(self) -> None:
-        """Count the tokens of the turn that was not completed as wasted."""
+        """Count as wasted the tokens of a turn that was not completed."""
         if self._unassigned:
             self.usage += Usage(wasted_tokens=self._unassigned)
         self._ahead = None
@@ -675,8 +681,8 @@ class RolloutBuilder:
         self.rollout = replace(self.rollout, usage=self.usage)
 
     def ids(self, role: Role, pending: Sequence[Chunk] = ()) -> TokenIds:
-        """Return the token ids of the rollout and of the `pending` chunks, in the tokenizer of the
-        draft or of the target.
+        """Return the token ids of the rollout and of the `pending` chunks, in the tokenizer of this
+        role's model.
         """
         ids = self._ids[role]
         for chunk in pending:
@@ -684,8 +690,8 @@ class RolloutBuilder:
         return ids
 
     def room_left(self, pending: Sequence[Chunk] = ()) -> int:
-        """Return the number of tokens that this rollout may still get after the `pending` chunks.
-        The rollout's limit and the contexts of both models restrict this number.
+        """Return how many tokens may still follow the `pending` chunks, given the rollout's limit
+        and the contexts of both models.
         """
         draft = len(self._ids["draft"])
         target = len(self._ids["target"])
@@ -703,9 +709,8 @@ class RolloutBuilder:
     def thinking_left(self, pending: Sequence[Chunk] = ()) -> int:
         """Return how many tokens of the thinking budget are left after the `pending` chunks.
 
-        Tokens are counted with the target's tokenizer.
-
-        The budget applies only while the rollout is thinking.
+        Tokens are counted with the target's tokenizer. The budget applies only while the rollout is
+        thinking.
         """
         assert self.policy.thinking_tokens is not None, "the policy must have a thinking budget"
         written = len(self._ids["target"]) - len(self.rollout.prompt.target_ids)
@@ -725,7 +730,7 @@ class RolloutBuilder:
         return self.draft if role == "draft" else self.target
 
     def spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
-        """Add the tokens of a completion to the cost of the current turn."""
+        """Add the tokens and the call of a completion to the rollout's usage."""
         new = len(completion.ids)
         read = max(0, len(request.ids) - completion.cached_tokens)
         self._unassigned += new
@@ -747,7 +752,7 @@ def _tokens_kept(rollout: Rollout) -> int:
 
 
 def render(problem: Problem, policy: Policy, draft: Engine, target: Engine) -> Prompt:
-    """Render the problem with the chat template of each model.
+    """Render the problem with the chat template of each model, as token ids.
 
     Models that share a tokenizer may still have different templates, so both are always rendered.
     The text of a multiple-choice problem already contains its lettered choices.
@@ -788,7 +793,7 @@ def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
 
 
 def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine) -> Chunk:
-    """Return the completion without its end token as a chunk, with the token ids of both models.
+    """Convert a completion to a chunk with the token ids of both models. The end token is left out.
 
     If the tokenizers differ, an incomplete character at the end cannot be converted, so its tokens
     are dropped.
@@ -808,7 +813,7 @@ def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine
 
 
 def after(request: SampleRequest, beginning: Beginning) -> SampleRequest:
-    """Return the request for the rest of a completion whose beginning is known."""
+    """Return the request for the remaining tokens of a completion that starts with `beginning`."""
     count = len(beginning.ids)
     return replace(
         request,
@@ -819,7 +824,9 @@ def after(request: SampleRequest, beginning: Beginning) -> SampleRequest:
 
 
 def continued(beginning: Beginning, rest: Completion | None, engine: Engine) -> Completion:
-    """Join the beginning of a completion and its rest, if there is a rest."""
+    """Join `beginning` and `rest`, the first and the remaining tokens of a reply, into one
+    completion.
+    """
     ids = beginning.ids
     logprobs = beginning.logprobs
     ended = beginning.ended
@@ -847,9 +854,10 @@ def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:
 
 
 def first_tokens(chunk: Chunk, tokens: int, engine: Engine) -> Chunk | None:
-    """Return the first `count` tokens of a chunk as a new chunk; None if no tokens remain.
+    """Return the first `tokens` tokens of a chunk as a new chunk, without log-probabilities.
 
-    The new chunk has fewer tokens if a character would be cut. It has no log-probabilities.
+    Tokens at the end that form only part of a character are dropped. Return None if no token
+    remains, or if the decoded text differs from the chunk's text.
     """
     ids, text = _whole_characters(chunk.target_ids[:tokens], engine)
     if not ids or not chunk.text.startswith(text):

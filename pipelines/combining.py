@@ -38,26 +38,27 @@ if TYPE_CHECKING:
     from atts.journal import FinishedProblem
 
 COVERED = 0.9
-"""In some problems the vote is wrong, but another finalist is correct. Of these problems, at least
-this share (0 to 1) must count as split.
+"""The minimum share (0 to 1) of winnable problems that must count as split. A problem is winnable
+if its vote is wrong, but another of the most frequent answers is correct.
 """
 PROVEN = 10.0
-"""If the odds that the selector helps are at least this high, `auto` lets the selector overrule
+"""Lower bound on the odds that the selector helps, from which on `auto` lets the selector overrule
 votes.
 """
 REFUTED = 0.2
-"""If the odds that the selector helps are at most this high, `auto` stops asking the selector."""
+"""Upper bound on the odds that the selector helps, up to which `auto` no longer asks the selector.
+"""
 # The solutions are cut at most this many times, until the question fits into the context.
 _TRIALS = 3
 _END_OF_THOUGHT = "</think>"
 
 
 def odds(better: int, worse: int) -> float:
-    """Return the odds that an improvement is more likely than a deterioration, compared with a fair
-    coin. `better` and `worse` are the numbers of improved and deteriorated cases.
+    """Return the odds that improvements are more likely than deteriorations, against the hypothesis
+    of a fair coin. `better` and `worse` are the numbers of improved and deteriorated cases.
 
-    The probability of an improvement has a uniform prior on (1/2, 1). For a fair coin the odds ever
-    exceed 10 during a run with probability at most 1/10, because they are a martingale (Ville's
+    The probability of an improvement has a uniform prior on (1/2, 1). With a fair coin, the odds
+    exceed 10 at any time of a run with probability at most 1/10: they are a martingale (Ville's
     inequality).
 
     >>> odds(0, 0), odds(5, 0), round(odds(1, 4), 2)
@@ -71,8 +72,8 @@ def odds(better: int, worse: int) -> float:
 class Combiner:
     """A planner that learns from a run's split votes and from the results of its selector.
 
-    The planner learns from finished problems and decides on later problems, so the reference of a
-    problem never affects its own answer.
+    The planner learns from finished problems and decides on later problems, so a problem's
+    reference never affects the answer to the same problem.
     """
 
     def __init__(self) -> None:
@@ -113,15 +114,16 @@ class Combiner:
 
     @property
     def below(self) -> float:
-        """Return the threshold: a vote counts as split if its leading answer has at most this
-        share.
+        """Return the threshold: a vote counts as split if its leading answer has at most this share
+        of the votes.
 
-        The threshold is learned from problems whose vote was wrong although another finalist (one
-        of the most frequent answers) was correct. It is a conformal quantile of the leaders'
-        shares: the next such problem counts as split with probability 0.9. With fewer than nine
-        such problems, votes of half the rollouts are used, if the vote of all rollouts had another
-        winner. With fewer than nine of these votes too, every vote that is not unanimous counts as
-        split.
+        The threshold is learned from problems whose vote was wrong although another of the most
+        frequent answers was correct. It is a conformal quantile of their leading answers' shares:
+        the next such problem counts as split with probability 0.9.
+
+        Until there are nine such problems, the threshold is learned from votes of half a problem's
+        rollouts. Only half votes that differ from the full vote are used. Until there are nine of
+        them, every vote that is not unanimous counts as split.
         """
         for shares in (self._winnable, self._overruled):
             rank = math.ceil((len(shares) + 1) * COVERED)
@@ -134,8 +136,8 @@ class Combiner:
         """Return the odds that the selector helps.
 
         If problems are graded, the odds come from the problems in which only the selector's choice
-        or only the vote is correct. If not, the odds come from how often a verdict of the selector
-        is the same in the reverse order.
+        or only the vote is correct. If not, they come from how often the selector repeats its
+        verdict when the answers are presented in reverse order.
         """
         if self._is_graded:
             return odds(self.better, self.worse)
@@ -156,8 +158,8 @@ class Combiner:
         )
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the plan for a problem after its vote, from the share of the leading answer and
-        the number of different answers.
+        """Return how to combine a problem's answers, from the leading answer's share of the votes
+        and the number of different answers.
         """
         below = self.below
         if kind == "vote" or answers < 2:
@@ -176,9 +178,10 @@ class Combiner:
 async def combined(
     outcome: Outcome, count: Tally, policy: Policy, context: Context, scope: ProblemScope
 ) -> Outcome:
-    """Return the outcome with the answer that the target selects or synthesizes.
+    """Combine the answers of a problem's rollouts as the planner decides, and return the outcome
+    with the result.
 
-    If the target cannot answer, the vote remains the answer.
+    If the target is not asked, or gives no usable reply, the winner of the vote stays the answer.
     """
     if count.winner is None:
         return outcome
@@ -216,8 +219,8 @@ async def combined(
 def _halves(
     rollouts: Sequence[Rollout], winner: str, policy: Policy, group: Grouper
 ) -> tuple[tuple[float, bool], ...]:
-    """Let the even and the odd rollouts vote separately. For each vote, return the leader's share,
-    and whether the leader also wins the vote of all rollouts.
+    """Let the even and the odd rollouts vote separately. For each vote, return the leading answer's
+    share, and whether this answer also wins the vote of all rollouts.
     """
     halves: list[tuple[float, bool]] = []
     for parity in (0, 1):
@@ -235,8 +238,8 @@ class RecordedRollouts:
     """A pipeline that repeats the vote and the combination on the recorded rollouts of an earlier
     run.
 
-    Iterating over the pipeline yields the problems of the earlier run. Only outcomes of open
-    problems are in memory.
+    Iterating over the pipeline yields the problems of the earlier run. Outcomes are kept in memory
+    only until their problem is finished.
     """
 
     def __init__(self, outcomes: Callable[[], Iterable[Outcome]], count: int) -> None:
@@ -260,15 +263,15 @@ class RecordedRollouts:
             yield outcome.problem
 
     def forget(self, problem: str) -> None:
-        """Drop the outcome of a finished problem; if the outcome is read later, do not store it."""
+        """Drop the outcome of a finished problem, and do not store the outcome if it is read again."""
         self._over.add(problem)
         self._open.pop(problem, None)
 
     async def __call__(
         self, problem: Problem, policy: Policy, context: Context, scope: ProblemScope, /
     ) -> Outcome:
-        """Return the recorded outcome with the answer that this policy gives to the recorded
-        rollouts.
+        """Vote and combine on the problem's recorded rollouts under this policy, and return the new
+        outcome.
         """
         outcome = self._open.pop(problem.id)
         rollouts = outcome.rollouts
@@ -282,8 +285,8 @@ class RecordedRollouts:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The answer that the target chose (None if it chose none), and how often its verdicts agreed
-    in both presentation orders.
+    """The answer that the target chose (None if it chose none), and the number of pairs that it
+    judged alike in both presentation orders.
     """
 
     chosen: str | None
@@ -292,8 +295,8 @@ class _Verdict:
 
 
 class _Question:
-    """The questions to the target about one problem: which of the finalists (the most frequent
-    answers) is correct.
+    """The questions that let the target select or synthesize one problem's answer from the
+    finalists, which are the most frequent answers.
     """
 
     def __init__(
@@ -324,8 +327,8 @@ class _Question:
         """Compare every pair of finalists in both presentation orders. Each verdict gives one point
         to the answer that the target calls correct.
 
-        The finalist with the most points wins, and the vote breaks ties. So another finalist must
-        win against the leader in both orders.
+        The finalist with the most points wins; in a tie, the one with more votes. With two
+        finalists, the less frequent one must therefore win in both orders.
         """
         pairs = list(combinations(range(len(self.answers)), 2))
         orders = [order for first, second in pairs for order in ((first, second), (second, first))]
@@ -423,7 +426,9 @@ class _Question:
     def _rendered(
         self, target: RolloutEngine, prompt: str, order: Sequence[int], room: int
     ) -> tuple[int, ...]:
-        """Return the token ids of the question; long solutions are cut at their beginnings."""
+        """Return the token ids of the question. Long solutions lose their beginnings, so that the
+        question fits into `room` tokens.
+        """
         texts = [self._texts[index] for index in order]
         # Leave out the think block, because the text after it contains the whole solution.
         texts = [text.rpartition(_END_OF_THOUGHT)[2].strip() or text.strip() for text in texts]
@@ -439,7 +444,9 @@ class _Question:
 
 
 def question_text(prompt: str, problem: Problem, solutions: Sequence[str]) -> str:
-    """Return the prompt with its fields replaced by the problem and the numbered solutions."""
+    """Return the prompt with `{problem}` and `{solutions}` filled in. The solutions are numbered
+    from 1.
+    """
     numbered = "\n\n".join(
         f"Solution {number}:\n{text}" for number, text in enumerate(solutions, start=1)
     )
@@ -475,7 +482,9 @@ def named_solution(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class CombinedVerdicts:
-    """The verdicts on the vote, on the target's choice and on the rollouts of a graded problem."""
+    """The correctness of the vote, of the target's choice and of any rollout, for one graded
+    problem.
+    """
 
     is_vote_correct: bool
     is_choice_correct: bool
@@ -483,7 +492,7 @@ class CombinedVerdicts:
 
     @classmethod
     def of(cls, line: FinishedProblem) -> CombinedVerdicts | None:
-        """Return the verdicts on a finished problem; None if a verdict is missing."""
+        """Return the correctness for a finished problem; None if a verdict is missing."""
         known = line.combination
         if known is None or line.verdict is None:
             return None
@@ -498,8 +507,8 @@ class CombinedVerdicts:
 
     @property
     def gain(self) -> int:
-        """Return 1 if only the choice is correct, -1 if only the vote is correct, and 0 if they
-        agree.
+        """Return 1 if only the target's choice is correct, -1 if only the vote is correct, and 0
+        otherwise.
         """
         return self.is_choice_correct - self.is_vote_correct
 

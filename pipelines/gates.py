@@ -13,7 +13,7 @@ from atts.core import Action, Decision, Features, Origin
 from atts.errors import CalibrationInputError, OptionError
 
 GateReads = Literal["score", "nothing"]
-"""What a gate reads to make its decision: the score of the chunk, or no number at all."""
+"""The input that a gate's decision uses: the score of the chunk, or no number at all."""
 
 
 class Gate(Protocol):
@@ -49,8 +49,8 @@ class Gate(Protocol):
 
 @runtime_checkable
 class RoundGate(Protocol):
-    """A synchronous gate, which ranks the chunks of all siblings in a round. It can decide only
-    when all these chunks are written.
+    """A gate that ranks the chunks that all rollouts of a problem wrote in one round. It can decide
+    only after every rollout has written its chunk.
     """
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
@@ -63,12 +63,12 @@ class Forgetting(Protocol):
     """A gate or calibrator that stores data for each problem, and can drop this data."""
 
     def forget(self, question: str) -> None:
-        """Drop the data that is needed only for this problem, because the problem is finished."""
+        """Drop the data on this problem, because the problem is finished."""
         ...
 
 
 def let_go(kept: object, question: str) -> None:
-    """Let a gate, and every gate inside it, forget a question."""
+    """Let a gate, and every gate that it wraps, drop the data that it stores for a question."""
     # `isinstance` with the protocol would take ten times as long as `hasattr`.
     if hasattr(kept, "forget"):
         cast(Forgetting, kept).forget(question)
@@ -89,7 +89,9 @@ class CalibratorProtocol(Protocol):
         self, score: float, question: str = "", turn: int = 0, sample: int | None = None, issue: int | None = None,
         left: float | None = None, length: float | None = None,
     ) -> Decision:  # fmt: skip
-        """Return a decision that depends only on stored scores and observed decisions."""
+        """Return the decision on a score. It depends only on stored scores and on decisions
+        observed before.
+        """
         ...
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
@@ -100,8 +102,8 @@ class CalibratorProtocol(Protocol):
 class ConformalGate:
     """A gate that decides by the rank of a chunk's score among stored scores.
 
-    The calibrator gets the scores in the order of requests, because short chunks arrive first.
-    `preview` numbers the requests.
+    Scores of short chunks arrive first. To avoid a bias, `preview` numbers the requests, and the
+    calibrator gets the scores in this order.
     """
 
     reads: ClassVar[GateReads] = "score"
@@ -111,14 +113,14 @@ class ConformalGate:
         self._issued = 0
 
     def continue_with(self, calibrator: CalibratorProtocol, issued: int) -> None:
-        """Continue with the calibrator of an earlier session, in which `issued` scores were
-        requested.
-        """
+        """Continue with the calibrator of an earlier session, which had requested `issued` scores."""
         self.calibrator = calibrator
         self._issued = issued
 
     def preview(self, features: Features) -> Decision:
-        """Request a score for every chunk; the decision contains the number of the request."""
+        """Request a score for every chunk; the returned decision contains the sequence number of
+        the request.
+        """
         decision = Decision(
             "verify",
             float(self.calibrator.rate),
@@ -179,18 +181,18 @@ class FixedGate(NonLearningGate):
     action: Literal["accept", "escalate"]
 
     def preview(self, features: Features) -> Decision:
-        """Return the decision that is the same for every chunk, without a score."""
+        """Return the gate's constant decision, without requesting a score."""
         return features.decision(self.action, float(self.action == "escalate"), "fixed")
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return the same decision, with the score of the chunk."""
+        """Return the gate's constant decision, with the chunk's score."""
         return replace(self.preview(features), score=score)
 
 
 @dataclass(frozen=True, slots=True)
 class CoinGate(NonLearningGate):
-    """A gate that tosses a seeded coin per chunk: the baseline with the same rate but random
-    decisions.
+    """A gate that tosses a seeded coin per chunk: a baseline that escalates at the nominal rate,
+    but at random.
     """
 
     reads: ClassVar[GateReads] = "nothing"
@@ -198,12 +200,12 @@ class CoinGate(NonLearningGate):
     seed: int = 0
 
     def preview(self, features: Features) -> Decision:
-        """Return the decision by the coin of this chunk."""
+        """Return the decision of this chunk's coin toss, without requesting a score."""
         action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
         return features.decision(action, self.rate, "coin")
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return the same decision, with the score of the chunk."""
+        """Return the decision of this chunk's coin toss, with the chunk's score."""
         return replace(self.preview(features), score=score)
 
 
@@ -219,7 +221,7 @@ class TrialGate(NonLearningGate):
     seed: int = 0
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return the decision by the coin of this chunk, with its score."""
+        """Return the decision of this chunk's coin toss, with the chunk's score."""
         action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
         return features.decision(action, self.rate, "coin that ignores the score", score=score)
 
@@ -244,8 +246,9 @@ class ThresholdGate(NonLearningGate):
 class StaticRankGate(NonLearningGate):
     """The published rule, for comparison: escalate if c/N >= tau, at every turn.
 
-    The rank c/N is the share of stored scores of turn 0 that are below the score. The stored scores
-    are those of the chunk's question, or of all questions, in a pool with the name "".
+    The rank c/N is the share of stored scores of turn 0 that are below the chunk's score. The
+    stored scores are those of all questions (the pool with the key ""), or else those of the
+    chunk's question.
     """
 
     reads: ClassVar[GateReads] = "score"
@@ -286,8 +289,8 @@ class StaticRankGate(NonLearningGate):
         return cls({name: tuple(sorted(pool)) for name, pool in pools.items()}, 1 - rate)
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide by the published rank c/N. Equal scores are not counted as below, and the rank is
-        not smoothed.
+        """Decide by the published rank c/N, without smoothing. Scores that equal the chunk's score
+        do not count as below it.
 
         As published, a chunk of a question without stored scores is accepted.
         """
@@ -331,14 +334,14 @@ class CueGate(NonLearningGate):
         )
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return the same decision, with the score of the chunk."""
+        """Return the decision of `preview`, with the chunk's score."""
         return replace(self.preview(features), score=score)
 
 
 @dataclass(frozen=True, slots=True)
 class TopGate:
-    """The synchronous gate, which escalates the share `rate` of the chunks in a round: those with
-    the worst scores.
+    """A gate that escalates the fraction `rate` of the chunks in a round: those with the worst
+    scores.
 
     The rounding error of a round is carried over to the question's next round. All rollouts wait
     until every chunk of the round has its score.
@@ -381,7 +384,7 @@ Meanwhile = Literal["accept", "escalate"]
 
 @dataclass(frozen=True, slots=True)
 class CappedGate:
-    """A gate that limits the number of escalations, because each escalation needs a slot.
+    """A wrapper that limits the escalations of a gate: without a free slot, the chunk is accepted.
 
     `take` reserves a slot, and returns False if no slot is left. The inner gate observes the action
     that was carried out.
@@ -399,7 +402,7 @@ class CappedGate:
         return self._capped(features, self.inner.decide(features, score))
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Report the action that was carried out to the inner gate."""
+        """Report to the inner gate the action that was carried out."""
         self.inner.observe(decision, escalated)
 
     def _capped(self, features: Features, decision: Decision) -> Decision:
@@ -419,7 +422,7 @@ _SIBLINGS = 3
 
 @dataclass(frozen=True, slots=True)
 class AgreementGate:
-    """A wrapper of a gate, which accepts a chunk if its siblings already agree on an answer.
+    """A wrapper of a gate that accepts a chunk if the sibling rollouts already agree on an answer.
 
     The inner gate observes the actions that were carried out, so an inner gate that controls a rate
     escalates other chunks instead.
@@ -439,7 +442,7 @@ class AgreementGate:
         return self._spared(features, self.inner.decide(features, score))
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Report the action that was carried out to the inner gate."""
+        """Report to the inner gate the action that was carried out."""
         self.inner.observe(decision, escalated)
 
     def _spared(self, features: Features, decision: Decision) -> Decision:
@@ -456,7 +459,7 @@ class AgreementGate:
 
 @dataclass(frozen=True, slots=True)
 class WarmScore:
-    """A score of the warm-up with its question and turn; `tokens` is the number of scored tokens."""
+    """A score from the warm-up with its question and turn; `tokens` is the number of scored tokens."""
 
     score: float
     question: str
@@ -505,8 +508,8 @@ class WarmingGate:
         return sum(one.tokens for one in self._seen)
 
     def preview(self, features: Features) -> Decision:
-        """Request a score for every chunk of the warm-up; later return the preview of the built
-        gate.
+        """Request a score during the warm-up; afterwards return the preview of the gate that `make`
+        built.
         """
         if self.gate is not None:
             return self.gate.preview(features)
@@ -515,7 +518,8 @@ class WarmingGate:
         )
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Store the score during the warm-up; later return the decision of the built gate.
+        """Store the score during the warm-up; afterwards return the decision of the gate that
+        `make` built.
 
         :raises CalibrationInputError: if `score` is not a valid score.
         """
@@ -531,12 +535,14 @@ class WarmingGate:
         return decision
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Report a decision to the built gate, unless the decision was taken in the warm-up."""
+        """Report a decision to the gate that `make` built, unless the decision was taken in the
+        warm-up.
+        """
         if self.gate is not None and decision.origin != "warm-up":
             self.gate.observe(decision, escalated)
 
     def forget(self, question: str) -> None:
-        """Let the built gate drop the data that it stores for the question."""
+        """Let the gate that `make` built drop the data that it stores for the question."""
         let_go(self.gate, question)
 
     def _decision(
@@ -559,9 +565,9 @@ class GuaranteedGate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CertifiedGate:
-    """The gate that a labelled calibration run has certified, without any change.
+    """A wrapper that uses a gate unchanged, as a labelled calibration run certified it.
 
-    The gate learns nothing, and the reason of every decision mentions the certificate.
+    The wrapper learns nothing, and the reason of every decision mentions the certificate.
     """
 
     inner: Gate

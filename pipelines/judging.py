@@ -54,9 +54,10 @@ class ChunkJudge:
         self._gate = gate
 
     async def judge(self, builder: RolloutBuilder, proposal: Proposal) -> tuple[Decision, Proposal]:
-        """Return the gate's decision, and report the action that was carried out to the gate.
+        """Return the gate's decision and the scored proposal, after reporting the decision to the
+        gate.
 
-        A chunk that cannot be judged is escalated.
+        A chunk without a usable score is escalated.
 
         :raises UsageError: if the gate requests a score for a chunk that already has one.
         """
@@ -93,9 +94,9 @@ class ChunkJudge:
 
 
 class RoundJudge:
-    """A judge that lets a gate rank each round of siblings.
+    """A judge that lets a gate rank the chunks of all rollouts of a problem, one round at a time.
 
-    At this barrier every rollout waits for all siblings that are still running.
+    Each round is a barrier: every rollout waits for all siblings that are still running.
     """
 
     def __init__(self, gate: RoundGate) -> None:
@@ -104,7 +105,7 @@ class RoundJudge:
         self._ranked: Mapping[int, Decision] = {}
 
     async def judge(self, builder: RolloutBuilder, proposal: Proposal) -> tuple[Decision, Proposal]:
-        """Return the gate's decision on this rollout's chunk of the round.
+        """Return the gate's decision on this rollout's chunk of the round, and the scored proposal.
 
         :raises UsageError: if the gate requests a score for a chunk that already has one.
         """
@@ -116,7 +117,9 @@ class RoundJudge:
         return self._ranking(round_)[builder.rollout.sample], proposal
 
     def _ranking(self, round_: Round) -> Mapping[int, Decision]:
-        """Return the decisions of a round; the first rollout that calls this ranks all chunks."""
+        """Return the decisions of a round, keyed by sample number. The first call in a round lets
+        the gate rank all chunks.
+        """
         # All rollouts of a round get the same `round_` object. When a new object comes, every
         # rollout has already read its decision of the previous round.
         if self._round is not round_:
@@ -174,12 +177,12 @@ def _forced(known: Features, why: str) -> Decision:
 
 
 async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with its score. If a sibling has an equal chunk after an equal text,
-    reuse its score; if not, ask the target.
+    """Return the proposal with its score, which is copied if a sibling has the same chunk after the
+    same text.
 
-    If a sibling has already requested this score, the rollout waits for the same reply. If that
-    call fails, one of the waiting rollouts asks the target itself. A rollout that asked in an
-    earlier session asks again, and gets the recorded score.
+    If a sibling has already requested this score, the rollout waits for that reply. If that call
+    fails, one of the waiting rollouts asks the target itself. A rollout that asked in an earlier
+    session asks again, and gets the recorded score.
     """
     if builder.score_source != "log-probabilities":
         return await score_by_target(builder, proposal)
@@ -224,7 +227,7 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
 def _recorded_for_sibling(
     builder: RolloutBuilder, chunk: Chunk, request: ScoreRequest
 ) -> KnownScore | None:
-    """Return the scores that an earlier session recorded for the same call by a sibling."""
+    """Return the score that an earlier session recorded for a sibling's identical call, or None."""
     for sample in range(builder.policy.samples):
         name = rollout_name(builder.rollout.problem, sample)
         draw = request.draw
@@ -312,7 +315,9 @@ def _learned_score(builder: RolloutBuilder, proposal: Proposal, logprobs: Sequen
 
 
 async def _read_again(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Let the draft read its chunk again; return the proposal with a score from the entropies."""
+    """Let the draft compute the entropies at its chunk's tokens, and return the proposal with a
+    score from these entropies.
+    """
     chunk = proposal.chunk
     request = ScoreRequest(
         builder.ids("draft"), chunk.draft_ids, builder.name, turn=builder.turn, entropies=True
@@ -430,7 +435,9 @@ async def _ask_in_text(
 
 
 async def _compare_continuation(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with a score from the text that the target writes instead of the chunk."""
+    """Score the chunk by the text that the target writes in its place, and return the scored
+    proposal.
+    """
     target = builder.target
     request = builder.request("target")
     seed = replace(request.seed, purpose="continuation")
@@ -454,12 +461,12 @@ async def _compare_continuation(builder: RolloutBuilder, proposal: Proposal) -> 
 
 
 async def _logprob(target: RolloutEngine, request: ScoreRequest) -> float:
-    """Return the log-probability of a word, which may have several tokens."""
+    """Return the log-probability of the word that this request scores; it may have several tokens."""
     return math.fsum((await target.score(request)).logprobs)
 
 
 def _excuse(error: EngineError) -> str:
-    """Return the message of an error for which the chunk is escalated without a score.
+    """Return an error's message if the run can continue by escalating the chunk without a score.
 
     :raises EngineError: if the engine is lost, or cannot score at all; then no decision is taken.
     """
@@ -472,10 +479,10 @@ def _excuse(error: EngineError) -> str:
 
 
 RATING = "\n\nI think the quality score is: "
-"""This text asks the target to rate a chunk with one digit, as in SpecReason."""
+"""Prompt that asks the target to rate a chunk with one digit, as in SpecReason."""
 
 VERDICT = "\n\nIs the last step correct? Answer {first} or {second}.\nAnswer: "
-"""This text asks the target whether a chunk is correct. It is asked with both orders of the words
+"""Prompt that asks the target whether a chunk is correct. It is asked with both orders of the words
 "Yes" and "No", because models prefer one position.
 """
 

@@ -74,8 +74,8 @@ class Budget:
     stop: tuple[str, ...] = ()
 
     def within(self, context: int) -> Budget:
-        """Return the budget for a model with this context length, of which a part is left for the
-        problem.
+        """Return the budget cut to a model's context length, with part of the context reserved for
+        the problem.
 
         >>> Budget("reasoning models", 16_000, 500).within(4096).max_tokens
         3584
@@ -103,14 +103,14 @@ PROMPT_FIELDS = ("{problem}", "{solutions}")
 
 @cache
 def own_prompt(name: PromptName) -> str:
-    """Return one of the prompts that are part of atts."""
+    """Return a prompt that is shipped with atts, by its name."""
     file = resources.files("atts.pipelines").joinpath(f"{name}_prompt.txt")
     return file.read_text(encoding="utf-8").strip()
 
 
 SMALL = Budget("embedded models", 512, 64, ("\n\n",))
-"""The budget of the embedded models and the scripted models. Their chunks are steps of a solution,
-with at most 40 tokens.
+"""The budget of the embedded and the scripted models. Their chunks are steps of a solution, and a
+step has at most 40 tokens.
 """
 THINK = "<think>"
 THINK_END = "</think>"
@@ -614,7 +614,7 @@ def needed_logprobs(
 
 
 def _reads(gate: Gate | RoundGate) -> GateReads | None:
-    """Return the numbers that the gate reads, its attribute `reads`; None if it has none."""
+    """Return the gate's attribute `reads`, which says what the gate reads; None if it has none."""
     return getattr(_innermost(gate), "reads", None)
 
 

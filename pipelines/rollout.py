@@ -60,13 +60,12 @@ from atts.pipelines.votes import (
 
 
 async def write_exactly(builder: RolloutBuilder) -> Chunk:
-    """Write the chunk that the target would write without a draft.
+    """Write the same chunk as the target alone would write, from drafted tokens if that is faster.
 
-    The draft draws with the target's stream of random numbers, so that both models draw the same
-    token if their distributions are similar. The draft's tokens are kept up to the first token that
-    differs from the target's; at this position the target's token is used, and the draft continues
-    after it. If the target without a draft is at least as fast, it writes without a draft, which
-    gives the same text.
+    The draft samples with the target's stream of random numbers, so that both models sample the
+    same token if their distributions are similar. Drafted tokens are kept up to the first one that
+    differs from the target's token. There the target's token is used, and the draft continues after
+    it.
 
     :raises ContextOverflow: if the context has no room for one more token.
     :raises EngineError: if an engine failed for good.
@@ -86,8 +85,8 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
 
 
 def _earlier_writer(builder: RolloutBuilder) -> Role | None:
-    """Return the model that began the chunk in an earlier session; the same model continues the
-    chunk.
+    """Return the model that began this chunk in an earlier session, or None. The same model also
+    continues the chunk.
 
     The speed of such a chunk is not measured, because recorded calls take no time.
     """
@@ -107,8 +106,8 @@ async def _written_by(
 
 
 async def _checked(builder: RolloutBuilder, begun: BegunChunk | None) -> Chunk:
-    """Write the chunk from drafted tokens; the target checks each of them by drawing a token at the
-    same position.
+    """Write a chunk from drafted tokens, which the target checks by sampling its own token at each
+    position.
 
     If drafting proves too slow, the target finishes the chunk alone, token by token.
     """
@@ -150,7 +149,7 @@ def _is_the_targets(builder: RolloutBuilder, rest: SampleRequest, begun: BegunCh
 async def _drafted(
     builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, most: int
 ) -> TokenIds:
-    """Let the draft propose the next tokens."""
+    """Let the draft sample the next tokens, at most `most`, and return their ids."""
     since = anyio.current_time()
     ahead = replace(rest, max_tokens=most, logprobs="unneeded")
     drafted = await builder.draft.sample(ahead)
@@ -163,8 +162,8 @@ async def _drafted(
 async def _scored(
     builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, drafted: TokenIds
 ) -> Scores:
-    """Return the target's scores of the drafted tokens, and the tokens that the target draws
-    instead.
+    """Let the target score the drafted tokens. Its reply also contains the tokens that it samples
+    itself, up to the first one that differs.
     """
     since = anyio.current_time()
     request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)
@@ -182,13 +181,13 @@ async def _scored(
 
 
 def _kept_tokens(drafted: TokenIds, drawn: TokenIds) -> int:
-    """Return how many drafted tokens equal the drawn tokens; only the last drawn token may differ."""
+    """Return how many drafted tokens the target also drew. Only the last drawn token may differ."""
     return len(drawn) - (drawn != drafted[: len(drawn)])
 
 
 async def solve(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
-    """Solve one problem by the rollouts that the policy describes; return the outcome with their
-    vote.
+    """Solve one problem with the rollouts that the policy describes, and return the outcome of
+    their vote.
 
     A rollout that fails is recorded and does not affect the others. When the vote is settled, the
     remaining rollouts are cancelled.
@@ -289,7 +288,9 @@ async def _judge_while_drafting(
 
 
 async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decision) -> None:
-    """Let the target take over as the policy says (replace, continue or repair), and end the turn."""
+    """Let the target take over after an escalation, as the policy says (replace, continue or
+    repair), and end the turn.
+    """
     chunk = proposal.chunk
     score = proposal.score
     if builder.policy.escalates == "rest":
@@ -339,7 +340,8 @@ class RunningVote:
 
     @property
     def tally(self) -> Tally:
-        """Return the tally of the votes so far, in the order of sample numbers instead of arrival.
+        """Return the vote counts so far, with the ballots in the order of sample numbers instead of
+        arrival.
 
         If `escalated_vote` is "target", only the target's rollouts vote on an escalated problem,
         unless no rollout of the target has an answer.
@@ -434,7 +436,9 @@ def conclude(
     count: Tally,
     stop_reason: str,
 ) -> Outcome:
-    """Return the outcome with all rollouts, including failed and cancelled rollouts."""
+    """Make the outcome of a problem from its vote and all its rollouts, including failed and
+    cancelled ones.
+    """
     rollouts = tuple(_concluded(problem, prompt, result) for result in results)
     status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
     why = stop_reason
@@ -465,8 +469,8 @@ def conclude(
 
 
 def _concluded(problem: Problem, prompt: Prompt, result: RolloutResult[Rollout]) -> Rollout:
-    """Return a rollout with the reason why it ended. The rollout may be finished, failed, cancelled
-    or never started.
+    """Return the rollout of a result. If it failed, was cancelled or never started, set this as the
+    reason why it ended.
     """
     rollout = result.value or Rollout(problem.id, result.sample, prompt)
     if rollout.finish is not None:

@@ -70,7 +70,7 @@ _UNITS: Mapping[ScoreKind, str] = {
     "prm": "nats",
     "verdict": "nats",
 }
-"""For each kind of score that is shown as a logarithm: the unit of this logarithm."""
+"""Units of the kinds of score that are shown as a logarithm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,9 @@ class ScoreRule:
 
     @property
     def source(self) -> ScoreSource:
-        """Return the source of the numbers from which this rule computes scores."""
+        """Return the kind of numbers that this rule computes scores from, such as
+        "log-probabilities".
+        """
         return _SOURCES.get(self.kind, "log-probabilities")
 
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
@@ -188,7 +190,9 @@ def kind_of(rule: Rule) -> ScoreKind | None:
 
 
 def source_of(rule: Rule) -> ScoreSource:
-    """Return the source of a rule's scores; for a user's own function, log-probabilities."""
+    """Return the kind of numbers that a rule computes scores from; for a user's own function,
+    log-probabilities.
+    """
     return rule.source if isinstance(rule, ScoreRule) else "log-probabilities"
 
 
@@ -261,8 +265,8 @@ JUDGE_FEATURES = (
     "agreement of answered siblings",
     "unknown agreement",
 )
-"""The names of the features from which a learned judge predicts. A shortfall is the amount by which
-the target's log-probability of a token is below the draft's.
+"""The names of a learned judge's input features. A shortfall is the amount by which the target's
+log-probability of a token is below the draft's.
 """
 
 

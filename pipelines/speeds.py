@@ -41,11 +41,11 @@ _FORGETTING = 0.8
 
 @dataclass(slots=True)
 class DraftLength:
-    """Statistics of a run's drafts: the accepted share of tokens, and the times of writing and
-    scoring.
+    """Statistics on drafted tokens, which decide how many tokens the draft writes before the target
+    scores them.
 
-    They decide how many tokens are drafted before a score. This affects the number of calls, but
-    not the text.
+    The statistics are the share of accepted tokens, and the times of drafting and scoring. The
+    draft length affects the number of calls, but not the text.
     """
 
     # drafted tokens that the target accepted or rejected; tokens after a rejected token do not
@@ -158,9 +158,7 @@ class WriterChoice:
                 self._give_up()
 
     def is_given_up(self, begun: BegunChunk, now: float) -> bool:
-        """Return whether the draft is too slow, so that the target should finish the chunk it has
-        begun.
-        """
+        """Return whether drafting this chunk is so slow that the target should finish it."""
         if not begun.is_look:
             return self.writer == "target"
         if "target" not in self.seconds:
@@ -248,8 +246,8 @@ class WriterChoice:
         self._go_on("target")
 
     def _looked(self, begun: BegunChunk, tokens: int, seconds: float) -> None:
-        """Decide, after a single chunk of the slower writer, whether to try this writer for a
-        stretch.
+        """Decide, after a single chunk of the slower writer, whether this writer gets a stretch of
+        several chunks.
         """
         self.is_looking = False
         if begun.writer == "draft" and "target" in self.seconds:
@@ -265,7 +263,8 @@ class WriterChoice:
             self._stay(max(_AFTER_LOSS, 2 * self.stay))
 
     def _is_promising(self) -> bool:
-        """Return whether the chunk of the slower writer was fast enough to justify a stretch.
+        """Return whether the chunk of the slower writer was fast enough to try a stretch of several
+        chunks.
 
         One fast chunk says little about the speed of all chunks together: if both engines share
         processors, drafting for all rollouts slows down the target.
@@ -299,7 +298,7 @@ class WriterChoice:
         self._go_on(best)
 
     def _go_on(self, writer: Role) -> None:
-        """Begin a stretch of this writer, and reset the counts of the stretch."""
+        """Begin a stretch of chunks by this writer, and reset the counts of the stretch."""
         if self.tried_since is not None:
             self.lost += max(0.0, self._try_loss())
         self.tried_since = self.now if writer == "draft" != self.best else None

@@ -28,8 +28,8 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Classes of equal answers with their weights, the heaviest first; of equal weights, the class
-    seen first.
+    """Classes of equal answers with their weights, the heaviest first. Classes of the same weight
+    are in the order in which they were first seen.
     """
 
     answers: tuple[str, ...]
@@ -76,8 +76,8 @@ def ballot(kind: VoteKind, rollout: Rollout) -> Ballot | None:
 
 
 def classes(answers: Sequence[str], group: Grouper) -> list[int]:
-    """Return the class of each answer; equal strings are equal answers, so only different strings
-    are compared.
+    """Return a class index for each answer, which is the same for equal answers. Identical strings
+    are compared only once.
     """
     distinct = list(dict.fromkeys(answers))
     groups = group(distinct) if len(distinct) > 1 else [0] * len(distinct)

@@ -24,12 +24,13 @@ from atts.errors import UsageError
 
 @modelapi(name="atts")
 class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not installed where types are checked
-    """A model of inspect_ai that solves one problem with atts for each generation.
+    """A model of inspect_ai; each of its `generate` calls solves one problem with atts.
 
     `inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8` uses this model. The
     option `-M` takes the keys of `atts config show`, and `reply` with the value "text" or "answer".
-    Of the generation settings, atts uses only the temperature, if it is above 0, and the token
-    limit, which applies to each rollout. Requests with tools are refused.
+
+    atts ignores a task's generation settings except two: the temperature, if it is above 0, and the
+    token limit, which applies to each rollout. Requests with tools are refused.
     """
 
     def __init__(
@@ -49,9 +50,8 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
     async def generate(
         self, input: Sequence[Any], tools: Sequence[Any], tool_choice: Any, config: Any
     ) -> Any:
-        """Solve the question of the conversation.
-
-        The metadata of the output describe the run.
+        """Solve the question of the conversation, and describe the run in the metadata of the
+        returned output.
 
         :raises UsageError: if the task offers tools, or requests several choices.
         :raises EngineError: an engine cannot be opened, is lost, or failed.
@@ -72,9 +72,10 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
         await self._session.aclose()
 
     def connection_key(self) -> str:
-        """Return the model's name with the prefix "atts/".
+        """Return "atts/" plus the model's name, as the key of this model's limit on concurrent
+        requests.
 
-        inspect_ai applies one limit on concurrent requests to all models with the same key.
+        inspect_ai applies one limit to all models with the same key.
         """
         return f"atts/{self.model_name}"
 

@@ -38,13 +38,14 @@ T = TypeVar("T")
 
 @register_model("atts")
 class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where types are checked
-    """A model of lm_eval that solves one problem with atts for each generation.
+    """A model of lm_eval; each of its generation requests solves one problem with atts.
 
     `lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8` uses this model. Its
     arguments are the keys of `atts config show`, `reply` ("text" or "answer"), and `directory`, in
-    which runs are kept and resumed. Of a task's generation settings, atts uses only `until` and
-    `max_gen_toks`; the sampling settings are those of the atts policy. The target computes the
-    log-likelihoods.
+    which runs are kept and resumed.
+
+    atts ignores a task's generation settings except `until` and `max_gen_toks`; the sampling
+    settings are those of the atts policy. The target computes the log-likelihoods.
     """
 
     def __init__(
@@ -171,10 +172,10 @@ async def _rolling(text: str, target: Engine) -> float:
 
 
 def _split(context: str, continuation: str, target: Engine) -> tuple[TokenIds, TokenIds]:
-    """Return the token ids of the context and those of the continuation.
+    """Return the token ids of the context and of the continuation, split between two tokens.
 
-    A token with text of both the context and the continuation belongs to the continuation. The ids
-    of the context are therefore the same for every continuation.
+    A token that spans the boundary belongs to the continuation. The context's ids are therefore the
+    same for every continuation.
     """
     whole = target.tokenizer.encode(context + continuation)
     alone = target.tokenizer.encode(context.rstrip())

@@ -109,10 +109,8 @@ def policy_changes(
 ) -> dict[str, Any]:
     """Return the policy fields that a harness's settings change.
 
-    A setting that is None or "" changes nothing.
-
-    A temperature of 0 also changes nothing, because harnesses send it by default and it would make
-    all rollouts equal.
+    A setting that is None or "" changes nothing. A temperature of 0 also changes nothing, because
+    harnesses send it by default and it would make all rollouts the same.
     """
     changes: dict[str, Any] = {}
     if system:
@@ -125,7 +123,7 @@ def policy_changes(
 
 
 def _speaker(outcome: Outcome) -> Rollout:
-    """Return the first rollout that gave the voted answer.
+    """Return the first rollout whose answer won the vote.
 
     If no rollout gave this answer, return the first rollout that has a text.
     """

@@ -34,13 +34,13 @@ _NAMES = ("temperature", "top_p", "top_k", "min_p")
 
 
 async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -> Any:
-    """Write one sample with one rollout, and return the sample with its tokens, mask and
+    """Generate one sample with one rollout, and return the sample with its tokens, mask and
     log-probabilities.
 
     The mask is 1 for tokens that the draft wrote with log-probabilities. All other tokens, such as
     the target's, have mask 0 and log-probability 0. Log-probabilities are those of the draft at
     temperature 1. The end token is left out. A response that the sample already has is replaced.
-    `sample.prompt` is the question, as a text or as messages, without a chat template: leave out
+    `sample.prompt` is the question, as a string or as messages, without a chat template: leave out
     `--apply-chat-template`.
 
     :raises OptionError: the settings lack `draft` or `target`, or have an unknown key.
@@ -63,7 +63,7 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -
 
 
 class _Worker:
-    """The session for new samples, and older sessions that still write samples.
+    """The session for new samples, and older sessions that are still generating samples.
 
     Training changes the weights of the draft's servers, and an engine refuses a server whose
     weights have changed. The worker then opens a new session for the new weights. The calibrator of
@@ -80,7 +80,9 @@ class _Worker:
         self._has_answered = False
 
     def policy(self, system: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the policy fields that the trainer's sampling parameters change."""
+        """Return the policy fields for a single rollout with this system prompt and the trainer's
+        sampling parameters.
+        """
         given = {name: params[name] for name in _NAMES if params.get(name) is not None}
         if given.get("top_k", 0) < 0:
             del given["top_k"]  # slime writes "no top-k limit" as -1; atts writes it as 0
@@ -127,7 +129,7 @@ class _Worker:
         return outcome
 
     async def _close_old(self) -> None:
-        """Close every older session that writes no sample any more."""
+        """Close every older session that no longer generates a sample."""
         for number in [*self._sessions]:
             if number < self._number and not self._asking[number]:
                 await self._sessions.pop(number).aclose()
@@ -161,7 +163,7 @@ def _turns(prompt: str | Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
 
 
 def _fill(sample: Any, rollout: Rollout) -> None:
-    """Write a rollout into a sample, as tokens of the draft's tokenizer."""
+    """Fill a sample with the tokens of a rollout, in the draft's tokenizer."""
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []

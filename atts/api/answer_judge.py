@@ -51,7 +51,7 @@ def read_judge_prompt(file: Path | None) -> str:
 async def judge_unscored(
     records: Iterable[GradedRecord], model: str | Engine, prompt: str
 ) -> list[GradedRecord]:
-    """Return the records in order; unscored records get the model's verdict.
+    """Let the judge model grade the unscored records, and return all records in their order.
 
     The model's verdicts have the rule `judged`. A record stays unscored if the model is unsure. A
     record without an answer or a reference is not sent to the model.
@@ -116,15 +116,15 @@ async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) 
 
 
 def _left_open(record: GradedRecord, reason: str) -> GradedRecord:
-    """Return the record with the status unscored, and add the reason why the model did not decide."""
+    """Return the record, still unscored, with the reason why the judge model did not decide."""
     before = record.verdict
     detail = f"{before.detail}; {reason}" if before.detail else reason
     return replace(record, verdict=replace(before, detail=detail))
 
 
 def _decision(reply: str, is_cut: bool) -> tuple[Status | None, str]:
-    """Return the status that the last line of the judge's reply states, or None with the reason why
-    there is no status.
+    """Read the judge's verdict from the last line of its reply. Return the status and the line's
+    word, or None and the reason why there is no verdict.
     """
     if is_cut:
         return None, "the judge's reply was cut by the token limit"

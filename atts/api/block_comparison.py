@@ -27,9 +27,7 @@ text.
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPair:
-    """A block that could replace a similar block of the model, with the loss that the replacement
-    causes.
-    """
+    """A candidate to replace one block of the model, with the loss that this replacement causes."""
 
     likeness: BlockSimilarity
     loss: Loss
@@ -37,7 +35,7 @@ class MeasuredPair:
 
 @dataclass(frozen=True, slots=True)
 class ComparedBlocks:
-    """The blocks that could replace blocks of a model, each measured alone.
+    """The candidates to replace blocks of a model, each measured alone.
 
     `kept` is the loss of the changed model that was stored, or None if no changed model was stored.
     """
@@ -120,7 +118,7 @@ class _Reference:
         return cls(zoo, model, words, problems, texts, _right(solved, problems))
 
     def loss(self, chosen: Sequence[BlockSimilarity]) -> Loss:
-        """Measure how much the model loses if these blocks replace some of its blocks."""
+        """Measure the loss of the model if these blocks together replace some of its blocks."""
         longest = max(len(ids) - given for ids, given in self.texts)
         policy = replace(_POLICY, max_tokens=_ROOM * longest)
         with substituted(
@@ -145,8 +143,8 @@ class _Reference:
     def within(
         self, measured: Sequence[MeasuredPair], bound: float
     ) -> tuple[list[BlockSimilarity], Loss] | None:
-        """Return replacement blocks whose joint loss is within the bound, and this loss; None if
-        there are none.
+        """Choose replacement blocks whose joint loss is within the bound, and return them with this
+        loss; None if there are none.
 
         First, the best block at each position is chosen if its loss alone is within the bound. Then
         the blocks with the largest losses are dropped until the joint loss is within the bound.

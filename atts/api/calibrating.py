@@ -110,12 +110,13 @@ def trace(run: Run, out: str | Path | None = None) -> Path:
 
 
 def compare(first: Run, second: Run, *, points: float | None = None, seed: int = 0) -> Compared:
-    """Compare the second run with the first, problem by problem.
+    """Compare the second run with the first, problem by problem. A run is a directory, a JSONL file
+    of results, or a result.
 
-    A run is a directory, a JSONL file of results, or a result. With `points`, a sequential test
-    also reads the problems one after the other, in an order drawn by `seed`. The field `sequential`
-    has the number of problems after which this test shows a difference. If `points` is above 0, the
-    test may also show that the difference is less than `points`.
+    If `points` is given, a sequential test also reads the problems one by one, in an order drawn by
+    `seed`. The field `sequential` has the number of problems after which this test shows a
+    difference. If `points` is above 0, the test may also show that the difference is less than
+    `points`.
 
     :raises JournalError: a directory contains no run, or its run cannot be read.
     :raises DatasetError: a file contains no results, or the two runs have no graded problem in
@@ -157,7 +158,7 @@ def certify(
 
 
 def _graded(directory: Path) -> GradedPolicy:
-    """Return a run's method and rate, whether the vote on each graded problem is correct, and the
+    """Return a run's method and rate, the correctness of the vote on each graded problem, and the
     mean target tokens per problem.
     """
     from atts.methods import GradedPolicy
@@ -350,8 +351,8 @@ calibrate_sync = sync(calibrate)
 
 
 def scores_of(run: str | Path | RunResult) -> StoredScores:
-    """Return all scores on which a run decided, in the order of the decisions, with the conditions
-    under which they were computed.
+    """Return every score that a run's gate decided on, in the order of the decisions, and the
+    conditions of the run.
 
     :raises JournalError: there is no run, or it cannot be read.
     :raises CalibrationInputError: the run's gate saw no score.
@@ -495,8 +496,8 @@ def calibration_report(
 
 
 def _in_file(path: Path) -> tuple[Calibrator | None, Sequence[bool | None]]:
-    """Return the calibrator in a file of scores; if there is none, return the labels of the file's
-    records.
+    """Return the calibrator that a file of scores contains, or the correctness labels of its
+    records, or neither.
     """
     if path.suffix == ".npy":
         return None, ()
@@ -529,8 +530,8 @@ def calibrator_of(run: str | Path | RunResult) -> Calibrator:
 
 
 def _parts(run: RecordedRun) -> Iterator[list[Entry]]:
-    """Yield the recorded gate calls of each part of a merged run; a run that was not merged is one
-    part.
+    """Yield the recorded gate calls of each shard of a merged run; a run that was not merged is one
+    shard.
     """
     part = list[Entry]()
     for entry in run.entries((Decided, Observed)):

@@ -97,7 +97,7 @@ def from_flags(
     flags: Mapping[str, object], pairs: Sequence[str], keys: Mapping[str, Key]
 ) -> Iterator[Said]:
     """Yield the values of flags or call arguments that are not None, then the values of "key=value"
-    texts.
+    strings.
 
     :raises OptionError: a key is unknown, or a text is not of the form KEY=VALUE.
     """
@@ -167,15 +167,17 @@ _NEUTRAL = (
     "prices",
     *(key.name for key in keys_of(PairChoice, PairChoice())),
 )
-"""Keys that do not change a run's results, such as limits, so runs that differ only in these keys
-count as equal. The name of a pair is one of them, because the values that the pair sets are
-compared.
+"""Keys that do not change a run's results, such as limits. Runs that differ only in these keys have
+the same digest.
+
+The name of a pair is among these keys, because the digest already contains the values that the pair
+sets.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The problems to evaluate, and the directory and report of the run."""
+    """Settings for the problems to evaluate, and for the directory and the report of the run."""
 
     dataset: Annotated[
         str, "benchmark, file or hub:owner/name; a slice may follow: math500[:50]"
@@ -404,7 +406,7 @@ class Configuration:
         return blake2b(text.encode(), digest_size=4).hexdigest()
 
     def setup(self) -> Setup:
-        """Make the setup that these values describe.
+        """Make the `Setup` that these values describe.
 
         :raises OptionError: a value is impossible.
         :raises CalibrationInputError: the value of `scores` is not a valid file of scores.
@@ -437,7 +439,7 @@ def configure(
     later sources override earlier sources.
 
     Without `file`, the file atts.toml in `folder` is read if it exists. `pairs` are "key=value"
-    texts, which count as flags. A key that the method fixes cannot be set to another value.
+    strings, which count as flags. A key that the method fixes cannot be set to another value.
 
     :raises OptionError: a key is unknown, or a value has the wrong type or contradicts the method.
 
@@ -472,8 +474,8 @@ def configure(
 
 
 def _read(key: Key, value: object, label: str) -> Json:
-    """Return a key's parsed value; the value of `thinking_end` is read from a file if it is given
-    as @FILE.
+    """Parse the value of a key. If the value of `thinking_end` is @FILE, return the text of this
+    file.
 
     :raises OptionError: the value is impossible, or the file cannot be read.
     """
@@ -487,8 +489,8 @@ def _read(key: Key, value: object, label: str) -> Json:
 
 
 def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return the values as nested tables; `target_sampling` takes the values that it lacks from
-    `sampling`.
+    """Return the values as nested tables. The table `target_sampling` inherits the values that it
+    lacks from `sampling`.
     """
     tables = nested({name: setting.value for name, setting in settings.items()})
     if "target_sampling" in tables:
@@ -497,7 +499,7 @@ def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the settings of the chosen pair, without the keys that already have a value."""
+    """Return the settings that the chosen pair makes, except for keys that are already set."""
     with _origins(settings):
         choice = msgspec.convert(_tables(settings), PairChoice)
         if choice.pair is None:
@@ -547,8 +549,8 @@ def _prompt(pair: Pair, dataset: str) -> Mapping[str, Json]:
 
 
 def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the settings that the method fixes; refuse a flag, variable or file that sets them to
-    other values.
+    """Return the settings that the method fixes; raise an error if the user sets one of them to
+    another value.
     """
     with _origins(settings):
         method = cast(str, settings["method"].value)
@@ -571,7 +573,9 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the models' default for each token limit that is not set, with its origin."""
+    """Return a default for each token limit that is not set, from the models' budget, with its
+    origin.
+    """
     with _origins(settings):
         policy = msgspec.convert(_tables(settings), Policy)
     method = preset(str(settings["method"].value))
@@ -589,7 +593,7 @@ def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 @contextmanager
 def _origins(settings: Mapping[str, Setting]) -> Generator[None, None, None]:
-    """Add the flag, variable or file that set a value to each error about this value."""
+    """Add to every error about a value the flag, variable or file that set this value."""
     try:
         yield
     except OptionError as error:

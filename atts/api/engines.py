@@ -162,9 +162,9 @@ def build_engines(
     If `draft` and `target` are the same engine object, the run has one engine; equal addresses give
     two engines. `speculate` sets how the draft model proposes tokens to the target, unless the
     target's address sets it. If `roles` has only one role, only this role's engine is built and
-    returned twice. `in_flight` is the number of rollouts in flight, and the number of tokens of a
-    rollout. On GPUs, it determines the memory of both models before a model is loaded.
-    `give_up_after` is as in `build_engine`.
+    returned twice. `in_flight` has the number of concurrent rollouts and the number of tokens of a
+    rollout. On GPUs, these two numbers determine the memory of both models before a model is
+    loaded. `give_up_after` is as in `build_engine`.
 
     :raises OptionError: as in `build_engine`, or if the two models cannot speculate as requested.
     """
@@ -240,8 +240,8 @@ def speculation_words(
 def _speculation(
     draft: str | Engine, target: str | Engine, speculate: Speculate
 ) -> tuple[SpeculationOptions | None, str]:
-    """Return the speculation options that are added to the target's address, and the draft model
-    that is lent to the target.
+    """Return the speculation options to add to the target's address, and the draft model to lend to
+    the target.
     """
     from atts.accel import SpeculationOptions
 
@@ -279,7 +279,7 @@ def _speculation(
 
 
 def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
-    """Return whether draft and target are models of one zoo with shared blocks; such models run in
+    """Return whether draft and target are models of one zoo that share blocks and therefore run in
     one step loop.
     """
     from atts.models.stored_blocks import share_blocks
@@ -298,9 +298,7 @@ def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
 
 
 def _drafter_words(engine: str | Engine) -> str:
-    """Return the address of a model of this machine without its settings, or "" if the model is not
-    on this machine.
-    """
+    """Return an engine's address without settings, or "" if its model is not on this machine."""
     words = engine.partition("?")[0] if isinstance(engine, str) else ""
     return words if words.partition(":")[0] in _LOCAL else ""
 
@@ -375,7 +373,7 @@ def _ray_words(words: str) -> tuple[str, RayOptions]:
 
 
 class _LocalWords(NamedTuple):
-    """The options that the settings in a local engine's address change."""
+    """The options of a local engine, after the settings in its address have changed them."""
 
     options: LocalOptions
     speculation: SpeculationOptions
@@ -389,8 +387,8 @@ class _LocalWords(NamedTuple):
         speculation: SpeculationOptions | None,
         stages: StageOptions | None,
     ) -> _LocalWords:
-        """Return the options with the changes that the settings make; each setting must be a field
-        of one of the options.
+        """Change the options by the settings of an address; each setting must be a field of one of
+        the options.
 
         :raises OptionError: a setting is unknown or impossible.
         """
@@ -486,8 +484,8 @@ def _drafter_model(words: str) -> str:
 
 
 def _with_settings(base: T, settings: str) -> tuple[T, dict[str, str]]:
-    """Return the options with the changes that an address's settings make, and the settings that
-    are not fields of the options.
+    """Change the options by the settings of an address. Return the changed options, and the
+    settings that are not fields of them.
     """
     known = {key.name: key for key in keys_of(type(base), base)}
     given = dict(parse_qsl(settings, keep_blank_values=True))
@@ -660,8 +658,7 @@ def _engine_words(engine: str | Engine) -> str:
 
 
 def beside_reward_model(target: Engine, rule: ScoreRule) -> Engine:
-    """Return the target; if the score rule names a reward model, join the target with this reward
-    model.
+    """Return the target, joined with a reward model if the score rule names one.
 
     :raises OptionError: if the address does not name a reward model.
     """

@@ -93,7 +93,8 @@ def drawn_order(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
 def read_stop_when(compare_to: str | Path, stop_when: str) -> StopWhen:
     """Read the earlier run's votes, and the difference in accuracy that counts as a tie.
 
-    The earlier run is in the folder `compare_to`. The difference is in percentage points.
+    The earlier run is in the folder `compare_to`. The difference is in percentage points, and is
+    part of `stop_when`.
 
     :raises OptionError: `stop_when` is not "decided" or "decided=POINTS".
     :raises JournalError: `compare_to` contains no run.
@@ -117,8 +118,8 @@ def read_stop_when(compare_to: str | Path, stop_when: str) -> StopWhen:
 def common_problems(
     problems: Sequence[Problem], comparison: StopWhen, seed: int
 ) -> tuple[Problem, ...]:
-    """Return the problems that are also graded in the earlier run, in the order in which they will
-    run.
+    """Return the problems that the earlier run has graded too, in the random order in which they
+    will run.
 
     :raises DatasetError: the runs have no problem in common.
     """
@@ -133,7 +134,9 @@ def common_problems(
 
 
 def comparison_setting(comparison: StopWhen) -> dict[str, Setting]:
-    """Return the configuration entry of a comparison; a resumed run must have the same entry."""
+    """Return the configuration entry that records a comparison; a resumed run must have the same
+    entry.
+    """
     votes = repr(sorted(comparison.votes.items())).encode()
     digest = blake2b(votes, digest_size=8).hexdigest()
     return {
@@ -389,7 +392,7 @@ def _decisive_policy(setup: Setup) -> dict[str, Any]:
 def _changed_problems(
     setup: Setup, stored: Manifest, now: dict[str, Any], then: dict[str, Any]
 ) -> list[str]:
-    """Return the keys that make the problems differ from those of the stored run, and add their
+    """Return the keys by which the problems differ from those of the stored run, and add their
     values to `now` and `then`.
     """
     keys = [name for name in _OF_PROBLEMS if name in setup.settings]
@@ -457,8 +460,8 @@ class Session:
         """Solve one problem; `policy` has fields of the setup's policy that change for this problem
         only.
 
-        Each time the same text is asked, its random numbers differ. A `Problem` with the same id
-        always gets the same random numbers.
+        A question that is asked again as a string gets new random numbers. A `Problem` with the
+        same id always gets the same random numbers.
 
         :raises EngineError: an engine cannot be opened or is lost.
         :raises OptionError: an impossible policy.
@@ -715,7 +718,7 @@ def _check_other_directory(run: str | Path, directory: str | Path) -> None:
 
 @dataclass(slots=True)
 class _RecordedProblems:
-    """Facts about a run's complete problems: their number, kind and digest, and the largest number
+    """Facts about a run's complete problems: their count, kind and digest, and the largest number
     of samples.
     """
 
@@ -726,7 +729,7 @@ class _RecordedProblems:
 
     @classmethod
     def of(cls, run: RecordedRun) -> _RecordedProblems:
-        """Read every outcome of a run, one after the other.
+        """Collect the facts of a run, reading one outcome at a time.
 
         :raises OptionError: a problem is not complete.
         """

@@ -31,7 +31,7 @@ KINDS: Mapping[Any, str] = {
     bool: "true or false",
     str: "text",
 }
-"""For each type of a value, its name in error messages."""
+"""The name of each type of value in error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Key:
         return tuple(map(str, get_args(self.kind))) if get_origin(self.kind) is Literal else ()
 
     def read(self, value: object, label: str) -> Json:
-        """Convert a value to the form in which the configuration stores it; a text is parsed as the
-        key's type.
+        """Convert a value to the form in which the configuration stores it; a string is parsed as
+        the key's type.
 
         :raises OptionError: if the value is not valid for this key; `label` names the value's
             origin in the message.
@@ -85,9 +85,10 @@ class Key:
 def keys_of(
     kind: type, default: object, prefix: str = "", help: Mapping[str, str] | str = ""
 ) -> Iterator[Key]:
-    """Yield a key for every field that a text can set; keys of inner dataclasses have dotted names.
+    """Yield a key for every field that can be set by a string; keys of inner dataclasses have
+    dotted names.
 
-    `default` is an object with the default values. The texts in `help` replace the help texts in
+    `default` is an object with the default values. The strings in `help` replace the help texts in
     the annotations of fields. The annotation of an outer field may contain such a mapping for its
     inner dataclass.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atts.local import EngineShare
 
 PAIR = "pair "
-"""If a pair sets a value, the origin of this value is this text followed by the pair's name."""
+"""The prefix of the origin of a value that a pair sets; the pair's name follows."""
 Place = Literal["vllm", "sglang", "local"]
 _FIRST_PORT: Mapping[Role, int] = MappingProxyType({"target": 8000, "draft": 8001})
 _NEXT_PORT: Mapping[Role, int] = MappingProxyType({"target": 100, "draft": 1})
@@ -125,7 +125,8 @@ class Pair:
 
 
 def ports(role: Role, servers: int) -> list[int]:
-    """Return the ports of a role's servers, which are 1 apart for drafts and 100 for targets.
+    """Return the ports of a role's servers, which are consecutive for drafts and 100 apart for
+    targets.
 
     >>> ports("draft", 3), ports("target", 2)
     ([8001, 8002, 8003], [8000, 8100])
@@ -324,7 +325,7 @@ def gpu_placement(
 def _alone(
     model: ModelSize, memory: float, count: int, context: int, is_quantized: bool
 ) -> GpuShare | None:
-    """Place one model on `count` cards; return None if the weights or the cache do not fit."""
+    """Place one model on `count` cards. Return None if the weights or the cache do not fit."""
     weights = model.weights * (_FP8 if is_quantized else 1.0)
     room = memory * _USABLE - weights / count - _OVERHEAD
     tokens = int(room * count * 1e9 / model.cache_bytes)
@@ -373,9 +374,8 @@ def _placed(
 
 
 def _least(model: ModelSize, weights: float, context: int, split: int) -> float:
-    """Return the memory that a server needs on each card, in gigabytes.
-
-    The cache has room for a few rollouts.
+    """Return the memory that a server needs on each card, in gigabytes, with a cache for a few
+    rollouts.
     """
     return weights / split + _OVERHEAD + _ROLLOUTS * context * model.cache_bytes / split / 1e9
 

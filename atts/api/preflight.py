@@ -50,8 +50,8 @@ _TRIED = 16
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The numbers of tokens that are written by the draft, scored by the target and written by the
-    target.
+    """Token counts: tokens written by the draft, tokens scored by the target, and tokens written by
+    the target.
     """
 
     draft: float
@@ -59,7 +59,7 @@ class Tokens:
     target: float
 
     def times(self, factor: float) -> Tokens:
-        """Return a copy with all numbers of tokens multiplied by a factor."""
+        """Return a copy with all token counts multiplied by a factor."""
         return Tokens(self.draft * factor, self.scored * factor, self.target * factor)
 
 
@@ -104,7 +104,9 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """The mean cost of a rollout in an earlier run, with the nominal rate of the run."""
+    """The mean cost of a rollout in an earlier run, with the run's nominal rate and graded
+    rollouts.
+    """
 
     directory: Path
     rollouts: int
@@ -170,7 +172,9 @@ def _power(configuration: Configuration, setup: Setup, problems: int) -> Iterato
 
 
 def _best_past(configuration: Configuration, roles: Sequence[Role]) -> _Past | None:
-    """Return the earlier run with the most rollouts; runs on the same dataset are preferred."""
+    """Return the earlier run with the most rollouts; runs on the same dataset are preferred to all
+    others.
+    """
     dataset = _without_slice(configuration["dataset"])
     return max(
         _earlier_runs(configuration, roles),
@@ -187,7 +191,7 @@ def _proposer(setup: Setup) -> str:
 
 
 def _token_limits(setup: Setup, policy: Policy) -> Tokens:
-    """Return the most tokens that a rollout can use, including discarded draft chunks."""
+    """Return an upper bound on the tokens of one rollout, including discarded draft chunks."""
     tokens, turns, drafted, written, _ = policy.bounds()
     length = min(tokens, turns * (drafted + written))
     drafted = min(drafted, length)
@@ -407,8 +411,8 @@ def write_settings(path: Path, configuration: Configuration, diagnosis: Diagnosi
 
 
 def _is_given(name: str, configuration: Configuration) -> bool:
-    """Return whether a key was set by the user, or is the address of a pair's engine; derived keys
-    do not count.
+    """Return whether a key was set by the user. An engine's address that a pair sets also counts;
+    derived values do not.
     """
     origin = configuration.settings[name].origin
     if name in ("draft", "target"):
@@ -444,8 +448,8 @@ def _disk(directory: Path) -> Iterator[Check]:
 
 
 def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -> Iterator[Check]:
-    """Yield a check for each kind of card: whether the models that the method uses fit, and each
-    server's share of memory.
+    """Yield a check for each kind of card: whether the method's models fit, and each server's share
+    of memory.
 
     A kind of card that this machine lacks gives a warning at best, because the servers may run on
     another machine.

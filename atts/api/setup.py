@@ -298,7 +298,7 @@ class Setup:
 
     @property
     def in_flight(self) -> tuple[int, int]:
-        """Return the number of rollouts in flight, and the number of tokens of a rollout with its
+        """Return the number of concurrent rollouts, and the number of tokens of a rollout with its
         problem.
         """
         return self.concurrency, run_tokens(self.run_policy.bounds().max_tokens)
@@ -314,7 +314,7 @@ class Setup:
     def ranks_by_length(self) -> bool:
         """Return whether scores are ranked only among chunks of similar length.
 
-        If so, stored scores must have the lengths of their chunks.
+        If so, stored scores must include the lengths of their chunks.
         """
         if self.by_length is not None:
             return self.by_length
@@ -348,8 +348,8 @@ class Setup:
         return scores
 
     def policy_within(self, context: int) -> Policy:
-        """Return the policy for models with this context length; only default token limits are cut
-        to it.
+        """Return the policy for models with this context length. Token limits that the user set are
+        not cut to it.
         """
         policy = self._policy
         budget = self.budget
@@ -393,7 +393,7 @@ class Setup:
 
     @classmethod
     def recorded(cls, manifest: Manifest) -> Setup:
-        """Return a setup with the settings of a recorded run on which the run's gate depends."""
+        """Return a setup with those settings of a recorded run that its gate depends on."""
         settings: dict[str, Any] = {
             name: setting.value for name, setting in manifest.configuration.items()
         }
@@ -451,7 +451,8 @@ class Setup:
         )
 
     def _judge(self) -> AdvantageJudge | None:
-        """Return the learned judge of the score rule, or None if the rule's kind is not "learned".
+        """Return the learned judge that the score rule needs, or None if the rule's kind is not
+        "learned".
 
         :raises OptionError: the kind is "learned", but no file of a judge is given.
         :raises CalibrationInputError: the file contains no judge, or a judge with other features.
@@ -639,8 +640,8 @@ def _program_answers() -> Answers:
 
 
 async def _ask_ahead(answers: Sequence[str | None], *, kind: AnswerKind) -> None:
-    """Group answers in a worker thread if sympy is needed, because sympy may take seconds; cache
-    the results.
+    """Group answers in a worker thread, if this needs sympy and may take seconds. The results are
+    cached for later calls.
     """
     from atts.evaluators import group, takes_long
 

@@ -87,7 +87,7 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A sweep that is planned, but for which no model is loaded and no file is written yet."""
+    """A planned sweep; no model is loaded and no file is written yet."""
 
     directory: Path
     over: Mapping[str, tuple[Value, ...]]
@@ -96,8 +96,8 @@ class Sweep:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings that determine the results and are equal in all runs of the sweep's
-        grid.
+        """Return the settings that determine the results and are the same in all runs of the
+        sweep's grid.
         """
         made = self.points[-1].configuration
         varying = {*self.over, *made.followed}
@@ -116,12 +116,12 @@ class SweepEnd:
 
     @property
     def exit_code(self) -> int:
-        """Return 0 if all runs finished, or else the exit code of the run that did not finish."""
+        """Return 0 if all runs finished, or else the exit code of the unfinished run."""
         return 0 if self.last is None else self.last.exit_code
 
 
 Watch = Callable[[SweepPoint, int], AbstractAsyncContextManager[Sequence[Listener]]]
-"""A function that takes a point of a sweep and its number, and returns an asynchronous context
+"""A function that takes a point of a sweep and its index, and returns an asynchronous context
 manager for the run.
 
 The context manager yields listeners, which get the run's events.
@@ -203,7 +203,7 @@ def _policy_of(base: Configuration) -> dict[str, object]:
 def _values(
     name: str, values: Sequence[object], flags: Mapping[str, object], pairs: Sequence[str]
 ) -> tuple[Value, ...]:
-    """Return the different values of one key, in the form in which the configuration stores them."""
+    """Return the distinct values of one key, in the form in which the configuration stores them."""
     known = config_keys()
     if name in _FIXED or name.startswith("limits."):
         raise OptionError(
@@ -236,11 +236,10 @@ def _read(key: Key, value: object) -> Value:
 def _references(
     axes: Mapping[str, tuple[Value, ...]], methods: Sequence[str]
 ) -> Iterator[dict[str, Value]]:
-    """Yield the settings of each baseline: one for every model of the sweep, with the largest token
-    limits of the sweep.
+    """Yield the settings of every baseline run, with the largest token limits of the sweep.
 
-    The method coin runs at all rates and policies, because it is compared with runs of the same
-    rate and policy.
+    A method that uses a single model runs with every model of the sweep. The method coin runs at
+    all rates and policies, because it is compared with runs of the same rate and policy.
     """
     of_models = {name: values for name, values in axes.items() if name in _MODELS}
     of_coins = {
@@ -276,7 +275,7 @@ def _word(value: Value) -> str:
 
 
 def _folder(name: str) -> str:
-    """Return a folder name that no other point of the sweep has."""
+    """Return a folder name for a point of the sweep; different points get different names."""
     plain = re.sub(r"[^\w.=,+-]+", "-", name)
     # After replacing characters or cutting the text, two points may have the same name. A digest
     # makes the folder names different.
@@ -485,8 +484,8 @@ PILOT = {"limit": 40, "samples": 4, "early_stop": "none"}
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """An arm of a pilot that will run; `coin` is the name of the coin arm with which it is
-    compared.
+    """A planned arm of a pilot, that is, a run with its own settings; `coin` names the coin arm to
+    compare with.
     """
 
     name: str
@@ -504,7 +503,7 @@ class PilotEnd:
 
     @property
     def exit_code(self) -> int:
-        """Return 0 if all runs finished, or else the exit code of the run that did not finish."""
+        """Return 0 if all runs finished, or else the exit code of the unfinished run."""
         return 0 if self.last is None else self.last.exit_code
 
 
@@ -590,8 +589,8 @@ def _first_arms(rate: float) -> list[_Planned]:
 
 
 def _second_arms(report: PilotReport, rate: float) -> list[_Planned]:
-    """Return arms with another takeover or rate for the best score, each with its coin; no arms if
-    no score helps.
+    """Return arms that use the best score with another takeover or rate, each with its coin; none
+    if no score helps.
     """
     helpful = [row for row in report.rows if row.helps and row.arm.name in SCORES]
     if not helpful:
@@ -629,7 +628,7 @@ class _Runner:
     async def run(
         self, planned: _Planned, draft: Engine, target: Engine, replies: SharedReplies
     ) -> PilotArm | RunResult:
-        """Run one arm, and return its results; if the run does not finish, return the run."""
+        """Run one arm and return its results, or return the run itself if it does not finish."""
         given = {**self.flags, **planned.flags, "out": None}
         nothing = PilotArm(planned.name, planned.flags, {}, Usage(), math.nan, planned.coin)
         try:
@@ -651,8 +650,8 @@ class _Runner:
 
 
 def _without(arm: PilotArm, error: Exception) -> PilotArm:
-    """Return the result of an arm that the models cannot run, with the first sentence of the error
-    as the reason.
+    """Mark an arm as impossible for these models, with the first sentence of the error as the
+    reason.
     """
     return replace(arm, unavailable=str(error).partition(". ")[0])
 

@@ -48,15 +48,15 @@ class LoadTiming:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps, summed over all requests; a step writes its accepted tokens
-        and one further token.
+        """Return the number of steps, summed over all requests. In each step, a request gets its
+        accepted tokens and one more.
         """
         accepted = 0 if self.drafted is None else sum(self.drafted.accepted)
         return max(1, self.tokens - accepted)
 
     @property
     def length(self) -> float:
-        """Return the mean number of tokens that the server proposed in a step of one request."""
+        """Return the mean number of tokens that the server proposed to a request in one step."""
         return 0.0 if self.drafted is None else self.drafted.proposed / self.steps
 
     @property
@@ -111,9 +111,7 @@ class TuneAdvice:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return the warnings about the measurements and about a server that is started with the
-        advised settings.
-        """
+        """Return warnings about the measurements, and about using the advised settings."""
         if not self.acceptance:
             return (
                 "the server proposed no tokens, so the acceptance rate is not known: start it with "
@@ -137,7 +135,9 @@ class TuneAdvice:
         return tuple(found)
 
     def _ranges(self) -> list[tuple[int, int, int]]:
-        """Return the first load, last load and number of proposed tokens of each load range."""
+        """Return the ranges of loads in which speculation pays: first load, last load, and number
+        of tokens to propose.
+        """
         ranges = list[tuple[int, int, int]]()
         before = 0
         for each in self.loads:

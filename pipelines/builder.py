@@ -272,7 +272,7 @@ def rollout_name(problem: str, sample: int) -> str:
 
 
 class RolloutBuilder:
-    """A rollout under construction. Every turn replaces its immutable `Rollout` with a longer one."""
+    """A rollout under construction. Every turn replaces the immutable `Rollout` by a longer one."""
 
     def __init__(
         self,
@@ -558,7 +558,7 @@ class RolloutBuilder:
         self.context.listener.turned(rollout, turn)
 
     def _ending(self, last: Turn) -> tuple[Finish | None, str | None, str]:
-        """Return the reason why the rollout ends (None if it continues), its answer, and a remark."""
+        """Return why the rollout ends (None if it continues), its answer, and a note."""
         answer = self._find_answer(self.text, last.chunks[-1] if last.chunks else None)
         if answer is not None:
             return "answer", answer, ""

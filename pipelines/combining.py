@@ -263,7 +263,7 @@ class RecordedRollouts:
             yield outcome.problem
 
     def forget(self, problem: str) -> None:
-        """Drop the outcome of a finished problem, and do not store the outcome if it is read again."""
+        """Drop the outcome of a finished problem, and do not store it if it is read again."""
         self._over.add(problem)
         self._open.pop(problem, None)
 

@@ -113,7 +113,7 @@ class ConformalGate:
         self._issued = 0
 
     def continue_with(self, calibrator: CalibratorProtocol, issued: int) -> None:
-        """Continue with the calibrator of an earlier session, which had requested `issued` scores."""
+        """Continue with the calibrator of an earlier session that requested `issued` scores."""
         self.calibrator = calibrator
         self._issued = issued
 
@@ -459,7 +459,7 @@ class AgreementGate:
 
 @dataclass(frozen=True, slots=True)
 class WarmScore:
-    """A score from the warm-up with its question and turn; `tokens` is the number of scored tokens."""
+    """A score from the warm-up with its question, its turn and the number of scored tokens."""
 
     score: float
     question: str

@@ -461,7 +461,7 @@ async def _compare_continuation(builder: RolloutBuilder, proposal: Proposal) -> 
 
 
 async def _logprob(target: RolloutEngine, request: ScoreRequest) -> float:
-    """Return the log-probability of the word that this request scores; it may have several tokens."""
+    """Return the log-probability of the word that a request scores, summed over its tokens."""
     return math.fsum((await target.score(request)).logprobs)
 
 

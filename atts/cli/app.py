@@ -136,8 +136,8 @@ def _failed(text: str, code: int) -> int:
 
 
 def _reader_left() -> bool:
-    """Return whether the reader of our standard output has closed it; any other broken pipe is a
-    failure.
+    """Return whether the program that reads our stdout or stderr has closed its pipe. If not, a
+    broken pipe is a failure.
     """
     watch = select.poll()
     for stream in (sys.stdout, sys.stderr):
@@ -148,13 +148,15 @@ def _reader_left() -> bool:
 
 
 def _closed_pipe() -> int:
-    """Prevent the interpreter from printing an error about the closed pipe when it exits."""
+    """Send standard output to the null device, so that Python prints no error about the closed pipe
+    when it exits. Return the exit code.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return CLOSED_PIPE
 
 
 def _never_fail_to_encode() -> None:
-    """Set up standard output and stderr to escape characters that the terminal's encoding lacks."""
+    """Make standard output and stderr escape the characters that the terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

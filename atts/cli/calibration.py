@@ -74,7 +74,9 @@ Source = Annotated[
 
 
 def rate_of(given: float | None, file: str) -> float:
-    """Return the given rate; without one, the rate of the run or, if `file` is not a run, 0.4."""
+    """Return the given rate, or else the nominal rate of the run in the directory `file`, or else
+    0.4.
+    """
     from atts.api import RATE_OF_FILES
 
     if given is not None:
@@ -112,7 +114,7 @@ def scores_of(
 
 
 def records_of(file: str, per_question: int | None, scale: str) -> list[dict[str, Any]]:
-    """Read one record per score in their order, with all fields that a JSON Lines file has.
+    """Read one record per score, in the order of the source, with all fields of a JSON Lines file.
 
     :raises CalibrationInputError: the source has no records, or has a record that cannot be read.
     """

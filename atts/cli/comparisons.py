@@ -455,12 +455,14 @@ def _rule_row(row: RuleRow, wide: int, costs: list[str]) -> str:
 
 
 def _cost(value: float) -> str:
-    """Return a mean cost as text: a whole number from 100 on, three significant digits below."""
+    """Return a mean cost as a string: without decimals from 100 on, with three significant digits
+    below 100.
+    """
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _difference(compared: Comparison | None) -> str:
-    """Return a difference of accuracies as text, with its interval if it has one."""
+    """Return a difference of accuracies as a string, with its interval if it has one."""
     if compared is None:
         return ""
     found = compared.difference
@@ -555,8 +557,8 @@ def _replay_tokens(side: ReplaySide, count: int | None) -> str:
 
 
 def _replay_rate(side: ReplaySide) -> str:
-    """Return the rate as text; if rollouts left the recorded path, only recorded chunks are
-    counted.
+    """Return the rate of escalation as a string. It covers only recorded chunks if some decisions
+    differ, because the text after such a decision is unknown.
     """
     if math.isnan(side.rate.low) and not math.isnan(side.rate.value):
         return f"{side.rate.value:.3f} of recorded chunks"
@@ -564,7 +566,9 @@ def _replay_rate(side: ReplaySide) -> str:
 
 
 def _replay_accuracy(side: ReplaySide) -> str:
-    """Return the accuracy as text, or its bounds if the record does not determine the accuracy."""
+    """Return the accuracy as a string, or its bounds if the recorded run does not determine the
+    accuracy.
+    """
     accuracy = side.accuracy
     if accuracy.method == "bounds":
         return f"not known, but between {accuracy.low:.3f} and {accuracy.high:.3f}"
@@ -721,7 +725,7 @@ def _option_lines(options: Sequence[Option]) -> Iterator[str]:
 
 
 def _option_columns(cells: Sequence[str]) -> str:
-    """Return a table row: the first and the last cell are left-aligned, the cells between are
+    """Return a table row in which the first and the last cell are left-aligned, and the others
     right-aligned.
     """
     widths = (6, 9, 7, 15, 12, 10, 12)

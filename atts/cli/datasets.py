@@ -354,8 +354,8 @@ def grade(
 def _judged(
     results: Iterable[GradedRecord | BadRecord], model: str, prompt: Path | None, strict: bool
 ) -> list[GradedRecord | BadRecord]:
-    """Return all results in their order; a model gives the verdict on results that the rules leave
-    unscored.
+    """Let a model grade the results that the rules leave unscored, and return all results in their
+    order.
     """
     from functools import partial
 
@@ -376,8 +376,8 @@ def _judged(
 
 
 def _explained(graded: GradedRecord) -> Iterator[str]:
-    """Yield lines with the compared answers, the way of extracting the answer, and the meaning of
-    the rule.
+    """Yield lines that explain a verdict: the compared answers, how the answer was extracted, and
+    what the rule means.
     """
     from atts.evaluators import RULES
 

@@ -197,7 +197,7 @@ _BUDGET: dict[str, tuple[Role | None, str]] = {
 
 
 def _budget_line(configuration: Configuration, key: str, words: str) -> str:
-    """Return the line of a dry run for one length, with the origin of its value."""
+    """Return the line of a dry run for one token or turn limit, with the origin of its value."""
     setting = configuration.settings[key]
     value = f"{setting.value:,}" if isinstance(setting.value, int) else json_line(setting.value)
     return (
@@ -282,8 +282,8 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
 
 
 def _what(result: RunResult, configuration: Configuration) -> str:
-    """Return the method and the dataset of a run; `atts combine` keeps those of the run that it
-    combined.
+    """Return the method and the dataset of a run. A run of `atts combine` has those of the run that
+    it combined.
     """
     settings = result.manifest.settings
     names = [
@@ -322,8 +322,8 @@ def _answered_by(result: RunResult) -> str:
 
 
 def _leaning(result: RunResult) -> str:
-    """Return a warning if rollouts were cancelled because the vote was settled; pass@1 leaves these
-    out.
+    """Return a warning if a settled vote cancelled rollouts, because pass@1 leaves these rollouts
+    out; else "".
     """
     spared = sum(
         sample.verdict == "spared" for problem in result.problems for sample in problem.samples
@@ -337,10 +337,10 @@ def _leaning(result: RunResult) -> str:
 
 
 def _by_benchmark_names(result: RunResult) -> list[tuple[str, str]]:
-    """Return the accuracies of the vote and of single rollouts as cons@N and avg@N, their usual
-    names.
+    """Return table rows with the accuracy of the vote as cons@N, and of single rollouts as avg@N.
 
-    avg@32 is the mean over all 32 rollouts, so it is left out if the run cancelled some.
+    avg@N is the mean over all N rollouts, so it is left out if the run cancelled some. Runs with
+    few rollouts get no rows.
     """
     numbers = {len(problem.samples) for problem in result.problems}
     many = max(numbers, default=0)
@@ -356,7 +356,9 @@ def _by_benchmark_names(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _abstained(result: RunResult) -> list[tuple[str, str]]:
-    """Return table rows on abstention: the answered share, the wrong share and the guarantee."""
+    """Return table rows on abstention: the share of answered problems, the wrong share among them,
+    and the guarantee.
+    """
     answered = result.answered
     if answered is None:
         return []
@@ -371,7 +373,9 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _doubts(result: RunResult) -> str:
-    """Return a text on problems that are unlike the problems of the stored scores, or ""."""
+    """Return how many problems are unlike the problems of the stored scores, with a reason; "" if
+    there are none.
+    """
     doubted = [one for one in result.problems if one.doubt]
     if not doubted:
         return ""
@@ -670,7 +674,7 @@ def _pilot_lines(end: PilotEnd, report: PilotReport) -> list[str]:
 
 
 def _pilot_facts(report: PilotReport) -> dict[str, Any]:
-    """Return the pilot's report as data for JSON, without the single rollouts."""
+    """Return the pilot's report as data for JSON, without the data of single rollouts."""
     return {
         "take": report.take,
         "flags": dict(report.flags),

@@ -212,7 +212,8 @@ OPTIONS: Mapping[str, Parameter] = {
 
 
 def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command options for configuration keys; `configured` reads their values.
+    """Return a decorator that gives a command the options for configuration keys; `configured`
+    reads their values.
 
     `order` names the options in the order of the help. Each name is a configuration key or a
     parameter of the command; if it is both, the parameter defines the option.
@@ -263,7 +264,7 @@ def configured(
 
 
 def named_values(pairs: Sequence[str], option: str, form: str) -> dict[str, str]:
-    """Return the values of a repeatable option such as `--column FIELD=COLUMN`, by name.
+    """Return the values of a repeatable option such as `--column FIELD=COLUMN`, keyed by name.
 
     :raises OptionError: a value does not have the form NAME=VALUE.
     """

@@ -371,8 +371,8 @@ def probe(
     ] = None,
     as_json: ObjectJson = False,
 ) -> None:
-    """Print the abilities of a server that a run uses: engine, tokenizer, scores,
-    log-probabilities, cancelling.
+    """Print what a server can do for a run: engine, tokenizer, scores, log-probabilities,
+    cancelling.
 
     Example: atts probe http://127.0.0.1:8000 --need score
     """

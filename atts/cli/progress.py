@@ -183,7 +183,9 @@ def _problems(snapshot: ProgressSnapshot) -> str:
 
 
 def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
-    """Return the rows of the table below the first, with their names; empty rows are left out."""
+    """Return the name and the text of each row below the table's first row; empty rows are left
+    out.
+    """
     tokens = snapshot.tokens
     speeds = snapshot.speeds
     at = snapshot.stages

@@ -191,10 +191,11 @@ def follow(
     every: float = EVERY_SECONDS,
     wait: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Call `write` now, again when the journal has grown, and once more when the run has ended.
+    """Call `write` now, each time that the journal has grown, and once more when the run has ended.
 
-    Return the result of the last call. A journal line that is still being written looks damaged, so
-    damage is reported only after the run has ended.
+    At least `every` seconds lie between two calls during the run. The result of the last call is
+    returned. A journal line that is still being written looks damaged, so damage is reported only
+    after the run has ended.
 
     :raises JournalError: there is no run, or the run is over and its journal cannot be read.
     """
@@ -476,7 +477,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _lines(made: Imported) -> Iterator[str]:
-    """Yield lines on the imported rollouts, and on facts that the files do not contain."""
+    """Yield lines on the imported rollouts, and on what the files leave unknown."""
     yield str(made.directory)
     yield (
         f"{_count(made.rollouts, 'rollout')} of {_count(made.problems, 'problem')}, up to "

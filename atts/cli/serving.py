@@ -139,8 +139,8 @@ def serve(
     time.
 
     Clients request the model NAME, or NAME:fast, NAME:balanced, NAME:careful or NAME:exact for a
-    named policy. The model names draft and target select one model alone. A request sets its caps
-    in its `atts` object; the options --request-* limit these caps. --max-cost and
+    named policy. Clients that request the model `draft` or `target` get this model alone. A request
+    sets its caps in its `atts` object; the options --request-* limit these caps. --max-cost and
     --max-total-tokens limit all requests together.
 
     Example: atts serve
@@ -223,8 +223,8 @@ def _one_model(context: typer.Context, setup: Setup, model: str) -> Setup:
 
 
 def _keys(file: Path | None) -> dict[str, str]:
-    """Return the user of each key in the file or the environment; a key without a user has the user
-    "".
+    """Return the user of each API key in the file, or of the key in the environment; "" if a key
+    has no user.
 
     :raises OptionError: the file cannot be read, or one of its lines is not a key.
     """

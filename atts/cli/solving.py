@@ -206,7 +206,7 @@ class StoryPrinter:
 
 
 def _short(score: float) -> str:
-    """Return a score as a short text; a very large score is written as a power of e."""
+    """Return a score as a short string; a very large score is written as a power of e."""
     if score < 1000 or math.isinf(score):
         return f"{score:.3f}"
     return f"e^{math.log(score):.1f}"

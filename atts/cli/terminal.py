@@ -50,8 +50,8 @@ def _picture(match: re.Match[str]) -> str:
 
 
 class _StderrHandler(logging.Handler):
-    """A log handler that prints each message as one line on standard error, also after its
-    replacement.
+    """A log handler that prints each message as one line on the current `sys.stderr`, even if it
+    was replaced.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -64,7 +64,8 @@ class _StderrHandler(logging.Handler):
 
 @contextmanager
 def warnings_on_stderr() -> Generator[None]:
-    """Print warnings of atts, and errors that Python cannot raise, on stderr during the block.
+    """Print warnings of atts on stderr during the block, and errors that no caller can catch, such
+    as errors in threads.
 
     The root logger is not changed. Control codes in the messages and warnings of other libraries
     are made visible, because a message may quote a file.
@@ -97,7 +98,7 @@ def _plain(record: logging.LogRecord) -> logging.LogRecord:
 
 
 def _tell_unraised(unraised: Any) -> None:
-    """Print the traceback of an error that Python cannot raise, such as an error in a thread."""
+    """Print the traceback of an error that no caller can catch, such as an error in a thread."""
     tell(
         "".join(
             traceback.format_exception(
@@ -111,12 +112,12 @@ T = TypeVar("T")
 
 
 def json_line(value: Any) -> str:
-    """Return a value as strict JSON; infinite numbers and NaN become null or a text."""
+    """Return a value as strict JSON; NaN becomes null, and an infinite number becomes a string."""
     return json.dumps(jsonable(value), allow_nan=False)
 
 
 def write_scores(out: Path, state: Mapping[str, Any]) -> Callable[[object], None]:
-    """Write scores or a calibrator to a file, or on stdout for "-".
+    """Write scores or a calibrator to a file, or to stdout if `out` is "-".
 
     Return a function that prints notes on the result: to stderr if the scores were written to
     stdout, else to stdout.

@@ -41,7 +41,7 @@ def add(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Store a model; blocks that are already in the zoo, equal bit by bit, are not stored again.
+    """Store a model; a block that the zoo already contains, bit for bit, is not stored again.
 
     If the directory of --zoo does not exist, it becomes a new zoo.
 

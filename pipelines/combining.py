@@ -42,12 +42,9 @@ COVERED = 0.9
 if its vote is wrong, but another of the most frequent answers is correct.
 """
 PROVEN = 10.0
-"""Lower bound on the odds that the selector helps, from which on `auto` lets the selector overrule
-votes.
-"""
+"""If the odds that the selector helps reach this value, `auto` lets the selector overrule votes."""
 REFUTED = 0.2
-"""Upper bound on the odds that the selector helps, up to which `auto` no longer asks the selector.
-"""
+"""If the odds that the selector helps fall to this value, `auto` stops asking the selector."""
 # The solutions are cut at most this many times, until the question fits into the context.
 _TRIALS = 3
 _END_OF_THOUGHT = "</think>"
@@ -482,8 +479,8 @@ def named_solution(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class CombinedVerdicts:
-    """The correctness of the vote, of the target's choice and of any rollout, for one graded
-    problem.
+    """Verdicts on one graded problem: the correctness of the vote, of the target's choice and of
+    any rollout.
     """
 
     is_vote_correct: bool
@@ -492,7 +489,7 @@ class CombinedVerdicts:
 
     @classmethod
     def of(cls, line: FinishedProblem) -> CombinedVerdicts | None:
-        """Return the correctness for a finished problem; None if a verdict is missing."""
+        """Return the verdicts on a finished problem; None if one of them is missing."""
         known = line.combination
         if known is None or line.verdict is None:
             return None

@@ -31,11 +31,11 @@ class Gate(Protocol):
     """
 
     def preview(self, features: Features) -> Decision:
-        """Return the action for a chunk without a score, or "verify" to request the score."""
+        """Return the decision on a chunk without a score; "verify" requests the score."""
         ...
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return the action for a chunk with this score.
+        """Return the decision on a chunk with this score.
 
         :raises CalibrationInputError: if `score` is not a valid score; the pipeline then escalates
             the chunk.
@@ -422,7 +422,8 @@ _SIBLINGS = 3
 
 @dataclass(frozen=True, slots=True)
 class AgreementGate:
-    """A wrapper of a gate that accepts a chunk if the sibling rollouts already agree on an answer.
+    """A wrapper that lets a gate decide, but accepts the chunk if the sibling rollouts already
+    agree on an answer.
 
     The inner gate observes the actions that were carried out, so an inner gate that controls a rate
     escalates other chunks instead.

@@ -93,9 +93,11 @@ class Budget:
 
 PromptName = Literal["select", "synthesis"]
 COMBINE_KEYS = ("combine", "finalists", "combine_tokens", "select_prompt", "synthesis_prompt")
-"""If `combine` is "vote", these fields of a policy have no effect, so manifests leave them out."""
+"""The fields of a policy that have no effect if `combine` is "vote", so manifests then leave them
+out.
+"""
 REWARD_KEYS = ("reward", "separator")
-"""If the kind of a score is not "prm", these fields of its rule have no effect, so manifests leave
+"""The fields of a score rule that have no effect if its kind is not "prm", so manifests then leave
 them out.
 """
 PROMPT_FIELDS = ("{problem}", "{solutions}")
@@ -155,8 +157,8 @@ class ConfidenceStop:
             )
 
     def sureness(self, rollout: Rollout) -> float:
-        """Return the lowest mean log-probability over a window of the rollout; inf if the rollout
-        is shorter than a window.
+        """Return the lowest mean log-probability over `window` consecutive tokens; inf if the
+        rollout is shorter.
         """
         values = [value for chunk in rollout.chunks for value in chunk.logprobs]
         sums = [0.0, *accumulate(values)]
@@ -167,8 +169,8 @@ class ConfidenceStop:
         return min(means, default=math.inf)
 
     def is_below(self, rollout: Rollout, warmup: Sequence[Rollout]) -> bool:
-        """Return whether the rollout's confidence is below the threshold; False while there is no
-        threshold.
+        """Return whether a rollout is less confident than the rollouts in `warmup` allow; False if
+        `warmup` is empty.
         """
         bars = sorted(self.sureness(line) for line in warmup)
         return (
@@ -482,7 +484,11 @@ class Policy:
         return Bounds(tokens, turns, draft, target, stop)
 
     def filled(self, budget: Budget = SMALL) -> Policy:
-        """Return the policy with values for all lengths, and with the texts of its prompts."""
+        """Return the policy with all lengths and prompts filled in.
+
+        Lengths that are None come from the budget. Prompts are filled in only if answers are
+        combined by the target.
+        """
         tokens, turns, draft, target, stop = self.bounds(budget)
         policy = replace(
             self, max_tokens=tokens, turns=turns, chunking=Chunking(draft, target, stop)
@@ -494,7 +500,7 @@ class Policy:
         )
 
     def prompt(self, name: PromptName) -> str:
-        """Return the prompt for a comparison or for a synthesis."""
+        """Return the user's prompt for a comparison or a synthesis, or else the default prompt."""
         given = self.select_prompt if name == "select" else self.synthesis_prompt
         return given if given is not None else own_prompt(name)
 

@@ -273,9 +273,8 @@ log-probability of a token is below the draft's.
 def judge_features(
     target: Sequence[float], draft: Sequence[float], turn: int, agreement: float | None
 ) -> tuple[float, ...]:
-    """Return the features of a chunk for a learned judge; NaN if a model sent no log-probabilities.
-
-    `agreement` is None if no sibling has an answer yet.
+    """Return the features of a chunk for a learned judge; they are NaN if a model sent no
+    log-probabilities. `agreement` is None if no sibling has an answer yet.
     """
     if not target or len(draft) < len(target):
         return (math.nan,) * len(JUDGE_FEATURES)

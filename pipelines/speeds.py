@@ -94,19 +94,19 @@ class BegunChunk:
 
 @dataclass(slots=True)
 class WriterChoice:
-    """The choice of the writer under method exact: the target alone, or the draft with checks by
-    the target.
+    """The choice of the model that writes under method exact: the target alone, or the draft with
+    checks by the target.
 
     The text is the same for both writers, so the choice depends only on the tokens per second of
     all rollouts together. The target writes first, so that its speed is known. Then the draft
-    writes one chunk. The draft writes a stretch (several consecutive chunks) if its first chunk was
-    much faster. If not, it writes a stretch once the run is so long that a slow stretch matters
-    little. If the stretch gave more tokens per second, the draft continues. From time to time the
-    slower writer gets another try.
+    writes one chunk. If this chunk was much faster, the draft writes a stretch (several consecutive
+    chunks). If not, it writes a stretch once the run is so long that a slow stretch matters little.
+    If the stretch gave more tokens per second, the draft continues. From time to time the slower
+    writer gets another try.
 
     After each score, the time lost by the current try of the draft is estimated from the target's
-    speed. If tries have lost 2 % of the run's time (early in a run: a quarter of a chunk's time),
-    the target finishes the chunks that the draft has begun.
+    speed. Tries may lose 2 % of the run's time, or early in a run a quarter of a chunk's time.
+    After that, the target finishes the chunks that the draft has begun.
     """
 
     writer: Role = "target"  # the model that writes this stretch of chunks

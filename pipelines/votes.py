@@ -38,7 +38,7 @@ class Tally:
 
     @property
     def winner(self) -> str | None:
-        """Return the winning answer, which represents the heaviest class."""
+        """Return the answer that represents the heaviest class; None if there are no ballots."""
         return self.answers[0] if self.answers else None
 
     @property
@@ -86,7 +86,9 @@ def classes(answers: Sequence[str], group: Grouper) -> list[int]:
 
 
 def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
-    """Count ballots by classes of equivalent answers, which may be different strings."""
+    """Count the ballots for each class of equivalent answers; equivalent answers may be different
+    strings.
+    """
     labels = classes([ballot.answer for ballot in ballots], group)
     answers: dict[int, str] = {}  # for each label: the spelling of its first answer
     weights: dict[int, float] = {}

@@ -60,12 +60,11 @@ def reply_kind(word: str) -> ReplyKind:
 
 
 def setup_of(model: str, options: Mapping[str, object]) -> Setup:
-    """Return the setup for a harness's model name and options.
+    """Return the setup for a harness's model name and options. The options have the same names as
+    on the command line.
 
-    The options have the same names as on the command line.
-
-    `model` names both engines ("embedded", "scripted"). If `draft` and `target` are given, `model`
-    is only a label.
+    `model` is the address of both engines, such as "embedded" or "scripted". If `draft` and
+    `target` are given, `model` is only a label.
 
     >>> setup_of("embedded", {"rate": "0.3", "samples": 4}).rate
     0.3

@@ -83,7 +83,7 @@ def _is_open(record: GradedRecord) -> bool:
 
 
 async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) -> GradedRecord:
-    """Return one record with the verdict that the judge model gives."""
+    """Ask the judge model about one record, and return the record with the model's verdict."""
     references = "\n(or)\n".join(record.golds)
     texts = {"{reference}": references, "{answer}": record.answer or ""}
     # Both placeholders are replaced in one pass. If an answer contains the text "{reference}", this

@@ -381,7 +381,9 @@ def _least(model: ModelSize, weights: float, context: int, split: int) -> float:
 
 
 def run_tokens(max_tokens: int) -> int:
-    """Return the number of tokens of a rollout with its problem, rounded up to a multiple of 1024."""
+    """Return the token count of a rollout of full length with its problem, rounded up to a multiple
+    of 1024.
+    """
     return 1024 * math.ceil((max_tokens + 2048) / 1024)
 
 

@@ -298,8 +298,8 @@ class Setup:
 
     @property
     def in_flight(self) -> tuple[int, int]:
-        """Return the number of concurrent rollouts, and the number of tokens of a rollout with its
-        problem.
+        """Return the number of concurrent rollouts, and the token count of a rollout of full length
+        with its problem.
         """
         return self.concurrency, run_tokens(self.run_policy.bounds().max_tokens)
 

@@ -28,7 +28,7 @@ EXIT_CODES: dict[int, str] = {
     130: "interrupted; finished work is kept, and the same command continues the run",
     141: "the reader of the output closed the pipe, as `| head` does",
 }
-"""For each exit code of the command line: its meaning."""
+"""The meaning of each exit code of the command line."""
 INTERRUPTED = 130
 CLOSED_PIPE = 141
 DISK = 4

@@ -101,7 +101,8 @@ def solve(
 
 
 def text_of(problem: str) -> str:
-    """Return the text of a problem given as text, as a file or as - for stdin.
+    """Return the problem's text from the command-line argument, which is the text, a file, or - for
+    stdin.
 
     :raises UsageError: stdin is empty, or contains bytes that are not UTF-8 text.
     """

@@ -267,8 +267,8 @@ class RecordedRollouts:
     async def __call__(
         self, problem: Problem, policy: Policy, context: Context, scope: ProblemScope, /
     ) -> Outcome:
-        """Vote and combine on the problem's recorded rollouts under this policy, and return the new
-        outcome.
+        """Repeat the vote and the combination on the problem's recorded rollouts under this policy,
+        and return the new outcome.
         """
         outcome = self._open.pop(problem.id)
         rollouts = outcome.rollouts

@@ -729,7 +729,7 @@ class _RecordedProblems:
 
     @classmethod
     def of(cls, run: RecordedRun) -> _RecordedProblems:
-        """Collect the facts of a run, reading one outcome at a time.
+        """Gather the facts of a run, reading one outcome at a time.
 
         :raises OptionError: a problem is not complete.
         """

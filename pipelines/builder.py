@@ -857,7 +857,7 @@ def first_tokens(chunk: Chunk, tokens: int, engine: Engine) -> Chunk | None:
     """Return the first `tokens` tokens of a chunk as a new chunk, without log-probabilities.
 
     Tokens at the end that form only part of a character are dropped. Return None if no token
-    remains, or if the decoded text differs from the chunk's text.
+    remains, or if the chunk's text does not begin with the decoded text.
     """
     ids, text = _whole_characters(chunk.target_ids[:tokens], engine)
     if not ids or not chunk.text.startswith(text):

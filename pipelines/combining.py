@@ -178,7 +178,8 @@ async def combined(
     """Combine the answers of a problem's rollouts as the planner decides, and return the outcome
     with the result.
 
-    If the target is not asked, or gives no usable reply, the winner of the vote stays the answer.
+    If the target is not asked, is only tried out, or gives no usable reply, the winner of the vote
+    stays the answer.
     """
     if count.winner is None:
         return outcome

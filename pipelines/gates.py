@@ -49,8 +49,8 @@ class Gate(Protocol):
 
 @runtime_checkable
 class RoundGate(Protocol):
-    """A gate that ranks the chunks that all rollouts of a problem wrote in one round. It can decide
-    only after every rollout has written its chunk.
+    """A gate that ranks the chunks that the rollouts of a problem wrote in one round. It can decide
+    only after every running rollout has written its chunk.
     """
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:

@@ -469,8 +469,8 @@ def conclude(
 
 
 def _concluded(problem: Problem, prompt: Prompt, result: RolloutResult[Rollout]) -> Rollout:
-    """Return the rollout of a result. If it failed, was cancelled or never started, set this as the
-    reason why it ended.
+    """Return the rollout of a result. If the rollout did not finish, record whether it failed, was
+    cancelled, or became unnecessary.
     """
     rollout = result.value or Rollout(problem.id, result.sample, prompt)
     if rollout.finish is not None:

@@ -131,9 +131,7 @@ class ScoreRule:
 
     @property
     def source(self) -> ScoreSource:
-        """Return the kind of numbers that this rule computes scores from, such as
-        "log-probabilities".
-        """
+        """Return what this rule computes scores from, such as "log-probabilities" or "question"."""
         return _SOURCES.get(self.kind, "log-probabilities")
 
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
@@ -190,9 +188,7 @@ def kind_of(rule: Rule) -> ScoreKind | None:
 
 
 def source_of(rule: Rule) -> ScoreSource:
-    """Return the kind of numbers that a rule computes scores from; for a user's own function,
-    log-probabilities.
-    """
+    """Return what a rule computes scores from; for a user's own function, "log-probabilities"."""
     return rule.source if isinstance(rule, ScoreRule) else "log-probabilities"
 
 

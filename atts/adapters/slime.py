@@ -163,7 +163,9 @@ def _turns(prompt: str | Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
 
 
 def _fill(sample: Any, rollout: Rollout) -> None:
-    """Fill a sample with the tokens of a rollout, in the draft's tokenizer."""
+    """Fill a sample with the tokens of a rollout (in the draft's tokenizer), their mask and their
+    log-probabilities.
+    """
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []

@@ -193,9 +193,9 @@ def follow(
 ) -> T:
     """Call `write` now, each time that the journal has grown, and once more when the run has ended.
 
-    At least `every` seconds lie between two calls during the run. The result of the last call is
-    returned. A journal line that is still being written looks damaged, so damage is reported only
-    after the run has ended.
+    At least `every` seconds lie between two successful calls during the run. The result of the last
+    call is returned. A journal line that is still being written looks damaged, so damage is
+    reported only after the run has ended.
 
     :raises JournalError: there is no run, or the run is over and its journal cannot be read.
     """

@@ -39,9 +39,7 @@ _CLOSINGS = {'"': r'(?<!\\)"', "'": "'", "[": r"\]"}
 
 
 class Box(NamedTuple):
-    """A complete LaTeX box: its content, and the positions at which the box begins and ends in the
-    text.
-    """
+    """A complete LaTeX box: its content, and the string indices where the box starts and ends."""
 
     content: str
     start: int
@@ -49,8 +47,8 @@ class Box(NamedTuple):
 
 
 def closing(text: str, at: int) -> int | None:
-    """Return the position after the brace that closes the open brace before `at`; None if it is not
-    closed.
+    """Return the index after the brace that closes a group, or None if the group is never closed.
+    `at` is the index after the group's opening brace.
     """
     depth = 1
     while depth:
@@ -63,9 +61,10 @@ def closing(text: str, at: int) -> int | None:
 
 
 def boxes(text: str) -> tuple[list[Box], int | None]:
-    """Return the boxes of a text, and the position of a box that is never closed.
+    """Return the complete boxes of a text, and the start index of the first box that is never
+    closed, or None.
 
-    A box inside another box is not returned separately.
+    A box inside another box counts as part of the outer box's content.
     """
     complete: list[Box] = []
     at = 0
@@ -93,7 +92,7 @@ def boxes(text: str) -> tuple[list[Box], int | None]:
 
 
 def inner(content: str) -> str:
-    """Return the content of a box, without further boxes around it."""
+    """Return the content of a box without the commands of any boxes nested in it."""
     for _ in range(8):
         stripped = content.strip()
         inside, open_at = boxes(stripped)
@@ -104,10 +103,11 @@ def inner(content: str) -> str:
 
 
 def last_group(complete: list[Box], text: str) -> list[str]:
-    """Return the contents of the last box that is not empty.
+    """Return the content of the last nonempty box, and of the boxes before it that the text joins
+    to it.
 
-    If the text joins the last few boxes, for example by "and", the contents of all of them are
-    returned. Equal contents are returned once.
+    Boxes are joined if only a comma or a word such as "and" is between them. Placeholders, and
+    boxes after a word such as "not", are skipped. Repeated contents are returned once.
     """
     group: list[str] = []
     begins = 0
@@ -164,8 +164,8 @@ def extraction(
 ) -> Extraction:
     """Return the answer that `extract` returns, with the name of the rule that found it.
 
-    Boxes are preferred to marks, and marks to the statements or numbers that `fallback` allows.
-    Raises OptionError for an unknown kind or fallback.
+    A box is preferred to a mark such as "Answer:", and a mark to the statement or number that
+    `fallback` allows. Raises OptionError for an unknown kind or fallback.
     """
     for name, asked, known in (("kind", kind, AnswerKind), ("fallback", fallback, Fallback)):
         if asked not in get_args(known):
@@ -215,7 +215,9 @@ def extraction(
 
 
 def _first_turn(text: str) -> str:
-    """Return the text of the first speaker: everything before the next speaker begins."""
+    """Return the model's own text, without the turns that it invented for the user after its
+    answer.
+    """
     opening = PATTERNS["opening"].match(text)
     begins = opening.end() if opening else 0
     for speaker in PATTERNS["turn"].finditer(text):
@@ -250,7 +252,11 @@ def _has_choice(content: str) -> bool:
 
 
 def _stated_choice(text: str, fallback: Fallback) -> Extraction | None:
-    """Return the letter of the choice that a mark or the last sentence states."""
+    """Return the choice letter that follows a mark such as "Answer:", or else one stated near the
+    end of the text.
+
+    Without a letter, the result is None.
+    """
     answer = marked(text, "choice")
     if answer:
         return Extraction(answer, "marker")
@@ -280,11 +286,11 @@ def is_cut(text: str) -> bool:
 
 
 def unmarked(text: str) -> int:
-    """Return the number of characters at the start of a growing text that need not be searched
-    again.
+    """Return the length of the prefix of a growing text that never needs to be searched for an
+    answer again.
 
-    These characters form whole lines. They end at least 400 characters before the end of the text
-    and before any turn, mark or box.
+    The prefix ends at a line break, at least 400 characters before the end of the text and before
+    the first turn, mark or box.
     """
     starts = [len(text)]
     begins = max(0, len(text) - MOST_CHARACTERS)
@@ -296,10 +302,10 @@ def unmarked(text: str) -> int:
 
 
 def marked(text: str, kind: AnswerKind) -> str | None:
-    """Return the value after the last explicit mark that is followed by a value, such as "Answer:
-    5".
+    """Return the value after the last mark that a value follows, such as "Answer: 5"; None without
+    such a mark.
 
-    The result is "" if the text ends inside the value.
+    The result is "" if the text breaks off inside the value.
     """
     for mark in [*PATTERNS["marks"].finditer(text)][:-21:-1]:
         sign = mark[0].rstrip()
@@ -325,8 +331,8 @@ def marked(text: str, kind: AnswerKind) -> str | None:
 
 
 def _value(following: str, kind: AnswerKind) -> str | None:
-    """Return the value at the start of the text after a mark, or else the value in its first
-    sentence.
+    """Return the value that directly follows a mark such as "Answer:", or else the value stated in
+    the next sentence.
     """
     if kind == "choice":
         if several := PATTERNS["several_letters"].match(following[:200]):
@@ -380,7 +386,7 @@ def _closed(following: str) -> str:
 
 
 def _listed(run: str) -> str:
-    """Join several values into one answer, without the dollar signs around each value."""
+    """Join the values of a list such as "$2$ or $3$" into one answer, without the dollar signs."""
     items = [_MATHS.sub(_inside, item[0]) for item in PATTERNS["item"].finditer(run)]
     return (" or " if re.search(r"\bor\b", run) else ", ").join(items)
 
@@ -404,9 +410,8 @@ def _trimmed(sentence: str) -> str:
 
 
 def _stated_in(sentence: str) -> str | None:
-    """Return the values that a sentence states.
-
-    These are the values after the sentence's last "is" or "=", or else its last values.
+    """Return the values that a sentence states: those after its last "is" or "=", or else its last
+    values.
     """
     for aside in (_CORRECTION, PATTERNS["adjunct"]):
         without = aside.sub("", sentence.rstrip(" .*"))
@@ -445,7 +450,11 @@ def _last_number(text: str) -> str | None:
 
 
 def stated(text: str, kind: AnswerKind) -> str | None:
-    """Return the value of the last sentence with a value, or of a final line without words."""
+    """Return the value stated by the last sentence of a text, or by a last line without words.
+
+    Up to two closing remarks, such as "I hope this helps", are skipped. If the sentence after that
+    states no value, or the text is unfinished, the result is None.
+    """
     text = PATTERNS["end_of_proof"].sub("", text[-_TAIL:].rstrip("` \n")).rstrip("` \n")
     text = PATTERNS["end_in_maths"].sub(" ", text)
     # A displayed formula may span several lines. Join them, because the formula belongs to one
@@ -471,9 +480,8 @@ def stated(text: str, kind: AnswerKind) -> str | None:
 
 
 def _bare(line: str) -> str | None:
-    """Return the value of a line without words.
-
-    The value is the line's only formula, its list of values, or the part after "=".
+    """Return the value of a line without words: its only formula, its list of values, or the part
+    after "=".
     """
     *_, line = PATTERNS["arrow"].split(line)
     whole = _MATHS.match(line)
@@ -493,10 +501,9 @@ def _bare(line: str) -> str | None:
 
 
 def _choice(text: str, first: bool = False) -> str | None:
-    """Return the letter of the choice that a text selects.
+    """Return the letter of the choice that a text selects, such as B in "not A but B".
 
-    Letters that the text rules out are ignored. If `first` is true, a letter at the start of the
-    text has priority.
+    If `first` is true, a letter at the start of the text takes precedence.
     """
     plain = " ".join(PATTERNS["typesetting"].sub(" ", text).split())
     only = plain.strip("().: ")

@@ -22,7 +22,7 @@ Operator = Literal["+", "-", "*", "/"]
 
 LIMIT = 199  # the largest number that may occur in a problem or in its solution
 LEVELS: dict[int, tuple[int, ...]] = {1: (2,), 2: (3,), 3: (4,), 4: (5, 6), 5: (7, 8)}
-"""For each level, the possible numbers of steps of a problem."""
+"""For each level, the numbers of steps that its problems may have."""
 
 _WORDS = Tables(Path(__file__).with_name("arithmetic.toml"))
 _NAMES, _ITEMS, _OPENERS = (_WORDS.table(name, list[str]) for name in ("names", "items", "openers"))
@@ -50,7 +50,9 @@ class Operation:
         return _COMPUTED[self.operator](self.left, self.right)
 
     def middle(self) -> str:
-        """Return the intermediate step of the computation, or "" if the computation needs none."""
+        """Return the intermediate step of mental arithmetic, such as "44 + 7" for 24 + 27; "" if
+        none is needed.
+        """
         tens = self.right // 10 * 10
         ones = self.right % 10
         match self.operator:
@@ -67,7 +69,7 @@ class Operation:
                 return ""
 
     def worked(self) -> str:
-        """Return the text of the computation in a reference solution."""
+        """Return the computation as a solution shows it, such as "24 + 27 = 44 + 7 = 51"."""
         middle = self.middle()
         steps = [f"{self.left} {self.operator} {self.right}", middle, str(self.value)]
         return " = ".join(step for step in steps if step)
@@ -83,7 +85,7 @@ class Step:
 
     @property
     def text(self) -> str:
-        """Return the line with its full stop, without the delimiter of chunks."""
+        """Return the line as a sentence, without the blank line that ends a chunk."""
         return f"{self.before}{self.operation.worked()}{self.after}."
 
 
@@ -102,14 +104,15 @@ class Exercise:
 
     @property
     def level(self) -> int:
-        """Return the level (1 to 5) of an exercise with this number of steps."""
+        """Return the level of the exercise, from 1 to 5, which depends on its number of steps."""
         return next(level for level, lengths in LEVELS.items() if len(self.steps) in lengths)
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """Return the chunks of the solution as a model should write them.
+        """Return the solution split into the chunks that a model should generate.
 
-        Each chunk is one step and ends with a blank line. The last chunk has the answer in a box.
+        Each step is one chunk, which ends with a blank line. The last chunk has the answer in a
+        box.
         """
         return (
             *(f"{step.text}\n\n" for step in self.steps),
@@ -118,19 +121,20 @@ class Exercise:
 
     @property
     def solution(self) -> str:
-        """Return the chunks as one text."""
+        """Return the worked solution, with the boxed answer, as one string."""
         return "".join(self.chunks)
 
     @property
     def canonical(self) -> str:
-        """Return the operations as a text that does not depend on the wording of the exercise."""
+        """Return the operations as a string that is the same for every wording of the exercise."""
         operations = (step.operation for step in self.steps)
         return "|".join(f"{item.left}{item.operator}{item.right}" for item in operations)
 
 
 def split_of(canonical: str) -> Split:
-    """Return the split of a computation: 80 % of all computations are in train, 10 % in
-    calibration, 10 % in test.
+    """Return the split of an exercise, from a hash of its operations.
+
+    80 % of all sequences of operations are in train, 10 % in calibration and 10 % in test.
     """
     bucket = int.from_bytes(blake2b(canonical.encode(), digest_size=8).digest(), "big") % _BUCKETS
     if bucket == 0:
@@ -141,7 +145,7 @@ def split_of(canonical: str) -> Split:
 def problems(
     split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
 ) -> list[Problem]:
-    """Return `count` distinct problems, whose levels repeat in the order of `levels`.
+    """Return `count` distinct problems. Their levels repeat in the order of `levels`.
 
     With the same seed, a larger `count` only adds problems at the end.
 
@@ -167,7 +171,7 @@ def problems(
 def exercises(
     split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
 ) -> list[Exercise]:
-    """Return the same problems as the function `problems`, with worked solutions."""
+    """Return the same problems as `problems`, but as exercises with worked solutions."""
     if count < 0:
         raise OptionError("count", f"{count} is negative")
     distinct = dict[str, Exercise]()
@@ -205,7 +209,7 @@ def stream(
 
 
 def _next_operation(random: Random, value: int) -> Operation:
-    """Draw an operation on `value` whose result is between 2 and the limit.
+    """Draw an operation on `value` whose result is between 2 and `LIMIT`.
 
     The four operators are about equally frequent.
     """
@@ -290,7 +294,10 @@ def _variables(random: Random, count: int) -> Exercise:
 
 
 def _story(random: Random, count: int) -> Exercise | None:
-    """Write a story about how many things one person has. Each event takes one or two steps."""
+    """Write a story about how many things one person has; return None if a number exceeds `LIMIT`.
+
+    Each event of the story takes one or two steps.
+    """
     name = random.choice(_NAMES)
     item = random.choice(_ITEMS)
     value = random.randint(5, 99)
@@ -322,10 +329,11 @@ def _story(random: Random, count: int) -> Exercise | None:
 
 
 def _comparison(random: Random, count: int) -> Exercise | None:
-    """Write an exercise that compares the numbers of things of several people.
+    """Write a problem that compares how many things several people have; return None if their total
+    exceeds `LIMIT`.
 
-    The number of each person depends on that of an earlier person. The question asks for the last
-    number or for the total.
+    Each person's count depends on an earlier person's. The question asks for the last person's
+    count or for the total.
     """
     together = count % 2 == 0 and random.random() < 0.5
     relations = count // 2 if together else count
@@ -359,7 +367,10 @@ def _comparison(random: Random, count: int) -> Exercise | None:
 
 
 def _shopping(random: Random, count: int) -> Exercise | None:
-    """Write an exercise with the prices of several goods, which asks for the bill or the change."""
+    """Write a problem about buying several goods, which asks for the bill or for the change.
+
+    The result is None if the bill reaches `LIMIT`.
+    """
     name = random.choice(_NAMES)
     goods = random.sample(_ITEMS, (count + 1) // 2)
     bills = [Operation(random.randint(2, 9), "*", random.randint(2, 30)) for _ in goods]
@@ -389,7 +400,9 @@ def _shopping(random: Random, count: int) -> Exercise | None:
 
 
 def _added(named: Sequence[str], values: Sequence[int]) -> Iterator[Step]:
-    """Yield the solution steps that add up the values."""
+    """Yield the solution steps that add the values one by one. `named` has the words before each
+    step.
+    """
     for name, total, value in zip(named, accumulate(values), values[1:], strict=False):
         yield Step(f"{name}: ", Operation(total, "+", value))
 

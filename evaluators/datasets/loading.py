@@ -36,11 +36,11 @@ DATA = ("*.jsonl", "*.json", "*.csv", "*.tsv", "*.parquet")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The rule that selects problems: first by id, level and subject, then by a random sample, then
-    by a slice.
+    """A selection of problems: first by id, level and subject, then by a random sample, then by a
+    slice.
 
-    `sample` is the number of problems that `random.Random(seed).sample` draws; the problems stay in
-    the order of the draw. Problems that are selected by id have the order of `ids`.
+    `sample` is the number of problems that `random.Random(seed).sample` draws; their random order
+    is kept. Problems that are selected by id follow the order of `ids`.
     """
 
     ids: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Selection:
 
 
 def split_slice(name: str) -> tuple[str, Selection]:
-    """Split a name such as "math500[:100]" into the name and the slice."""
+    """Split a name such as "math500[:100]" into the name and a selection of the slice."""
     match = re.fullmatch(r"(.+?)\[(-?\d{0,18}):(-?\d{0,18})(?::(-?\d{0,18}))?\]", name)
     if not match:
         return name, Selection()
@@ -83,8 +83,8 @@ def select(
 ) -> list[Problem]:
     """Return the selected problems.
 
-    Raises DatasetError if no problem has a requested id, level or subject, or if no problem is
-    selected.
+    Raises DatasetError for an id, level or subject that no problem has, for a sample larger than
+    the dataset, or if no problem remains.
     """
     chosen = list(problems)
     if selection.ids:
@@ -152,7 +152,8 @@ class HubSnapshot:
     def files(self, patterns: Sequence[str]) -> list[Path]:
         """Return the files that match the patterns, in the order of the patterns and then by name.
 
-        The result is empty if a file is missing.
+        The result is empty if a pattern without wildcards matches nothing, or if a shard such as
+        00001-of-00004 is missing.
         """
         names = sorted(
             path.relative_to(self.folder).as_posix()
@@ -173,10 +174,10 @@ class HubSnapshot:
 
 
 def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSnapshot:
-    """Return the commit of the requested revision, from the cache or from the hub.
+    """Return the requested revision of a hub dataset from the local cache, or download it.
 
-    If a branch is in the cache, its cached commit is returned, even if the hub has a newer commit.
-    Raises DatasetError, whose message says how to get the files.
+    A cached branch is used even if the hub has a newer commit. Raises DatasetError, with advice on
+    how to get the files, if neither works.
     """
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -217,7 +218,9 @@ def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSna
 def cached_snapshot(
     repo: str, revision: str, patterns: Sequence[str], cache: Path | None
 ) -> HubSnapshot | None:
-    """Return the cached snapshot if it has all requested files. The network is not used."""
+    """Return the snapshot from the local cache without using the network; None if a requested file
+    is missing.
+    """
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -246,10 +249,10 @@ def _download(
 
 
 def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
-    """Return the data files of one split of a dataset that is not in the catalogue.
+    """Return the data files of one split of a hub dataset that is not a known benchmark.
 
-    The split is recognised by the file names. Raises DatasetError, whose message lists the files,
-    if the split or the configuration is ambiguous.
+    A file belongs to a split if its path contains the split's name. Raises DatasetError, whose
+    message lists the files, if the split or the configuration is ambiguous.
     """
 
     def parted(name: str, word: str) -> bool:
@@ -287,10 +290,10 @@ def _absent(repo: str, revision: str, problem: str) -> DatasetError:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Problems with their origin, which suffices to load and check the same problems again.
+    """Problems, with the information needed to load the same problems again and to verify them.
 
     `revision` is the hub commit, the sha256 of the file, or the generator's arguments. `digest` is
-    the digest of the problems.
+    the sha256 of the problems' contents.
     """
 
     name: str
@@ -345,7 +348,9 @@ def load_dataset(
 
 
 def digest(problems: Sequence[Problem]) -> str:
-    """Return the sha256 of the problems' contents in their order. The source does not matter."""
+    """Return the sha256 of the problems' contents in their order. It is the same for every source
+    of the same problems.
+    """
     state = sha256()
     for it in problems:
         fields: list[Any] = [it.id, it.text, it.answer, it.kind, it.level, it.subject]
@@ -358,7 +363,9 @@ def digest(problems: Sequence[Problem]) -> str:
 
 
 def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
-    """Load a dataset from its source, without its digest, which the caller computes."""
+    """Load a dataset from its source. The digest stays empty, because the caller computes it after
+    the selection.
+    """
     benchmark = find_benchmark(name)
     if benchmark and benchmark.name == "arithmetic":
         return _arithmetic(options, selection, cut)
@@ -429,7 +436,7 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
 
 
 def _file(path: Path, options: LoadOptions, benchmark: Benchmark) -> Dataset:
-    """Load a file. If the file has the columns of a hub copy of the benchmark, it is read like that
+    """Load a file. A file with the columns of one of the benchmark's hub copies is read like that
     copy.
     """
     table = read_table([path], str(path))
@@ -447,8 +454,11 @@ def _file(path: Path, options: LoadOptions, benchmark: Benchmark) -> Dataset:
 def _dataset(
     benchmark: Benchmark, table: RowTable, columns: Columns, options: LoadOptions
 ) -> Dataset:
-    """Return the problems of a table. The columns that the user named take precedence over
+    """Convert the rows of a table to a dataset. Columns that the user named take precedence over
     `columns`.
+
+    If the benchmark is a fixed sample of another benchmark, only the problems of the sample are
+    kept.
     """
     problems, notes = problems_of(Reader(table, options.asked or columns, benchmark, options))
     if benchmark.sample:
@@ -475,7 +485,7 @@ def _dataset(
 
 
 def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
-    """Generate problems; `selection` gives their number, seed and levels."""
+    """Generate arithmetic problems, with the number, seed and levels that `selection` gives."""
     name = "arithmetic"
     # The cast only satisfies type checkers. The generator raises an error for an unknown split.
     split = cast(arithmetic.Split, options.split)
@@ -502,7 +512,7 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
 def _generated(
     split: arithmetic.Split, count: int, seed: int, levels: tuple[int, ...]
 ) -> tuple[Problem, ...]:
-    """Return the first exercises of a seed. The result is cached, because each exercise takes a
-    millisecond to make.
+    """Return the first `count` problems for a seed. They are cached, because generating each one
+    takes about a millisecond.
     """
     return tuple(arithmetic.problems(split, count, seed=seed, levels=levels))

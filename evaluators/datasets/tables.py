@@ -44,12 +44,12 @@ ALIASES = LISTED.table("columns", dict[str, str])
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The column name of each field. If a name is empty, atts tries the usual column names, in
-    upper or lower case.
+    """The name of the column that holds each field of a problem. Fields without a name are looked
+    up under their usual names, ignoring case.
 
-    If `answer` contains the correct choice, `distractors` names the columns of the wrong choices.
-    The text in the column `context` is put before the problem. The columns `unit` and `tolerance`
-    describe the answer; atts never guesses their names.
+    If `answer` is the column of the correct choice, `distractors` are the columns of the wrong
+    choices. The text in column `context` is put before the problem. The columns `unit` and
+    `tolerance` describe the answer; their names are never guessed.
     """
 
     text: str = ""
@@ -91,8 +91,8 @@ class HubSource:
 class Benchmark:
     """A benchmark with its copies on the hub.
 
-    atts reads the first copy that is in the cache. If none is, it downloads the first copy of the
-    list.
+    The first copy that is in the local cache is read. If none is cached, the first copy of the list
+    is downloaded.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Benchmark:
 
     @classmethod
     def unknown(cls, source: str) -> Benchmark:
-        """Return a benchmark without copies, for a source that is not in the catalogue."""
+        """Return an entry without hub copies, for a source that is not a known benchmark."""
         return cls(Path(source).stem, "", 0, kind=None)
 
 
@@ -121,7 +121,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def find_benchmark(name: str) -> Benchmark | None:
-    """Return the benchmark with that name or alias; upper case and hyphens do not matter."""
+    """Return the benchmark with this name or alias, ignoring case and punctuation; None if it is
+    unknown.
+    """
     for benchmark in BENCHMARKS.values():
         if _bare(name) in (_bare(benchmark.name), *benchmark.aliases):
             return benchmark
@@ -134,10 +136,10 @@ def _bare(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options for loading a dataset. The defaults are suitable for every known benchmark.
+    """Options for loading a dataset. The defaults suit every known benchmark.
 
-    If `file` is given, a known benchmark is read from this file instead of the hub. `seed`
-    determines the order of the choices. `grading` changes fields of the benchmark's grading policy.
+    If `file` is given, a known benchmark is read from it instead of the hub. `seed` determines the
+    order of each problem's choices. `grading` overrides fields of the benchmark's grading policy.
     """
 
     columns: Columns | Mapping[str, str] = Columns()
@@ -180,8 +182,8 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """The rows of one or more files. `places` says where each row comes from, such as "data.jsonl:
-    line 7".
+    """The rows of one or more files. `places` has the origin of each row, such as "data.jsonl: line
+    7".
     """
 
     source: str
@@ -190,7 +192,9 @@ class RowTable:
     digest: str  # SHA-256 of the contents of all files, one after the other
 
     def place(self, index: int) -> str:
-        """Return where a row comes from, without the source, which error messages already name."""
+        """Return the origin of a row, such as "line 7", without the source, which error messages
+        already name.
+        """
         return self.places[index].removeprefix(f"{self.source}: ")
 
     @property
@@ -202,8 +206,8 @@ class RowTable:
 def read_table(paths: Sequence[Path], source: str) -> RowTable:
     """Return the rows of these files as one table.
 
-    Raises DatasetError for a file that is missing, empty, of an unknown kind, not UTF-8, or has a
-    line that is not a row.
+    Raises DatasetError if a file is missing, not UTF-8 or of an unknown type, or has a line that is
+    not a row. An empty table is also an error.
     """
     digest = sha256()
     rows = list[Row]()
@@ -222,7 +226,9 @@ def read_table(paths: Sequence[Path], source: str) -> RowTable:
 
 
 def kind_of(path: Path) -> str:
-    """Return the suffix that determines how a file is read, without `.gz`; "" if it is unknown."""
+    """Return the suffix that determines how a file is parsed, such as ".csv" for data.csv.gz; "" if
+    it is unknown.
+    """
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     return suffix.lower() if suffix.lower() in SUFFIXES else ""
 
@@ -270,7 +276,7 @@ def _too_large(path: Path, source: str) -> DatasetError:
 
 
 def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]:
-    """Return the values of a file that should be rows, each with the number of its line or row."""
+    """Parse a file into values that should be rows, each with its line or row number."""
     match kind_of(path):
         case ".parquet":
             return enumerate(_parquet(path, data, source), 1)
@@ -423,7 +429,7 @@ class Reader:
         )
 
     def task(self, index: int, name: str, text: str) -> Problem:
-        """Return the code task in a row; its tests are its reference."""
+        """Return the code task in a row. The tests take the place of a reference answer."""
         try:
             tests, starter = tests_of_row(self.table.rows[index])
         except (ValueError, TypeError, AttributeError) as error:
@@ -443,7 +449,7 @@ class Reader:
         return cell(self.table.rows[index].get(column)).strip() if column else ""
 
     def grading(self, index: int) -> Grading | None:
-        """Return the grading policy of a row, with the tolerance that the row states. None means
+        """Return the grading policy for a row, including the tolerance that the row gives; None for
         the default policy.
         """
         stated = self.text(index, self.columns.tolerance)
@@ -460,8 +466,10 @@ class Reader:
         return policy if policy != STRICT else None
 
     def choices(self, index: int, name: str, answer: str) -> tuple[tuple[str, ...], str]:
-        """Return the choices in the order in which the model sees them, and the letter of the
+        """Return a problem's choices in the order that the model sees, and the letter of the
         correct choice.
+
+        For a problem without choices, return the answer unchanged.
         """
         listed = self.columns.choices and self.table.rows[index].get(self.columns.choices)
         if self.columns.distractors:
@@ -484,8 +492,8 @@ class Reader:
         return tuple(choices[at] for at in order), letter
 
     def position(self, index: int, answer: str, choices: Sequence[str]) -> int:
-        """Return the index of the correct choice. The row names this choice by its index, letter or
-        text.
+        """Return the index of the correct choice, which the row gives as an index, a letter or the
+        choice's text.
         """
         raw = self.table.rows[index].get(self.columns.answer)
         if isinstance(raw, int) and 0 <= raw < len(choices):
@@ -503,7 +511,9 @@ class Reader:
         )
 
     def error(self, index: int, problem: str) -> DatasetError:
-        """Return an error that names the row, and the columns in which the row has a value."""
+        """Return an error about one row. Its advice lists the columns in which this row has a
+        value.
+        """
         filled = [name for name, value in self.table.rows[index].items() if cell(value).strip()]
         advice = (
             f"That row has values in {', '.join(filled) or 'no column'}; map columns with "
@@ -528,7 +538,7 @@ def has_tests(table: RowTable) -> bool:
 
 
 def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
-    """Return every row as a problem, and notes on the problems for reports.
+    """Convert every row to a problem; also return remarks on the problems for reports.
 
     Raises DatasetError for a missing column, a row without text or reference, and a repeated id.
     """
@@ -557,8 +567,8 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
 
 
 def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
-    """Return the columns to read: those that the user named, and the usual names for all other
-    fields.
+    """Return the columns to read: those that the user named, and for each other field the first
+    usual name that the table has.
 
     Raises DatasetError if a column is missing.
     """
@@ -588,7 +598,9 @@ def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
 
 
 def cell(value: object) -> str:
-    """Return a cell as text: 5.0 becomes "5", and the items of a list are joined by commas."""
+    """Return the value of a table cell as a string: 5.0 becomes "5", and list items are joined by
+    commas.
+    """
     # In Parquet files that pandas wrote, a missing value may be NaN. NaN is not equal to itself.
     if value is None or value != value:
         return ""
@@ -600,9 +612,7 @@ def cell(value: object) -> str:
 
 
 def letter_order(seed: int, name: str, count: int) -> tuple[int, ...]:
-    """Return the order of a question's choices, which is pseudo-random but the same on every
-    machine.
-    """
+    """Return a pseudo-random order of a question's choices. It is the same on every machine."""
 
     def key(at: int) -> bytes:
         return blake2b(f"{seed}\x1f{name}\x1f{at}".encode(), digest_size=8).digest()
@@ -658,7 +668,7 @@ FORMS: Mapping[AnswerForm, Callable[[str], str]] = {
 
 
 def _unit(text: str) -> str:
-    r"""Return a unit in the form in which it follows a number."""
+    r"""Return a unit as LaTeX that can be appended to a number."""
     if not text:
         return ""
     if text == "%":

@@ -30,9 +30,9 @@ _trial = threading.local()
 
 @contextmanager
 def without_asking() -> Generator[list[str]]:
-    """Use only cached replies of sympy in this thread, for the duration of the block.
+    """Answer this thread's questions to sympy only from the cache while the block runs.
 
-    The block gets a list, to which every question without a cached reply is added.
+    The block gets a list that collects every question without a cached reply.
     """
     questions: list[str] = []
     _trial.questions = questions
@@ -43,11 +43,12 @@ def without_asking() -> Generator[list[str]]:
 
 
 def are_equal(one: Node, two: Node, positive: frozenset[str] = frozenset()) -> bool:
-    """Return sympy's verdict on two expressions. This may be called from any thread.
+    """Return True or False as sympy decides whether two expressions are equal. Any thread may call
+    this.
 
-    The variables in `positive` are assumed to be positive, and all other variables to be real.
+    Variables in `positive` are assumed to be positive, and all others to be real.
 
-    Raises Undecided if sympy finds no proof, and OutOfTime at the time limit. The worker process
+    Raises Undecided if sympy cannot decide, and OutOfTime at the time limit. The worker process
     receives only trees from our parser, never text.
     """
     if len(one.walk()) + len(two.walk()) > _NODES:
@@ -82,7 +83,11 @@ class Worker:
         self.timeouts = Counter[str]()
 
     def ask(self, one: str, two: str, positive: str = "[]") -> Any:
-        """Return the worker's reply on two trees, from the cache if it is known."""
+        """Return the worker's reply to the question whether two trees are equal, from the cache if
+        possible.
+
+        An expression that has timed out several times gets the reply "time" without asking.
+        """
         # Look into the cache before taking the lock. Another thread may hold the lock for seconds,
         # while the worker computes.
         with suppress(KeyError):
@@ -109,8 +114,8 @@ class Worker:
             return reply
 
     def reply(self, question: str) -> Any:
-        """Send a question to the worker and return its reply. A worker that does not reply in time
-        is killed.
+        """Send a question to the worker and return its reply. If the worker exceeds the time limit,
+        kill it and return "time".
         """
         if not self.start():
             return None
@@ -129,7 +134,7 @@ class Worker:
         return json.loads(line)
 
     def start(self) -> bool:
-        """Start the worker if it does not run. Return True if it is ready."""
+        """Start the worker unless it is running already. Return True if it is ready for questions."""
         is_ours = self.owner == os.getpid()
         if self.process is not None and is_ours and self.process.poll() is None:
             return True
@@ -175,7 +180,9 @@ class Worker:
         return line
 
     def stop(self) -> None:
-        """End the worker and close its pipes. A forked process closes only the pipes."""
+        """Kill the worker and close its pipes. A forked process only closes its copies of the
+        pipes.
+        """
         process = self.process
         self.process = None
         if process is None:

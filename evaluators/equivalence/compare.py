@@ -74,9 +74,7 @@ def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
 
 
 def _turned(node: Node) -> Node | None:
-    """Return the inequality a < b as b > a. The result is None if the node is not a single
-    inequality.
-    """
+    """Return a relation with its two sides swapped: a < b becomes b > a. None for any other node."""
     if node.kind != "relation" or len(node.args) != 2 or node.text not in FLIPPED:
         return None
     return Node("relation", node.args[::-1], FLIPPED[node.text])
@@ -101,12 +99,12 @@ class Comparer:
         self.rule = "structure"
 
     def ruled(self, rule: str, verdict: bool) -> bool:
-        """Store the name of the rule that decided, and return the verdict."""
+        """Record which rule gave a verdict, and return the verdict."""
         self.rule = rule
         return verdict
 
     def agree(self, gold: Node, answer: Node) -> bool:
-        """Return the result of `same`, or False if no rule can decide."""
+        """Return the verdict of `same`, with False instead of Undecided."""
         try:
             return self.same(gold, answer)
         except Undecided:
@@ -164,8 +162,9 @@ class Comparer:
     ) -> bool | None:
         """Compare two families of values, such as "k pi, k in Z".
 
-        They are compared by their residue classes, or by a change of the parameter. The result is
-        None if the answers should be compared without their statements such as "k in Z".
+        They are equal if they have the same residue classes, or if a change of the parameter turns
+        one into the other. The result is None if the caller should instead compare the answers
+        without statements such as "k in Z".
         """
         stated = one or two
         assert stated is not None
@@ -193,8 +192,8 @@ class Comparer:
         return self.ruled("set", False)
 
     def as_stated(self, gold: Node, answer: Node, left: Node, right: Node) -> bool | None:
-        """Compare a value with an equation that states a value. The result is None for any other
-        pair.
+        """Compare a value with an equation that states a value, such as m+n = 46; return None for
+        any other pair.
         """
         is_stated = [node.kind in ("relation", "congruence") for node in (left, right)]
         if is_stated[0] == is_stated[1]:
@@ -212,10 +211,10 @@ class Comparer:
     def by_label(
         self, one: Labels | None, two: Labels | None, gold: Node, answer: Node
     ) -> bool | None:
-        """Compare several named values by their names.
+        """Compare two answers that name several values, such as x=4, y=6, name by name.
 
-        If one answer has no names, its values are compared in the order of the other answer's
-        names. The result is None if the names do not decide the comparison.
+        If only one answer has names, the values are compared in order. The result is None if the
+        names do not settle the comparison.
         """
         if one is not None and two is not None:
             if one.keys() == two.keys():
@@ -235,7 +234,9 @@ class Comparer:
         return self.each(tuple(labels.values()), other.args, "tuple")
 
     def both_named(self, left: Named, right: Named, gold: Node, answer: Node) -> bool:
-        """Compare two named values. The names must be equal or able to mean the same thing."""
+        """Compare two named values. The names must be the same, or be able to denote the same
+        thing.
+        """
         one = left.name
         two = right.name
         value = left.value
@@ -258,8 +259,8 @@ class Comparer:
     def relations(self, gold: Node, answer: Node) -> bool:
         """Compare two relations.
 
-        Equations are compared up to a factor, and inequalities up to a positive factor. Chains of
-        relations are compared side by side.
+        Equations may differ by a constant factor, and inequalities by a positive one. The sides of
+        a chain such as 0 < x <= 1 are compared one by one.
         """
         if gold.kind != "relation" or answer.kind != "relation":
             return self.ruled("relation", False)
@@ -284,10 +285,7 @@ class Comparer:
         return self.ruled("relation", verdict)
 
     def as_regions(self, gold: Node, answer: Node) -> bool | None:
-        """Compare the answers as sets of real numbers.
-
-        The result is None if one of them is not a set of real numbers.
-        """
+        """Compare the answers as sets of real numbers; return None if either is not such a set."""
         names = {views.variable_of(gold), views.variable_of(answer)} - {""}
         line = Line(self.prober)
         regions = list[Region | None]()
@@ -313,7 +311,9 @@ class Comparer:
     # ---- comparing all other values
 
     def values(self, gold: Node, answer: Node) -> bool:
-        """Compare two answers that are not relations. The rule depends on the kinds of their root nodes."""
+        """Compare two answers that are not relations, by a rule that depends on the kinds of their
+        root nodes.
+        """
         if has(gold, "plusminus") or has(answer, "plusminus"):
             return self.unordered(views.members(gold), views.members(answer), "set")
         try:
@@ -362,9 +362,7 @@ class Comparer:
         return self.plain(gold, answer)
 
     def special(self, gold: Node, answer: Node, kinds: set[str]) -> bool:
-        """Compare residue classes, times of day, sets that are given by a condition, or piecewise
-        values.
-        """
+        """Compare residue classes, times of day, piecewise values, or sets defined by a condition."""
         if "cases" in kinds:
             return self.by_cases(gold, answer)
         if "clock" in kinds:
@@ -402,7 +400,7 @@ class Comparer:
 
     def lists(self, gold: Node, answer: Node) -> bool:
         """Compare lists and sets. The order matters only if one answer is a tuple or names its
-        parts.
+        members.
         """
         if gold.kind == "tuple" or answer.kind == "tuple":
             pair, other = (gold, answer) if gold.kind == "tuple" else (answer, gold)
@@ -445,7 +443,7 @@ class Comparer:
         return self.ruled("set", not is_counted or self.as_often(one, two))
 
     def as_often(self, one: tuple[Node, ...], two: tuple[Node, ...]) -> bool:
-        """Return True if two collections contain each value equally often."""
+        """Return True if each value occurs the same number of times in both collections."""
         if len(one) != len(two):
             return False
         if len(one) == len({*one}) == len({*two}):
@@ -460,10 +458,9 @@ class Comparer:
         return True
 
     def unordered(self, one: tuple[Node, ...], two: tuple[Node, ...], rule: str) -> bool:
-        """Return True if two collections have the same members in any order; repetitions do not
-        matter.
+        """Return True if two collections have the same members, ignoring order and repetitions.
 
-        If there are many members, only exact numbers can be compared.
+        Large collections are compared only if all members are exact numbers.
         """
         common = set(one) & set(two)
         left = tuple(node for node in dict.fromkeys(one) if node not in common)
@@ -480,9 +477,9 @@ class Comparer:
         return self.ruled(rule, is_matched and all(self.is_among(node, one) for node in right))
 
     def is_among(self, node: Node, others: tuple[Node, ...]) -> bool:
-        """Return True if one of the other nodes is equal to this node.
+        """Return True if `node` is equal to one of the other nodes.
 
-        Raises Undecided if no node is equal and a comparison is undecided.
+        Raises Undecided if it equals none of them and a comparison was undecided.
         """
         undecided: Undecided | None = None
         for other in others:
@@ -513,7 +510,7 @@ class Comparer:
         return self.each(gold.args, answer.args, "tuple")
 
     def each(self, one: tuple[Node, ...], two: tuple[Node, ...], rule: str) -> bool:
-        """Return True if both sides have equal entries in the same order."""
+        """Return True if both tuples have the same length and equal entries at every position."""
         verdict = len(one) == len(two) and all(
             self.same(a, b) for a, b in zip(one, two, strict=True)
         )
@@ -522,7 +519,7 @@ class Comparer:
     # ---- comparing two single values
 
     def plain(self, gold: Node, answer: Node) -> bool:
-        """Compare two single values. They may have units, signs or bases, or be ratios."""
+        """Compare two single values, which may have units, signs such as %, or bases, or be ratios."""
         kinds = (gold.kind, answer.kind)
         signs = [views.mark(gold), views.mark(answer)]
         if all(signs) and signs[0] != signs[1]:
@@ -553,7 +550,7 @@ class Comparer:
         return self.numbers(gold, answer)
 
     def quantities(self, gold: Node, answer: Node) -> bool:
-        """Compare amounts with units. The units must not contradict each other.
+        """Compare amounts with units, and convert between units of the same dimension.
 
         A missing or unknown unit is ignored, unless the grading policy requires units.
         """
@@ -577,7 +574,9 @@ class Comparer:
         return self.same(left, right)
 
     def ratios(self, gold: Node, answer: Node) -> bool:
-        """Compare ratios as proportions. Times of day such as 3:45 must have the same digits."""
+        """Compare ratios by proportion, so that 2:4 equals 1:2. Times of day such as 3:45 must have
+        the same digits.
+        """
         if gold.kind == answer.kind == "ratio":
             if self.each(gold.args, answer.args, "ratio"):
                 return True
@@ -593,8 +592,8 @@ class Comparer:
     def numbers(self, gold: Node, answer: Node) -> bool:
         """Compare expressions by their values.
 
-        If they differ, they are compared again under the assumption that sizes, such as lengths,
-        are positive.
+        If they differ, compare them again on the assumption that variables for sizes, such as
+        lengths, are positive.
         """
         undecided: Undecided | None = None
         try:
@@ -631,8 +630,8 @@ class Comparer:
     def evaluated(self, gold: Node, answer: Node) -> bool:
         """Compare the values of two expressions.
 
-        Values that differ may still be equal within the tolerance, or one may be a long decimal
-        that is the rounded other value.
+        Different values still count as equal within the tolerance, or if one is a long decimal that
+        rounds the other.
         """
         if "huge" in (gold.kind, answer.kind):
             return self.ruled("exact", False)

@@ -32,8 +32,8 @@ class NotRational(Exception):
 
 
 def digits_in_base(node: Node) -> int:
-    """Return the integer that a numeral denotes. Raises Undefined if its base does not have one of
-    the digits.
+    """Return the integer that a numeral such as 1011 in base 2 denotes. Raises Undefined for a
+    digit that its base does not have.
     """
     assert node.value is not None
     try:
@@ -69,7 +69,9 @@ def _rational_root(base: Fraction, index: int) -> Fraction:
 
 
 def _integer_root(value: int, index: int) -> int:
-    """Return the integer root of an integer; raise NotRational if it has no integer root."""
+    """Return the root of an integer, of the degree `index`; raise NotRational if it is not an
+    integer.
+    """
     if index == 2 or value < 2:
         root = math.isqrt(value)
     else:
@@ -135,10 +137,10 @@ def _mod(args: list[Fraction], limits: Limits) -> Fraction:
 
 
 def remainder(node: Node, modulus: int) -> int | None:
-    """Return the remainder of an integer value after division by `modulus`.
+    """Return the remainder of an integer expression modulo `modulus`; None if it is not known to be
+    an integer.
 
-    The result is None if the value is not known to be an integer. Powers are reduced while they are
-    computed, so the numbers never become large.
+    Powers are reduced while they are computed, so the numbers never become large.
     """
     if node.kind == "number" and node.value is not None and node.value.denominator == 1:
         return int(node.value) % modulus
@@ -159,7 +161,9 @@ def remainder(node: Node, modulus: int) -> int | None:
 
 
 def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
-    """Return the exact rule of a function that is rational at only one point, such as cos at 0."""
+    """Return the exact rule of a function whose only rational value is `value` at the point `at`,
+    as for cos at 0.
+    """
 
     def rule(args: list[Fraction], limits: Limits) -> Fraction:
         if args[0] == at:
@@ -243,7 +247,7 @@ class Approx:
 
     @property
     def may_vanish(self) -> bool:
-        """Return True if the value is zero, or cannot be distinguished from zero."""
+        """Return True if the value is zero, or too close to zero for its error bound to tell."""
         return self.magnitude == NOTHING or self.magnitude <= self.error + 4
 
 
@@ -262,9 +266,9 @@ def magnitude(value: Number) -> int:
 class Arithmetic:
     """Arithmetic at one precision. Each result has a bound on its accumulated rounding error.
 
-    `spread` is the largest number of bits between the largest and the smallest term of an
-    operation. The computation needs at least this precision. `has_left_reals` is true if some
-    intermediate value was not a real number.
+    `spread` is the largest gap in magnitude, in bits, between the terms of one operation. The
+    precision must be at least this large. `has_left_reals` is true if some intermediate value was
+    not a real number.
     """
 
     def __init__(self, bits: int) -> None:
@@ -274,14 +278,16 @@ class Arithmetic:
         self.has_left_reals = False
 
     def widen(self, bits: int) -> None:
-        """Record the number of bits between the largest and the smallest term of one operation."""
+        """Record the gap in magnitude, in bits, between the largest and the smallest term of one
+        operation.
+        """
         if bits > 32:
             self.spread = max(self.spread, bits)
 
     def rounded(self, value: Number, error: int) -> Approx:
-        """Return the value with the bound of its error.
+        """Return the value with its error bound, which includes the rounding of this operation.
 
-        The bound is `error`, which comes from the inputs, plus the rounding error of the result.
+        `error` is the exponent of the error that comes from the inputs.
         """
         return Approx(value, max(error, magnitude(value) - self.bits) + 1)
 
@@ -338,13 +344,17 @@ class Arithmetic:
         )
 
     def by_direction(self, name: str, item: Approx) -> Approx:
-        """Return the logarithm or the argument of a value; `name` says which of them."""
+        """Return the logarithm or the complex angle of a value. `name` is the mpmath function, such
+        as "log10" or "arg".
+        """
         if item.may_vanish:
             raise Undefined(f"the {name} of zero")
         return self.rounded(getattr(self.mp, name)(item.value), item.error - item.magnitude + 3)
 
     def sign(self, item: Approx) -> Approx:
-        """Return the sign of a value; raise Undecided if the rounding error is too large to tell."""
+        """Return the sign of a value; raise Undecided if the value cannot be distinguished from
+        zero.
+        """
         if item.may_vanish:
             raise Undecided("rounding hides a sign")
         return Approx(self.mp.sign(item.value), NOTHING)
@@ -501,7 +511,7 @@ class Evaluator(Arithmetic):
             raise Undefined(f"no value: {error}") from error
 
     def size_of(self, result: Value) -> int:
-        """Return the number of bits that measure the work of an evaluation step."""
+        """Return the size of a result in bits, which measures the cost of computing it."""
         if isinstance(result, Fraction):
             return result.numerator.bit_length() + result.denominator.bit_length()
         # A function value in mpmath costs as much as several multiplications, so count 4 times the
@@ -509,16 +519,17 @@ class Evaluator(Arithmetic):
         return 4 * self.bits
 
     def lacking(self, why: str) -> Exception:
-        """Return the error for a tree that is not a number.
+        """Return the error to raise for a tree without a numeric value.
 
         The error is NotRational if only exact values are allowed, and Undecided otherwise.
         """
         return Undecided(why) if self.bits else NotRational(why)
 
     def checked(self, result: Value) -> Value:
-        """Return the value, or an approximation if it has too many digits.
+        """Return the value, or an approximation of it if it has too many digits for exact
+        arithmetic.
 
-        Raises Undefined if the value is not finite, and TooLarge if it is too large.
+        Raises Undefined if the value is not finite, and TooLarge if it is enormous.
         """
         if isinstance(result, Fraction):
             return result if self.fits(result) else self.approximate(result)
@@ -551,7 +562,9 @@ class Evaluator(Arithmetic):
         return bound
 
     def constant(self, node: Node) -> Value:
-        """Return the approximate value of pi, e or i, because none of them is rational."""
+        """Return pi, e or i as an approximation; raise NotRational if only exact values are
+        allowed.
+        """
         if not self.bits:
             raise NotRational(node.text)
         if node.text == "i":
@@ -589,9 +602,9 @@ class Evaluator(Arithmetic):
     def split(
         self, node: Node, operation: Callable[[Fraction, Fraction], Fraction], start: Fraction
     ) -> tuple[Fraction, list[Approx]]:
-        """Combine the exact arguments of a node by an operation.
+        """Combine the rational arguments of a node exactly, as long as the result has few digits.
 
-        The result is the combined value and a list of the arguments that are not exact.
+        Return the combined value, and the other arguments as approximations.
         """
         whole = start
         others = list[Approx]()
@@ -606,8 +619,8 @@ class Evaluator(Arithmetic):
         return whole, others
 
     def pow(self, node: Node) -> Value:
-        """Return a power. Raises Undefined for a negative number with an exponent that contains a
-        variable.
+        """Return a power. Raises Undefined for a negative base if the exponent contains a variable
+        and is not an integer.
         """
         base, exponent = node.args
         power = self.value(exponent)
@@ -647,11 +660,13 @@ class Evaluator(Arithmetic):
         return self.power(base, 1 / index)
 
     def scaled(self, node: Node) -> Value:
-        """Return a value with a percent or degree sign as a number."""
+        """Return the number that a value with a percent or degree sign stands for, such as 1/2 for
+        50 %.
+        """
         return self.value(Node("mul", (*node.args, *_SCALES[node.kind])))
 
     def sum(self, node: Node) -> Value:
-        """Return the value of a sum or product over an index, term by term."""
+        """Return the value of a sum or product over an index. Every term must be rational."""
         body, variable, lower, upper = node.args
         low = self.value(lower)
         high = self.value(upper)
@@ -675,7 +690,9 @@ class Evaluator(Arithmetic):
         return total
 
     def cases(self, node: Node) -> Value:
-        """Return the value of the first case whose condition is true."""
+        """Return the value of the first case whose condition is true; raise Outside if none is
+        true.
+        """
         for value, condition in zip(node.args[::2], node.args[1::2], strict=True):
             if self.holds(condition):
                 return self.value(value)
@@ -700,8 +717,8 @@ class Evaluator(Arithmetic):
         )
 
     def compare(self, left: Node, sign: str, right: Node) -> bool:
-        """Return True if a relation between two sides is true. In a congruence, they may differ by
-        a multiple of the modulus.
+        """Return True if the relation `sign` holds between two sides. The sides of a congruence may
+        differ by a multiple of the modulus.
         """
         if right.kind == "congruence" and sign in ("=", "!="):
             turns = self.difference(left, right.args[0]) / self.difference(right.args[1], number(0))
@@ -711,7 +728,7 @@ class Evaluator(Arithmetic):
         return _ORDERS[sign](self.difference(left, right), 0)
 
     def difference(self, left: Node, right: Node) -> Fraction:
-        """Return the difference of two values. If it is irrational, only its sign is returned."""
+        """Return left - right if it is rational, or else only its sign as 1 or -1."""
         gap = self.value(minus(left, right))
         if isinstance(gap, Fraction):
             return gap
@@ -720,9 +737,10 @@ class Evaluator(Arithmetic):
         return Fraction(1 if gap.value.real > 0 else -1)
 
     def call(self, node: Node) -> Value:
-        """Return an arbitrary number for an unknown function.
+        """Return a pseudo-random number as the value of an unknown function.
 
-        The same function and arguments always have the same number.
+        It depends only on the function's name and arguments, so the same call always has the same
+        value.
         """
         parts = [self.approximate(self.value(arg)) for arg in node.args]
         key = node.text + "".join("/" + self.mp.nstr(part.value, 40) for part in parts)
@@ -768,8 +786,7 @@ class Evaluator(Arithmetic):
     def stepped(self, name: str, item: Approx) -> Approx:
         """Return the floor or ceiling of a value.
 
-        A value that differs from an integer by less than its error bound is regarded as this
-        integer.
+        A value within its error bound of an integer is regarded as this integer.
         """
         if item.is_complex:
             raise Undecided("a step of a complex number")

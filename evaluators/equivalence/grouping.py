@@ -61,8 +61,8 @@ def group(
     unless this would join different answers. For example, 10 and 0.1 stay in two classes, even if
     10 % is among the answers. The classes do not depend on the order of the answers.
 
-    Time grows nearly linearly with the number of answers. Each answer gets keys from its value, and
-    only answers that share a key are compared.
+    Time grows nearly linearly with the number of answers. Each answer gets keys from its value. If
+    there are many different answers, only those that share a key are compared.
 
     >>> group(["1/2", "0.5", "2", None, r"\\frac{2}{4}"])
     [0, 0, 1, -1, 0]
@@ -82,8 +82,8 @@ def group(
 
 
 def takes_long(answers: Sequence[str | None], kind: AnswerKind = "math") -> bool:
-    """Return True if `group` would wait for sympy's worker. Then `group` should be called in a
-    thread.
+    """Return True if `group` would have to wait for sympy's worker process. An event loop should
+    then call `group` in a thread.
     """
     with without_asking() as questions:
         group(answers, kind)
@@ -91,9 +91,10 @@ def takes_long(answers: Sequence[str | None], kind: AnswerKind = "math") -> bool
 
 
 class _Classes:
-    """One grouping of answers, first by strong keys, and then by comparisons.
+    """One grouping of answers. Answers with the same strong key form a class; comparisons then
+    merge classes.
 
-    The order of the comparisons depends only on the texts.
+    The order of the comparisons depends only on the answers' texts.
     """
 
     def __init__(self, kind: AnswerKind, limits: Limits) -> None:
@@ -105,7 +106,7 @@ class _Classes:
         self.texts: list[str] = []
 
     def of(self, texts: Sequence[str]) -> dict[str, int]:
-        """Return the index of each text's class. `texts` must be sorted and distinct."""
+        """Return the class index of each text. `texts` must be sorted and without duplicates."""
         strong: dict[str, int] = {}
         index_of: dict[str, int] = {}
         loose: dict[str, list[int]] = defaultdict(list)
@@ -123,7 +124,11 @@ class _Classes:
         return {text: merged[index] for text, index in index_of.items()}
 
     def merge(self, loose: dict[str, list[int]]) -> list[int]:
-        """Join classes whose first texts share a loose key, if all their texts are equal."""
+        """Merge classes that share a loose key, if all pairs of their first texts are equal. Return
+        the new index of each class.
+
+        If there are only a few classes, they need not share a key.
+        """
         parent = list(range(len(self.texts)))
         inside: dict[int, list[int]] = {index: [index] for index in parent}
         pairs = _pairs(loose)
@@ -141,7 +146,7 @@ class _Classes:
         return parent
 
     def verdict(self, left: int, right: int) -> str:
-        """Return the verdict on the first texts of two classes. Verdicts are cached."""
+        """Return the cached result of comparing the first texts of two classes, such as "equal"."""
         pair = (min(left, right), max(left, right))
         if pair not in self.verdicts:
             one = self.texts[pair[0]]
@@ -153,8 +158,8 @@ class _Classes:
 def _pairs(loose: dict[str, list[int]]) -> set[tuple[int, int]]:
     """Return the pairs of answers to compare, as indices.
 
-    The answers of a pair have the same key, or one is a decimal that may be the rounded other
-    answer.
+    The answers of a pair share a loose key, or one is a decimal that may be the other answer
+    rounded.
     """
     pairs: set[tuple[int, int]] = set()
     for token, indices in loose.items():
@@ -179,8 +184,8 @@ class Keys:
         self.values: dict[int, tuple[Node, Value]] = {}
 
     def value(self, node: Node) -> Value:
-        """Return the value of a tree if its variables have certain integer values. Recent values
-        are cached.
+        """Return the value of a tree at a fixed point, which gives each variable an integer. Recent
+        values are cached.
         """
         if id(node) not in self.values:
             if len(self.values) > 60:
@@ -189,9 +194,7 @@ class Keys:
         return self.values[id(node)][1]
 
     def strong(self, reading: Reading) -> str:
-        """Return the strong key of an answer. Answers with the same strong key are equal under the
-        policy.
-        """
+        """Return the strong key of an answer. Two answers with the same strong key are equal."""
         if not reading.trees:
             return "text:" + spaceless(reading.text)
         node = reading.trees[0]
@@ -205,11 +208,10 @@ class Keys:
         return repr(node)
 
     def loose(self, reading: Reading) -> frozenset[str]:
-        """Return the loose keys of an answer. Two equal answers share at least one loose key, or
-        both are texts.
+        """Return the loose keys of an answer. Answers that may be equal share at least one.
 
-        A key of a decimal ends in "<". The key of a value that this decimal may round is the same,
-        but ends in ">".
+        A key that ends in "<" belongs to a decimal. It matches the same key with ">" at the end,
+        which belongs to a value that the decimal may round.
         """
         phrases = {reading.squashed, unframed(reading.squashed)} - {""}
         keys = {"text:" + phrase for phrase in phrases}
@@ -220,9 +222,9 @@ class Keys:
         return frozenset(keys)
 
     def tokens(self, node: Node) -> set[str]:
-        """Return the loose keys of one tree, except for the keys of rounded values.
+        """Return the loose keys of one tree, except those for rounded values.
 
-        Keys that cannot be computed are missing.
+        Keys that cannot be computed are left out.
         """
         keys = set[str]()
         with suppress(Undecided, Undefined, OutOfTime):
@@ -249,9 +251,9 @@ class Keys:
             yield from self.value_tokens(node)
 
     def value_tokens(self, node: Node) -> Iterator[str]:
-        """Yield keys of a value whose variables have certain integer values.
+        """Yield keys from the value of a tree, with each variable set to a fixed integer.
 
-        More keys ignore the value's sign, unit or base.
+        Further keys leave out a percent or degree sign, a unit or a base.
         """
         if node.kind in ("percent", "degree", "quantity"):
             yield from self._tokens(node.args[0])
@@ -284,9 +286,10 @@ class Keys:
             yield "constants:" + written(prober.value(minus(*ends)))
 
     def near(self, node: Node) -> set[str]:
-        """Return keys of a value that have only five digits, because it may be a rounded value.
+        """Return keys with five digits of a value, by which decimals are matched with the values
+        that they may round.
 
-        A decimal gets the keys of itself and of its two neighbours with five digits. A value that a
+        A decimal gets keys for itself and for its two neighbours with five digits. A value that a
         decimal may round gets one key.
         """
         value = named(node).value
@@ -301,8 +304,8 @@ class Keys:
         return {f"near:{_digits(size + step * unit, 5)}<" for step in (-1, 0, 1)}
 
     def rounded(self, node: Node) -> Any | None:
-        """Return the full value of a decimal, or of a node that a decimal may round; None for other
-        nodes.
+        """Return the value of a node that is a decimal, or that a decimal may round; None for any
+        other node.
         """
         with suppress(Undecided, Undefined, OutOfTime):
             value = None if variables(node) else self.value(node)
@@ -312,9 +315,9 @@ class Keys:
         return None
 
     def nearly_all(self, nodes: list[Node]) -> set[str]:
-        """Return a key of a collection with three digits for each entry.
+        """Return a set with one key, which has three digits of each entry of a collection.
 
-        The result is empty if no entry is a decimal or may be rounded to one.
+        The set is empty if no entry is a decimal or may be rounded to one.
         """
         sizes = [(node, self.rounded(node)) for node in nodes[:_MANY]]
         if all(size is None for _, size in sizes):
@@ -328,8 +331,8 @@ class Keys:
     def relation_tokens(self, node: Node) -> Iterator[str]:
         """Yield the keys of a relation.
 
-        Some keys belong to values that the relation names or describes. Another key is the same for
-        equations that differ by a factor.
+        Some are the keys of the value that the relation names or states. Another key is the same
+        for all equations that differ only by a factor.
         """
         value = named(node).value
         if value.kind != "relation":
@@ -349,14 +352,15 @@ class Keys:
             yield self.collected(node.args)
 
     def region_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the key of a set of real numbers, which consists of the ends of its intervals."""
+        """Yield a key made of the ends of the intervals, if the node denotes a set of real numbers."""
         region = Line(Prober(self.limits)).region(node)
         if region:
             yield self.collected(end.value for end in region)
 
     def collection_tokens(self, node: Node) -> Iterator[str]:
-        """Yield the keys of a collection. One key belongs to all members together, others to single
-        members.
+        """Yield the keys of a collection. One key stands for all members together.
+
+        In some cases, the keys of single members or of a set of real numbers follow.
         """
         inside = members(node) if node.kind in ("list", "set") else _entries(node)
         yield self.collected(inside)
@@ -369,7 +373,9 @@ class Keys:
             yield from self.region_tokens(node)
 
     def collected(self, nodes: Iterable[Node]) -> str:
-        """Return one key for members in any order. It consists of the first key of each member."""
+        """Return one key for members in any order, made of the alphabetically first key of each
+        member.
+        """
         return "all:" + ";".join(sorted(set(map(self.least, nodes))))
 
     def least(self, node: Node) -> str:
@@ -391,8 +397,9 @@ def _entries(node: Node) -> list[Node]:
 
 
 def _at(names: frozenset[str], index: int) -> Point:
-    """Return an integer for each variable. It depends only on the variable's name and on `index`.
+    """Return a fixed integer for each variable, which depends only on the variable's name and on
+    `index`.
 
-    Most functions have a value at these integers.
+    Most functions are defined at these integers.
     """
     return generic(dict.fromkeys(names, "natural"), index)

@@ -64,17 +64,17 @@ _FUNCTIONS = ("y", "u", "w")
 
 
 def arbitrary(names: frozenset[str]) -> frozenset[str]:
-    """Return those names that usually stand for arbitrary constants."""
+    """Return the names that usually stand for arbitrary constants, such as C."""
     return frozenset(name for name in names if _ARBITRARY.fullmatch(name))
 
 
 def restated(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield pairs of trees, each a different choice of the answers' arbitrary constants.
+    """Yield variants of the two answers in which their arbitrary constants are chosen alike.
 
-    If the trees of one pair are equal, the answers are equal up to their arbitrary constants. Most
-    answers give no pair, because a letter is an arbitrary constant only in three places. These are
-    the solution of an equation (y = Cx), a separate term (x^2 + C), and one of several numbered
-    coefficients.
+    If the two trees of any variant are equal, the answers are equal up to their arbitrary
+    constants. Most answers give no variant, because a letter is an arbitrary constant only in three
+    places. These are the solution of an equation (y = Cx), a separate term (x^2 + C), and one of
+    several numbered coefficients.
     """
     one = views.named(gold)
     two = views.named(answer)
@@ -104,9 +104,8 @@ def _names_a_function(name: Node | None) -> bool:
 
 
 def _written_out(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Replace a physical constant by its value, if only one of the answers names the constant.
-
-    Yields the pair with the replacement.
+    """Yield both answers with a physical constant replaced by its value, if only one of them names
+    the constant.
     """
     left = variables(gold)
     right = variables(answer)
@@ -117,7 +116,7 @@ def _written_out(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _with_one_parameter(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield a pair such as (t, t+1) and (s, s+1) with the same letter for the parameter."""
+    """Yield two answers such as (t, t+1) and (s, s+1) with the same letter for their parameter."""
     if gold.kind != "tuple" or answer.kind != "tuple":
         return
     one = variables(gold)
@@ -130,7 +129,9 @@ def _with_one_parameter(gold: Node, answer: Node) -> Iterator[tuple[Node, Node]]
 def _renamed(
     gold: Node, answer: Node, left: frozenset[str], right: frozenset[str], is_solution: bool
 ) -> Iterator[tuple[Node, Node]]:
-    """Yield pairs in which the answer's constants are renamed to those of the reference."""
+    """Yield the reference and the answer, with the answer's constants renamed to those of the
+    reference in every possible order.
+    """
     exchanged = _ARBITRARY if is_solution else _NUMBERED
     shared = {name for name in left & right if exchanged.fullmatch(name)}
     ours = sorted((left - right) | shared)
@@ -169,7 +170,7 @@ def _are_arbitrary(names: list[str], others: list[str], body: Node, is_solution:
 def _shifted(one: Node, two: Node) -> Iterator[tuple[Node, Node]]:
     """Yield the difference of two antiderivatives, paired with its value at one point.
 
-    The two are equal if the antiderivatives differ only by a constant.
+    If the difference has this value everywhere, the antiderivatives differ only by a constant.
     """
     for left in _terms(one):
         for right in _terms(two):
@@ -201,7 +202,9 @@ def _terms(body: Node) -> list[str]:
 
 
 def _is_of_functions(names: list[str]) -> bool:
-    """Return True if one of the names is a usual variable and none stands for a constant."""
+    """Return True if one of the names is a usual variable such as x, and none usually stands for a
+    constant.
+    """
     return any(name in "xyztsuvr" or name in ("theta", "phi") for name in names) and not any(
         map(_ARBITRARY.fullmatch, names)
     )
@@ -212,7 +215,9 @@ def _without(body: Node, name: str) -> Node:
 
 
 def _is_term(node: Node, name: str) -> bool:
-    """Return True if a letter is a term of the sum, perhaps with a numeric factor."""
+    """Return True if the letter `name` is a term of the sum, perhaps with a numeric factor, as in
+    x^2 + 3C.
+    """
     if node.kind == "symbol":
         return node.text == name
     if node.kind not in ("add", "mul"):
@@ -224,7 +229,7 @@ def _is_term(node: Node, name: str) -> bool:
 
 
 def _is_linear(node: Node, names: frozenset[str]) -> bool:
-    """Return True if the letters are coefficients in a sum, and no product has two of them."""
+    """Return True if the letters occur only as factors of terms of a sum, at most one in each term."""
     if node.kind == "symbol" or not variables(node) & names:
         return True
     if node.kind not in ("add", "mul"):
@@ -315,11 +320,13 @@ def matches_reference(
     *,
     grading: Grading = STRICT,
 ) -> Verdict:
-    """Return the verdict on an answer, which may differ from the reference in two more ways.
+    """Return the verdict on an answer, with two allowances that `equivalent` does not make.
 
-    If units may be missing, the answer may omit the percent sign of the reference: 28 is accepted
-    for 28 %, but 28 % is not accepted for 28. An answer may add the modulus of a remainder: 6 (mod
-    11) is accepted for 6, but 6 is not accepted for 6 (mod 11).
+    If the grading policy allows missing units, the answer may omit the percent sign of the
+    reference. So 28 is accepted for 28 %, but 28 % is not accepted for 28.
+
+    An answer may also add the modulus of a remainder. So 6 (mod 11) is accepted for 6, but 6 is not
+    accepted for 6 (mod 11).
     """
     if not isinstance(reference, str):
         return _best([matches_reference(each, answer, kind, grading=grading) for each in reference])
@@ -339,8 +346,8 @@ def matches_reference(
 
 
 def _is_remainder(reference: str, answer: str) -> bool:
-    """Return True if an answer is the reference number with a modulus that is larger than the
-    number.
+    """Return True if the answer is the reference number with a larger modulus, as 6 (mod 11) is for
+    6.
     """
     one = read(reference, LIMITS).trees
     two = read(answer, LIMITS).trees
@@ -362,9 +369,9 @@ def _unscored(error: Undecided | Undefined) -> Verdict:
 
 
 def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
-    """Return the verdict if the texts alone decide it; None if they do not.
+    """Return the verdict if the spelling of the texts decides it, else None.
 
-    The texts decide if they are spelt alike, or if the answers are letters of choices.
+    It does, for example, if the texts are the same, or if both answers are letters of choices.
     """
     if not one.text:
         return Verdict("unscored", "no reference")
@@ -392,10 +399,11 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
 
 
 def _matrix_product(text: str) -> list[tuple[str, int]] | None:
-    """Return the factors of a product of matrices in order. The result is None for any other text.
+    """Return the factors of a product of matrices, such as A^2 B^-1, in order; None for any other
+    text.
 
-    The inverse of a product has the inverse factors in the reverse order. Neighbouring factors that
-    are inverse to each other cancel.
+    Each factor is a letter with the exponent 1 or -1. The inverse of AB is written as B^-1 A^-1,
+    and a factor next to its inverse cancels.
     """
     if not _MATRICES.fullmatch(text):
         return None
@@ -416,7 +424,10 @@ def _matrix_product(text: str) -> list[tuple[str, int]] | None:
 
 
 def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> Verdict:
-    """Return "equal" if any pair of trees is equal, else the verdict on the first pair."""
+    """Compare each parse tree of one answer with each parse tree of the other.
+
+    Return "equal" if any pair is equal, else the verdict on the first pair.
+    """
     first: Verdict | None = None
     has_bold = _BOLD.search(one.text) or _BOLD.search(two.text)
     for gold, answer in product(one.trees, two.trees):
@@ -453,9 +464,9 @@ def _are_restated(gold: Node, answer: Node, limits: Limits, policy: Grading) -> 
 
 
 def _unread(one: Reading, two: Reading) -> Verdict:
-    """Return the verdict on a pair of which at least one answer could not be parsed.
+    """Return the verdict on two answers of which at least one could not be parsed.
 
-    The answers are equal if they are the same phrase. They are different if the text cannot be an
+    They are equal if they are the same phrase. They are different if one of them cannot be an
     answer, or if its words deny a value.
     """
     problem = one.problem or two.problem

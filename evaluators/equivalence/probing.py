@@ -49,8 +49,7 @@ _SWEEP = 120  # for moduli up to this number, all residues are tried
 
 
 def domains(*nodes: Node) -> dict[str, Domain]:
-    """Return the domain of each variable, which is found from the functions that contain the
-    variable.
+    """Return the domain of each variable, derived from the functions that are applied to it.
 
     "real": all real numbers. "step": all integers. "whole": positive integers. "natural": small
     positive integers.
@@ -68,8 +67,8 @@ def domains(*nodes: Node) -> dict[str, Domain]:
 
 
 def _demand(node: Node) -> tuple[int, Node]:
-    """Return an index of `_RANKS`, and the argument whose variables must be in this domain or a
-    smaller one.
+    """Return the domain that a node requires of variables, as an index of `_RANKS`, and the subtree
+    whose variables it restricts.
     """
     if node.kind == "func":
         is_turn = node.text in _TURNS and any(each.text == "pi" for each in node.walk())
@@ -85,8 +84,9 @@ def _demand(node: Node) -> tuple[int, Node]:
 
 @lru_cache(maxsize=8192)
 def _coordinate(name: str, index: int, domain: Domain) -> Fraction:
-    """Return the value of a variable at a generic point. It depends only on the name, the index and
-    the domain.
+    """Return the pseudo-random value of a variable at a generic point.
+
+    It depends only on the variable's name, the point's index and the domain.
     """
     draw = random.Random(f"{name}@{index}")
     if domain == "natural":
@@ -105,7 +105,7 @@ def _coordinate(name: str, index: int, domain: Domain) -> Fraction:
 
 
 def generic(ranges: dict[str, Domain], index: int) -> Point:
-    """Return the generic point with this index, as a value for each variable.
+    """Return the generic point with this index, which has a pseudo-random value for each variable.
 
     All values of the first two points are positive. Those of the first six points have a moderate
     size.
@@ -114,10 +114,10 @@ def generic(ranges: dict[str, Domain], index: int) -> Point:
 
 
 def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
-    """Yield points at which two expressions are compared.
+    """Yield the points at which two expressions are compared.
 
-    The first points are generic. If an expression has branches, more points follow. They are close
-    to the constants in the expressions, and to the points at which a branch changes.
+    The first points are pseudo-random. If an expression has branches, further points follow. They
+    are close to the constants in the expressions, and to the values where a branch changes.
     """
     ranges = domains(left, right)
     switches = tuple(dict.fromkeys(each for node in (left, right) for each in _switches(node)))
@@ -151,9 +151,8 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
 
 
 def _switches(node: Node) -> Iterator[Node]:
-    """Yield the nodes whose sign selects a branch.
-
-    These are arguments of functions such as abs, radicands of roots, and conditions.
+    """Yield the nodes whose sign selects a branch: arguments of functions such as abs, radicands of
+    roots, and differences that conditions test.
     """
     for each in node.walk():
         if not variables(each):
@@ -172,7 +171,9 @@ def _switches(node: Node) -> Iterator[Node]:
 
 
 def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
-    """Yield the constant parts of the trees as numbers, with their square roots and quotients."""
+    """Yield the sizes of the constants in the trees, and numbers derived from them, such as square
+    roots and quotients.
+    """
     sizes: dict[Fraction, None] = {}
     has_logarithm = False
     for node in nodes:
@@ -212,7 +213,9 @@ def rational(node: Node, limits: Limits, point: Point | None = None) -> Fraction
 
 
 def _marks(switch: Node, name: str, base: Point, limits: Limits) -> Iterator[Fraction]:
-    """Yield the values of the variable at which a linear expression is 0, 1 or -1."""
+    """Yield the values of a variable at which the expression `switch` is 0, 1 or -1, if it is
+    linear in the variable.
+    """
     if name not in variables(switch):
         return
     first, second, third = (rational(switch, limits, base | {name: Fraction(x)}) for x in range(3))
@@ -224,10 +227,7 @@ def _marks(switch: Node, name: str, base: Point, limits: Limits) -> Iterator[Fra
 
 
 def around(marks: Iterable[Fraction]) -> list[Fraction]:
-    """Return real numbers on both sides of each mark, between the marks, and beyond the last mark.
-
-    The negatives of the marks are also used.
-    """
+    """Return the marks, their negatives and 0, with real numbers close to, between and beyond them."""
     crowd = sorted({Fraction(0), *(sign * mark for mark in marks for sign in (1, -1))})
     close = Fraction(1, 10**6)
     between = [(one + two) / 2 for one, two in pairwise(crowd)]
@@ -236,7 +236,7 @@ def around(marks: Iterable[Fraction]) -> list[Fraction]:
 
 
 def _whole_around(marks: Iterable[Fraction], domain: Domain, least: int) -> list[Fraction]:
-    """Return integers close to a mark or to its double, and all residues of small marks."""
+    """Return integers close to each mark or to its double, and all residues modulo the small marks."""
     known = sorted({abs(math.floor(mark)) for mark in marks})
     values = {mark + step for mark in known for step in (-1, 0, 1, mark)}
     values |= set(range(1, max((mark for mark in known if mark <= _SWEEP), default=0) + 1))
@@ -296,9 +296,8 @@ class Prober:
         return self.measured(node, env, bits)[0]
 
     def measured(self, node: Node, env: Environment, bits: int) -> tuple[Value, int, bool]:
-        """Return the value, the number of bits that its computation needs, and a flag.
-
-        The flag is true if an intermediate value is not real.
+        """Return the value, the precision in bits that it needs, and whether an intermediate value
+        is not real.
         """
         evaluator = Evaluator(bits, self.limits, env, self.budget)
         value = evaluator.value(node)
@@ -306,11 +305,12 @@ class Prober:
         return value, spread, evaluator.has_left_reals
 
     def are_apart(self, env: Environment, *are_outside: bool) -> bool:
-        """Return True if two real functions are known to be defined at different points.
+        """Count a point at which only one of two real functions is defined. Return True after the
+        third such point.
 
-        A real function has no value at a point where a part of it is not real. Single
-        points are ignored. Points at which several variables are negative are also ignored, because
-        all letters of a formula are assumed to have one sign.
+        A real function is not defined where an intermediate value is not real. Points with several
+        negative variables do not count, because all letters of a formula are assumed to have one
+        sign.
         """
         is_one_outside = are_outside[0] != are_outside[1]
         if self.is_of_reals and is_one_outside and sum(x < 0 for x in env.values()) < 2:
@@ -434,10 +434,10 @@ class Prober:
         return Evaluator(bits, self.limits).approximate(value)
 
     def proportional(self, left: Node, right: Node) -> int:
-        """Return the sign of the constant c for which right = c * left at every point.
+        """Return the sign of the constant c if right = c * left at every point, or 0 if such a
+        constant does not exist.
 
-        The result is 0 if there is no such constant. Raises Undecided if too few points can be
-        evaluated.
+        Raises Undecided if too few points can be evaluated.
         """
         is_one_zero = False
         for env in points(left, right, self.limits):
@@ -492,8 +492,10 @@ def is_zero(value: Value) -> bool:
 
 
 def written(value: Value) -> str:
-    """Return a value as text: a fraction in lowest terms if it is rational, else a number with
+    """Return a value as a string: a hexadecimal fraction if it is rational, or else a decimal with
     thirty digits.
+
+    Raises Undecided if the value is not precise enough.
     """
     if isinstance(value, Fraction):
         return f"{value.numerator:x}/{value.denominator:x}"
@@ -507,7 +509,7 @@ def written(value: Value) -> str:
 
 
 def _component(part: Any, whole: Approx) -> str:
-    """Return the real or imaginary part of a value as text: a small fraction, or a number with
+    """Return the real or imaginary part of a value as a string: a small fraction, or a decimal with
     thirty digits.
     """
     if magnitude(part) <= max(whole.error + _SLACK, whole.magnitude - 130):

@@ -31,7 +31,7 @@ _REAL_SETS = frozenset({"union", "setminus", "builder"})
 
 
 class End(NamedTuple):
-    """A position on the real line, which is directly before or directly after a number."""
+    """The end of an interval: the position directly before or directly after a number."""
 
     value: Node
     after: bool
@@ -54,7 +54,7 @@ def is_inequality(node: Node) -> bool:
 
 
 def speaks_of_reals(node: Node) -> bool:
-    """Return True if an answer is a set of real numbers, and not one interval in brackets."""
+    """Return True if an answer is a set of real numbers other than a single interval in brackets."""
     return is_inequality(node) or any(
         each.kind in _REAL_SETS or each.text == "cap" for each in node.walk()
     )
@@ -85,7 +85,7 @@ class Line:
         return self.related(node) if node.kind == "relation" else None
 
     def combined(self, node: Node) -> Region | None:
-        """Return the real numbers that a union, list, difference or intersection describes."""
+        """Return the set of real numbers that a union, list, difference or intersection denotes."""
         parts = list[Region]()
         for arg in node.args:
             part = self._region(arg)
@@ -117,8 +117,10 @@ class Line:
         return self._region(condition)
 
     def whole(self, node: Node) -> Node:
-        """Return the integers that satisfy a condition, as a set. If there are too many, return the
-        node.
+        """Return a set such as {x in Z : 0 < x < 3} with its members listed.
+
+        The node is returned unchanged if a bound is not rational, or if its absolute value is 1000
+        or more.
         """
         member, condition = node.args
         is_whole = member.kind == "relation" and member.text == "in"
@@ -134,7 +136,7 @@ class Line:
         return Node("set", tuple(number(x, str(x)) for x in members))
 
     def related(self, node: Node) -> Region | None:
-        """Return the set on which a relation is true. All relations of a chain must be true."""
+        """Solve a relation. In a chain such as 0 < x <= 3, every part must be true."""
         signs = node.text.split()
         sides = node.args
         if signs in (["in"], ["notin"]):
@@ -155,7 +157,7 @@ class Line:
         return parts[0] if len(parts) == 1 else self.shared(parts, len(parts))
 
     def solved(self, left: Node, sign: str, right: Node) -> Region | None:
-        """Return the set on which a relation between two sides is true."""
+        """Solve a single relation such as 2x < 3, and return the solutions as a set."""
         if sign in ("!=", "="):
             suffix = "" if sign == "!=" else "="
             below = self.solved(left, "<" + suffix, right)
@@ -176,7 +178,7 @@ class Line:
         return self.polynomial(minus(left, right), sign)
 
     def absolute(self, inside: Node, sign: str, bound: Node) -> Region | None:
-        """Return the set on which an absolute value is below or above a bound."""
+        """Solve an inequality between an absolute value and a bound."""
         one = self.solved(inside, sign, bound)
         two = self.solved(inside, FLIPPED[sign], Node("mul", (MINUS_ONE, bound)))
         if one is None or two is None:
@@ -184,9 +186,9 @@ class Line:
         return self.shared([one, two], 1 if sign in (">", ">=") else 2)
 
     def polynomial(self, node: Node, sign: str) -> Region | None:
-        """Return the set on which a polynomial has a relation such as < to zero.
+        """Solve an inequality between a polynomial of degree one or two and zero.
 
-        The degree of the polynomial is one or two. For any other expression, the result is None.
+        For any other expression, the result is None.
         """
         (name,) = variables(node)
         try:
@@ -218,7 +220,7 @@ class Line:
         return between if is_between else _rest(between)
 
     def linear(self, node: Node, name: str, sign: str) -> Region | None:
-        """Return the set on which a linear expression has a relation such as < to zero.
+        """Solve an inequality between a linear expression and zero.
 
         The coefficients may be irrational.
         """
@@ -253,10 +255,9 @@ class Line:
         return self.order(one.value, two.value) or one.after - two.after
 
     def shared(self, regions: Sequence[Region], least: int) -> Region:
-        """Return the points that are in at least `least` of the sets.
+        """Return the numbers that are in at least `least` of the sets.
 
-        If `least` is 1, the result is the union. If it is the number of sets, the result is the
-        intersection.
+        With `least` = 1, the result is the union. With the number of sets, it is the intersection.
         """
         stretches = [
             pair for region in regions for pair in zip(region[::2], region[1::2], strict=True)
@@ -310,7 +311,8 @@ def same_classes(prober: Prober, one: Family, two: Family) -> bool | None:
     """Return True if two families with an integer parameter have the same values; None if unknown.
 
     Each family is a union of arithmetic progressions, perhaps one for even and one for odd
-    integers. Two families are equal if they have the same remainders modulo a common period.
+    integers. The families have the same values if their remainders modulo a common period are the
+    same.
     """
     try:
         sides = [_progressions(prober, each) for each in (one, two)]
@@ -350,9 +352,9 @@ def same_classes(prober: Prober, one: Family, two: Family) -> bool | None:
 
 
 def _progressions(prober: Prober, family: Family) -> list[tuple[Node, Node]]:
-    """Return the first value and the step of each arithmetic progression of a family.
+    """Return the first value and the step of each arithmetic progression that a family consists of.
 
-    The list is empty if the family has values that are not in a progression.
+    The list is empty if some values do not form a progression.
     """
     found = list[tuple[Node, Node]]()
     for member in members(family.value):
@@ -386,10 +388,10 @@ def _share(prober: Prober, part: Node, unit: Node) -> Fraction | None:
 
 
 def reparametrised(prober: Prober, one: Family, two: Family) -> Node | None:
-    """Return the value of the second family with the parameter of the first family.
+    """Return the value of the second family, expressed with the parameter of the first family.
 
-    The change of parameter is linear. It makes those first entries equal that contain a parameter.
-    The result is None if the change does not map all integers to all integers.
+    The second parameter is replaced by a linear function of the first, so that an entry of both
+    values agrees. The result is None if this function does not map the parameter's set onto itself.
     """
     (name,) = one.names
     (other,) = two.names

@@ -46,7 +46,9 @@ class Named(NamedTuple):
 
 
 def unapplied(node: Node, names: frozenset[str]) -> Node:
-    """Return the tree with g(a+b) read as a product, if g is a variable elsewhere in the tree."""
+    """Return the tree with g(a+b) read as a product instead of a function call, if g is one of the
+    variables `names`.
+    """
     args = tuple(unapplied(arg, names) for arg in node.args)
     if node.kind == "call" and node.text in names and [arg.kind for arg in args] == ["add"]:
         return Node("mul", (symbol(node.text), *args))
@@ -54,7 +56,7 @@ def unapplied(node: Node, names: frozenset[str]) -> Node:
 
 
 def is_name(node: Node) -> bool:
-    """Return True if one side of an equation is only a name, such as x, f(x), AB or |AB|."""
+    """Return True if a node is only a name, such as x, f(x), AB or |AB|."""
     if node.kind in ("symbol", "word"):
         return True
     if node.kind == "call":
@@ -112,7 +114,7 @@ def named(node: Node) -> Named:
 
 
 def _of_chain(sides: list[Node]) -> Named:
-    """Return the name and the value of a chain of equalities."""
+    """Return the name and the value of a chain of equalities, such as x = 2/4 = 1/2."""
     last = variables(sides[-1])
     between = [names for names in map(variables, sides[1:-1]) if names]
     # A middle side has other variables than the last side, as in x = 2y = 3z. Then x does not name
@@ -140,7 +142,7 @@ def _mentions(node: Node, name: Node) -> bool:
 
 
 def may_name_one(one: Node, two: Node) -> bool:
-    """Return True if two names can mean the same value."""
+    """Return True if two names can denote the same value."""
     if one.kind != two.kind:
         call, other = (one, two) if one.kind == "call" else (two, one)
         if call.kind != "call" or other.kind != "symbol":
@@ -172,7 +174,9 @@ def shortened(node: Node, other: Node) -> Node:
 
 
 def unbold(node: Node, other: Node) -> Node:
-    """Replace bold letters by vectors if the other answer has vectors, else by plain letters."""
+    """Replace bold letters by letters with arrows if the other answer has arrows, else by plain
+    letters.
+    """
     names = [each.text for each in node.walk() if each.text.startswith("bold ")]
     if not names:
         return node
@@ -182,7 +186,8 @@ def unbold(node: Node, other: Node) -> Node:
 
 
 def concluded(node: Node, other: Node) -> Node:
-    """Return the last equation of a list such as m=3, n=17, m+n=20.
+    """Return the last equation of a list such as m=3, n=17, m+n=20, which combines the values
+    before it.
 
     The list is returned unchanged if the other answer is a list too.
     """
@@ -200,9 +205,9 @@ def concluded(node: Node, other: Node) -> Node:
 def stated_value(equation: Node, other: Node) -> Node | None:
     """Return the value v of an equation `expression = v`, if the other answer is a value.
 
-    For example, m+n = 46 and |z| = 5 state a value. Some equations are themselves the answer, so
-    the result is None for them: an equation with 0, the equation of a curve in x, y and z, or a
-    residue class of an unknown.
+    For example, m+n = 46 and |z| = 5 state a value. The result is None for equations that are
+    themselves the answer. These are equations with 0, equations of curves in x, y and z, and
+    residue classes of an unknown.
     """
     if equation.kind == "congruence":
         return equation.args[0] if _is_of_digits(equation) else None
@@ -223,9 +228,8 @@ def stated_value(equation: Node, other: Node) -> Node | None:
 
 
 def _is_of_digits(congruence: Node) -> bool:
-    """Return True if a residue class gives the last digits of a number.
-
-    Then its modulus is 100, 1000 or a larger power of 10.
+    """Return True if a residue class gives the last digits of a number: its modulus is 100, 1000 or
+    a larger power of 10.
     """
     modulus = congruence.args[1].value
     return modulus is not None and re.fullmatch("100+", str(modulus)) is not None
@@ -241,7 +245,7 @@ def _is_multiple(node: Node) -> bool:
 
 
 def with_quotients(node: Node) -> Node:
-    """Replace the ratios of two parts in an equation by quotients."""
+    """Replace ratios such as a:b, which are sides of an equation, by quotients."""
     sides = [
         quotient(*side.args) if side.kind == "ratio" and len(side.args) == 2 else side
         for side in node.args
@@ -250,14 +254,16 @@ def with_quotients(node: Node) -> Node:
 
 
 def residue(node: Node) -> Node:
-    """Return the residue class of 3 modulo 7 for the value "3 mod 7"."""
+    """Convert the value "3 mod 7" to the residue class of 3 modulo 7. Any other node is returned
+    unchanged.
+    """
     if node.kind != "func" or node.text != "mod" or any(arg.value is None for arg in node.args):
         return node
     return Node("congruence", node.args)
 
 
 def with_terms(node: Node, limit: int) -> Node:
-    """Return a list such as 1, 3, ..., 9 with all its terms, if they are evenly spaced."""
+    """Write out all terms of a list such as 1, 3, ..., 9, if they are evenly spaced."""
     at = [index for index, arg in enumerate(node.args) if arg.text == "…"]
     if node.kind not in ("set", "list") or len(at) != 1:
         return node
@@ -278,7 +284,9 @@ def with_terms(node: Node, limit: int) -> Node:
 
 
 def _is_curve(node: Node, names: frozenset[str]) -> bool:
-    """Return True if a side is a polynomial in x, y and z, and not only a sum or product."""
+    """Return True if one side of an equation is a polynomial in x, y and z, other than a sum or
+    product of variables.
+    """
     if len(names) < 2 or not names <= {"x", "y", "z"}:
         return False
     for each in node.walk():
@@ -303,10 +311,10 @@ def _is_curve(node: Node, names: frozenset[str]) -> bool:
 
 
 def signs_expanded(node: Node) -> tuple[Node, ...]:
-    """Return the values that an expression with signs such as +- stands for.
+    """Return the values of an expression with signs such as +-, one for each choice of the signs.
 
-    Without the sign -+, each +- has both signs independently. With -+, all signs change together,
-    and -+ has the opposite sign of +-.
+    Without the sign -+, each +- is chosen independently. With -+, all signs change together, and -+
+    has the opposite sign of +-.
     """
     signs = [each.text for each in node.walk() if each.kind == "plusminus"]
     if len(signs) > 4:
@@ -361,7 +369,7 @@ def equations(node: Node) -> tuple[Node, ...]:
 
 
 def grouped(node: Node) -> Node:
-    """Return "x=1, y=8 or x=2, y=7" as a list of two points with named coordinates.
+    """Group a list such as "x=1, y=8 or x=2, y=7" into points with named coordinates.
 
     Other nodes are returned unchanged.
     """
@@ -416,8 +424,8 @@ def family(node: Node) -> Family | None:
 
 
 def free(node: Node, other: Node) -> Node:
-    """Return k pi for "k pi, k in Z", if the other answer does not say that its parameter is an
-    integer.
+    """Remove "k in Z" from "k pi, k in Z", if the other answer does not say that its parameter is
+    an integer.
 
     The parameter gets the letter that it has in the other answer.
     """
@@ -443,10 +451,10 @@ def free(node: Node, other: Node) -> Node:
 
 
 def implied(node: Node, other: Family) -> Family | None:
-    """Return an answer as a family whose parameters are in the same set as those of the other
-    answer.
+    """Return an answer as a family whose parameter is in the same set as the other answer's
+    parameter.
 
-    The result is None unless the answer's only letter is a usual parameter.
+    The result is None unless the answer's only letter usually stands for an integer, such as k.
     """
     value = named(node).value if node.kind != "list" else node
     parts = [named(arg).value for arg in value.args] if value.kind == "list" else [value]
@@ -490,7 +498,7 @@ def spelt(node: Node) -> str | None:
     """Return the spelling by which words and products of letters are compared; None for other
     trees.
 
-    Case matters only inside a word: NaCl is not NaCL.
+    Case matters only if a capital follows a small letter, as in NaCl.
     """
     text = node.text if node.kind in ("word", "symbol") else letters(node)
     text = re.sub(r"\bprime numbers?\b", "primes", text)
@@ -510,7 +518,9 @@ def letters(node: Node) -> str:
 
 
 def bound_alike(node: Node) -> Node:
-    """Replace the names of integer parameters, as in "k pi, k in Z", by their order."""
+    """Replace the names of integer parameters, as in "k pi, k in Z", by #0, #1 and so on, because
+    the names do not matter.
+    """
     if node.kind not in ("list", "builder"):
         return node
     inside = node.walk()
@@ -526,8 +536,9 @@ def bound_alike(node: Node) -> Node:
 
 
 def members(node: Node) -> tuple[Node, ...]:
-    """Return the members of an answer without order. A member with a +- sign is returned as two
-    members.
+    """Return the members of a list or set, including those of nested lists.
+
+    A member with a +- sign is returned as two members.
     """
     inside = named(node).value if node.kind == "relation" else node
     if inside.kind in ("list", "set"):
@@ -545,7 +556,7 @@ def are_of_one_function(*lists: Node) -> bool:
 
 
 def counts_apart(nodes: tuple[Node, ...]) -> bool:
-    """Return True if each member has its own name, or counts a different thing."""
+    """Return True if all members have different names or different units, as in "3 cats, 5 dogs"."""
     kinds = list[object]()
     for node in nodes:
         unit = measure(node.text) if node.kind == "quantity" else None
@@ -611,7 +622,9 @@ def same_numeral(gold: Node, answer: Node) -> bool:
 
 
 def progression(node: Node) -> Node | None:
-    """Return the residue class of 3 modulo 8 for 8k+3, with an integer k; else None."""
+    """Convert a progression such as 8k+3, with an integer k, to the residue class of 3 modulo 8;
+    None for other nodes.
+    """
     value, *homes = node.args if node.kind in ("list", "builder") else (node,)
     names = variables(value)
     are_whole = all(each.text == "in" and each.args[1].text == "mathbb:Z" for each in homes)
@@ -629,7 +642,7 @@ def progression(node: Node) -> Node | None:
 
 
 def clock(node: Node) -> str | None:
-    """Return the time of day in 24 hours that a node states; None if it states none.
+    """Return the time of day that a node states; None if it states none.
 
     A ratio such as 3:45 may also be a time of day.
     """
@@ -643,7 +656,9 @@ def clock(node: Node) -> str | None:
 
 
 def mark(node: Node) -> str:
-    """Return the unit sign of a value: percent, degree, rad, another unit, or "" for no unit."""
+    """Return the kind of a value's unit: "percent", "degree", "rad", "unit" for any other unit, or
+    "" for none.
+    """
     if node.kind in ("percent", "degree"):
         return node.kind
     unit = measure(node.text) if node.kind == "quantity" else None
@@ -653,17 +668,16 @@ def mark(node: Node) -> str:
 
 
 def is_unnamed(one: Dimension, two: Dimension) -> bool:
-    """Return True if one unit is "square units" and the other the square of a named length.
-
-    The same applies to cubes.
+    """Return True if one unit is unnamed, such as "square units", and the other is the same power
+    of a named length.
     """
     pairs = ((one, two), (two, one))
     return any(is_generic(a) and b == (("m", a[0][1]),) for a, b in pairs)
 
 
 def is_part(one: Dimension, two: Dimension) -> bool:
-    """Return True if one side names the counted things more precisely, as in "marbles" and "red
-    marbles".
+    """Return True if one unit describes the counted things more precisely, as "red marbles" does
+    for "marbles".
     """
     few, many = sorted((one, two), key=len)
     return set(few) < set(many) and all(name.startswith("#") and size == 1 for name, size in many)
@@ -682,9 +696,11 @@ def sizes(grading: Grading, gold: Node, answer: Node) -> frozenset[str]:
     """Return the variables that the grading policy assumes to be positive; empty for most pairs.
 
     By default, these are variables of a formula that has a root or logarithm and a letter for a
-    size. Such a letter is a letter of physics (G, rho), a capital letter, or a letter with an
-    index. Letters of positions, angles and counts are never assumed to be positive. If the formula
-    has a function such as abs or sign, the result is empty.
+    size. Letters for sizes are letters of physics (G, rho), capital letters and letters with an
+    index.
+
+    Letters of positions, angles and counts are never assumed to be positive. If the formula has a
+    function such as abs or sign, the result is empty.
     """
     names = variables(gold) | variables(answer)
     if not names or grading.variables == "real":
@@ -704,7 +720,9 @@ def sizes(grading: Grading, gold: Node, answer: Node) -> frozenset[str]:
 
 
 def _depends_on_signs(node: Node) -> bool:
-    """Return True if a node, such as a root, can be simplified if its variables are positive."""
+    """Return True if a node can be simplified when its variables are positive, as a root or
+    logarithm can.
+    """
     if node.kind == "pow":
         power = node.args[1].value
         return bool(variables(node.args[0])) and (power is None or power.denominator != 1)
@@ -715,14 +733,16 @@ def _depends_on_signs(node: Node) -> bool:
 
 
 def decimal_digits(node: Node) -> int:
-    """Return the number of digits of a decimal, without zeros at the ends; 0 for other nodes."""
+    """Return the number of digits of a decimal, without leading and trailing zeros; 0 for other
+    nodes.
+    """
     if node.kind != "number" or "." not in node.text or "e" in node.text.lower():
         return 0
     return len(node.text.replace(".", "").strip("-0"))
 
 
 def is_decimal(node: Node) -> bool:
-    """Return True if a decimal has enough digits to be accepted as a rounded value."""
+    """Return True if a node is a decimal with at least five digits, which may be a rounded value."""
     return decimal_digits(node) >= 5
 
 
@@ -732,8 +752,8 @@ def terminates(value: Fraction) -> bool:
 
 
 def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
-    """Return True if one node is a decimal with enough digits, and equal to the rounded value of
-    the other node.
+    """Return True if one node is a decimal with enough digits that rounds or truncates the other
+    node's value.
 
     The other value must not have a finite decimal expansion.
     """
@@ -749,9 +769,9 @@ def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
 
 
 def policy_for(grading: Grading, gold: Node) -> Grading:
-    """Return the policy for one reference.
+    """Return the grading policy for one reference.
 
-    If the reference is not a decimal, the relative tolerance does not apply.
+    The relative tolerance applies only if the reference contains a decimal.
     """
     is_rounded = any(each.kind == "number" and set(each.text) & set(".eE") for each in gold.walk())
     return grading if is_rounded or not grading.relative else replace(grading, relative=0.0)

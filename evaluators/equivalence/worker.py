@@ -75,10 +75,10 @@ class Builder:
             self.assume(tree)
 
     def assume(self, tree: Tree) -> None:
-        """Record the properties of variables that follow from the tree.
+        """Record what the tree implies about its variables.
 
-        An index is an integer, the bounds of an index are positive integers, and x is positive if
-        the tree contains x > 0.
+        An index of a sum is an integer, and variables in the index's bounds are positive integers.
+        The variable x is positive if the tree contains x > 0.
         """
         kind, text, _, args = tree
         if kind == "sum":
@@ -147,7 +147,7 @@ class Builder:
                 raise Unknown(kind)
 
     def region(self, tree: Tree) -> Any:
-        """Return the sympy set for a tree, in which a pair in brackets is an interval."""
+        """Return the sympy set for a tree. A pair in brackets is an interval."""
         kind, text, _, args = tree
         if kind == "tuple" and text in ("()", "[]", "(]", "[)") and len(args) == 2:
             low, high = (self.build(arg) for arg in args)
@@ -255,8 +255,8 @@ def _matrices(left: Any, right: Any) -> bool | None:
 
 
 def _antiderivatives(left: Any, right: Any, one: Tree, two: Tree) -> bool | None:
-    """Compare an integral without bounds with an antiderivative, which must have an arbitrary
-    constant.
+    """Compare an integral without bounds with an antiderivative; return None if the antiderivative
+    lacks an arbitrary constant.
     """
     written = one if one[0] != "opaque" else two
     integral = two if written is one else one
@@ -303,7 +303,9 @@ def _expressions(left: Any, right: Any) -> bool | None:
 
 
 def _is_zero_on_each_side(gap: Any) -> bool:
-    """Return True if a difference is zero for positive and for negative values of its variable."""
+    """Return True if sympy proves that a difference is zero for positive and for negative values of
+    its only variable.
+    """
     names = [name for name in gap.free_symbols if not name.is_integer and not name.is_positive]
     if len(names) != 1:
         return False
@@ -312,7 +314,7 @@ def _is_zero_on_each_side(gap: Any) -> bool:
 
 
 def _has_clear_gap(left: Any, right: Any) -> bool:
-    """Return True if the values of two expressions differ by far more than any error.
+    """Return True if the values of two expressions differ by far more than the rounding error.
 
     They must differ at two points, or at one point if they have no variables.
     """

@@ -53,7 +53,9 @@ class Estimate:
 
     @property
     def doubt(self) -> str:
-        """Return as text how many problems are unscored, and the estimate if they were correct."""
+        """Return a note on unscored problems: how many there are, and the estimate if all were
+        correct.
+        """
         if self.if_right is None:
             return ""
         value, low, high = self.if_right
@@ -62,9 +64,9 @@ class Estimate:
         )
 
     def brief(self, missing: str = "undefined") -> str:
-        """Return the estimate with its interval as text, and a note on unscored problems.
+        """Return the estimate with its interval as a string, with a note on unscored problems.
 
-        An undefined estimate gives the text `missing`.
+        `missing` is returned instead if the estimate is undefined.
         """
         if math.isnan(self.value):
             return missing
@@ -72,20 +74,21 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]{note}"
 
     def counted(self) -> str:
-        """Return a share as text with its numerator and denominator. A realised rate is exact and
-        needs no interval.
+        """Return a share with its numerator and denominator, such as "0.250 (5 of 20)".
+
+        A realised rate is exact, so it needs no interval.
         """
         if math.isnan(self.value):
             return "nothing to count"
         return f"{self.value:.3f} ({self.value * self.n_samples:,.0f} of {self.n_samples:,})"
 
     def signed(self) -> str:
-        """Return a difference and both ends of its interval as text, all with their signs."""
+        """Return a difference and its interval as a string, each number with a plus or minus sign."""
         return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
     def with_best_case(self, best: "Estimate", unscored: int) -> "Estimate":
-        """Return this estimate with a second estimate, `best`, for the case that all unscored
-        problems were correct.
+        """Return this estimate, and record `best` as the estimate if all unscored problems were
+        correct.
         """
         if not unscored:
             return self
@@ -98,8 +101,7 @@ class Estimate:
 
 
 def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> Estimate:
-    """Return the mean of one value per problem with Wilson's interval. Each value is between 0 and
-    1.
+    """Return the mean of one value per problem, each between 0 and 1, with Wilson's interval.
 
     The interval is for the mean over the population of problems. The estimate is undefined if any
     value is NaN.
@@ -137,7 +139,8 @@ def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
 
 
 def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) -> Estimate:
-    """Return the share of all items that are counted, with Wilson's interval clustered by problem.
+    """Return the fraction of items that are counted, such as escalated chunks, with Wilson's
+    interval clustered by problem.
 
     `counts` has a pair for each problem: the number of counted items and the number of all items.
     Problems with more items have more weight, unlike in `mean_estimate`.
@@ -161,10 +164,10 @@ def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: fl
     The effective sample size is the number of independent draws whose mean would vary as much as
     this ratio.
 
-    Half a problem with only correct samples and half a problem with only wrong samples are added.
-    Otherwise, intervals near 0 and 1 would be too short, as are those of Student's t and the
-    bootstrap. `scripts/bench statistics` measures this, and tests/evaluators/test_intervals.py
-    checks intervals near 0 and 1.
+    To estimate it, half a problem with only correct samples and half a problem with only wrong
+    samples are added. Otherwise, intervals near 0 and 1 would be too short, as are those of
+    Student's t and the bootstrap. `scripts/bench statistics` measures this, and
+    tests/evaluators/test_intervals.py checks intervals near 0 and 1.
     """
     problems = len(of)
     total = float(of.sum())
@@ -189,8 +192,8 @@ def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: fl
 def effective_n(mean: float, variance: float, units: int, samples: int) -> float:
     """Return the number of independent draws whose mean would have this variance.
 
-    The result is between the number of units and the number of samples. If all samples are correct,
-    or all are wrong, the variance is unknown, and the result is the number of units.
+    The result is between `units` and `samples`. If all samples are correct, or all are wrong, the
+    variance is unknown, and the result is `units`.
     """
     if samples <= units or mean in (0.0, 1.0) or math.isnan(variance):
         return float(units)

@@ -34,8 +34,8 @@ class Comparison:
     """The second run compared with the first run, problem by problem.
 
     `p_value` is two-sided and belongs to the same test as the interval: it is below 1 - level
-    exactly if the interval excludes 0. `problems_needed` is the number of problems with which a
-    difference of this size is shown with 80 % power.
+    exactly if the interval excludes 0. `problems_needed` is the number of problems needed to detect
+    a difference of this size with 80 % power.
     """
 
     first: float
@@ -130,9 +130,9 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
 
 
 def difference_p(delta: Floats) -> float:
-    """Return the two-sided p-value of a mean difference, from Student's t test.
+    """Return the two-sided p-value of Student's t test that the mean difference is 0.
 
-    The standard error is the same as that of the interval.
+    The test uses the same standard error as the interval.
     """
     if delta.size < 2 or np.isnan(delta).any():
         return 1.0
@@ -223,13 +223,13 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
 def _error(delta: Floats) -> float:
     """Return the standard error of a mean difference, with the correction of Agresti and Min.
 
-    The correction adds half a won problem, half a lost problem and one tied problem. The added
-    differences are about as large as the observed differences. They are 1 if each problem has one
-    answer, but small if each problem has the average of many samples.
+    The correction adds one tied problem, half a problem that the second run won, and half a problem
+    that it lost. The added differences are about as large as the observed differences. They are 1
+    if each problem has one answer, but small if each problem has the average of many samples.
 
-    The squared size of an added difference is the mean square of the observed differences minus a
-    part of their squared mean. This part is a quarter if few problems differ, because one more
-    differing problem would matter. If every problem differs, the part is the whole squared mean.
+    The square of an added difference is the mean square of the nonzero observed differences, minus
+    a fraction of their squared mean. The fraction is a quarter if few problems differ, because one
+    more differing problem would matter. It is 1 if every problem differs.
     """
     scale = float(np.abs(delta).max())
     if scale == 0:
@@ -247,8 +247,8 @@ def _error(delta: Floats) -> float:
 
 
 def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
-    """Return the values of both runs as arrays; raise OptionError if lengths differ or a value is
-    infinite.
+    """Return the values of both runs as arrays; raise OptionError if they cannot be paired or a
+    value is infinite.
     """
     try:
         a = np.asarray(first, dtype=np.float64)
@@ -306,25 +306,29 @@ class Sequential:
         return f"{result} after {self.problems:,} problems; {interval}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as a dictionary for JSON. The entry "words" is the result as text."""
+        """Return the result as a dictionary for JSON. The entry "words" is the result as a
+        sentence.
+        """
         return {**asdict(self), "words": str(self)}
 
 
 class ConfidenceSequence:
     """A confidence sequence for the mean of differences in [-1, 1], one difference per problem.
 
-    Each candidate mean m has a capital, which is divided among fixed stakes. Each new difference
-    multiplies the capital of a stake by 1 + stake (difference - m).
+    Each candidate mean m is tested by bets. Its capital is divided among fixed stakes, and each new
+    difference multiplies the capital of a stake by 1 + stake (difference - m).
 
     Suppose that each difference has mean m, given the earlier differences. Then the capital is a
     martingale, and exceeds 1 / (1 - level) at some time with probability at most 1 - level (Ville's
-    inequality). A candidate whose capital has exceeded this limit is excluded permanently. So the
-    intervals after all numbers of problems are valid simultaneously. The order of the problems must
-    not depend on their results.
+    inequality). So a candidate is excluded permanently once its capital exceeds this limit. The
+    intervals after each of the problems are all valid at the same time. The order of the problems
+    must not depend on their results.
     """
 
     def __init__(self, level: float = 0.95) -> None:
-        """Create a sequence without problems; raise OptionError unless `level` is in (0, 1)."""
+        """Create a sequence that has no differences yet; raise OptionError unless `level` is in (0,
+        1).
+        """
         check_level(level)
         self.problems = 0
         self._bar = -math.log(1 - level)
@@ -357,8 +361,10 @@ class ConfidenceSequence:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Return the range of the candidate means that are left, extended to the nearest excluded
-        candidates.
+        """Return the range of the candidate means that are not excluded, extended to the nearest
+        excluded candidates.
+
+        If all candidates are excluded, both ends are NaN.
         """
         # All candidates are excluded. The probability of this is at most 1 - level.
         if not self._means.size:
@@ -368,7 +374,7 @@ class ConfidenceSequence:
         return low, high
 
     def answer(self, points: float = 0.0) -> Sequential:
-        """Return the result after the problems added so far."""
+        """Return the verdict and the interval after the problems added so far."""
         low, high = self.interval
         settled: Settled = "undecided"
         if (self._means > 0).all():
@@ -405,8 +411,8 @@ problems are needed to show it.
 
 @dataclass(frozen=True, slots=True)
 class VarianceSplit:
-    """The variance of the correctness of rollouts, divided into a part between problems and a part
-    within problems.
+    """The variance of the correctness of single rollouts, divided into the variance between
+    problems and the variance within problems.
 
     More samples per problem reduce only the error from `within`. More problems also reduce the
     error from `between`. A paired comparison on the same problems does not depend on `between`.
@@ -418,7 +424,7 @@ class VarianceSplit:
 
     @property
     def share_between(self) -> float:
-        """Return the part between problems as a share of the variance; NaN without variance."""
+        """Return the fraction of the variance that is between problems; NaN if the variance is 0."""
         total = self.between + self.within
         return self.between / total if total > 0 else math.nan
 
@@ -436,11 +442,11 @@ class VarianceSplit:
 
 
 def variance_split(correct: Sequence[Sequence[bool]]) -> VarianceSplit | None:
-    """Divide the variance of correctness into two parts. `correct` has one row of samples per
-    problem.
+    """Estimate the variance of correctness between and within problems. `correct` has one row of
+    samples per problem.
 
-    Both parts are unbiased estimates. The result is None if fewer than two problems have at least
-    two samples.
+    Both estimates are unbiased, except that a negative `between` is replaced by 0. The result is
+    None if fewer than two problems have at least two samples.
     """
     rows = [row for row in correct if len(row) > 1]
     if len(rows) < 2:
@@ -454,12 +460,13 @@ def variance_split(correct: Sequence[Sequence[bool]]) -> VarianceSplit | None:
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """The difference in single-rollout accuracy that a paired comparison of two methods can show.
+    """The difference in single-rollout accuracy that a paired comparison of two methods can detect.
 
-    `needed` has the number of problems for each difference in `POINTS`. `detectable` is the
-    smallest difference, in percentage points, that the planned problems show with 80 % power. Both
-    numbers assume that the methods differ equally on every problem; if they do not, more problems
-    are needed.
+    `needed` has the number of problems that each difference in `POINTS` needs. `detectable` is the
+    smallest difference, in percentage points, that the planned problems detect with 80 % power.
+
+    If `paired_power` gets a `spread` of 0, both numbers assume that the methods differ equally on
+    every problem. More problems are needed if they do not.
     """
 
     samples: int
@@ -513,7 +520,7 @@ def paired_power(split: VarianceSplit, problems: int, samples: int, spread: floa
 def difference_spread(
     first: Sequence[Sequence[bool]], second: Sequence[Sequence[bool]]
 ) -> float | None:
-    """Estimate how much the true difference between two runs varies over problems, as a variance.
+    """Estimate the variance over problems of the true difference between two runs.
 
     The noise of sampling is subtracted. The rows of both runs belong to the same problems in the
     same order. The result is None if fewer than two problems have enough samples.

@@ -37,8 +37,8 @@ class Counts:
 
 
 def count(correct: Sequence[Sequence[bool | None]]) -> Counts:
-    """Count the samples and the correct samples of each problem. None stands for an unknown
-    verdict.
+    """Count the samples and the correct samples of each problem. A verdict of None counts as not
+    correct.
 
     Only existing samples are counted, even if the run was configured for more.
     """
@@ -59,16 +59,18 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
 
 
 def pass_hat_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
-    """Return pass^k of each problem: the probability of k correct samples; NaN if n < k."""
+    """Return pass^k for each problem: the probability that all of k samples are correct; NaN if n <
+    k.
+    """
     return g_pass_at_k(n, c, k, 1.0)
 
 
 def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
-    """Return G-pass@k for each problem.
+    """Return G-pass@k for each problem: the probability that at least a fraction `tau` of k samples
+    is correct, and at least one.
 
-    G-pass@k is the probability that at least a share `tau` of k samples is correct, and at least
-    one sample. It is equal to pass@k for `tau` near 0, equal to pass^k for `tau` = 1, and NaN if n
-    < k. Raises OptionError for a `tau` outside [0, 1], a k below 1 and impossible counts.
+    It is equal to pass@k for `tau` near 0, equal to pass^k for `tau` = 1, and NaN if n < k. Raises
+    OptionError for a `tau` outside [0, 1], a k below 1 and impossible counts.
     """
     if not 0 <= tau <= 1:
         raise OptionError("tau", f"{tau!r} is not between 0 and 1")
@@ -166,8 +168,8 @@ def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
 
 
 def _whole(problem: Votes) -> float:
-    """Return the value of the class that wins the vote of all samples. If classes are tied, their
-    values are averaged.
+    """Return the share of correct samples in the class that wins the vote of all samples; for tied
+    classes, the average of their shares.
     """
     most = max(problem.sizes, default=0)
     winners = [
@@ -177,7 +179,9 @@ def _whole(problem: Votes) -> float:
 
 
 def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
-    """Return the expected value of the winning class for problems with n > k samples."""
+    """Return the expected share of correct samples in the class that wins a vote of k samples, for
+    problems with n > k samples.
+    """
     rows = [
         (at, label)
         for at, problem in enumerate(group)
@@ -312,7 +316,7 @@ class GradedSample(Protocol):
 
 
 Grouper = Callable[[Sequence[str]], Sequence[int]]
-"""A function that puts equal texts into the same class. It returns a class number for each text."""
+"""A function that groups equal answers. It returns a class number for each string."""
 
 
 def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) -> Samples | None:
@@ -331,8 +335,8 @@ def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) ->
 
 
 def answer_classes(answers: Sequence[str | None], group: Grouper) -> tuple[int | None, ...]:
-    """Return the class of each answer, or None for a missing answer. Texts that occur twice are
-    compared once.
+    """Return the class of each answer, or None for a missing answer. Each distinct text is compared
+    only once.
     """
     texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
     classes = dict(zip(texts, group(texts), strict=True))
@@ -341,8 +345,8 @@ def answer_classes(answers: Sequence[str | None], group: Grouper) -> tuple[int |
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The number of problems and samples of a rate, and the numbers of samples without a verdict,
-    by reason.
+    """Counts of the problems and samples behind a rate, and of the samples without a verdict, by
+    reason.
     """
 
     problems: int
@@ -364,7 +368,9 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class Scorecard:
-    """The rates of one run, keyed by names such as "maj@16", and their numbers of samples."""
+    """The rates of one run, keyed by names such as "maj@16", and the counts of the samples behind
+    them.
+    """
 
     estimates: Mapping[str, Estimate]
     coverage: Coverage
@@ -461,12 +467,14 @@ def within_question_auroc(chunks: Sequence[LabelledChunk], *, level: float = 0.9
 def gain_over_coin(
     chunks: Sequence[LabelledChunk], rate: float, *, level: float = 0.95
 ) -> Estimate:
-    """Return how much better the score selects chunks of wrong rollouts than a random choice.
+    """Return how much better the score selects chunks of wrong rollouts than a random choice does.
 
     In each question, the share `rate` of the chunks with the worst scores is escalated. The result
     is the share of the wrong rollouts' chunks that are escalated, minus `rate`, which a random
-    choice would escalate. For a score without information, the result is 0. If several chunks have
-    the score at the limit, a fraction of each is counted.
+    choice would escalate.
+
+    For a score without information, the result is 0. If several chunks have the score at the limit,
+    a fraction of each is counted.
 
     :raises OptionError: if the rate is outside [0, 1].
     """
@@ -501,10 +509,10 @@ def _mixed(chunks: Sequence[LabelledChunk]) -> list[tuple[Floats, Floats]]:
 
 
 def _share_escalated(wrong: Floats, right: Floats, rate: float) -> float:
-    """Return the number of wrong rollouts' scores among the worst scores, which are the share
-    `rate` of all scores.
+    """Return how many chunks of wrong rollouts are escalated if the share `rate` of all chunks with
+    the worst scores is.
 
-    If scores are equal at the limit, a fraction of each is counted.
+    If several chunks have the score at the limit, a fraction of each is counted.
     """
     both = np.concatenate([wrong, right])
     left = rate * len(both)

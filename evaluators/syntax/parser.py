@@ -91,11 +91,11 @@ _ANY_CASE: dict[str, tuple[TokenKind, str]] = {
 
 
 def tokens(text: str, limits: Limits) -> Iterator[list[Token]]:
-    """Yield the tokens of a cleaned answer as a list, without an end mark.
+    """Yield a list of the tokens of a cleaned answer, without an end mark.
 
-    If letters of a formula may be units, a second list is yielded in which these letters are units.
-    Raises Malformed for a brace that is never closed, Undecided for an unknown command, and
-    TooLarge if there are too many tokens.
+    If letters of a formula may be units, as in 5 m, a second list is yielded in which these letters
+    are units. Raises Malformed for a brace that is never closed, Undecided for an unknown command,
+    and TooLarge if there are too many tokens.
     """
     for loose in (False, True):
         lexer = _Lexer(limits, loose)
@@ -362,7 +362,7 @@ def paired_bars(tokens: list[Token]) -> list[Token]:
     """Return the tokens with every | replaced by an opening or closing bracket.
 
     A bar without a value before it is an opening bracket. Of two bars between values, the first is
-    a closing bracket. Any other bar closes an open bar.
+    a closing bracket. Any other bar closes an open bar. The bar in {x | x > 0} is renamed "mid".
     """
     if not any(token.text == "|" for token in tokens):
         return tokens
@@ -445,7 +445,7 @@ _RAISED = {"squared": TWO, "cubed": number(3, "3")}
 
 
 class Stream:
-    """A list of tokens, with the current position and the nesting depth, which is limited."""
+    """The list of tokens to parse, with the current position and a limit on the nesting depth."""
 
     def __init__(self, tokens: list[Token], limits: Limits) -> None:
         self.tokens = paired_bars(tokens)
@@ -483,15 +483,13 @@ class Stream:
         return self.here.kind in kinds
 
     def took(self, *texts: str) -> str:
-        """Return the text of the next token and advance, if the token is one of these signs; else
-        return "".
-        """
+        """Take the next token if it is one of these signs, and return its text; else return ""."""
         if self.is_op(*texts):
             return self.take().text
         return ""
 
     def signed(self, read: Callable[[], Node]) -> Node:
-        """Parse plus and minus signs, and then a node with the function `read`.
+        """Parse plus and minus signs, and the node after them, which `read` parses.
 
         Raises TooLarge if the nesting is too deep.
         """
@@ -516,14 +514,14 @@ class Stream:
             raise Malformed(f"expected {text!r}, found {token.text or 'the end'!r}")
 
     def within(self, count: int, what: str, most: int | None = None) -> None:
-        """Raise TooLarge if `count` exceeds `most`. The default of `most` is the largest number of
-        items.
+        """Raise TooLarge if `count` exceeds `most`, which is by default the largest allowed number
+        of items.
         """
         if count > (most or self.limits.items):
             raise TooLarge(what)
 
     def subscript(self) -> str:
-        """Return the text of a subscript, without its braces."""
+        """Parse a subscript, and return its text without the braces."""
         start = self.at
         level = 0
         while level or self.at == start:
@@ -564,8 +562,8 @@ class Parser(Stream):
         return node
 
     def items(self) -> Node:
-        """Parse relations that are separated by commas or words. Return a list, or the only
-        relation.
+        """Parse relations separated by commas or by words such as "or". Return a list node, or the
+        relation itself if it is the only one.
         """
         items: list[Node] = []
         links: set[str] = set()
@@ -676,7 +674,9 @@ class Parser(Stream):
         return node
 
     def priced(self, node: Node) -> Node:
-        """Return an amount with its currency, and parse a rate after it, as in $8 per hour."""
+        """Return an amount of money as a quantity with its currency. A rate after the amount, as in
+        $8 per hour, is parsed too.
+        """
         if len(self.currencies) > 1:
             raise Undecided("several currencies")
         unit = " ".join(self.currencies)
@@ -774,9 +774,10 @@ class Parser(Stream):
         return Node("based", text=node.text, value=base)
 
     def remarked(self, node: Node) -> Node:
-        """Parse a remark in brackets after a value. An approximate value in the remark is ignored.
+        """Parse a remark in brackets after a value.
 
-        Any other value must be another form of the same value.
+        An exact value in the remark is kept as another form of the same value. An approximate value
+        is ignored.
         """
         self.take()
         remark: list[str] = []
@@ -938,11 +939,11 @@ class Parser(Stream):
         )
 
     def adjacent(self, before: Node) -> tuple[Node, ...]:
-        """Parse a factor that directly follows another factor. Return both, or one mixed number
-        such as 2 1/2.
+        """Parse a factor that directly follows another factor. Return both, or one sum if they are
+        a mixed number such as 2 1/2.
 
-        The factor is read only once. A second reading after a failure would double the work at
-        every level of nesting.
+        The factor is read only once, because a second attempt would double the work at every level
+        of nesting.
         """
         is_whole = before.kind == "number" and before.value is not None and "." not in before.text
         if self.here.kind == "number":
@@ -960,7 +961,7 @@ class Parser(Stream):
         return before, after
 
     def slash_fraction(self) -> Node | None:
-        """Parse a fraction a/b of two integers that is below one.
+        """Parse a fraction a/b of two integers with 0 < a < b.
 
         The result is None if the next tokens are not such a fraction.
         """
@@ -1097,7 +1098,7 @@ class Parser(Stream):
         return Node("tuple", members, opening + token.text)
 
     def atom(self) -> Node:
-        """Parse one atom; raise Malformed if none begins here."""
+        """Parse one number, name, command or bracket; raise Malformed if none begins here."""
         token = self.here
         if token.kind == "open":
             return self.bracketed()
@@ -1120,7 +1121,7 @@ class Parser(Stream):
         return self.factor()
 
     def variable(self, name: str) -> Node:
-        """Parse a variable with its subscript and primes, or a constant of one letter."""
+        """Parse a variable with its subscript and primes, or one of the constants e and i."""
         is_index = name == "i" and self.sums_over_i
         if name in ("e", "i") and self.here.text != "_" and not is_index:
             return _E if name == "e" else _I
@@ -1131,8 +1132,8 @@ class Parser(Stream):
         return self.called(name)
 
     def called(self, name: str) -> Node:
-        """Return the variable of this name. If brackets with arguments follow, return the function
-        of this name.
+        """Parse the arguments in brackets after a name. Return the function call, or the variable
+        if there are no arguments.
         """
         if name in _SPECIAL and self.here.text == "(":
             inside = self.bracketed()
@@ -1265,8 +1266,8 @@ class Parser(Stream):
     def arguments(self, name: str) -> tuple[Node, ...]:
         """Parse the arguments of a function.
 
-        The arguments are in brackets. Without brackets, the argument is the product of the factors
-        up to the next function or sign.
+        Without brackets, the only argument is the product of the factors up to the next function or
+        sign.
         """
         token = self.here
         if token.kind != "open":
@@ -1361,9 +1362,7 @@ class Parser(Stream):
 
 
 def literal(text: str) -> Node:
-    """Return a node for a number. If the number is too long for arithmetic, the node has only its
-    text.
-    """
+    """Return the node for a number. A number that is too long for arithmetic is kept only as text."""
     mantissa, _, exponent = text.lower().rstrip(".").partition("e")
     if len(mantissa) > _MAX_LITERAL:
         return Node("huge", text=mantissa.lstrip("0") or "0")
@@ -1375,7 +1374,7 @@ def literal(text: str) -> Node:
 
 
 def unknown(words: Sequence[str]) -> Prose:
-    """Return the error for words that make a value unclear, such as a denial or an unknown word."""
+    """Return the error for words that make a value unclear, such as "not" or an unknown word."""
     denials = [word for word in words if word.lower() in vocabulary.NEGATIONS]
     if denials:
         return Prose(f"the word {denials[0]!r}")
@@ -1423,8 +1422,10 @@ def _derivative(top: Node, bottom: Node) -> tuple[Node, int] | None:
 
 
 def _vector_product(name: str, left: Node, right: Node) -> Node:
-    """Return a product of two vectors with sorted factors. b x a becomes -(a x b), unless a factor
-    has nabla.
+    """Return a cross or inner product of two vectors with its factors in sorted order.
+
+    The cross product b x a becomes -(a x b). A product whose first factor contains nabla stays
+    unchanged.
     """
     if "nabla" in variables(left) or repr(left) <= repr(right):
         return Node("call", (left, right), name)
@@ -1470,7 +1471,11 @@ def _arranged(name: str, rows: list[list[Node]]) -> Node:
 
 
 def _case(row: list[Node]) -> list[Node]:
-    """Return the value and the condition of a case, which may be in the same cell."""
+    """Return the value and the condition in one row of a case distinction, or an empty list if the
+    row is not such a pair.
+
+    Both may be in the same cell.
+    """
     parts = row
     if len(row) == 1 and row[0].kind in ("cases", "list"):
         parts = list(row[0].args)

@@ -34,7 +34,7 @@ def cleaned(text: str, limits: Limits) -> str:
     """Return the answer in one spelling, without dollar signs and without commands for size and
     spacing.
 
-    Unicode characters are replaced by ASCII if possible. Separators of thousands stay. Raises
+    Unicode characters are replaced by ASCII if possible. Thousands separators are kept. Raises
     TooLarge if the cleaned answer is longer than the limits allow.
     """
     if len(text) > limits.raw_characters:
@@ -59,9 +59,9 @@ def spaceless(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Return the text without superfluous brackets around it.
+    """Return the text without superfluous brackets around it, so that ((1,2)) becomes (1,2).
 
-    A pair of brackets is removed only if it encloses the whole text.
+    A single pair is kept, because it may have a meaning, as in (C) or {1,2}.
     """
     text = text.strip()
     depth = 0
@@ -101,9 +101,7 @@ def _flat(signs: str) -> str:
 
 
 def _plain(text: str) -> Iterator[str]:
-    """Yield the characters of a text without the invisible ones. Unicode becomes ASCII where
-    possible.
-    """
+    """Yield the visible characters of a text, as ASCII where possible."""
     for char in text:
         if " " <= char < "\x7f":
             yield char
@@ -128,8 +126,8 @@ def _plain(text: str) -> Iterator[str]:
 class Step(NamedTuple):
     """A replacement of a pattern in a text.
 
-    The pattern is searched only if the text contains one of the marks. If `is_without` is true, it
-    is searched only if the text contains none of them.
+    It is tried only if the text contains one of the marks. If `is_without` is true, it is tried
+    only if the text contains none of them.
     """
 
     marks: list[str]
@@ -139,8 +137,8 @@ class Step(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The steps of one stage of rewriting in their order, with an index of the steps by their
-    marks.
+    """The replacements of one stage of rewriting, in order, with an index of the replacements by
+    their marks.
     """
 
     steps: list[Step]
@@ -150,10 +148,10 @@ class Stage(NamedTuple):
 
 
 def _rewritten(text: str, stage: Stage) -> str:
-    """Return the text after the steps of a stage.
+    """Apply the replacements of a stage to a text.
 
-    The marks of all steps are searched first, because most steps do not apply to a short answer.
-    After a step has changed the text, each later step searches for its own marks.
+    The marks of all replacements are searched first, because most do not apply to a short answer.
+    After the text has changed, each later replacement searches for its own marks.
     """
     tried = set(stage.always)
     for mark in [mark for mark in stage.marks if mark in text]:
@@ -314,7 +312,7 @@ _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
 
 
 def _stage(name: str) -> Stage:
-    """Return the steps of a stage of rewriting, in the order of `rewrites.toml`."""
+    """Build a stage of rewriting from its replacements in `rewrites.toml`, in their order."""
     steps = list[Step]()
     steps_of = dict[str, list[int]]()
     always = list[int]()
@@ -421,9 +419,9 @@ def _trees_of_either(plain: str, value: str, limits: Limits) -> tuple[Node, ...]
 
 
 def _trees(plain: str, limits: Limits) -> list[Node]:
-    """Return the trees of a cleaned text.
+    """Parse a cleaned text in each possible way, and return the trees.
 
-    The text is parsed first without separators of thousands, and then as it is written.
+    The text without thousands separators is parsed before the text as it is written.
     """
     meaning = _in_words(plain, limits) if len(plain) < 240 else None
     if meaning is not None:
@@ -502,7 +500,7 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
 
 
 def _fixed(words: str) -> str:
-    """Return the form of a phrase that all phrases of the same meaning share."""
+    """Return the standard form of a phrase, which all known phrases with the same meaning share."""
     for fixed, form in vocabulary.MEANINGS.items():
         if form.fullmatch(words):
             return fixed

@@ -71,7 +71,7 @@ COMMANDS = {
     "ldots": Node("symbol", text="…"),
     "mathbb:R": REALS,
 }
-"""For each LaTeX command without arguments, its node."""
+"""The node of each LaTeX command that has no arguments."""
 
 
 def number(value: Fraction | int, text: str = "") -> Node:
@@ -100,12 +100,12 @@ def negated(node: Node) -> Node:
 
 
 def minus(left: Node, right: Node) -> Node:
-    """Return left - right."""
+    """Return a node for left - right."""
     return Node("add", (left, Node("mul", (MINUS_ONE, right))))
 
 
 def quotient(top: Node, bottom: Node) -> Node:
-    """Return top / bottom."""
+    """Return a node for top / bottom."""
     return Node("mul", (top, Node("pow", (bottom, MINUS_ONE))))
 
 
@@ -115,7 +115,7 @@ def function(name: str, *args: Node) -> Node:
 
 
 def grid(rows: Iterable[Iterable[Node]]) -> Node:
-    """Return the matrix with these rows."""
+    """Return a matrix node with these rows."""
     return Node("matrix", tuple(Node("tuple", tuple(row), "[]") for row in rows))
 
 

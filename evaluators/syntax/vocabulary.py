@@ -15,7 +15,7 @@ _Kind = TypeVar("_Kind")
 
 
 class Tables:
-    """The tables of one data file."""
+    """The tables of one TOML file."""
 
     def __init__(self, name: str | Path) -> None:
         """Read the data file `name`. A relative path starts at the folder of this module."""
@@ -23,7 +23,7 @@ class Tables:
         self._entries = tomllib.loads(path.read_text(encoding="utf-8"))
 
     def words(self, name: str) -> frozenset[str]:
-        """Return the words of one list of the file."""
+        """Return the words of the list `name` in the file."""
         return frozenset(self._entries[name].split())
 
     def patterns(self, part: str = "") -> dict[str, re.Pattern[str]]:
@@ -41,7 +41,7 @@ class Tables:
         return {name: re.compile(written(name)) for name in forms}
 
     def table(self, name: str, kind: type[_Kind]) -> _Kind:
-        """Return an entry of the file, converted to this type."""
+        """Return the entry `name` of the file, converted to the type `kind`."""
         return msgspec.convert(self._entries[name], kind)
 
 
@@ -52,8 +52,8 @@ FORMS = _WORDS.patterns("forms")
 
 
 def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
-    """Return the meaning of each spelling; `meanings` has the spellings of each meaning, separated
-    by spaces.
+    """Return a dictionary from each spelling to its meaning. `meanings` maps each meaning to its
+    spellings, separated by spaces.
     """
     return {
         spelling: meaning
@@ -71,7 +71,7 @@ _SMALL = {word: value for value, word in enumerate(table("small", str).split())}
 _VALUES = _SMALL | {word: 20 + 10 * index for index, word in enumerate(table("tens", str).split())}
 _NAMED = spelled(table("shares", dict[str, str])).items()
 SHARES = {form: int(count) for share, count in _NAMED for form in (share, f"{share}s")}
-"""The denominator of each fraction that has a name, such as 3 for "third" and "thirds"."""
+"""The denominator of each fraction with a name of its own, such as 3 for "third" and "thirds"."""
 NEUTRAL = words("neutral")
 LABELS = words("labels")
 APPROXIMATE = words("rough") | words("alike")
@@ -118,7 +118,7 @@ def number_in_words(text: str) -> Fraction | None:
 
 
 def base(name: str) -> Fraction | None:
-    """Return the base of a numeral; the name is a number or a word such as "two"."""
+    """Return the base that a number or a word such as "two" names; None if it names none."""
     value = int(name) if name.isdigit() and len(name) < 3 else _BASES.get(name.lower())
     return None if value is None else Fraction(value)
 
@@ -131,7 +131,9 @@ _MONTHS = {
 
 
 def date_in_words(phrase: str) -> str:
-    """Return a date in a uniform format, with its year if given; "" if it is not a date."""
+    """Return a date in a uniform format, with the year if it is given; "" if the phrase is not a
+    date.
+    """
     match = FORMS["date"].fullmatch(phrase.strip().lower())
     if match is None:
         return ""
@@ -204,9 +206,7 @@ def _defined(text: str, known: dict[str, Measure]) -> Measure:
 
 
 def _catalogue() -> tuple[dict[str, Measure], dict[str, Measure]]:
-    """Return two tables of units: one by their symbols, and one by their names in lower case and
-    singular.
-    """
+    """Return two dictionaries of units: one by symbol, and one by singular name in lower case."""
     symbols: dict[str, Measure] = {
         name: (((name, 1),), Fraction(1)) for name in _DATA.words("bases")
     }

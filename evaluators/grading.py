@@ -30,8 +30,8 @@ _PROSE = 200
 
 @dataclass(frozen=True, slots=True)
 class GradedRecord:
-    """The verdict on one record, with its answer and the rule that extracted the answer from a
-    text.
+    """The verdict on one record, with its answer and the name of the rule that extracted the
+    answer.
     """
 
     index: int
@@ -50,7 +50,7 @@ class GradedRecord:
     kind: AnswerKind = "math"
 
     def as_json(self) -> dict[str, object]:
-        """Return the record as one line of output."""
+        """Return the verdict as a dictionary, which is written as one line of JSON."""
         return {
             "type": "verdict",
             "index": self.index,
@@ -70,13 +70,13 @@ class BadRecord:
     error: DatasetError
 
     def as_json(self) -> dict[str, object]:
-        """Return the record as one line of output."""
+        """Return the reason as a dictionary, which is written as one line of JSON."""
         return {"type": "bad_record", "index": self.index, "problem": str(self.error)}
 
 
 def read_records(lines: Iterable[str], source: str) -> Iterator[Mapping[str, Any] | DatasetError]:
-    """Yield the JSON object on each line that is not blank, or an error if the line has no JSON
-    object.
+    """Yield the JSON object on each line, or a DatasetError for a line without one. Blank lines are
+    skipped.
     """
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -118,9 +118,9 @@ def grade_all(
     grading: Grading = STRICT,
     source: str = "records",
 ) -> Iterator[GradedRecord | BadRecord]:
-    """Yield the verdicts of `grade`, with a BadRecord for each record that cannot be graded.
+    """Yield the verdicts of `grade`, and a BadRecord for each record that cannot be graded.
 
-    An error among `records` stands for a line that could not be read.
+    A DatasetError among `records` stands for a line that could not be read.
     """
     for index, record in enumerate(records):
         if isinstance(record, DatasetError):
@@ -177,8 +177,8 @@ def _graded(
 
 @dataclass(slots=True)
 class GradeTally:
-    """The numbers of graded records, by verdict. The verdict "unscored" means that the answers
-    could not be compared.
+    """Counts of graded records, by verdict. The verdict "unscored" means that the answers could not
+    be compared.
     """
 
     status: Counter[str] = field(default_factory=Counter[str])
@@ -196,8 +196,9 @@ class GradeTally:
             self.agreed["false_equal"] += graded.verdict.is_equal and not graded.expected
 
     def as_json(self) -> dict[str, object]:
-        """Return the counts as one line of output. The accuracy includes unscored answers as wrong
-        answers.
+        """Return the counts as a dictionary, which is written as one line of JSON.
+
+        Unscored answers count as wrong in the accuracy.
         """
         n = sum(self.status.values())
         share = self.status["equal"] / n if n else None
@@ -221,9 +222,9 @@ class GradeTally:
 
 
 def reference(gold: str, kind: AnswerKind = "math") -> str:
-    """Return the answer that a reference contains. The reference may be a worked solution.
+    """Return the answer in a reference, which may be a worked solution.
 
-    A short reference without boxes is the answer itself.
+    A short reference without boxes is itself the answer.
     """
     if "box" not in gold and len(gold) < _PROSE:
         return gold
@@ -248,8 +249,8 @@ def judge(problem: Problem, answer: str) -> Verdict:
 
 
 def _for_problem(grading: Grading, text: str) -> Grading:
-    """Return the grading policy for a record. If the problem says that its numbers are positive, so
-    are the variables.
+    """Return the grading policy for a problem. If its text says that its numbers are positive,
+    variables are assumed to be positive.
     """
     if grading.variables != "formula" or not FORMS["says_positive"].search(text):
         return grading
@@ -275,7 +276,7 @@ def _answer(
 
 
 def _references(record: Mapping[str, Any], where: str) -> list[str]:
-    """Return the reference of a record, or its list of alternative references."""
+    """Return the references of a record: one, or a list of alternatives."""
     gold = record.get("gold")
     if not isinstance(gold, list):
         return [_text(record, "gold", where)]
@@ -284,7 +285,9 @@ def _references(record: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _text(record: Mapping[str, Any], name: str, where: str) -> str:
-    """Return a field of a record; raise DatasetError if it is not text."""
+    """Return a field of a record as a string; raise DatasetError if it is neither a string nor a
+    number.
+    """
     value = record.get(name)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)

@@ -53,7 +53,9 @@ _REFUSED = (
 
 
 def main() -> None:
-    """Run the program in job.json in the working directory."""
+    """Run program.py in the working directory as job.json there describes, after dropping all
+    rights that it does not need.
+    """
     with open("job.json", encoding="utf-8") as file:
         job = json.load(file)
     with open("program.py", encoding="utf-8") as file:
@@ -79,8 +81,8 @@ def main() -> None:
 
 
 def _called(space: dict[str, Any], name: str, arguments: list[Any]) -> dict[str, Any]:
-    """Call the task's function, or the method of this name of the class Solution, and return its
-    result.
+    """Call the task's function and return its result. The function may be a method of a class
+    Solution.
     """
     if "Solution" in space:
         function = getattr(space["Solution"](), name)
@@ -90,8 +92,9 @@ def _called(space: dict[str, Any], name: str, arguments: list[Any]) -> dict[str,
 
 
 def _confine(job: dict[str, Any]) -> None:
-    """Drop all rights that a program does not need; raise OSError if the system does not support
-    this.
+    """Prepare the process for an untrusted program: limit its resources, files and system calls.
+
+    Raises OSError if the system does not support this.
     """
     if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
         raise OSError(
@@ -122,8 +125,8 @@ def _check(result: int) -> int:
 
 
 def _restrict_files(libc: ctypes.CDLL) -> None:
-    """Allow the process to open only files of Python's library, and only for reading. This uses
-    Landlock.
+    """Use Landlock to let the process open only the libraries of Python and the system, and only
+    for reading.
     """
     version = _check(libc.syscall(444, None, 0, 1))
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
@@ -141,7 +144,7 @@ def _restrict_files(libc: ctypes.CDLL) -> None:
 
 
 def _restrict_calls(libc: ctypes.CDLL) -> None:
-    """Refuse system calls that affect anything outside the process. This uses seccomp."""
+    """Use seccomp to refuse system calls that affect anything outside the process."""
 
     def line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
         return struct.pack("<HBBI", code, yes, no, value)

@@ -43,9 +43,9 @@ End = Literal["done", "error", "time", "memory", "output"]
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One test of a program: the input and the expected output, both as text.
+    """One test of a program: the input and the expected output, both as strings.
 
-    If the program is a function, the texts are JSON, and each line of the input is one argument.
+    If the program is a function, the strings are JSON, and each line of the input is one argument.
     """
 
     input: str
@@ -55,7 +55,7 @@ class Case(msgspec.Struct, frozen=True):
 class ProgramTests(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tests of a code task, which are its reference.
 
-    The first `public` tests are public, and votes may use them.
+    The first `public` tests are public. Only these may be used for votes.
     """
 
     cases: tuple[Case, ...]
@@ -67,11 +67,11 @@ class ProgramTests(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def read(cls, text: str) -> "ProgramTests":
-        """Read the tests from the text that a problem has as its reference."""
+        """Read the tests from JSON, which is stored as the reference of a problem."""
         return msgspec.json.decode(text, type=cls)
 
     def text(self) -> str:
-        """Return the tests as text, which is used as the reference of a problem."""
+        """Return the tests as JSON, which is stored as the reference of a problem."""
         return msgspec.json.encode(self).decode()
 
 
@@ -148,8 +148,8 @@ def judge_program(reference: str, program: str) -> Verdict:
 
 
 class ProgramVotes:
-    """Classes of programs for one task. Programs of one class have equal outputs on the task's
-    public inputs.
+    """A grouper of programs for votes on one task. Programs of one class have equal outputs on the
+    task's public inputs.
 
     A program that does not end normally on one of these inputs does not vote. Without public
     inputs, programs are equal if they differ only in comments and layout.
@@ -190,8 +190,9 @@ class ProgramVotes:
 
 
 def layout_free(program: str) -> str:
-    """Return a program without comments and layout. A text that is not a program is returned
-    unchanged.
+    """Return a program's syntax tree as a string, so that comments and layout do not matter.
+
+    A text that is not a program is returned as it is.
     """
     try:
         return ast.dump(ast.parse(program))
@@ -232,8 +233,8 @@ def tests_of_row(row: Mapping[str, object]) -> tuple[ProgramTests, str]:
 
 
 def _cases(value: object) -> list[tuple[str, Case]]:
-    """Return tests with their types. The tests may be a list, JSON, or the compressed format of
-    LiveCodeBench.
+    """Return the tests in a cell, each with its type. The cell has a list, JSON, or LiveCodeBench's
+    compressed format.
     """
     if value is None or value == "":
         return []
@@ -266,8 +267,8 @@ class _TextOnly(pickle.Unpickler):
 
 
 def _unpacked(text: str) -> str:
-    """Return the JSON of compressed private tests. They are pickled, then compressed, then encoded
-    in base64.
+    """Return the JSON of private tests, which are stored pickled, compressed, and encoded in
+    base64.
     """
     try:
         value = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load()
@@ -302,8 +303,8 @@ def _call_function(program: str, inputs: Sequence[str], tests: ProgramTests) -> 
 def _child(
     program: str, job: Mapping[str, object], text: str, tests: ProgramTests
 ) -> tuple[End, str, str]:
-    """Run the worker once. Return how the run ended, its output, and the last line of its error
-    output.
+    """Run a program in a confined worker process. Return how the run ended, its output, and the
+    last line of its error output.
     """
     limits = {
         "seconds": tests.seconds,

@@ -59,8 +59,8 @@ RULES = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on an answer, with the name of the rule that decided. `detail` is a text for
-    users.
+    """The verdict on an answer, with the name of the rule that decided. `detail` explains the
+    verdict to users.
     """
 
     status: Status

@@ -452,8 +452,8 @@ def _last_number(text: str) -> str | None:
 def stated(text: str, kind: AnswerKind) -> str | None:
     """Return the value stated by the last sentence of a text, or by a last line without words.
 
-    Up to two closing remarks, such as "I hope this helps", are skipped. If the sentence after that
-    states no value, or the text is unfinished, the result is None.
+    Up to two closing remarks, such as "I hope this helps", are ignored. The result is None if the
+    sentence states no value or the text is unfinished.
     """
     text = PATTERNS["end_of_proof"].sub("", text[-_TAIL:].rstrip("` \n")).rstrip("` \n")
     text = PATTERNS["end_in_maths"].sub(" ", text)

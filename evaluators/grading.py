@@ -249,8 +249,10 @@ def judge(problem: Problem, answer: str) -> Verdict:
 
 
 def _for_problem(grading: Grading, text: str) -> Grading:
-    """Return the grading policy for a problem. If its text says that its numbers are positive,
-    variables are assumed to be positive.
+    """Return the grading policy, with variables assumed to be positive if the problem's text says
+    that its numbers are.
+
+    A policy whose `variables` is not the default is returned unchanged.
     """
     if grading.variables != "formula" or not FORMS["says_positive"].search(text):
         return grading

@@ -53,8 +53,10 @@ _REFUSED = (
 
 
 def main() -> None:
-    """Run program.py in the working directory as job.json there describes, after dropping all
-    rights that it does not need.
+    """Run program.py in the working directory under the limits in job.json.
+
+    If job.json names a function, call it with each list of arguments there, and write the results
+    as lines of JSON.
     """
     with open("job.json", encoding="utf-8") as file:
         job = json.load(file)

@@ -259,7 +259,7 @@ def _cases(value: object) -> list[tuple[str, Case]]:
 
 
 class _TextOnly(pickle.Unpickler):
-    """An unpickler for pickled texts, which refuses to create objects of any class."""
+    """An unpickler for pickled strings, which refuses to create objects of any class."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Raise an error for every class."""

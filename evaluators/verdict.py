@@ -135,7 +135,9 @@ class TooLarge(Undecided):
 
 
 class OutOfTime(Exception):
-    """The comparison took longer than the other limits should allow."""
+    """The comparison reached the time limit, although the other limits should have stopped it
+    earlier.
+    """
 
 
 class Undefined(Exception):

@@ -86,7 +86,7 @@ class Worker:
         """Return the worker's reply to the question whether two trees are equal, from the cache if
         possible.
 
-        An expression that has timed out several times gets the reply "time" without asking.
+        If an expression has timed out several times, the reply is "time" without a new attempt.
         """
         # Look into the cache before taking the lock. Another thread may hold the lock for seconds,
         # while the worker computes.

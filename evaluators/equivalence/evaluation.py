@@ -431,8 +431,8 @@ class Budget:
     """The limit on the work of one comparison: evaluation steps, weighted by the number of digits.
 
     The counted work is the same on every machine, so no verdict depends on the speed of the
-    machine. The thread's CPU time is also limited, in case another limit is missing. The clock is
-    read rarely, because reading it takes as long as a comparison.
+    machine. As a safety net, the thread's CPU time is limited too. The clock is read rarely,
+    because reading it is slow.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -631,7 +631,7 @@ class Evaluator(Arithmetic):
         return self.power(left, power)
 
     def power(self, base: Value, power: Value) -> Value:
-        """Return a power of two values. It is exact if the result is rational."""
+        """Return one value raised to the power of another. It is exact if the result is rational."""
         if isinstance(base, Fraction) and isinstance(power, Fraction):
             try:
                 return rational_power(base, power, self.limits)
@@ -648,7 +648,7 @@ class Evaluator(Arithmetic):
         return self.exp(self.times(power, self.by_direction("log", left)))
 
     def root(self, node: Node) -> Value:
-        """Return a root with any index, such as a cube root."""
+        """Return a root of any degree, such as a cube root."""
         index = self.value(node.args[1])
         base = self.value(node.args[0])
         if isinstance(index, Approx):

@@ -1,4 +1,4 @@
-"""Group equal answers into classes; answers are compared only if they share a key."""
+"""Group equal answers into classes; in large groups, only answers that share a key are compared."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,8 +91,8 @@ def takes_long(answers: Sequence[str | None], kind: AnswerKind = "math") -> bool
 
 
 class _Classes:
-    """One grouping of answers. Answers with the same strong key form a class; comparisons then
-    merge classes.
+    """A grouper of answers. Answers with the same strong key form a class; comparisons then merge
+    classes.
 
     The order of the comparisons depends only on the answers' texts.
     """

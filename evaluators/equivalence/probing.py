@@ -227,7 +227,9 @@ def _marks(switch: Node, name: str, base: Point, limits: Limits) -> Iterator[Fra
 
 
 def around(marks: Iterable[Fraction]) -> list[Fraction]:
-    """Return the marks, their negatives and 0, with real numbers close to, between and beyond them."""
+    """Return the given numbers, their negatives and 0, with real numbers close to, between and
+    beyond them.
+    """
     crowd = sorted({Fraction(0), *(sign * mark for mark in marks for sign in (1, -1))})
     close = Fraction(1, 10**6)
     between = [(one + two) / 2 for one, two in pairwise(crowd)]
@@ -236,7 +238,9 @@ def around(marks: Iterable[Fraction]) -> list[Fraction]:
 
 
 def _whole_around(marks: Iterable[Fraction], domain: Domain, least: int) -> list[Fraction]:
-    """Return integers close to each mark or to its double, and all residues modulo the small marks."""
+    """Return integers close to each given number or its double, and all residues modulo each small
+    number.
+    """
     known = sorted({abs(math.floor(mark)) for mark in marks})
     values = {mark + step for mark in known for step in (-1, 0, 1, mark)}
     values |= set(range(1, max((mark for mark in known if mark <= _SWEEP), default=0) + 1))
@@ -273,7 +277,9 @@ class _AtPoint(NamedTuple):
 
 
 class Prober:
-    """An evaluator with a limit on its work. It computes exactly if possible."""
+    """An evaluator of expressions at points, with a limit on its work. It computes exactly if
+    possible.
+    """
 
     def __init__(self, limits: Limits, budget: Budget | None = None) -> None:
         self.limits = limits

@@ -377,7 +377,9 @@ def _progressions(prober: Prober, family: Family) -> list[tuple[Node, Node]]:
 
 
 def _share(prober: Prober, part: Node, unit: Node) -> Fraction | None:
-    """Return part / unit as a fraction; None if it has no fraction with a small denominator."""
+    """Return part / unit as a fraction; None if it is not equal to a fraction with a small
+    denominator.
+    """
     value = prober.value(quotient(part, unit))
     if isinstance(value, Fraction):
         return value

@@ -565,9 +565,7 @@ def counts_apart(nodes: tuple[Node, ...]) -> bool:
 
 
 def variable_of(node: Node) -> str:
-    """Return the only variable that a set of real numbers restricts; "" if there is no such
-    variable.
-    """
+    """Return the variable of a set of real numbers; "" if the set has none or several."""
     names = [] if has(node, "builder") else list(variables(node))
     return names[0] if len(names) == 1 else ""
 

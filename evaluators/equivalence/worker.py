@@ -255,8 +255,9 @@ def _matrices(left: Any, right: Any) -> bool | None:
 
 
 def _antiderivatives(left: Any, right: Any, one: Tree, two: Tree) -> bool | None:
-    """Compare an integral without bounds with an antiderivative; return None if the antiderivative
-    lacks an arbitrary constant.
+    """Compare an integral without bounds with an antiderivative.
+
+    If they agree, but the antiderivative lacks an arbitrary constant, the result is None.
     """
     written = one if one[0] != "opaque" else two
     integral = two if written is one else one

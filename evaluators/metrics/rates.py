@@ -208,8 +208,8 @@ def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
 
 
 def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floats:
-    """Return, for each row, the expected share of the win that one class gets in a vote of k of n
-    samples.
+    """Return the expected share of the win that a class gets in a vote of k of n samples, for each
+    class in `sizes`.
 
     The class has `sizes` of the n samples; the other classes are its rivals. In one vote, its share
     is 1 / (1 + number of tied rivals), or 0 if a rival has more of the k samples.
@@ -490,7 +490,8 @@ def gain_over_coin(
 
 
 def _mixed(chunks: Sequence[LabelledChunk]) -> list[tuple[Floats, Floats]]:
-    """Return, for each question with wrong and correct rollouts, the scores of both kinds.
+    """Return two arrays for each question that has both wrong and correct rollouts: the scores of
+    wrong ones' chunks and of correct ones' chunks.
 
     A missing score (NaN) is the worst, because a gate escalates a chunk without a score.
     """

@@ -455,7 +455,7 @@ class Stream:
 
     @property
     def here(self) -> Token:
-        """Return the next token."""
+        """Return the next token, or an end token after the last."""
         if self.at < len(self.tokens):
             return self.tokens[self.at]
         return END
@@ -861,9 +861,9 @@ class Parser(Stream):
         return None
 
     def label(self, words: list[str], names: list[str], end: int) -> Node | None:
-        """Return the name that words and symbols give to a value.
+        """Return the name of a value, from the words and symbols before it.
 
-        The result is None if the words only introduce the value.
+        The result is None if the words only introduce the value, as in "answer: 5".
         """
         # Words in capital letters, such as ABC, are names of geometric figures.
         names += [word for word in words if len(word) > 1 and word.isupper()]
@@ -979,7 +979,9 @@ class Parser(Stream):
         return quotient(number(int(top.text), top.text), number(int(bottom.text), bottom.text))
 
     def factor(self) -> Node:
-        """Parse an atom with its exponents, subscripts, and the signs after it, such as ! and %."""
+        """Parse a number, name, command or bracket, with its exponents, subscripts, and signs such
+        as ! and %.
+        """
         node = self.atom()
         while self.here.kind == "op":
             text = self.here.text
@@ -1002,7 +1004,7 @@ class Parser(Stream):
         return node
 
     def factorial(self, node: Node) -> Node:
-        """Parse the factorial signs after an atom. Two signs mean the double factorial."""
+        """Parse the factorial signs after a value. Two signs mean the double factorial."""
         count = 0
         while self.took("!"):
             count += 1
@@ -1038,7 +1040,7 @@ class Parser(Stream):
         return base
 
     def tower(self) -> Node:
-        """Parse an exponent: an atom with its own exponents, so that a^b^c means a^(b^c)."""
+        """Parse an exponent, which may have an exponent itself: a^b^c means a^(b^c)."""
         node = self.atom()
         if self.is_op("^", "**"):
             return self.raised(node)

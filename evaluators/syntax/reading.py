@@ -126,8 +126,8 @@ def _plain(text: str) -> Iterator[str]:
 class Step(NamedTuple):
     """A replacement of a pattern in a text.
 
-    It is tried only if the text contains one of the marks. If `is_without` is true, it is tried
-    only if the text contains none of them.
+    It is tried only if the text contains one of the strings `marks`. If `is_without` is true, it is
+    tried only if the text contains none of them.
     """
 
     marks: list[str]
@@ -137,8 +137,8 @@ class Step(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The replacements of one stage of rewriting, in order, with an index of the replacements by
-    their marks.
+    """The replacements of one stage of rewriting, in order, and the indices of the replacements
+    that each mark allows.
     """
 
     steps: list[Step]
@@ -150,8 +150,8 @@ class Stage(NamedTuple):
 def _rewritten(text: str, stage: Stage) -> str:
     """Apply the replacements of a stage to a text.
 
-    The marks of all replacements are searched first, because most do not apply to a short answer.
-    After the text has changed, each later replacement searches for its own marks.
+    First the marks of all replacements are searched, because most replacements do not apply to a
+    short answer. After the text has changed, each later replacement searches for its own marks.
     """
     tried = set(stage.always)
     for mark in [mark for mark in stage.marks if mark in text]:
@@ -233,7 +233,7 @@ _UPRIGHT_MACRO = re.compile(r"\\(?:mathrm|text|rm)\s*\{((?:[^{}]|\{[^{}]*\}){0,6
 
 
 def _molecule(match: re.Match[str]) -> str:
-    """Remove the commands for upright type from a chemical formula."""
+    """Remove LaTeX's commands for an upright font from a chemical formula."""
     formula = _UPRIGHT_MACRO.sub(r"\1", match[0]).replace(" ", "")
     return match[0] if "\\" in formula else re.sub(r"\^([+-])", r"^{\1}", formula)
 
@@ -259,7 +259,9 @@ def _power(match: re.Match[str]) -> str:
 
 
 def _formula(match: re.Match[str]) -> str:
-    """Remove upright type from a chemical formula, if it has subscripts or a charge."""
+    """Remove LaTeX's commands for an upright font from a chemical formula with subscripts or a
+    charge.
+    """
     return match[1] if re.search("[_^]", match[1]) else match[0]
 
 
@@ -401,9 +403,7 @@ def _value_of_choice(bare: str) -> str:
 
 
 def _trees_of_either(plain: str, value: str, limits: Limits) -> tuple[Node, ...]:
-    """Return the trees of an answer. For a choice, the trees of the text without its letter come
-    first.
-    """
+    """Return the trees of an answer. For a choice such as "(C) 46", the trees of 46 come first."""
     if not value:
         return tuple(_trees(plain, limits))
     trees = list[Node]()

@@ -120,7 +120,7 @@ def grid(rows: Iterable[Iterable[Node]]) -> Node:
 
 
 def variables(node: Node) -> frozenset[str]:
-    """Return the names of the free variables, which excludes the index of a sum or product."""
+    """Return the names of the free variables, without the indices of sums and products."""
     names: set[str] = set()
     bound: set[str] = set()
     stack = [node]

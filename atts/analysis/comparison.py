@@ -39,11 +39,11 @@ def cost_ratio(cost: float, beside: float) -> float:
 def ratio_interval(first: Floats, second: Floats, level: float = 0.95) -> Ends:
     """Return an interval for the second run's mean cost divided by the first run's mean cost.
 
-    Two intervals are computed. The result reaches from the smaller of their lower ends to the
-    larger of their upper ends. Fieller's interval is valid if costs have long tails. The jackknife
-    interval of the logarithm is valid if most problems cost the second run nothing. A bootstrap
-    interval is too short in both cases (`scripts/bench statistics`). The upper end is infinite if
-    the first run's true mean cost may be 0. For a single problem both ends are NaN.
+    The result is the smallest interval that contains both Fieller's interval and the jackknife
+    interval of the log ratio. Fieller's interval is valid if costs have long tails. The jackknife
+    interval is valid if most problems cost the second run nothing. In both cases a bootstrap
+    interval would be too short (`scripts/bench statistics`). The upper end is infinite if the first
+    run's true mean cost may be 0. For a single problem both ends are NaN.
     """
     if len(first) < 2 or not first.any():
         return math.nan, math.nan
@@ -55,8 +55,11 @@ def ratio_interval(first: Floats, second: Floats, level: float = 0.95) -> Ends:
 
 
 def _fieller(first: Floats, second: Floats, reach: float) -> Ends:
-    """Return the smallest and the largest ratio r >= 0 for which the mean of `second - r * first`
-    may be 0.
+    """Return Fieller's interval for mean(second) / mean(first), where `reach` is a quantile of
+    Student's t.
+
+    The interval spans all ratios r >= 0 at which a t-test does not reject that `second - r * first`
+    has mean 0.
     """
     unit = reach**2 / len(first)
     (spread, shared), (_, other) = unit * np.cov(first, second)
@@ -70,10 +73,9 @@ def _fieller(first: Floats, second: Floats, reach: float) -> Ends:
 
 
 def _jackknife(first: Floats, second: Floats, reach: float) -> Ends:
-    """Return the jackknife interval of a ratio, computed on the ratio's logarithm.
+    """Return the jackknife interval of the ratio of mean costs, computed on the log scale.
 
-    The ratio is computed again without each problem in turn; the variation of these ratios gives
-    the width of the interval.
+    Its width follows from how much the ratio varies when one problem at a time is left out.
     """
     n = len(first)
     without = np.maximum(second.sum() - second, 0.0), first.sum() - first
@@ -97,8 +99,8 @@ COSTS = ("draft_tokens", "scored_tokens", "target_tokens", "seconds", "dollars")
 
 @dataclass(frozen=True, slots=True)
 class GradedProblem:
-    """The results of a run on one problem: the correctness of its vote, its share of correct
-    rollouts, and its costs.
+    """A run's results on one problem: whether its vote is correct, its share of correct rollouts,
+    and its costs.
     """
 
     vote: float
@@ -121,9 +123,9 @@ class GradedRun:
 def read_results(path: Path) -> GradedRun:
     """Read the results of a run directory, or of a JSONL file in the format of `atts eval --json`.
 
-    A line of a file is a problem: {"problem": "7", "verdict": "correct", "samples": [...], "usage":
-    {...}}, or simply {"id": "7", "correct": true, "target_tokens": 310}; several lines with the
-    same id are several rollouts of one problem.
+    Each line of a file describes a problem: {"problem": "7", "verdict": "correct", "samples":
+    [...], "usage": {...}}, or simply {"id": "7", "correct": true, "target_tokens": 310}. If several
+    lines have the same id, each of them is one rollout of this problem.
 
     :raises JournalError: the directory contains no run, or its run cannot be read.
     :raises DatasetError: the file does not contain results, or none of its results was graded.
@@ -203,9 +205,10 @@ def _list(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
-    """Read one line, which describes a problem or a rollout.
+    """Combine the lines of a problem into its results; return None if no line has a verdict.
 
-    If the lines of a problem describe rollouts, their mean correctness is also used as its vote.
+    If the lines describe rollouts, their mean correctness is also used as the correctness of the
+    vote.
     """
     votes = [value for row in rows if (value := _right(row, path)) is not None]
     if not votes:
@@ -295,9 +298,10 @@ class Compared:
 def compare(
     first: GradedRun, second: GradedRun, *, seed: int = 0, points: float | None = None
 ) -> Compared:
-    """Compare two runs on the problems that both have.
+    """Compare two runs on their common problems.
 
-    If `points` is set, also test after every problem if the runs differ.
+    If `points` is set, also test the difference after every problem. Runs that differ by at most
+    `points` percentage points are called alike.
 
     :raises DatasetError: the runs have no problem in common.
     """

@@ -64,7 +64,8 @@ class TurnCost:
 class CompleteRollout:
     """A rollout that ran to its end.
 
-    `label` is the class of equal answers that its answer belongs to, or None if it has no answer.
+    Rollouts of a problem with equivalent answers have the same `label`; it is None for a rollout
+    without an answer.
     """
 
     sample: int
@@ -113,7 +114,7 @@ class PlanData:
         return float(value) if isinstance(value, int | float) else float("nan")
 
     def dollars(self, draft: float, target: float, scored: float) -> float | None:
-        """Return the cost of the tokens of a turn or rollout in dollars, or None if a model has no
+        """Return the cost in dollars of the tokens of a turn or rollout, or None if a model has no
         price.
 
         Turns are recorded without their prompt tokens. So the draft's prompt tokens are assumed to
@@ -177,7 +178,10 @@ def read_plan_data(directory: Path) -> PlanData:
 def _add_case(
     data: PlanData, outcome: Outcome, brief: FinishedProblem, seconds: Mapping[TurnKey, float]
 ) -> None:
-    """Add a graded problem with at least one rollout that ran to its end."""
+    """Add a graded problem with its complete rollouts to the data, and count its censored rollouts.
+
+    A problem that is not graded, or has no complete rollout, is not added.
+    """
     if brief.verdict is None:
         return
     complete = brief.complete_samples
@@ -237,8 +241,8 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class ChunkChoice:
-    """The estimated effect of another chunk limit: the factors by which a rollout's number of turns
-    and its seconds change.
+    """The estimated effect of a different chunk limit: the factors by which a rollout's turn count
+    and its seconds would change.
     """
 
     limit: int
@@ -287,9 +291,10 @@ def _speed(engine: str, spans: Sequence[tuple[float, float]], written: int, scor
 
 
 def chunk_advice(data: PlanData) -> ChunkAdvice | None:
-    """Estimate the effect of other limits on the length of the draft's chunks.
+    """Estimate how other limits on the draft's chunks would change a rollout's turn count and
+    seconds.
 
-    Return None if the draft did not write text.
+    Return None if the run has no such limit, or if the draft wrote nothing.
     """
     limit = data.run.policy.get("chunking", {}).get("draft_tokens")
     drafted = [_drafted(rollout) for outcome in data.outcomes for rollout in outcome.rollouts]
@@ -344,10 +349,9 @@ def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
 
 
 def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
-    """Return the part of a turn's seconds that does not depend on its tokens, and the R² of the
-    fit.
+    """Return the seconds of a turn that do not depend on its token counts, and the R² of the fit.
 
-    The fit is a linear regression of the seconds of turns on their tokens.
+    The fit is a linear regression of turn seconds on draft and target tokens.
     """
     seconds = np.array([turn.seconds for turn in turns])
     table = np.array([(1.0, turn.draft_tokens, turn.target_tokens) for turn in turns])
@@ -359,13 +363,12 @@ def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A setting whose results follow from a recorded run: its mean costs per problem and the
-    accuracy of its vote.
+    """A number of rollouts and a limit on turns, with the costs and the accuracy that follow from a
+    recorded run.
 
-    The interval of the accuracy is a 95 % interval over problems.
-
-    `seconds` is the time from the start of a problem to the end of its last rollout. It holds for
-    the load of the recorded run, and is shorter at a lower load.
+    Costs are means per problem. The accuracy is that of the vote, with a 95 % interval over
+    problems. `seconds` is the time from the start of a problem to the end of its last rollout. It
+    was measured at the load of the recorded run, and would be shorter at a lower load.
     """
 
     run: str
@@ -410,7 +413,9 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
     cut = [[_within(rollout, turns) for rollout in case.rollouts] for case in cases]
 
     def accuracy(unscored: bool) -> Estimate:
-        """Return the accuracy of votes that use `samples` rollouts of each problem."""
+        """Return the accuracy of votes that use `samples` rollouts of each problem. `unscored` says
+        whether an unscored answer counts as correct.
+        """
         judged = [[unscored if right is None else right for _, right in pairs] for pairs in cut]
         ballots = [
             votes([label for label, _ in pairs], right)
@@ -423,7 +428,9 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
     ]
 
     def spent(name: str) -> float:
-        """Return the mean cost per problem if each problem has `samples` rollouts."""
+        """Return the mean cost per problem with `samples` rollouts; `name` selects the kind of
+        cost.
+        """
         means = [
             math.fsum(getattr(turn, name) for rollout in case for turn in rollout) / len(case)
             for case in kept
@@ -455,13 +462,17 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
 
 
 def _within(rollout: CompleteRollout, turns: int) -> tuple[object, bool | None]:
-    """Return the vote of a rollout if it is cut after `turns` turns."""
+    """Return the answer class of a rollout, and whether the answer is correct, if turns are limited
+    to `turns`.
+
+    A rollout that needs more turns has no answer and counts as wrong.
+    """
     is_whole = len(rollout.turns) <= rollout.turn_limit(turns)
     return (rollout.label, rollout.is_right) if is_whole else (None, False)
 
 
 def _longest(seconds: Sequence[float], k: int) -> float:
-    """Return the expected maximum of k values that are drawn without replacement.
+    """Return the expected maximum of k values drawn from `seconds` without replacement.
 
     >>> _longest([1.0, 2.0, 3.0], 2)
     2.6666666666666665
@@ -491,7 +502,8 @@ RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class UntriedRate:
-    """Estimates for a rate at which no run was made; the gate decides again on the recorded scores.
+    """Estimates for a rate that no run has used, from a replay in which the gate decides again on
+    the recorded scores.
 
     The answer of a rollout is known only if all of its decisions are the same as in the record.
     `low` is the accuracy of the vote if all unknown answers are the same wrong answer. `high` is
@@ -510,9 +522,10 @@ class UntriedRate:
 
 
 def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[UntriedRate, ...]:
-    """Return estimates for rates at which no run was made.
+    """Return estimates for rates that the run did not use.
 
-    The result is empty if the run's gate was not conformal.
+    The result is empty unless the run used method atts with a conformal gate and escalated at least
+    one chunk.
     """
     if data.run.setting("gate") != "ConformalGate" or data.method != "atts":
         return ()
@@ -530,9 +543,9 @@ def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[Untri
 
 
 def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
-    """Return estimates for one rate.
+    """Replay the run at one rate, and return the resulting estimates.
 
-    `target_tokens` is the number of target tokens of a problem if all of its chunks escalate.
+    `target_tokens` is the number of target tokens per problem if every chunk escalates.
     """
     mode: Mode = data.run.setting("rate_scope") or "question-turn"
     samples = max((len(outcome.rollouts) for outcome in data.outcomes), default=1)
@@ -546,7 +559,7 @@ def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
 
 
 def _bounds(replayed: ReplayedProblem, case: GradedCase) -> tuple[float, float]:
-    """Return a lower and an upper bound of the vote's accuracy.
+    """Return a lower and an upper bound of the vote's accuracy on one replayed problem.
 
     The lower bound assumes that all unknown answers are the same wrong answer. The upper bound
     assumes that all unknown answers are correct.
@@ -575,8 +588,8 @@ def _share(right: int, wrong: int) -> float:
 
 
 def _apart(answers: Sequence[str]) -> list[int]:
-    """Put each answer into its own group. This is sufficient because the vote of the replay is not
-    used.
+    """Put each answer into a group of its own. The vote of the replay is not used here, so
+    equivalent answers need not be found.
     """
     return list(range(len(answers)))
 
@@ -602,12 +615,14 @@ class Cap:
 
     @property
     def given(self) -> list[tuple[str, float]]:
-        """Return the caps that are set, keyed by the name of the cost."""
+        """Return the caps that are set, as pairs of the cost's name and its cap."""
         return [(name, value) for name, value in asdict(self).items() if value is not None]
 
     @property
     def cost(self) -> str:
-        """Return the cost by which options are ordered, which is the cost limited by the first cap."""
+        """Return the name of the cost by which options are ordered: the first capped cost, or
+        `target_tokens` without a cap.
+        """
         return self.given[0][0] if self.given else "target_tokens"
 
     def allows(self, option: Option) -> bool:
@@ -711,8 +726,8 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
 
 
 def _power_notes(runs: Sequence[PlanData]) -> Iterator[str]:
-    """Yield notes on the parts of the first run's variance, and on the smallest difference that
-    such a run detects.
+    """Yield notes on the variance components of the first run, and on the smallest difference that
+    such a run can detect.
     """
     first = runs[0]
     split = variance_split(list(_verdicts(first).values()))
@@ -788,10 +803,10 @@ LEVEL = 0.05
 correction for the number of tested gains.
 """
 CHEAP = 0.1
-"""The cost of a token that the target scores or the draft writes. The unit is the cost of a token
-that the target decodes.
+"""The assumed cost of a token that the target scores or the draft writes, relative to a token that
+the target decodes.
 
-This is also the cost of a token that the target draws while it scores.
+A token that the target samples while it scores has the same cost.
 """
 # The gain is the accuracy (0 to 1) of the target minus that of the draft. If the gain's interval
 # includes 0 and ends below this value, the pilot says that the target is not better.
@@ -823,7 +838,9 @@ class PilotArm:
 
     @property
     def cost(self) -> float:
-        """Return the mean cost of a problem, measured in tokens that the target decodes."""
+        """Return the mean cost per problem, in tokens decoded by the target; cheaper tokens are
+        weighted by `CHEAP`.
+        """
         usage = self.usage
         decoded = usage.target_tokens - usage.drawn_tokens
         cheap = usage.drawn_tokens + usage.scored_tokens + usage.draft_tokens
@@ -916,7 +933,9 @@ def judge_pilot(arms: Sequence[PilotArm]) -> PilotReport:
 
 
 def _paired(first: PilotArm, second: PilotArm) -> tuple[list[float], list[float]]:
-    """Return the shares of correct rollouts of two arms, on the problems that both arms have."""
+    """Return the shares of correct rollouts of both arms, one list per arm, on their common
+    problems.
+    """
     ours = first.shares
     theirs = second.shares
     common = [name for name in ours if name in theirs]
@@ -928,7 +947,9 @@ def _difference(first: PilotArm, second: PilotArm) -> Estimate:
 
 
 def _cost_per_point(draft: PilotArm, arm: PilotArm) -> float:
-    """Return the cost per percentage point of accuracy above the draft alone."""
+    """Return the extra cost per percentage point of accuracy gained over the draft alone; infinity
+    if nothing is gained.
+    """
     points = 100 * _difference(draft, arm).value
     return (arm.cost - draft.cost) / points if points > 0 else math.inf
 

@@ -46,8 +46,8 @@ _KEPT_ONLINE = 0.9
 class Arrivals:
     """The rollouts of a problem in their order of arrival.
 
-    `labels` are classes of equal answers, or NO_ANSWER; `scores` are the recorded scores of each
-    rollout, for which higher is better.
+    `labels` has each rollout's answer class, or NO_ANSWER. `scores` has the values of each recorded
+    score, where higher is better.
     """
 
     labels: Sequence[int]
@@ -59,7 +59,9 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The result of a rule: the number of rollouts that the rule used, and the class of its answer."""
+    """The decision of a stopping rule: the number of rollouts that it used, and the answer class
+    that it chose.
+    """
 
     used: int
     label: int
@@ -81,8 +83,8 @@ class StoppingRule:
 
 
 def majority(labels: Sequence[int]) -> int:
-    """Return the class with the most votes, or NO_ANSWER if there are no votes. In a tie, the class
-    that appears first wins.
+    """Return the answer class with the most votes, or NO_ANSWER if there are no votes. In a tie,
+    the class that appears first wins.
 
     >>> majority([2, NO_ANSWER, 1, 1, 2]), majority([NO_ANSWER])
     (2, -1)
@@ -116,7 +118,7 @@ votes for each answer, in descending order, and the number of rollouts that have
 
 
 def _one_by_one(stops: Stops) -> Play:
-    """Return a rule that decides after every rollout, from the votes so far, whether to stop."""
+    """Return a rule that calls `stops` with the votes so far after every rollout."""
 
     def play(arrivals: Arrivals) -> Taken:
         counts = Counter[int]()
@@ -142,7 +144,7 @@ def _is_likely(votes: Sequence[int], left: int) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _settled(votes: tuple[int, ...], left: int) -> float:
-    """Return the probability that the leading answer still leads after the remaining rollouts."""
+    """Return the probability that the leading answer still leads after `left` more rollouts."""
     names = tuple(map(str, range(len(votes))))
     return settled_probability(Tally(names, tuple(map(float, votes)), votes), left)
 
@@ -153,10 +155,10 @@ def _is_beta_sure(votes: Sequence[int], left: int) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _beta(first: int, second: int) -> float:
-    """Return the probability that the leading answer would get more than half of the votes for the
-    first two answers.
+    """Return the probability that the leading answer is truly more frequent than the second answer.
 
-    The prior of this share of votes is uniform.
+    This is the posterior probability that its share of the votes for these two answers exceeds one
+    half, under a uniform prior.
 
     >>> round(_beta(4, 0), 5)
     0.96875
@@ -165,7 +167,9 @@ def _beta(first: int, second: int) -> float:
 
 
 def _doubling(arrivals: Arrivals) -> Taken:
-    """Check after 2, 4, 8, ... rollouts, and stop if a large enough share of the answers is equal."""
+    """Check after 2, 4, 8, ... rollouts, and stop if a large enough share of them gave the same
+    answer.
+    """
     used = 2
     while used < len(arrivals):
         labels = arrivals.labels[:used]
@@ -177,7 +181,9 @@ def _doubling(arrivals: Arrivals) -> Taken:
 
 
 def _windows(arrivals: Arrivals) -> Taken:
-    """Check after each window of rollouts, and stop if all answers of a window agree."""
+    """Check after each window of rollouts, and stop if all rollouts of the window gave the same
+    answer.
+    """
     for end in range(_ESC_WINDOW, len(arrivals), _ESC_WINDOW):
         window = set(arrivals.labels[end - _ESC_WINDOW : end])
         if len(window) == 1 and NO_ANSWER not in window:
@@ -186,8 +192,8 @@ def _windows(arrivals: Arrivals) -> Taken:
 
 
 def _certaindex(votes: Sequence[int], left: int) -> bool:
-    """Return whether the entropy of the answers is small compared with the largest possible entropy
-    of the same number of answers.
+    """Return whether the votes agree enough to stop: their entropy is small compared with that of
+    as many different answers.
     """
     total = sum(votes)
     if total < _CERTAINDEX_FROM:
@@ -286,10 +292,11 @@ def deepconf_offline(score: str, kept: float) -> StoppingRule:
 
 
 def deepconf_online(score: str) -> StoppingRule:
-    """Return the rule that drops rollouts that are less confident than most of the first rollouts.
+    """Return the rule that ignores votes of rollouts less confident than most of the first
+    rollouts.
 
-    The rule stops when one answer has nearly all of the weight. The cost of the rule is an upper
-    bound: dropped rollouts are counted in full, but the original method stops them early.
+    The rule stops when one answer has nearly all of the weight. Its cost is an upper bound: ignored
+    rollouts are counted in full, but the original method stops them early.
     """
 
     def play(arrivals: Arrivals) -> Taken:
@@ -323,7 +330,8 @@ def _weights(labels: Sequence[int], weights: Sequence[float]) -> dict[int, float
 
 
 def heaviest(labels: Sequence[int], weights: Sequence[float]) -> int:
-    """Return the class with the largest weight; in a tie, the class that appears first wins.
+    """Return the answer class with the largest total weight; in a tie, the class that appears first
+    wins.
 
     >>> heaviest([0, 1, 1, NO_ANSWER], [5.0, 2.0, 2.0, 9.0])
     0
@@ -336,8 +344,7 @@ Floats = NDArray[np.float64]
 Unit = Literal["samples", "tokens", "seconds", "dollars"]
 UNITS: tuple[Unit, ...] = ("samples", "tokens", "seconds", "dollars")
 CONFIDENCE = "confidence"
-"""The name of a score of rollouts: the geometric mean of the probabilities of a rollout's tokens.
-"""
+"""The name of a rollout's confidence score: the geometric mean of its tokens' probabilities."""
 ORACLE = "pass@n"
 ALL = "all"
 # largest number of rollouts per problem in an order of arrival, unless the user sets a number
@@ -369,8 +376,8 @@ class PlayedProblem:
     rollouts: tuple[PlayedRollout, ...]
 
     def right(self) -> dict[int, float]:
-        """Return for each class of equal answers True if most of its rollouts were graded as
-        correct.
+        """Return 1.0 for each answer class if most of its rollouts were graded as correct,
+        otherwise 0.0.
         """
         verdicts: dict[int, list[float]] = defaultdict(list)
         for rollout in self.rollouts:
@@ -483,8 +490,8 @@ def referee_run(run: RecordedRun, options: RefereeOptions | None = None) -> Refe
 
 
 def read_rollouts(run: RecordedRun) -> tuple[list[PlayedProblem], int, int]:
-    """Return the graded problems, the number of rollouts stopped before their answer, and the
-    number of ungraded problems.
+    """Return the graded problems, the number of rollouts that were stopped before they answered,
+    and the number of ungraded problems.
     """
     state = RunState()
     outcomes: dict[str, list[_Read]] = {}
@@ -730,8 +737,8 @@ def _played_by(
 
 
 def _running_votes(labels: Sequence[int]) -> list[int]:
-    """Return the class that leads the vote after each arrival; in a tie, the class that appears
-    first leads.
+    """Return the answer class that leads the vote after each arrival; in a tie, the class that
+    appears first leads.
 
     >>> _running_votes([NO_ANSWER, 1, 0, 0])
     [-1, 1, 1, 0]
@@ -775,7 +782,9 @@ def _row(
 
 
 def _mean_number(values: Floats, most: float) -> Estimate:
-    """Return the mean over problems of a number between 0 and `most`, with Student's interval."""
+    """Return the mean over problems of a value between 0 and `most`, with a 95 % interval by
+    Student's t.
+    """
     n = values.size
     mean = float(values.mean())
     half = math.nan
@@ -788,12 +797,11 @@ def _mean_number(values: Floats, most: float) -> Estimate:
 
 
 def _problems_for_a_point(means: Sequence[_Mean]) -> int:
-    """Return the number of problems needed to detect that a rule is 1 point worse than the vote of
-    all rollouts.
+    """Return how many problems are needed to detect that a rule is 1 percentage point worse than
+    the vote of all rollouts.
 
-    The variance between single orders of arrival is used, because a real run has only one order per
-    problem. The variance is at least the variance of a rule that gives a worse answer on 1 % of the
-    problems.
+    The variance of a single order of arrival is used, because a real run has only one order per
+    problem. It is at least the variance of a rule whose answer is worse on 1 % of the problems.
     """
     difference = float(np.mean([one.difference for one in means]))
     square = float(np.mean([one.square for one in means]))
@@ -802,11 +810,11 @@ def _problems_for_a_point(means: Sequence[_Mean]) -> int:
 
 
 def _at_equal_budget(costs: Floats, fixed_right: Floats, fixed_costs: Floats) -> Floats:
-    """Return each problem's accuracy if every problem gets the same number of rollouts at the given
-    mean cost.
+    """Return each problem's accuracy if every problem gets the same number of rollouts, such that
+    the mean cost is that of `costs`.
 
-    If the cost lies between the costs of two numbers of rollouts, the accuracy is a weighted mean
-    of the accuracies with these two numbers.
+    If this cost lies between the costs of two rollout counts, their accuracies are interpolated
+    linearly.
     """
     budget = float(costs.mean())
     means = fixed_costs.mean(axis=0)

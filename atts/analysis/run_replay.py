@@ -76,9 +76,7 @@ def fresh_calibrator(run: RecordedRun, rate: float, mode: Mode) -> Calibrator:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRollout:
-    """A recorded rollout, changed to what the other policy would make of it, as far as the record
-    shows.
-    """
+    """A recorded rollout as it would be under the other policy, as far as the record shows."""
 
     problem: str
     sample: int
@@ -321,8 +319,8 @@ class _Record:
         return {(decision.sample, decision.turn): decision for decision in decisions}
 
     def strays(self, row: int, *, escalated: bool) -> bool:
-        """Return whether a chunk is within the policy's turns and its decision differs from the
-        record.
+        """Return whether `escalated` differs from the recorded action on this chunk. Chunks after
+        the policy's last turn never count as different.
         """
         return bool(self._is_within[row]) and escalated != self.turns.read(row).escalated
 
@@ -422,8 +420,8 @@ def _by_round(gate: RoundGate, chunks: Iterable[_JudgedChunk]) -> Iterator[tuple
 def _with_cut_turn(
     rollout: Rollout, decided: Mapping[tuple[int, int], tuple[int, Decided]]
 ) -> Rollout:
-    """Return the rollout; add the decision of the turn in which the rollout was cancelled because
-    the vote was settled.
+    """Return the rollout. If it was cancelled during a turn because the vote was settled, add the
+    decision of that turn.
     """
     _, event = decided.get((rollout.sample, len(rollout.turns)), (0, None))
     if event is None or event.decision.score is None:
@@ -434,8 +432,8 @@ def _with_cut_turn(
 
 
 def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
-    """Return the part of the rollout that the policy also makes, up to the first decision that
-    differs from the record.
+    """Return the part of a rollout within the policy's limit on turns; its decisions are not yet
+    compared with the record.
     """
     turns = rollout.turns
     if policy.turns is not None:
@@ -457,7 +455,7 @@ def _as_recorded(rollout: Rollout, policy: Policy) -> ReplayedRollout:
 
 
 def _usage_of(turns: Iterable[Turn]) -> Usage:
-    """Return the numbers of tokens that some turns of a rollout used."""
+    """Return the number of tokens that these turns of a rollout used."""
     total = Usage()
     for turn in turns:
         total += Usage(
@@ -549,11 +547,12 @@ TokenCount = Literal["counted", "at least", "unknown"]
 class ReplaySide:
     """The results of the recorded run, or of the replayed run.
 
-    If a decision changed in any rollout, `rate` is a share of the recorded chunks without an
-    interval, and the numbers of tokens are unknown. The numbers of tokens are lower bounds if the
-    replayed vote needs a rollout whose record ends too early. If the record does not determine the
-    accuracy, the accuracy is NaN. Then `low` and `high` are bounds that contain the accuracy of a
-    live run with 95 % probability.
+    If a decision changed in any rollout, the token counts are unknown, and `rate` is a share of the
+    recorded chunks without an interval. The token counts are lower bounds if the replayed vote
+    needs a rollout whose record ends too early.
+
+    If the record does not determine the accuracy, the accuracy is NaN. Then `low` and `high` are
+    bounds that contain the accuracy of a live run with 95 % probability.
     """
 
     rate: Estimate
@@ -640,7 +639,9 @@ def _check_scored(record: _Record) -> None:
 
 
 def _reads_texts(gate: object) -> bool:
-    """Return False if the gate is known not to read texts, which only some gates of atts are."""
+    """Return whether the gate may read the texts of chunks. Only gates of atts state that they do
+    not; any other gate might.
+    """
     if gate is None:
         return False
     if not type(gate).__module__.startswith("atts.pipelines."):
@@ -683,9 +684,7 @@ class _Recorded:
         return {name: one.answer for name, one in problems.items() if not one.is_censored}
 
     def accuracy(self, answers: Mapping[str, str | None]) -> Estimate:
-        """Return the accuracy of these answers; an answer without a recorded verdict is graded by
-        this call.
-        """
+        """Return the accuracy of these answers; answers without a recorded verdict are graded now."""
         problems = [one.problem for one in self.record.problems.values()]
         asked = [one for one in problems if one.answer is not None]
         return accuracy_estimate(self.right(it, answers[it.id]) for it in asked if it.id in answers)
@@ -701,7 +700,9 @@ class _Recorded:
 
 
 def _read(run: RecordedRun, record: _Record) -> _Recorded:
-    """Read the journal of a run once; only the texts of open problems are in memory."""
+    """Read the journal of a run once; only the texts of unfinished problems are in memory at any
+    time.
+    """
     state = RunState()
     verdicts = dict[tuple[str, str], str]()
     for entry in run.entries((*FACTS, Decided)):
@@ -819,7 +820,7 @@ def _compare(recorded: _Recorded, again: Replayed, *, is_same_vote: bool) -> Rep
 
 def _without_estimates(side: ReplaySide) -> ReplaySide:
     """Remove the estimates that are not valid if a decision changed: the interval of the rate, and
-    the numbers of tokens.
+    the token counts.
     """
     rate = replace(side.rate, low=math.nan, high=math.nan, method="count of recorded chunks")
     return replace(

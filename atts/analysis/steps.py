@@ -26,7 +26,7 @@ class GateStep:
 
 
 class Steps(Sequence[GateStep]):
-    """A sequence of some steps of a log; a step object is built only when it is accessed."""
+    """A selection of the steps in a log; a step object is built only when it is accessed."""
 
     def __init__(self, log: StepLog, places: Sequence[int]) -> None:
         self._log = log
@@ -52,7 +52,7 @@ class Steps(Sequence[GateStep]):
 class StepLog:
     """The steps of a run's gate in order, with about 90 bytes of memory per step.
 
-    The texts of reasons are stored only on request.
+    The reasons of decisions are stored only if `keeps_reasons` is True.
     """
 
     def __init__(self, *, keeps_reasons: bool = False) -> None:
@@ -93,7 +93,7 @@ class StepLog:
     def read(self, place: int) -> GateStep:
         """Return the step at an index.
 
-        Its `why` is empty if the log does not store reasons.
+        Its decision has no reason if the log does not store reasons.
         """
         texts = [self._spellings[code] for code in self._codes[4 * place : 4 * place + 4]]
         kind, question, action, origin = texts
@@ -122,8 +122,8 @@ class StepLog:
         return Steps(self, range(begin, end))
 
     def count_by_question(self, places: Iterable[int]) -> dict[str, tuple[int, int]]:
-        """Count the given steps: for each question, the number of escalated steps and the number of
-        all steps.
+        """Return for each question how many of the steps at `places` escalated, and how many steps
+        there are.
         """
         escalated: dict[int, int] = {}
         asked: dict[int, int] = {}

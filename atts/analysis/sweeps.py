@@ -75,7 +75,7 @@ def is_running(directory: Path) -> bool:
 
 
 _DEEP = 4
-"""The number of levels of subfolders below a folder that are searched for runs."""
+"""The number of levels of subfolders that are searched for runs, counted from a given folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,8 @@ def save_run_set(directory: Path, held: RunSet) -> None:
 
 
 LENGTHS = ("samples", "max_tokens", "turns")
-"""Settings along which a curve can be drawn. With a larger value, the same models use more tokens.
+"""Settings along which a curve can be drawn, because a larger value lets the same models use more
+tokens.
 """
 
 
@@ -312,9 +313,8 @@ class Contrast:
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """The results of a run of a sweep.
-
-    Costs are means per problem, computed as if the run had not shared replies.
+    """The results of a run of a sweep. Costs are means per problem, computed as if the run had made
+    all calls itself, without replies of other runs.
     """
 
     name: str
@@ -370,10 +370,10 @@ class SweepReport:
 
     @property
     def along(self) -> str | None:
-        """Return the name of the setting that varies along a curve.
+        """Return the name of the numeric setting that varies along a curve; None if no numeric
+        setting varies.
 
-        This is a length if a length varies. The second choice is the rate, and the third choice is
-        another numeric setting.
+        The settings in `LENGTHS` are preferred, then the rate, then any other numeric setting.
         """
         several = {
             name: values for name, values in self.over.items() if len(set(map(str, values))) > 1
@@ -468,8 +468,8 @@ def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunSta
 
 
 def _share_of_correct(one: FinishedProblem) -> tuple[str, float] | None:
-    """Return a problem with its share of correct rollouts, among the rollouts that ran to their
-    end.
+    """Return a problem's name and the share of correct rollouts among its graded, complete
+    rollouts; None if there are none.
     """
     ended = [sample.verdict == "correct" for sample in one.complete_samples if sample.verdict]
     return (one.problem, sum(ended) / len(ended)) if ended else None
@@ -831,7 +831,9 @@ def _baselines(
 def _ceiling(
     plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]
 ) -> Iterator[str]:
-    """Draw an upper bound of the vote's accuracy for each curve."""
+    """Draw for each curve the accuracy of an oracle that finds any correct rollout, an upper bound
+    of the vote's accuracy.
+    """
     for number, points in enumerate(report.curves.values()):
         line = [
             (cost(p), p.oracle.value)

@@ -263,7 +263,7 @@ def _origin(run: RecordedRun, kind: DataKind) -> dict[str, Any]:
 
 
 def finished_cases(run: RecordedRun, *, needs_scores: bool) -> Iterator[FinishedCase]:
-    """Yield every finished problem with its data; only open problems are kept in memory."""
+    """Yield every finished problem with its data; only unfinished problems are kept in memory."""
     state = RunState()
     kinds = (*FACTS, Measured, *((Scored, CallSpan) if needs_scores else ()))
     scored: Scored | None = None
@@ -397,8 +397,8 @@ def _verifiers(
 
 
 def _opd(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator[dict[str, Any]]:
-    """Yield the tokens in one record per rollout, and in one record per chunk that the target
-    replaced.
+    """Yield one record with the tokens of each rollout, and one record for each of the draft's
+    texts that the target replaced.
 
     The mask of a token is 1 if the draft wrote the token and the log-probabilities of both models
     are known.
@@ -459,7 +459,9 @@ def _opd_record(
 
 
 def _decision(turn: Turn, start: int, end: int) -> dict[str, Any]:
-    """Return a gate's decision, with the positions of the tokens that were written in its turn."""
+    """Return a gate's decision, with the start and end positions of the tokens that were written in
+    its turn.
+    """
     assert turn.decision is not None, "a turn passed to this function must have a decision"
     decision = turn.decision
     return {
@@ -501,16 +503,18 @@ class _Tokens:
 
 
 def _as_many(values: tuple[float, ...], count: int) -> list[float | None]:
-    """Return one value per token; if the number of values is not the number of tokens, all values
-    are None.
+    """Return the values as a list with one value per token, or a list of None if their number is
+    not `count`.
     """
     return list(values) if len(values) == count else [None] * count
 
 
 def scored_chunks(case: FinishedCase) -> dict[tuple[int, int], tuple[float, ...]]:
-    """Return the target's log-probabilities of every chunk that the draft wrote.
+    """Return the target's log-probabilities of every chunk that the draft wrote, keyed by sample
+    and turn.
 
-    If several rollouts have the same text up to the end of a chunk, the chunk was scored only once.
+    If several rollouts have the same text up to the end of a chunk, it was scored once. All these
+    rollouts get its values.
     """
     teacher = dict(case.teacher)
     by_text: dict[tuple[TokenIds, TokenIds], tuple[float, ...]] = {}
@@ -570,7 +574,7 @@ def _write_parquet(
 
 
 def _arrow_types(pyarrow: Any) -> dict[str, Any]:
-    """Return the Arrow type for each name of a type that `COLUMNS` uses."""
+    """Return a mapping from the type names in `COLUMNS` to Arrow types."""
     text = pyarrow.string()
     integer = pyarrow.int64()
     number = pyarrow.float64()

@@ -63,8 +63,8 @@ _PIXELS = 900
 
 
 def timing(nodes: Sequence[CallSpan], calls: int | None = None) -> TimeBreakdown | None:
-    """Return the run's seconds for each stage, computed from its task graph; None if no call has
-    times.
+    """Return how a run's time divides into stages and engines, computed from its task graph; None
+    if no call has times.
 
     `calls` is the number of all calls of the run. `nodes` has only the first calls if the run is
     large.
@@ -122,7 +122,9 @@ def _lanes(engine: str, nodes: Sequence[CallSpan], begin: float, seconds: float)
 def _occupancy(
     starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
 ) -> tuple[float, ...]:
-    """Return for each time slice of the run the mean number of intervals that are open."""
+    """Divide the run into time slices, and return for each slice the mean number of intervals open
+    at the same time.
+    """
     if not seconds:
         return ()
     edges = np.linspace(0, seconds, _SLICES + 1)
@@ -140,7 +142,7 @@ def _sum_min(values: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np
 
 
 def _gaps(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float) -> list[float]:
-    """Return the intervals of the run in which the engine was idle."""
+    """Return the lengths in seconds of the periods in which the engine was idle."""
     order = np.argsort(starts)
     reached = np.concatenate([[0.0], np.maximum.accumulate(ends[order])])
     following = np.concatenate([starts[order], [seconds]])
@@ -150,11 +152,11 @@ def _gaps(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
 def _segments(
     nodes: Sequence[CallSpan], begin: float, seconds: float
 ) -> tuple[tuple[int, str, float, float], ...]:
-    """Place each call on the lowest free lane, in order of start, and return the segments of all
-    lanes.
+    """Place each call, in order of start, on the lowest free lane of the timeline; return the
+    segments to draw.
 
-    Calls of the same stage that lie within one pixel are drawn as one segment. A call that starts
-    while all drawn lanes are busy is left out.
+    Calls of the same stage that are less than a pixel apart are drawn as one segment. A call that
+    starts while all lanes are busy is not drawn.
     """
     pixel = seconds / _PIXELS
     drawn: list[tuple[int, str, float, float]] = []
@@ -196,8 +198,8 @@ def _peak(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
 
 
 PAGE_BYTES = 16 * 2**20
-"""The largest total size of the problems' pages in a file, in bytes. If the texts are too long,
-they are shortened.
+"""The size limit in bytes for all problem pages of one report file. Texts that are too long are
+shortened to fit.
 """
 
 

@@ -46,7 +46,9 @@ _SPAN = "{} to {}"
 def calibration_headline(
     kind: str, health: Health, control: RateControl, labelled: LabelledScores | None
 ) -> Headline:
-    """Return the headline of a calibration report, for readers without conformal prediction."""
+    """Return the headline of a calibration report, for readers who do not know conformal
+    prediction.
+    """
     numbers = (
         _gain(labelled),
         _auroc(labelled),
@@ -158,7 +160,7 @@ _LABELS: Mapping[LabelSource, str] = {
 
 
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
-    """Return the first number that the report shows: the gain of the score over a coin."""
+    """Return the first number of the report: the gain of the score over random escalation (a coin)."""
     what = (
         "gain over a coin (random escalation): share of chunks of wrong rollouts that the score "
         "escalates, minus the share that a coin of the same rate escalates"
@@ -272,7 +274,8 @@ def calibration_of_scores(
     labels: Sequence[Label] = (),
     calibrator: Calibrator | None = None,
 ) -> CalibrationReport:
-    """Report on scores, on which a calibrator decides in the given order at the given rate.
+    """Let a calibrator decide on scores in the given order at the given rate, and report on its
+    decisions.
 
     If a `calibrator` is given, the report shows the calibrator's guarantee; the calibrator must
     have been made from these scores.
@@ -331,8 +334,8 @@ def _rows(scores: StoredScores) -> list[dict[str, object]]:
 
 
 def _labels_of_run(data: RunData) -> tuple[list[tuple[GateStep, bool]], LabelSource]:
-    """Return the accepted chunks, each with a label that is True if the chunk's rollout was
-    correct.
+    """Return the accepted chunks that have a p-value, each labelled True if its rollout was
+    correct, and the source of the labels.
 
     Escalated chunks are left out, because the target's text affected how their rollouts ended. If
     there are no verdicts, the label is True if the rollout agrees with the vote of its problem.
@@ -354,8 +357,10 @@ def _labels_of_run(data: RunData) -> tuple[list[tuple[GateStep, bool]], LabelSou
 
 
 def _agreeing(one: ProblemFacts) -> Iterator[tuple[int, bool]]:
-    """Yield for each finished rollout its sample index, and True if its answer agrees with the
-    vote.
+    """Yield the sample index of each finished rollout, and whether its answer agrees with the
+    problem's vote.
+
+    Nothing is yielded if the problem has no winner or fewer than two finished rollouts.
     """
     winner = one.brief.answer
     samples = one.brief.complete_samples
@@ -378,8 +383,8 @@ _ENDINGS: dict[str, CalibrationFormat] = {
 
 
 def calibration_format(format: str | None, out: Path | None) -> CalibrationFormat:
-    """Return the named format; without a name, return the format that the file's suffix stands for,
-    or HTML.
+    """Return the format with this name; without a name, return the format of the file's suffix, or
+    HTML.
 
     :raises OptionError: the format is unknown.
     """
@@ -437,7 +442,7 @@ def calibration_figures(report: CalibrationReport) -> list[Chart]:
 
 
 def _first(report: CalibrationReport) -> Chart:
-    """Return the chart that the first screen of the report shows."""
+    """Return the chart on the first screen of the report: the share of chunks escalated over time."""
     asked = "" if report.control.nominal is None else " The dashed line is the nominal rate."
     caption = (
         "The thick line is the share of chunks escalated so far, and the thin line is "

@@ -41,7 +41,7 @@ class Axis:
     values: Literal["any", "whole"] = "any"
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Return roughly `about` round values on the axis, at which ticks are drawn.
+        """Return roughly `about` round values of the axis at which to draw ticks.
 
         >>> Axis(0, 11, "turn", values="whole").ticks(), Axis(0, 3, "turn", values="whole").ticks()
         ([0.0, 5.0, 10.0], [0.0, 1.0, 2.0, 3.0])
@@ -57,13 +57,13 @@ class Axis:
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
     def written(self, value: float) -> str:
-        """Return the text that a tick at this value shows."""
+        """Return the label of a tick at this value."""
         return f"{round(value, 10):g}"
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A rectangle with two axes, which converts values to positions in pixels."""
+    """A plot area with two axes, which converts values to pixel positions."""
 
     x: Axis
     y: Axis
@@ -158,7 +158,7 @@ class Plot:
         shift: float = 0.0,
         drop: float = 0.0,
     ) -> str:
-        """Return a text that is placed in the plot."""
+        """Return a text label at a position of the plot."""
         across, up = self.at(x, y)
         place = f'x="{_n(across + shift)}" y="{_n(up - 7 + drop)}"'
         return f'<text class="label" {place} text-anchor="{anchor}">{escape(text)}</text>'
@@ -201,8 +201,7 @@ class Chart:
     ) -> Chart:
         """Build a chart from a plot and its marks.
 
-        Screen readers read `label` to people who cannot see the plot; the default of `label` is the
-        title.
+        Screen readers read `label` aloud; it defaults to the title.
         """
         columns, rows = data
         return cls(
@@ -272,8 +271,8 @@ _MOST_DOTS = 1000  # largest number of dots in the chart of questions
 def _by_question(control: RateControl) -> Chart:
     """Draw one dot per question, ordered by realised rate.
 
-    The chart also shows the band of rates that is expected if decisions do not depend on the
-    question.
+    A dot has another colour if coins at the nominal rate would rarely give this question's rate.
+    With very many questions, only every n-th question has a dot.
     """
     everything = sorted(control.by_question, key=lambda group: (group.share, group.name))
     # If there are more questions, only every n-th question gets a dot. This does not change the
@@ -353,7 +352,7 @@ def over_time_chart(control: RateControl) -> Chart:
 
 
 def reliability_chart(found: Uniformity) -> Chart:
-    """Draw the rate that the p-values would give, against the nominal rate."""
+    """Draw the escalation rate computed from the p-values against the nominal rate."""
     plot = Plot(Axis(0, 1, "nominal rate"), Axis(0, 1, "rate by the p-values"))
     curve = [(1 - p, 1 - share) for p, share in reversed(found.curve)]
     grid = [asked for asked, _ in curve]
@@ -411,7 +410,7 @@ def _p_histogram(found: Uniformity) -> Chart:
 
 
 def labelled_chart(found: LabelledScores) -> Chart:
-    """Draw the share of correct rollouts against the p-values of their chunks."""
+    """Draw the share of chunks whose rollouts are correct against the chunks' p-values."""
     plot = Plot(Axis(0, 1, "p-value of the chunk"), Axis(0, 1, "answers that are correct"))
     places = [((one.low + one.high) / 2, one.right) for one in found.bins]
     marks = [
@@ -467,7 +466,7 @@ def _drift(found: DriftTest) -> Chart:
 
 
 def timeline_chart(found: TimeBreakdown) -> Chart:
-    """Return the data of the timeline of all engines, which the template of the page draws."""
+    """Return the data from which the page's template draws the timeline of all engines."""
     columns = (
         "engine",
         "most calls at the same time",
@@ -491,7 +490,8 @@ def timeline_chart(found: TimeBreakdown) -> Chart:
 
 
 def css_class(name: str) -> str:
-    """Convert a name to a valid class name for the style sheet.
+    """Convert a name to a CSS class name: replace all characters except letters and digits by
+    hyphens.
 
     >>> css_class('draft "2"')
     'draft--2-'
@@ -521,9 +521,10 @@ _PLACES = (
     (8, 30),
     (-8, 30),
 )
-"""The possible positions of a label, the best position first. A position has two numbers of pixels:
-to the right of the point, and below the point. If the first number is negative, the label ends to
-the left of the point.
+"""The possible positions of a label, best first, as offsets in pixels: to the right of its point,
+and below its point.
+
+If the first offset is negative, the label ends to the left of the point.
 """
 
 # This constant is added to each error rate before the logarithm is taken. Without it, accuracy 1
@@ -612,12 +613,13 @@ class PlainAxis(Axis):
 class StretchedAxis(PlainAxis):
     """An axis with a logarithmic scale of the error rate.
 
-    Halving the error rate is the same distance everywhere, except near accuracy 1.
+    Halving the error rate always covers the same distance, except near accuracy 1.
     """
 
     @staticmethod
     def place(accuracy: float) -> float:
-        """Return the negative logarithm of the error rate, after a small constant was added to it.
+        """Return -log10 of the error rate; a small constant is added to the rate, so the result is
+        finite at accuracy 1.
 
         >>> round(StretchedAxis.place(0.96) - StretchedAxis.place(0.9), 2), round(StretchedAxis.place(1) - 0, 2)
         (0.3, 1.7)
@@ -625,7 +627,7 @@ class StretchedAxis(PlainAxis):
         return -math.log10(1 + _FLOOR - accuracy)
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Return the round accuracies at which ticks are drawn, as many as there is room for."""
+        """Return the axis positions of ticks at round accuracies, as many as there is room for."""
         chosen = list[float]()
         for accuracy in _ROUND:
             place = self.place(accuracy)
@@ -636,7 +638,7 @@ class StretchedAxis(PlainAxis):
         return sorted(chosen)
 
     def written(self, value: float) -> str:
-        """Return the accuracy at a position of the axis."""
+        """Return the accuracy at this axis position, as the label of a tick."""
         return f"{round(1 + _FLOOR - 10**-value, 6):g}"
 
     def _room(self, about: int) -> float:
@@ -676,7 +678,7 @@ def _drawn(
 def _marks(
     plot: Plot, points: Sequence[FrontierPoint], up: Callable[[float], float]
 ) -> Iterator[str]:
-    """Yield whiskers, lines and dots, and then the labels, which are drawn on top."""
+    """Yield whiskers, lines and dots; yield labels last, so that they are drawn on top."""
     for p in points:
         yield plot.line([(p.cost, up(p.accuracy.low)), (p.cost, up(p.accuracy.high))], "whisker")
     for kind in ("samples", "turns"):
@@ -720,7 +722,9 @@ def _labels(
 def _places(
     own: tuple[float, float], dots: Sequence[tuple[float, float]]
 ) -> Sequence[tuple[int, int]]:
-    """Place each label on a side of its point where there is no other point nearby."""
+    """Return the offsets to try for a label, best first; offsets to the left are first if all
+    nearby points are to the right.
+    """
     close = [
         dot
         for dot in dots

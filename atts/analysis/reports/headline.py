@@ -43,8 +43,8 @@ from atts.ledger import PRICES, money_of, recorded_prices
 
 
 def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
-    """Return the verdicts of the problems whose rollouts all have a verdict, in the form that the
-    metrics need.
+    """Return the samples of each problem whose complete rollouts all have a verdict, in the form
+    that the metrics need.
 
     Censored rollouts are left out: their answers are unknown, and counting them as wrong would make
     a better method look worse.
@@ -59,8 +59,9 @@ def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
 
 
 def answered(data: RunData) -> tuple[NamedRate, ...]:
-    """Return the share of problems that a run with abstention answered, and the share of wrong
-    answers.
+    """Return the share of problems that were answered, and the share of wrong answers among them.
+
+    The result is empty if the run cannot abstain.
     """
     promise = data.run.setting("abstain")
     if promise is None:
@@ -82,10 +83,8 @@ def answered(data: RunData) -> tuple[NamedRate, ...]:
 
 
 def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]:
-    """Return the accuracies of the run, and a sentence about the problems over which they are
-    computed.
-
-    The accuracy of the vote comes first.
+    """Return the accuracies of the run, that of the vote first, and a note on the problems that
+    were counted.
     """
     with_verdict = [one for one in problems if one.brief.verdict is not None]
     if not with_verdict:
@@ -124,7 +123,7 @@ def _card_rates(card: Scorecard) -> list[NamedRate]:
 
 
 def spend(data: RunData) -> Spend:
-    """Return the numbers of tokens and seconds that the run used."""
+    """Return the token counts and the seconds that the run used."""
     problems = data.problems.values()
     usage = total_usage(problems)
     seconds = data.state.seconds
@@ -227,14 +226,13 @@ def _ratio(part: float, whole: float, without: float) -> float:
 
 
 def frontier(data: RunData, others: Sequence[RunData]) -> tuple[FrontierPoint, ...]:
-    """Return the points of the cost-accuracy chart: this run, its votes with fewer rollouts or
-    fewer turns, and other runs.
+    """Return the points of the cost-accuracy chart: this run, the other runs, and this run with
+    fewer rollouts or turns.
 
-    The votes of fewer rollouts or turns follow from the recorded rollouts, because a rollout does
+    Results with fewer rollouts or turns follow from the recorded rollouts, because a rollout does
     not depend on its siblings or on later turns. The cost of fewer rollouts is the mean cost of the
     same number of complete rollouts. The cost of fewer turns is the cost of the tokens written in
-    these turns. The point of the run shows the real cost of the run, in which votes may have ended
-    early.
+    these turns. The run's own point shows its real cost, which is lower if votes ended early.
     """
     known = [one for one in data.problems.values() if one.brief.verdict is not None]
     return (
@@ -282,7 +280,9 @@ def _whole_run(data: RunData, name: str) -> list[FrontierPoint]:
 
 
 def _fewer_turns(problems: Sequence[ProblemFacts]) -> list[FrontierPoint]:
-    """Return the chart's point for a vote of rollouts that are cut after `turns` turns."""
+    """Return one point of the chart for each limit of 1, 2, 4, 8, ... turns, up to the longest
+    rollout.
+    """
     longest = max((rollout.turns for one in problems for rollout in one.rollouts), default=0)
     return [
         _cut(problems, 1 << power) for power in range(longest.bit_length()) if 1 << power < longest
@@ -299,11 +299,11 @@ def _cut(problems: Sequence[ProblemFacts], turns: int) -> FrontierPoint:
 
 
 def _vote_within(one: ProblemFacts, turns: int) -> float | None:
-    """Return the accuracy of the vote if rollouts are cut after `turns` turns; a tie counts as the
-    mean of its answers.
+    """Return the accuracy of a problem's vote if rollouts are cut after `turns` turns. In a tie,
+    return the mean of the tied answers.
 
-    The accuracy is None if all rollouts that might have answered within these turns were stopped
-    earlier.
+    The result is None if no rollout answered within these turns, and one of them was stopped before
+    it could answer.
     """
     within = [rollout.brief for rollout in one.rollouts if rollout.turns <= turns]
     samples = [brief for brief in within if brief.answer is not None]
@@ -364,7 +364,9 @@ def _session(data: RunData) -> Iterator[Caveat]:
 
 
 def _truncation(data: RunData) -> Iterator[Caveat]:
-    """Yield the caveat about rollouts that a limit cut; the command line also prints it."""
+    """Yield the caveat about rollouts that reached a limit before they answered; the command line
+    prints the same text.
+    """
     truncated = truncation([one.brief for one in data.problems.values()], data.run.manifest)
     if truncated.cut:
         places = [
@@ -477,8 +479,8 @@ def headline(
 
 
 def _gains(baselines: Sequence[Baseline]) -> Iterator[ShownNumber]:
-    """Yield the run's gain over each coin with which it is compared; the gain measures how much the
-    score helps.
+    """Yield the run's gain over each coin run that it is compared with. The gain measures how much
+    the score helps.
     """
     for other in baselines:
         if other.method == "coin":
@@ -527,7 +529,9 @@ def _text(cost: Spend) -> str:
 
 
 def _beside(other: Baseline) -> str:
-    """Return a sentence that compares the run with the first of the other runs."""
+    """Return a sentence that compares this run with another run, by correct answers and by target
+    tokens.
+    """
     ratio = other.target_token_ratio
     said = f"the vote of {other.name} is correct on {right_of(other.other)}"
     if math.isnan(ratio):

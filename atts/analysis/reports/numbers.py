@@ -127,8 +127,8 @@ class Baseline:
 class GroupRate:
     """The decisions of one turn or question.
 
-    If each decision were an independent coin with the nominal rate, the escalated share would be
-    between `low` and `high`.
+    If decisions were independent coins with the nominal rate, the shares of all groups would be
+    between their `low` and `high` with 95 % probability.
     """
 
     name: str
@@ -150,10 +150,11 @@ class GroupRate:
 
 @dataclass(frozen=True, slots=True)
 class RatePoint:
-    """The realised rate after a number of decisions, over all decisions and over the latest
-    decisions.
+    """The realised rate at one moment of a run: `share` of all decisions so far, and `rolling` of
+    the latest decisions.
 
-    Each rate has a band, which contains the rate of a coin.
+    If decisions were independent coins with the nominal rate, `share` would be between `low` and
+    `high` with 95 % probability.
     """
 
     decisions: int
@@ -165,9 +166,10 @@ class RatePoint:
 
 @dataclass(frozen=True, slots=True)
 class Uniformity:
-    """The distance of p-values from the uniform distribution.
+    """The largest distance between the distribution of p-values and the uniform distribution.
 
-    The band holds for the whole curve of `effective` independent draws.
+    The curve of `effective` independent uniform values would stay within `band` everywhere with 95
+    % probability.
     """
 
     n: int
@@ -188,10 +190,10 @@ class Uniformity:
 
 @dataclass(frozen=True, slots=True)
 class DriftTest:
-    """A test for drift by a martingale, which bets that later questions have other scores than
+    """A drift test: a martingale bets that the scores of later questions differ from those of
     earlier questions.
 
-    Values are log10 of the martingale's capital.
+    All values are log10 of the martingale's capital.
     """
 
     questions: int
@@ -250,7 +252,9 @@ class RateControl:
     metrics: Mapping[str, float]
 
     def check(self) -> RateCheck | None:
-        """Check the realised rate against its bands; None if the gate has no nominal rate."""
+        """Compare the realised rate with the nominal rate; return None if the gate has no nominal
+        rate.
+        """
         if self.nominal is None:
             return None
         return check_rate(
@@ -405,7 +409,7 @@ class CaveatWords:
 
 @dataclass(frozen=True, slots=True)
 class ReportWords:
-    """The texts in words.toml: its tables, by name."""
+    """The texts of words.toml; each attribute is a table of the file."""
 
     gates: dict[str, GateWords]
     flags: dict[str, CaveatWords]

@@ -91,7 +91,9 @@ def labelled_scores(
     source: LabelSource = "verdicts",
     scale: Scale | None = None,
 ) -> LabelledScores | None:
-    """Measure how scores and correct rollouts are related; None if no chunk has a label."""
+    """Measure how well scores predict which rollouts are correct; return None if no labelled chunk
+    has a p-value.
+    """
     known = sorted(
         ((step.decision.p, right, step) for step, right in labels if step.decision.p is not None),
         key=itemgetter(0),
@@ -138,7 +140,7 @@ def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
     """Return the guarantee of a run's gate with the run's numbers, and the conditions that void the
     guarantee.
 
-    If a model computed in bfloat16, the text also says that a repetition may differ in single
+    If a model computed in bfloat16, the text also says that a repeated run may differ in single
     tokens.
     """
     stated = _of_gate(data, nominal)
@@ -149,8 +151,8 @@ def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
 
 
 def repeats_in_words(engines: Mapping[str, Mapping[str, Json]]) -> str:
-    """Return a note on the changes that rounding by engines may cause if the run is repeated; "" if
-    no engine rounds.
+    """Return a note that a repeated run may write other tokens because engines computed in
+    bfloat16; "" if none did.
     """
     rounding = [
         role for role, engine in engines.items() if str(engine.get("dtype", "")) == "bfloat16"
@@ -207,12 +209,14 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
 
 
 def _has_ranks(data: RunData) -> bool:
-    """Return True if any decision has a p-value, as the decisions of a calibrator have."""
+    """Return whether any decision has a p-value, which means that a calibrator decided."""
     return any(step.decision.p is not None for step in data.steps.between(0, len(data.steps)))
 
 
 def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match | None:
-    """Return the mode of calibrator that reproduces the recorded decisions."""
+    """Return the calibrator mode that best reproduces the recorded decisions, or None if no mode
+    reproduces over 90 % of them.
+    """
     best: _Match | None = None
     first = data.steps.between(0, data.parts[1] if len(data.parts) > 1 else len(data.steps))
     for mode in modes:
@@ -225,9 +229,10 @@ def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match |
 
 
 def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
-    """Repeat the steps of a gate, and compare their results with the record.
+    """Repeat a gate's steps with a calibrator of this mode, and compare its decisions with the
+    record.
 
-    In a merged run, each part has its own calibrator.
+    A merged run is repeated part by part, because each part had its own calibrator.
     """
     ends = [*data.parts[1:], len(data.steps)]
     whole: _Match | None = None
@@ -400,8 +405,8 @@ def _groups(keys: Sequence[Hashable], flags: Iterable[int]) -> dict[Hashable, by
 def _banded(
     groups: Mapping[Hashable, Sequence[int]], nominal: float | None, prefix: str = ""
 ) -> tuple[GroupRate, ...]:
-    """Return the realised rate of each group of decisions, with bands that are valid for all groups
-    together.
+    """Return the realised rate of each group of decisions, with bands that hold for all groups at
+    once.
     """
     level = 1 - (1 - LEVEL) / max(1, len(groups))
     bands = {size: coin_band(size, nominal, level) for size in set(map(len, groups.values()))}
@@ -413,8 +418,8 @@ def _banded(
 
 
 def _coin_rms(sizes: Sequence[int], nominal: float | None) -> float:
-    """Return the expected root mean square distance from the nominal rate if coins with this rate
-    decided.
+    """Return the root mean square distance from the nominal rate that coins with this rate would
+    have in groups of these sizes.
     """
     if nominal is None:
         return math.nan
@@ -450,7 +455,9 @@ def _clusters(columns: _Columns) -> ClusterSummary | None:
 
 
 def _uniformity(columns: _Columns) -> Uniformity | None:
-    """Compare p-values with the uniform distribution, with a Dvoretzky-Kiefer-Wolfowitz band."""
+    """Measure the distance of p-values from the uniform distribution, with a
+    Dvoretzky-Kiefer-Wolfowitz band.
+    """
     if not columns.ranked:
         return None
     values = np.sort(np.array(columns.p, float))
@@ -471,11 +478,11 @@ def _uniformity(columns: _Columns) -> Uniformity | None:
 
 
 def _drift(columns: _Columns) -> DriftTest | None:
-    """Test for drift by a martingale, which bets on the smoothed rank of each question's mean
-    first-turn score among earlier questions.
+    """Test for drift by a martingale, which bets on how each question's mean first-turn score ranks
+    among earlier questions.
 
-    Questions are the units because the scores of a question are correlated. If the questions are
-    exchangeable, the capital of the martingale reaches 1 / level at any time with probability at
+    Questions are ranked instead of chunks, because the scores of a question are correlated. If the
+    questions are exchangeable, the martingale's capital ever reaches 1 / level with probability at
     most `level`.
     """
     first = dict[str, list[float]]()

@@ -110,7 +110,9 @@ def _html(built: BuiltReport, problems: str) -> str:
 
 
 def page(template: str, scripts: Sequence[str], **values: Any) -> str:
-    """Fill in an HTML template with the style of all pages and the scripts of this page."""
+    """Fill in an HTML template, with the style sheets that all pages share and the scripts of this
+    page.
+    """
     script = "".join(map(asset, scripts))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     style = asset("report.css") + asset("charts.css")
@@ -201,8 +203,8 @@ def _size(picture: str) -> tuple[int, int]:
 
 
 def _light(name: str) -> str:
-    """Return a style sheet without variables, because many programs that draw SVG do not support
-    them.
+    """Return a style sheet with its variables replaced by the light colours, because many SVG
+    programs do not support variables.
     """
     root = asset("report.css").partition(":root{")[2].partition("}")[0]
     colours = dict(re.findall(r"--(\w+):([^;]+)", root)) | {"card": "#fff"}
@@ -210,7 +212,7 @@ def _light(name: str) -> str:
 
 
 def _drawer() -> tuple[str, str]:
-    """Return the name and path of a program that converts SVG to PNG."""
+    """Return the name and path of the first installed program that converts SVG to PNG."""
     for name in ("rsvg-convert", "resvg", "inkscape", *_BROWSERS):
         if program := shutil.which(name):
             return name, program
@@ -261,8 +263,8 @@ def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[st
 
 
 Rows = Sequence[tuple[str, Mapping[str, int]]]
-"""For each model: its name, and for each of its blocks the number of models that have the block.
-The key is the block's position in the model.
+"""One row per model: its name, and for the position of each of its blocks, the number of models
+that share the block.
 """
 
 
@@ -275,8 +277,8 @@ def save_sharing(rows: Rows, path: Path) -> None:
 
 
 def sharing_chart(rows: Rows) -> Chart:
-    """Draw blocks from left to right, in the order in which a token passes them, and models from
-    top to bottom.
+    """Draw each model as a row of blocks, from left to right in the order in which a token passes
+    through them.
     """
     most = max([len(parts) for _, parts in rows], default=1)
     across = Axis(

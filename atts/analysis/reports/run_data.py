@@ -56,8 +56,8 @@ class Pages:
     """
 
     def __init__(self, budget: int, problems: int) -> None:
-        """Create pages of at most `budget` bytes in total for `problems` problems; `problems` is 0
-        if the number is not known.
+        """Divide `budget` bytes among the pages of `problems` problems; `problems` is 0 if the
+        number is not known.
         """
         self._each = budget // max(min(problems, MOST), _FEWEST)
         self._packed: dict[str, str] = {}
@@ -71,7 +71,8 @@ class Pages:
     def add(
         self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], brief: FinishedProblem
     ) -> None:
-        """Store the page of a problem, with texts as long as the remaining budget allows.
+        """Store the page of a problem, with its texts shortened until the page fits into its share
+        of the budget.
 
         The page is not stored if there is no budget, or if enough pages of problems of this kind
         are stored.
@@ -97,9 +98,11 @@ class Pages:
         self._packed[outcome.problem.id] = packed
 
     def shown(self, problems: Sequence[tuple[str, bool]]) -> Collection[str]:
-        """Choose the problems to show; each has True if a reader looks for such a problem first.
+        """Choose the problems to list. Each is given as its name, and whether readers look for such
+        a problem first.
 
-        If there are too many problems, those with a page are chosen.
+        If there are too many problems, only problems with a page are chosen, first those that
+        readers look for.
         """
         names = [name for name, _ in problems]
         if len(problems) <= MOST:
@@ -114,8 +117,8 @@ class Pages:
 
 
 def looked_for(verdict: str | None, flags: Iterable[tuple[str, ...]]) -> bool:
-    """Return True if a reader looks for this problem first, because it is not correct or has a
-    flag.
+    """Return whether readers look for this problem first, because it is not correct or one of its
+    rollouts has a flag.
     """
     return verdict != "correct" or any(flags)
 
@@ -193,8 +196,8 @@ def _turn(turn: Turn, limit: int, *, is_kept: bool) -> dict[str, Any]:
 
 
 def _chunks(turn: Turn, limit: int, fate_of_text: str) -> Iterator[list[Any]]:
-    """Yield a list for each chunk, discarded chunks first: author, fate, text, tokens and kind of
-    end.
+    """Yield a list for each chunk, discarded chunks first: author, fate (kept, escalated or
+    discarded), text, tokens and how it ended.
     """
     escalated = turn.decision is not None and turn.decision.escalate
     for fate, chunks in (("discarded", turn.discarded), (fate_of_text, turn.chunks)):
@@ -221,7 +224,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 AUDIT = 4000
-"""The number of a gate's steps that a report repeats to check their recorded results. Later steps
+"""The number of a gate's steps that a report repeats to check the recorded decisions. Later steps
 are not checked.
 """
 TIMED = 100_000
@@ -265,7 +268,9 @@ class ProblemFacts:
     rollouts: tuple[RolloutFacts, ...]
 
     def graded(self, brief: FinishedProblem) -> ProblemFacts:
-        """Return the data of the rollouts, with the verdicts that later sessions added."""
+        """Return this problem with the verdicts in `brief`, which may include verdicts that later
+        sessions added.
+        """
         rollouts = tuple(
             replace(rollout, brief=sample)
             for rollout, sample in zip(self.rollouts, brief.samples, strict=True)
@@ -295,7 +300,9 @@ class RunData:
 
     @property
     def done(self) -> Steps:
-        """Return the actions taken on all judged chunks, in the order of the decisions."""
+        """Return the gate's steps with the actions that were carried out; if none were observed,
+        return the decisions.
+        """
         return self.steps.of_kind("observed") or self.steps.of_kind("decided")
 
     def take(self, entry: Entry) -> None:
@@ -375,7 +382,7 @@ def _rollout(rollout: Rollout, brief: FinishedSample, problem: Problem) -> Rollo
 
 
 def _flags(rollout: Rollout, problem: Problem, decisions: Sequence[Decision]) -> Iterable[str]:
-    """Return the flags of a rollout, which are reasons for distrust of the rollout's answer."""
+    """Return the flags of a rollout, which are reasons to distrust its answer."""
     if rollout.finish == "failed":
         yield "failed"
     if rollout.is_fallback_answer:

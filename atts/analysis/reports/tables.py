@@ -144,8 +144,8 @@ def spend_table(report: RunReport) -> ReportTable:
 
 
 def combination_table(report: RunReport) -> ReportTable:
-    """Return the table about selection or synthesis for split votes; empty if votes decided all
-    answers.
+    """Tabulate how selection or synthesis decided split votes; return an empty table if votes
+    decided all answers.
     """
     combined = report.combined
     rows: list[tuple[object, object]] = []
@@ -194,8 +194,8 @@ def combination_table(report: RunReport) -> ReportTable:
 
 
 def speculation_table(report: RunReport) -> ReportTable:
-    """Return the table of proposed and accepted tokens of the target's speculation; empty if no
-    tokens were proposed.
+    """Tabulate how many speculated tokens of the target were proposed and accepted; empty if none
+    were proposed.
     """
     speculated = report.speculated
     drawn = report.spend.usage.drawn_tokens
@@ -322,7 +322,7 @@ def turn_table(control: RateControl) -> ReportTable:
 
 
 def health_table(health: Health) -> ReportTable:
-    """Return the table about the quality of the stored scores and about their threshold."""
+    """Tabulate the quality of the stored scores and the threshold that is computed from them."""
     rows: list[tuple[object, object]] = [
         ("scores", health.scores),
         ("questions", health.clusters.clusters if health.repeats.clustered else "not known"),

@@ -73,8 +73,8 @@ def net_losses(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
     """Return the net loss of each problem, in [-1, 1].
 
     The net loss is the accuracy of the target alone on this problem, minus the accuracy of the
-    policy. Two runs of the same models differ in single answers only because of sampling; in the
-    net loss these random wins and losses cancel.
+    policy. Even two runs of the same models differ in single answers because of sampling. Such
+    random wins and losses cancel in the net loss.
 
     >>> net_losses([[1, 1], [0, 1]], [[1, 0], [1, 1]]).tolist()
     [0.5, -0.5]
@@ -164,14 +164,16 @@ def risk_p_value(losses: ArrayLike, epsilon: float) -> float:
 
 
 def net_p_value(losses: ArrayLike, epsilon: float) -> float:
-    """Return the p-value of "the mean net loss is at least epsilon".
+    """Return the p-value of "the mean net loss is at least epsilon", from one net loss in [-1, 1]
+    per problem.
 
-    There is one net loss in [-1, 1] per problem. If all net losses are -1, 0 or 1, the test is
-    exact. The probability of a net loss this small depends on the unknown share of problems on
-    which the runs differ. The test takes the largest probability over a 99.9 % interval of this
-    share, and adds 0.001 for the interval (Berger and Boos, 1994). If other net losses occur, they
-    are scaled to [0, 1] for the betting test; then the order of problems must not depend on the
-    losses.
+    If all net losses are -1, 0 or 1, the test is exact. The probability of a mean this low depends
+    on the unknown share of problems on which the runs differ. The test takes the largest
+    probability over a 99.9 % interval of this share. It adds 0.001, the probability that the
+    interval misses the share (Berger and Boos, 1994).
+
+    Other net losses are scaled to [0, 1] for the betting test; then the order of problems must not
+    depend on the losses.
     """
     array = checked_losses(losses, -1.0)
     if not np.isin(array, (-1.0, 0.0, 1.0)).all():
@@ -197,9 +199,9 @@ def _chance_of_at_most(net: int, n: int, differing: float, epsilon: float) -> fl
     """Return P(lost - won <= net) for n problems.
 
     The two runs differ on a share `differing` of the problems. The expected share of lost problems
-    exceeds the expected share of won problems by epsilon. The distribution of a sum of n
-    independent values of -1, 0 or 1 is the inverse Fourier transform of the n-th power of the
-    characteristic function of one value.
+    exceeds the expected share of won problems by epsilon. Each problem adds -1, 0 or 1 to the sum.
+    The distribution of the sum is the inverse Fourier transform of the n-th power of one value's
+    characteristic function.
     """
     size = 2 * n + 1
     turn = np.exp(-2j * np.pi * np.arange(n + 1) / size)
@@ -215,9 +217,9 @@ def _chance_of_at_most(net: int, n: int, differing: float, epsilon: float) -> fl
 def rejected(p_values: Sequence[float], delta: float) -> list[int]:
     """Return the indices of the hypotheses that fixed-sequence testing rejects.
 
-    The test goes down the list, whose order must not depend on the data, and stops at the first p
-    above delta. The probability of any false rejection is at most delta: a false rejection needs a
-    p-value of at most delta for the first true hypothesis of the list.
+    The test goes down the list, whose order must not depend on the data, and stops at the first
+    p-value above delta. The probability of any false rejection is at most delta: the first true
+    hypothesis of the list must then have a p-value of at most delta.
 
     >>> rejected([0.001, 0.04, 0.2, 0.01], 0.1)
     [0, 1]
@@ -226,7 +228,7 @@ def rejected(p_values: Sequence[float], delta: float) -> list[int]:
 
 
 def fewest_problems(epsilon: float, delta: float) -> int:
-    """Return the smallest number of problems that certifies epsilon at delta if no problem has a
+    """Return the smallest number of problems that can certify epsilon at delta, if no problem has a
     loss.
 
     This is the smallest n with (1 - epsilon)^n <= delta.
@@ -238,7 +240,7 @@ def fewest_problems(epsilon: float, delta: float) -> int:
 
 
 def problems_needed(risk: float, epsilon: float, delta: float, limit: int = 10**7) -> int | None:
-    """Estimate the number of problems that certify epsilon at delta if the observed loss stays
+    """Estimate how many problems are needed to certify epsilon at delta if the observed loss stays
     `risk`.
 
     The number is None if it is above `limit`, or if `risk` is not below epsilon.
@@ -388,7 +390,8 @@ def _with_choice(outcome: Certificate, share: float) -> Certificate:
 
 
 def _net_problems_needed(losses: Sequence[float], epsilon: float, share: float) -> int | None:
-    """Estimate how many problems like these would certify epsilon; None if no number would.
+    """Estimate how many problems like these would certify epsilon; None if the mean net loss is not
+    below epsilon.
 
     The estimate uses the normal approximation of the mean net loss.
     """
@@ -403,8 +406,8 @@ def _net_problems_needed(losses: Sequence[float], epsilon: float, share: float) 
 def _chains(
     candidates: Sequence[Candidate], epsilon: float, delta: float
 ) -> tuple[list[list[Candidate]], float]:
-    """Return the candidates of each gate, from the highest rate down, and the share of delta per
-    gate.
+    """Check the candidates; return them by gate, each gate's from the highest rate down, and each
+    gate's share of delta.
     """
     if not candidates:
         raise CalibrationInputError("candidates", [], "at least one policy")
@@ -462,7 +465,8 @@ def _test_chain(chain: list[Candidate], share: float, p_value: PValue) -> list[T
 
 @dataclass(frozen=True, slots=True)
 class Abstention:
-    """The result of certifying that only answers of at least `threshold` confidence are given.
+    """The result of certifying a confidence threshold; answers with a lower confidence are
+    withheld.
 
     `threshold` is None if no threshold can be certified. In this case `needed` is the estimated
     number of problems for a certificate, or None if no number suffices. `answered` and `wrong` are
@@ -561,7 +565,9 @@ def certify_abstention(
 def _steps_down(
     confidences: NDArray[np.float64], is_wrong: NDArray[np.bool_], start: int
 ) -> Iterator[_Step]:
-    """Yield the step of each threshold, in twentieths, from `start` down to 0."""
+    """Yield the numbers of answered and wrong problems at each threshold, from `start` twentieths
+    down to 0.
+    """
     for twentieths in range(start, -1, -1):
         # The comparison is False for NaN, so a problem with confidence NaN counts as not answered.
         is_answered = confidences >= twentieths / 20 - 1e-9

@@ -37,11 +37,10 @@ _CLUSTERED = 0.99
 
 
 def exact_rate(rate: object, what: str = "rate") -> Fraction:
-    """Return the rate as the exact fraction of its decimal text: 0.4 becomes 2/5, not a double.
+    """Return the rate as the exact fraction of its decimal form: 0.4 becomes 2/5.
 
-    With floats, a rank such as ceil((n + 1)(1 - rate)) can be wrong by one if rounding crosses an
-    integer. For rates such as 0.01, 0.02 and so on, this happens for 231 of the numbers n below
-    400.
+    With floats, rounding can make a rank such as ceil((n + 1)(1 - rate)) wrong by one. For rates
+    such as 0.01, 0.02 and so on, this happens for 231 of the numbers n below 400.
 
     :raises CalibrationInputError: naming the rate as `what`, if it is not a number in [0, 1].
 
@@ -72,9 +71,9 @@ class RateCheck:
     """A realised rate compared with the nominal rate.
 
     `standing` is "held" if the rate is inside `coin`, which contains 95 % of the rates of
-    independent coins. It is "left" if the rate is outside `band`, which contains 99 % of the rates
-    of runs whose questions vary as much as here. A gate that works is therefore called off target
-    once in 100 runs. Between the two intervals `standing` is "unclear".
+    independent coins. It is "left" if the rate is outside `band`. This interval contains 99 % of
+    the rates of on-target runs whose questions vary as much as here. A gate that works is therefore
+    called off target once in 100 runs. Between the two intervals `standing` is "unclear".
     """
 
     standing: Standing
@@ -115,7 +114,7 @@ class RateCheck:
 
 
 def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
-    """Compare the realised rate of (decisions, escalated) pairs, one per question, with `rate`.
+    """Compare the realised rate with `rate`, given a pair (decisions, escalated) for each question.
 
     :raises CalibrationInputError: if there is no decision, or if a question has more escalations
     than decisions.
@@ -169,14 +168,13 @@ def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[flo
 
 
 def _clustered_reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
-    """Return the half-width of the interval of realised rates, given how much the rate varies
+    """Return the half-width of the interval of on-target rates, given how much the rate varies
     between questions.
 
-    Decisions on one question are correlated, so the data are sums per question. The share is a
-    ratio of two sums over questions, with the linearised standard error of a ratio estimator
-    (Cochran, "Sampling Techniques", chapter 6). The quantile is that of Student's t for the number
-    of questions, which are assumed to be independent. The result is never below the half-width for
-    independent decisions.
+    Decisions on one question are correlated, so each question counts as one observation. The
+    standard error is that of a ratio of two sums over questions (Cochran, "Sampling Techniques",
+    chapter 6). The quantile is that of Student's t for the number of questions, which are assumed
+    to be independent. The result is never below the half-width for independent decisions.
     """
     count = len(rows)
     decisions = float(rows[:, 0].sum())
@@ -200,7 +198,7 @@ def split_rank(n: int, rate: Rate) -> int:
     """Return k = ceil((n + 1)(1 - rate)) in exact arithmetic.
 
     A new exchangeable score is above the k-th smallest of n stored scores with probability at most
-    `rate` (Vovk et al., "Algorithmic Learning in a Random World", 2005; Lei et al., 2018). If k >
+    `rate`. (Vovk et al., "Algorithmic Learning in a Random World", 2005; Lei et al., 2018.) If k >
     n, there are too few scores to guarantee this rate.
 
     >>> split_rank(9, 0.3), split_rank(8, 0.1)
@@ -233,12 +231,13 @@ def split_threshold(stored: Scores, rate: Rate) -> float:
 
 
 def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, float]:
-    """Return the interval of the accepted fraction if the k-th smallest of n scores is the
-    threshold.
+    """Return an interval for the fraction of chunks that are accepted if the threshold is the k-th
+    smallest of n scores.
 
-    For independent continuous scores that fraction has the distribution Beta(k, n + 1 - k) over
-    draws of the stored scores (Vovk, "Conditional validity of inductive conformal predictors",
-    2012); the interval is the central one. With ties the accepted fraction can only be larger.
+    For independent continuous scores, this fraction has the distribution Beta(k, n + 1 - k) over
+    draws of the stored scores. The result is the central interval of this distribution (Vovk,
+    "Conditional validity of inductive conformal predictors", 2012). With ties the accepted fraction
+    can only be larger.
     """
     check_fraction("confidence", confidence)
     if not 1 <= k <= n:
@@ -249,7 +248,9 @@ def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, f
 
 
 def long_run(n: int, rate: Rate) -> tuple[float, float]:
-    """Return the 90 % interval of the long-run rate at the split threshold of n independent scores."""
+    """Return the 90 % interval of the long-run escalation rate at the split threshold of n
+    independent scores.
+    """
     rank = min(n, max(1, split_rank(n, rate)))
     low, high = coverage_interval(n, rank)
     return 1 - high, 1 - low
@@ -273,7 +274,7 @@ class ClusterSummary:
 
 
 def by_cluster(scores: Scores, labels: Sequence[Hashable]) -> dict[Hashable, NDArray[np.float64]]:
-    """Return the scores of each cluster, in order of first appearance.
+    """Group the scores by their labels; return the clusters in order of first appearance.
 
     :raises CalibrationInputError: if scores and labels differ in number.
     """
@@ -286,16 +287,17 @@ def by_cluster(scores: Scores, labels: Sequence[Hashable]) -> dict[Hashable, NDA
 
 
 def summarise(clusters: Clusters) -> ClusterSummary:
-    """Return size, one-way intraclass correlation and effective sample size.
+    """Return the size, one-way intraclass correlation and effective sample size of the clustered
+    scores.
 
     The effective size is N / (1 + (k - 1) ICC), by Kish's design effect, where k is the
     size-weighted mean cluster size. A mean or a threshold of these scores is as uncertain as if it
     came from this number of independent scores. The formula assumes that clusters are independent,
     and that the correlation between two members is the same in all clusters.
 
-    The correlation is computed without infinite scores. The correlation is NaN for a single
-    cluster, and the effective size is then 1. It is also NaN if every cluster has one score; then
-    the effective size is N.
+    The correlation is computed without infinite scores. It is NaN if it cannot be estimated, such
+    as for a single cluster or for one score per cluster. The effective size is then the number of
+    clusters.
     """
     values = [np.asarray(scores, float) for scores in clusters.values() if len(scores)]
     sizes = np.array([len(scores) for scores in values], float)

@@ -42,7 +42,9 @@ _PROBLEM_STEP = 0.016
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """The distance to the end of a run."""
+    """The expected number of decisions until a run ends, and the deficit that is allowed at its
+    end.
+    """
 
     left: float = math.inf  # number of remaining decisions of the run, including the next decision
     # deficit that is allowed when the run ends: the number of missing escalations
@@ -55,7 +57,7 @@ UNKNOWN = RunEnd()
 class Controller(Persisted):
     """A rule that turns a p-value into a decision, and learns from the action carried out.
 
-    This base class escalates at the nominal rate throughout, for the modes "split" and "marginal".
+    This base class always uses the nominal rate, as the modes "split" and "marginal" do.
     """
 
     __slots__ = ("_rate",)
@@ -66,9 +68,9 @@ class Controller(Persisted):
     def current_rate(
         self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
     ) -> float:
-        """Return the fraction of chunks like this one to escalate now.
+        """Return the rate at which a chunk like this one is escalated now.
 
-        A chunk is escalated if and only if its p-value is above 1 - current_rate.
+        The chunk is escalated if and only if its p-value is above one minus this rate.
         """
         return self._rate
 
@@ -87,16 +89,16 @@ class Controller(Persisted):
 class Adaptive(Controller):
     """Adaptive conformal inference on the escalation rate (Gibbs and Candès, 2021).
 
-    After a decision the level moves by step * (rate - escalated), without a clamp. At a level of 0
-    or less every chunk is accepted; at a level of 1 or more every chunk is escalated. So for any
-    sequence |realised - rate| is at most (max(rate, 1 - rate) + step) / (step * T). With d
-    decisions taken but not yet observed, the bound is (max(rate, 1 - rate) + (d + 1) step) / (step
-    * T).
+    After a decision the level moves by step * (rate - escalated); it may leave [0, 1]. At a level
+    of 0 or less every chunk is accepted, and at a level of 1 or more every chunk is escalated. So
+    after T decisions |realised - rate| is at most (max(rate, 1 - rate) + step) / (step * T), for
+    any sequence. With d decisions taken but not yet observed, the bound is (max(rate, 1 - rate) +
+    (d + 1) step) / (step * T).
 
-    If the number of remaining decisions is roughly known, half of them remove the part of the
-    deficit beyond a slack, however small the step. If at least that half is really taken, the final
-    sum of errors is within one decision of the slack, for any sequence. Each decision that is
-    missing from that half adds at most max(rate, 1 - rate).
+    A small step would remove a deficit too slowly. If the number of remaining decisions is roughly
+    known, the rate moves far enough that half of them remove the deficit beyond a slack. If at
+    least that half is really taken, the final sum of errors is within one decision of the slack,
+    for any sequence. Each decision that is missing from that half adds at most max(rate, 1 - rate).
     """
 
     __slots__ = ("_level", "_step")
@@ -139,14 +141,14 @@ class Adaptive(Controller):
 
 
 class Feedback(Controller):
-    """A controller that shifts the logit of the rate by the deficits of the question, of the turn
-    and of the whole run.
+    """A controller that shifts the logit of the rate to reduce the deficits of the question, of the
+    turn and of the whole run.
 
-    A deficit is a running sum of (rate - escalated). It is multiplied by a gain. `order` favours
-    decisions that agree with earlier decisions on the same question and turn. A chunk should be
+    A deficit is a running sum of (rate - escalated), and each kind of deficit has its own gain.
+    `order` weighs agreement with earlier decisions on the same question and turn. A chunk should be
     escalated if it is worse than escalated siblings, and accepted if it is better than accepted
-    siblings. If the absolute deficit of the question is above `limit`, it alone decides. So for any
-    scores this deficit is at most limit + 1.
+    siblings. If the absolute deficit of the question reaches `limit`, it alone decides. So for any
+    scores this deficit is at most one more than `limit`.
     """
 
     __slots__ = (
@@ -164,9 +166,11 @@ class Feedback(Controller):
     def __init__(
         self, rate: float, gains: tuple[float, float, float], order: float, limit: float
     ) -> None:
-        """Create a controller with `gains` of question, turn and stream.
+        """Create a controller; `gains` has the gains for deficits of the question, of the turn and
+        of the run.
 
-        The gains and `order` are in units of the variance rate * (1 - rate).
+        The gains and `order` are in units of the variance rate * (1 - rate), so the same values
+        suit all rates.
         """
         super().__init__(rate)
         self._logit = math.log(rate / (1 - rate)) if 0 < rate < 1 else 0.0
@@ -272,7 +276,7 @@ class Tuning:
         """Return the defaults for `samples` rollouts per problem. With more rollouts, each decision
         moves the level less.
 
-        Rollouts of a problem find the same parts hard. If each rollout moved the level by a full
+        Rollouts of a problem are hard in the same places. If each rollout moved the level by a full
         step, a hard problem with many rollouts would lower the level too far. Its later chunks
         would then be accepted although their scores are bad.
         """

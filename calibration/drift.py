@@ -40,11 +40,11 @@ _CERTAIN = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class DuplicateScores:
-    """The shares of stored scores that are repeated, 0 to 1. They are 0 for scores on a coarse
-    grid, such as ratings, which are often equal by chance.
+    """The shares of stored scores that are repeated, from 0 to 1. Scores on a coarse grid, such as
+    ratings, are often equal by chance and do not count.
 
-    Rollouts that wrote the same chunk have the same score. This is not a fault. But chunks of two
-    questions are different, so equal scores in two questions are a fault.
+    Rollouts of a question may write the same chunk, so repeats within a question can be normal.
+    Chunks of different questions differ, so a score that occurs in two questions is a fault.
     """
 
     # The share of scores that repeat an earlier score of the same question. If questions are not
@@ -58,7 +58,8 @@ class DuplicateScores:
     def of(cls, stored: StoredScores) -> DuplicateScores:
         """Compute the shares of repeated scores among stored scores.
 
-        Ratings out of ten are often equal, so all shares are 0 if most scores are round numbers.
+        Ratings out of ten are often equal by chance, so no score counts as repeated if most scores
+        are round numbers.
         """
         raw = np.asarray(stored.scores, float)
         raw = raw[np.isfinite(raw)]
@@ -81,10 +82,11 @@ class DuplicateScores:
 
     @property
     def fault(self) -> str:
-        """Describe repeated scores that sampling does not explain; return "" if there are none.
+        """Describe repeated scores that are probably copies; return "" if there are none.
 
-        Repeats in most questions may come from a model that often writes the same chunk twice. Only
-        a comparison with live questions can show this (`copied_p_value`).
+        If scores repeat in most questions, the model may just write the same chunk often. Only a
+        comparison with live questions can show this (`copied_p_value`), so this function returns
+        "".
         """
         within = f"{100 * self.within:.0f} % of the stored scores"
         if self.across > FEW:
@@ -104,10 +106,10 @@ class DuplicateScores:
 
     @property
     def doubt(self) -> str:
-        """Describe repeated scores whose cause is unknown: a fault, or rollouts with the same
+        """Describe repeated scores that may be copies, or may come from rollouts with the same
         chunk.
 
-        Return "" if few scores are repeated.
+        Return "" if few scores are repeated, or if `fault` describes them.
         """
         if self.fault or self.within <= FEW:
             return ""
@@ -120,9 +122,9 @@ class DuplicateScores:
 def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> float:
     """Return the p-value of "scores repeat in live questions as often as in stored questions".
 
-    It is the binomial probability that at least as many live questions have no repeated scores. For
-    smoothing, one question without repeats is added to the stored questions. The p-value is 1 if
-    there are too few live rollouts.
+    It is the binomial probability of at least as many live questions without repeated scores as
+    there are. For smoothing, one question without repeats is added to the stored questions. The
+    p-value is 1 if there are too few live rollouts.
     """
     depth = stored.depth(live)
     theirs = _are_distinct(stored.questions, depth)
@@ -175,8 +177,8 @@ class QuestionSample:
 
     @property
     def half(self) -> int:
-        """Return the number of a live question's first scores whose mean is ranked among the means
-        in `early`.
+        """Return how many of a question's first scores are averaged in `early`: half of the usual
+        number, rounded up.
         """
         return max(1, math.ceil(self.size / 2))
 
@@ -187,11 +189,10 @@ class QuestionSample:
         return [math.fsum(scores[:half]) / half for scores in self.questions if len(scores) >= half]
 
     def depth(self, live: Sequence[Sequence[float]]) -> int:
-        """Return the number of scores per question to compare.
+        """Return how many of each question's first scores to compare.
 
-        Questions with fewer scores are left out, so with a larger depth fewer questions are
-        compared. The depth returned is the one at which the difference of the means has the
-        smallest variance.
+        Questions with fewer scores are left out, so a larger depth compares fewer questions. The
+        result is the depth at which the difference of the means has the smallest variance.
         """
         counts = np.array([len(scores) for scores in live])
         stored = np.array([len(scores) for scores in self.questions])
@@ -210,10 +211,11 @@ class QuestionSample:
 
 
 def question_features(questions: Sequence[Sequence[float]], depth: int) -> Floats:
-    """Return the level and log-spread of each question's first scores: [questions, 1 or 2].
+    """Return the mean and the log standard deviation of each question's first `depth` scores:
+    [questions, 2].
 
-    Questions with fewer than `depth` scores are left out. If `depth` is too small for spreads,
-    there is only one column, the level.
+    Questions with fewer than `depth` scores are left out. If `depth` is too small for standard
+    deviations, the array has only the column of means.
     """
     heads = [scores[:depth] for scores in questions if len(scores) >= depth]
     rows = np.array(heads, float).reshape(-1, depth)  # shape [questions, depth]
@@ -277,7 +279,7 @@ class TwoSampleTest:
     """The two p-values of a test that compares live and stored questions.
 
     `drawn` is the p-value of "the live questions are draws from the stored questions".
-    `exchangeable` is the p-value of "live and stored questions are draws from one distribution"; it
+    `exchangeable` is the p-value of "live and stored questions are draws from one distribution". It
     is larger, because it treats the stored questions as a sample too. Both p-values are valid for
     any scores, because they are ranks among statistics of simulated runs without drift.
     `exchangeable` is computed only if `drawn` is at most `significance`.
@@ -295,7 +297,7 @@ def two_sample_test(
 
     The two distributions are compared by two statistics. An energy distance (Székely and Rizzo,
     2004) detects any difference. A likelihood ratio against a mixture of shifted and stretched
-    distributions detects sooner the differences that another model causes.
+    distributions needs fewer questions to detect a change of the model.
     """
     latest = live[-_MOST:]
     depth = stored.depth(latest)
@@ -315,12 +317,11 @@ def two_sample_test(
 
 
 def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Generator) -> float:
-    """Return the bootstrap p-value: compare the live questions with runs simulated from stored
+    """Return the bootstrap p-value: the rank of the real run among runs simulated from the stored
     questions.
 
-    The p-value is the rank of the run among the simulated runs. A simulated run is drawn from the
-    stored questions with replacement. The p-value is valid for any scores if live questions are
-    independent draws from the stored questions.
+    A simulated run is drawn from the stored questions with replacement. The p-value is valid for
+    any scores if live questions are independent draws from the stored questions.
     """
     n = len(ours)
     k = len(theirs)
@@ -344,8 +345,8 @@ def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Gen
 
 
 def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator) -> float:
-    """Return the permutation p-value: compare the live questions with random choices from all live
-    and stored questions.
+    """Return the permutation p-value: the rank of the live questions among random choices from all
+    live and stored questions.
 
     The test is exact if both samples are drawn from one distribution (Dwass, 1957).
     """
@@ -370,11 +371,12 @@ def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator
 
 
 def _joint_rank(*statistics: Floats) -> float:
-    """Return the share of runs whose product of p-values is at most that of the first run.
+    """Return the p-value of the first run from several statistics: the share of runs that are at
+    least as extreme.
 
-    Each statistic becomes a p-value by its rank among all runs. The products of a run's p-values
-    (Fisher's combination) are then ranked among all runs, so the statistics need not be
-    independent.
+    In each statistic, a run's rank among all runs gives a p-value. Runs are compared by the product
+    of their p-values (Fisher's combination). This product is ranked too, so the statistics need not
+    be independent.
     """
     surprise = np.zeros(len(statistics[0]))
     for each in statistics:
@@ -384,21 +386,22 @@ def _joint_rank(*statistics: Floats) -> float:
 
 
 def _distances(scores: Floats) -> Floats:
-    """Return distances between normal scores with their squares appended: [points, points].
+    """Return the distances between all rows, with the scaled squares of the normal scores as
+    further columns: [points, points].
 
-    With the squares an energy distance depends on location and scale.
+    The squares make an energy distance sensitive to scale as well as to location.
     """
     points = np.concatenate([scores, _BEND * (scores**2 - 1) / np.sqrt(2)], axis=1)
     return np.asarray(np.sqrt(((points[:, None] - points[None]) ** 2).sum(axis=2)), float)
 
 
 def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions: int) -> Floats:
-    """Return the log likelihood ratio of a run of `questions` questions, for each row of `weights`.
+    """Return the log likelihood ratio of each run that a row of `weights` describes.
 
-    A row of `weights` weighs the rows of `scores`. The ratio compares a normal fit of the rows of
-    `reference` with a fixed mixture of normal distributions that have other means, widths and
-    correlations. Scores that are not normal cost power but raise no false alarms, because a ratio
-    is compared only with the ratios of simulated runs.
+    A row of `weights` weighs the rows of `scores`, for a run of `questions` questions. The ratio
+    compares a fixed mixture of normal distributions with a normal fit of `reference`. The mixture
+    has other means, widths and correlations. If scores are not normal, the test detects less but
+    raises no more false alarms, because ratios are compared only with those of simulated runs.
     """
     centre = reference.mean(axis=0)
     width = np.maximum(reference.std(axis=0), _FLAT)
@@ -442,7 +445,9 @@ def _spread(widths: Floats, ties: Floats) -> Floats:
 
 
 def _terms(means: Floats, spreads: Floats) -> Floats:
-    """Return each normal distribution's log density as weights of `_moments`, up to a constant."""
+    """Return the coefficients with which `_moments` give each normal distribution's log density, up
+    to a constant.
+    """
     precise = np.linalg.inv(spreads)
     pull = np.einsum("lij,lj->li", precise, means)
     constant = -0.5 * (np.linalg.slogdet(spreads)[1] + np.einsum("li,li->l", means, pull))
@@ -451,7 +456,9 @@ def _terms(means: Floats, spreads: Floats) -> Floats:
 
 
 def _moments(plain: Floats) -> Floats:
-    """Return 1, each column, and all products of two columns: [rows, 1 + size + size * size]."""
+    """Return for each row the number 1, its values, and all products of two values: [rows, 1 + size
+    + size * size].
+    """
     products = plain[:, :, None] * plain[:, None, :]
     parts = [np.ones((len(plain), 1)), plain, products.reshape(len(plain), -1)]
     return np.concatenate(parts, axis=1)
@@ -474,11 +481,13 @@ _CAP = 0.98
 
 @dataclass(frozen=True, slots=True)
 class DomainCheck:
-    """The mean score of every stored question, where each score is limited to a cap.
+    """A check whether the scores of a question are unusually bad for the domain of the stored
+    questions.
 
-    The mean of a new question is ranked among these means. If the question is exchangeable with the
-    stored questions, its conformal p-value is at most `LEVEL` with at most that probability. The
-    check does not detect a question of another domain if its scores are similar.
+    The question's mean score is ranked among the means of the stored questions; before that, each
+    score is limited to a cap. If the question is exchangeable with the stored questions, its
+    conformal p-value is at most `LEVEL` with at most that probability. The check does not detect a
+    question of another domain if its scores are similar.
     """
 
     means: tuple[float, ...]
@@ -498,8 +507,8 @@ class DomainCheck:
         return cls(tuple(_mean(values, cap) for values in questions.values()), cap, stored.scale)
 
     def p_value(self, scores: Sequence[float]) -> float:
-        """Return the p-value of the scores' mean among the means of the stored questions; a higher
-        mean gives a smaller p-value.
+        """Return the p-value of the scores' mean among the means of the stored questions; worse
+        scores give a smaller p-value.
         """
         mean = _mean([self.scale.nonconformity(score) for score in scores], self.cap)
         return (1 + sum(other >= mean for other in self.means)) / (len(self.means) + 1)
@@ -558,12 +567,12 @@ _JUMP = 0.01
 
 
 class SimpleJumper(Persisted):
-    """The simple jumper martingale: five bets, which exchange a little capital at each step.
+    """The simple jumper martingale: five bets that exchange a little capital at each step (Vovk et
+    al., "Retrain or not retrain", 2021).
 
-    (Vovk et al., "Retrain or not retrain", 2021.) If the p-values are independent and uniform, the
-    capital ever reaches 1 / a with probability at most a (Ville). Smoothed online conformal
-    p-values of exchangeable values are independent and uniform. The capital is stored as a
-    logarithm, so it cannot overflow.
+    If the p-values are independent and uniform, the capital ever reaches 1 / a with probability at
+    most a (Ville). Smoothed online conformal p-values of exchangeable values are independent and
+    uniform. The capital is stored as a logarithm, so it cannot overflow.
 
     >>> martingale = SimpleJumper()
     >>> for _ in range(20): martingale.update(0.99)
@@ -640,7 +649,7 @@ class DriftMonitor(Persisted):
     def __init__(
         self, stored: StoredScores, significance: float = 0.007, policy: DriftPolicy = "recalibrate"
     ) -> None:
-        """Check the policy.
+        """Create a monitor; raise an alarm at once if stored scores are probably copies.
 
         :raises OptionError: for an unknown policy.
 
@@ -843,8 +852,8 @@ class Health:
 
 
 def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
-    """Return the statistics of stored scores at a rate; `seed` determines the random halves of the
-    questions.
+    """Return the statistics of stored scores at a rate. `seed` determines which random halves of
+    the questions are compared.
 
     :raises CalibrationInputError: if there are no scores.
     """
@@ -889,8 +898,8 @@ def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> Drift
 
 
 def _half_split_spread(clusters: list[NDArray[np.float64]], rate: Rate, seed: int) -> float:
-    """Return the standard deviation of the rate in one half of the questions, at the threshold of
-    the other half.
+    """Return how much the rate in one half of the questions varies, at the threshold of the other
+    half, as a standard deviation.
 
     This estimates the uncertainty of the threshold without a model of how scores cluster. The
     estimate is slightly too large, because each half has only half of the questions.

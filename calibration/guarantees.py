@@ -80,19 +80,20 @@ class Facts:
     def aci_bound(self) -> float:
         """Return the bound on the sum of errors of mode "aci", for any sequence.
 
-        The level starts at the rate and moves by step * (rate - escalated). The level can pass 0 or
-        1 by one step at most: at or below 0 every chunk is accepted, and at or above 1 every chunk
-        is escalated. Its range divided by the step bounds the sum of errors (Gibbs and Candès,
-        2021, proposition 4.1).
+        The level starts at the rate and moves by step * (rate - escalated). Every chunk is accepted
+        at or below 0, and escalated at or above 1. So the level can pass 0 or 1 by one step at
+        most. Its range divided by the step bounds the sum of errors (Gibbs and Candès, 2021,
+        proposition 4.1).
         """
         step = self.tuning.aci_step
         return (max(self.rate, 1 - self.rate) + step) / step
 
     @property
     def aci_now(self) -> str:
-        """Return the text of the bound for any sequence: now, or at the end if the size is known.
+        """Return the text of the bound that holds for any sequence: now, or at the end of a run of
+        known length.
 
-        The text is empty if the bound is vacuous, because too few decisions were taken.
+        The text is empty if the bound says nothing, because too few decisions were taken.
         """
         bound = self.aci_bound
         side = max(self.rate, 1 - self.rate)
@@ -111,8 +112,8 @@ class Facts:
 
     @property
     def aci_likely(self) -> str:
-        """Return the text of the 95 % bound on the rate of mode "aci"; empty if the bound is
-        vacuous.
+        """Return the text of the 95 % bound on the rate of mode "aci"; empty if the bound says
+        nothing.
 
         This assumes exchangeable scores. Each decision shrinks the deficit by a share g, and adds a
         martingale difference of range 1. So the deficit is sub-Gaussian, with variance proxy v' =
@@ -137,7 +138,7 @@ class Facts:
 
     @property
     def aci_promise(self) -> str:
-        """Return the texts of both bounds of mode "aci"; a vacuous bound is left out."""
+        """Return the texts of both bounds of mode "aci"; a bound that says nothing is left out."""
         parts: list[str] = []
         if self.aci_likely:
             parts.append(
@@ -157,7 +158,9 @@ class Facts:
 
     @property
     def least_bounded(self) -> int:
-        """Return the smallest number of decisions on a question for which the bound is useful."""
+        """Return how many decisions a question needs before the bound on its rate excludes any rate
+        from 0 to 1.
+        """
         return math.floor(self.question_bound / max(self.rate, 1 - self.rate)) + 1
 
     @property
@@ -183,7 +186,7 @@ class Facts:
 
     @property
     def clustering(self) -> str:
-        """Return the text about the effective number of stored scores.
+        """Return a note on the effective number of stored scores.
 
         The text is empty if the questions of the scores are not known.
         """

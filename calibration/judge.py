@@ -33,8 +33,8 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageJudge:
-    """A linear prediction of the gain from an escalation. The judge also stores how much better a
-    gate with this prediction is than random escalations.
+    """A linear model that predicts the gain from an escalation, and how much a gate with this
+    prediction gains over a coin.
 
     The gain over a coin is a difference per chunk: the gain if the share `rate` with the best
     predictions is escalated, minus the gain if as many random chunks are escalated. The gain is

@@ -36,12 +36,12 @@ from atts.core import Action, Decision, Origin
 from atts.errors import CalibrationInputError, OptionError
 
 Group = int | tuple[str, int] | None
-"""The stored scores with which a score is compared: those of a turn, those of a (question, turn),
-or all scores (None).
+"""The group of stored scores with which a score is compared: a turn, a (question, turn), or None
+for all scores.
 """
 
 HOLD = 64
-"""Default limit on the scores that wait until an earlier chunk gets its score."""
+"""Default limit on the number of scores that wait because an earlier chunk has no score yet."""
 
 _KIND = "atts calibrator"
 _VERSION = 1
@@ -75,20 +75,20 @@ class PendingScore(NamedTuple):
 
 
 class ReorderBuffer:
-    """A buffer that releases scores in the order of their issue numbers. A score waits until every
-    smaller issue number was pushed or skipped.
+    """A buffer that returns scores in the order of their issue numbers. A score waits until all
+    smaller issue numbers were pushed or skipped.
 
     Short chunks finish first, so pools filled in order of completion would be biased towards short
     chunks. Issues number the chunks from 0 without gaps; a chunk that never gets a score must be
     skipped. At most `limit` scores wait. If more would wait, the buffer gives up the oldest missing
     issues and counts them in `given_up`. If the score of such an issue arrives later, it is
-    released at once.
+    returned at once.
     """
 
     __slots__ = ("_limit", "_next", "_skipped", "_waiting", "given_up")
 
     def __init__(self, limit: int = HOLD) -> None:
-        """Check the limit.
+        """Create a buffer in which at most `limit` scores wait.
 
         :raises CalibrationInputError: for a limit below 1.
         """
@@ -101,7 +101,8 @@ class ReorderBuffer:
         self.given_up = 0
 
     def push(self, issue: int, score: PendingScore) -> list[PendingScore]:
-        """Add the score of an issue; return all scores that this releases, in order of issue.
+        """Add the score of an issue; return all scores that need not wait any longer, in order of
+        issue.
 
         :raises CalibrationInputError: for a negative issue.
         """
@@ -113,14 +114,14 @@ class ReorderBuffer:
         return self._release()
 
     def skip(self, issue: int) -> list[PendingScore]:
-        """Stop waiting for this issue; return all scores that this releases."""
+        """Stop waiting for this issue; return all scores that need not wait any longer."""
         if issue >= self._next:
             self._skipped.add(issue)
         return self._release()
 
     @property
     def next_issue(self) -> int:
-        """Return the highest issue that was pushed or skipped, plus one."""
+        """Return one more than the highest issue that was pushed or skipped."""
         return max([self._next, *(issue + 1 for issue in (*self._waiting, *self._skipped))])
 
     def has_waiting(self, question: str) -> bool:
@@ -204,14 +205,14 @@ class Calibrator(Persisted):
         by_length: bool = False,
         cap: Rate | None = None,
     ) -> None:
-        """Create a calibrator from the scores of a calibration run; `drift` names the action of an
-        alarm.
+        """Create a calibrator from the scores of a calibration run; `drift` names what a drift
+        alarm does.
 
-        `fingerprint` are the conditions of this run. `hold` is the number of scores that may wait
-        for an earlier issue; it must be at least the number of chunks in flight. With `by_length`
-        every mode replaces a score by its rank among chunks of about the same length. At most
-        ceil(`cap` * n) of the first n decisions escalate, for every n, if each decision is observed
-        before the next one is taken.
+        `fingerprint` has the conditions of this run, such as its models. `hold` is the number of
+        scores that may wait for an earlier issue; it must be at least the number of chunks in
+        flight. With `by_length` every mode replaces a score by its rank among chunks of about the
+        same length. At most ceil(`cap` * n) of the first n decisions escalate, for every n, if each
+        decision is observed before the next one is taken.
 
         :raises CalibrationInputError: for an impossible rate, cap, window, decay or stored score;
             mode "split" without stored scores; or `by_length` with stored scores whose lengths are
@@ -334,8 +335,8 @@ class Calibrator(Persisted):
         )
 
     def _run_end(self, left: float | None) -> RunEnd:
-        """Estimate the number of decisions left, and the deficit that may remain, from the share of
-        decisions that is left.
+        """Estimate the number of decisions left and the deficit allowed at the end, from the share
+        of decisions that is left.
         """
         expected = math.inf
         if left is not None and left < 1:
@@ -343,7 +344,9 @@ class Calibrator(Persisted):
         return RunEnd(expected, SLACK * (self.decided + expected))
 
     def _is_cap_reached(self) -> bool:
-        """Return whether one more escalation would exceed ceil(cap * n), in exact arithmetic."""
+        """Return whether escalating the n-th decision, which is next, would exceed ceil(cap * n),
+        in exact arithmetic.
+        """
         if self.cap is None:
             return False
         return self.escalated >= math.ceil(self.cap * (self.decided + 1))
@@ -383,7 +386,7 @@ class Calibrator(Persisted):
         """Drop the state of a finished question.
 
         The question's scores stay in the pools of all questions, so decisions on other questions do
-        not change. Memory then grows only with the number of open questions.
+        not change. Memory then grows only with the number of unfinished questions.
         """
         self._over.add(question)
         self._forget_over()
@@ -399,7 +402,9 @@ class Calibrator(Persisted):
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """Return the settings that must be equal if one calibrator continues the work of another."""
+        """Return the settings that must be the same if one calibrator continues the work of
+        another.
+        """
         limits = (self._options.get("cap"), self._options.get("by_length"))
         return self.rate, self.mode, self.seed, self.stored, self.fingerprint, limits
 
@@ -817,10 +822,11 @@ def rate_metrics(
     escalated: Sequence[bool],
     rate: float,
 ) -> dict[str, float]:
-    """Return six metrics of rate control from sequences of equal length in arrival order.
+    """Return six metrics of rate control from sequences of the same length in arrival order. Larger
+    nonconformity is worse.
 
-    Larger nonconformity is worse. A metric is NaN if the stream has too little data for it: no pair
-    to rank, or fewer than 500 decisions. All metrics of an empty stream are NaN.
+    A metric is NaN if the stream has too little data for it: no pair to rank, or fewer than 500
+    decisions. All metrics of an empty stream are NaN.
     """
     if not len(questions):
         return dict.fromkeys(METRICS, math.nan)
@@ -886,7 +892,8 @@ def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float
 
 
 def sorted_decisions(questions: Any, turns: Any, nonconformity: Any, rate: float) -> Floats:
-    """Return the decisions of a rule that ranks all chunks of a (question, turn) together.
+    """Return the decisions of an ideal rule that sees all chunks of a (question, turn) before it
+    decides.
 
     The rule escalates the worst chunks of each group; the rounding error of a group is carried over
     to the question's next turn.

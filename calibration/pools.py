@@ -25,7 +25,7 @@ _TOP: Callable[[Any], float] = itemgetter(-1)
 
 
 class Ranks:
-    """Sorted scores of eight bytes each, in blocks of bounded size.
+    """A sorted collection of scores, eight bytes each, stored in blocks of bounded size.
 
     An insertion, a count or a selection costs O(log n) comparisons, one move of bounded size and a
     sum over n / 4096 blocks. Infinities and ties are accepted; the caller must refuse NaN.
@@ -118,16 +118,14 @@ class WeightedRank(NamedTuple):
     def p(self, theta: float) -> float:
         """Return the smoothed conformal p-value, near 1 for a worse score.
 
-        If `theta` is uniform on [0, 1] and the n + 1 scores are exchangeable, the p-value is
-        exactly uniform, even with ties (Vovk, Gammerman and Shafer, 2005). If `theta` is 1, it is
-        the deterministic p-value (1 + #{stored <= score}) / (n + 1), for which P(p <= a) <= a.
+        If `theta` is uniform on [0, 1] and the scores are exchangeable, the p-value is exactly
+        uniform, even with ties (Vovk, Gammerman and Shafer, 2005). If `theta` is 1, it is the
+        deterministic p-value (1 + #{stored <= score}) / (n + 1), for which P(p <= a) <= a.
         """
         return (self.below + theta * (1 + self.equal)) / (self.size + 1)
 
     def plus(self, other: WeightedRank) -> WeightedRank:
-        """Add up two ranks of the same score: the result is its rank among the stored scores of
-        both.
-        """
+        """Return the rank of the score among the stored scores of both ranks together."""
         return WeightedRank(
             self.below + other.below, self.equal + other.equal, self.size + other.size
         )
@@ -167,14 +165,16 @@ class Window:
 
 
 class Fading:
-    """All scores, with weights. Each new score multiplies the weights of all older scores by
-    `decay`.
+    """All scores, with weights that fade: each new score multiplies the weights of all older scores
+    by `decay`.
 
-    Weights that do not depend on the scores give weighted p-values for slow drift. The error of
-    such p-values is at most the weighted sum of total-variation distances between old and new
-    scores (Barber et al., 2023). In memory, newer scores get larger weights instead, and all
-    weights are scaled down before they overflow. Scores whose weight is below a billionth of the
-    newest weight are dropped, so about 21 / (1 - decay) scores remain.
+    The weights do not depend on the scores, so slow drift makes the weighted p-values only slightly
+    wrong. Their error is at most the weighted sum of total-variation distances between old and new
+    scores (Barber et al., 2023).
+
+    In memory, newer scores get larger weights instead, and all weights are scaled down before they
+    overflow. Scores whose weight is below a billionth of the newest weight are dropped, so about 21
+    / (1 - decay) scores remain.
     """
 
     __slots__ = ("_decay", "_kept", "_next", "_order", "_scores", "_weights")
@@ -234,8 +234,8 @@ _RIDGE = 2.0
 Point = tuple[float, float]
 """A chunk as (logarithm of its length, nonconformity)."""
 Sums = list[float]
-"""Five sums over the chunks, where x is the log-length and y the score: of 1, x, y, x * x and x *
-y.
+"""Five sums over the chunks: of 1, x, y, x * x and x * y, where x is the log-length and y the
+score.
 """
 
 
@@ -336,7 +336,9 @@ class LengthStrata(Persisted):
             self._split(at)
 
     def _slope(self, at: int) -> float:
-        """Return the ridge slope of scores on log-length, in this stratum and its neighbours."""
+        """Return the slope of scores on log-length in this stratum and its neighbours, by ridge
+        regression.
+        """
         near = [stratum.sums for stratum in self._strata[max(0, at - 1) : at + 2]]
         count, lengths, scores, squares, products = [sum(sums) for sums in zip(*near, strict=True)]
         spread = squares - lengths * lengths / count
@@ -408,7 +410,9 @@ class ScorePool(Persisted, ABC):
 
     @abstractmethod
     def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
-        """Store one score of the run or of a calibration run."""
+        """Store one score: a live score of the run, or a stored score of a calibration run if
+        `live` is False.
+        """
 
     @abstractmethod
     def drop_stored(self) -> None:
@@ -539,12 +543,13 @@ class Residuals(ScorePool):
     """A pool of scores minus the expected score of their question, ranked by turn.
 
     The expected score of a question is its running mean, shrunk towards the running mean of all
-    questions as if `shrinkage` additional scores had equalled that mean. The first score of a new
-    question is compared with the mean of all questions. Later scores are compared mostly with the
-    question's own mean. With `prior`, the rank among the question's residuals is blended in as in
-    `SiblingPool`, for questions with a wider or narrower spread. Infinite scores rank at their end
-    of the scale but are never stored, because one infinite score would make a mean infinite for
-    ever.
+    questions. The mean of all questions counts as `shrinkage` scores. So the first score of a new
+    question is compared with the mean of all questions, and later scores mostly with the question's
+    own mean.
+
+    With `prior`, the rank among the question's residuals is blended in as in `SiblingPool`, for
+    questions with a wider or narrower spread. Infinite scores rank at their end of the scale but
+    are never stored, because one infinite score would make a mean infinite for ever.
     """
 
     # `_own` maps each question to the residuals of its scores. Saved states contain the name, so it
@@ -622,10 +627,10 @@ class Residuals(ScorePool):
 
 
 class _Means(Persisted):
-    """The number and the sum of scores, for each question and for all questions together.
+    """The count and the sum of scores, per question and overall.
 
-    All forgotten questions share one entry, so memory use depends only on the number of open
-    questions.
+    Questions that are no longer tracked are merged into one entry, so memory grows only with the
+    number of unfinished questions.
     """
 
     __slots__ = ("_questions", "count", "total")
@@ -661,8 +666,8 @@ class _Means(Persisted):
 
 
 def _blend(rank: WeightedRank, few: Ranks, value: float, prior: float) -> WeightedRank:
-    """Combine the rank in a pool with the rank among a few values. The pool has the weight of
-    `prior` values.
+    """Combine the rank of a score in a pool with its rank among a few scores. The pool has the
+    weight of `prior` scores.
 
     The p-value is (prior * p of the pool + number of `few` below) / (prior + len(few)). One random
     number breaks the ties in both.

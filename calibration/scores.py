@@ -28,10 +28,9 @@ _SLACK = 1e-6
 class Scale:
     """The domain of a score, with the direction in which scores get worse.
 
-    `low` and `high` are the bounds of the domain, which includes them. `worse` says whether weak
-    chunks have higher or lower scores. `measure` says whether scores are compared by their
-    logarithms ("log", for perplexities) or directly ("linear", for mean log-probabilities and the
-    marks of a judge).
+    `low` and `high` are the inclusive bounds of the domain. `worse` says whether weak chunks have
+    higher or lower scores. `measure` says whether scores are compared by their logarithms ("log",
+    for perplexities) or directly ("linear", for mean log-probabilities and the marks of a judge).
     """
 
     name: str
@@ -334,8 +333,8 @@ def whole_number(what: str, value: object) -> int:
 
 
 def check_fingerprint(what: str, stored: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Raise an error if conditions differ: fields that `stored` or `now` contains must be equal in
-    both.
+    """Raise an error if the conditions differ in any field; a field that only one of them has also
+    counts as a difference.
 
     :raises FingerprintError: naming each difference, if a field differs.
     """
@@ -408,7 +407,7 @@ def is_state(text: str) -> bool:
 
 
 def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
-    """Parse the records of a text in JSON Lines. Blank lines are skipped.
+    """Parse a string in JSON Lines format into records. Blank lines are skipped.
 
     :raises CalibrationInputError: if a line is not a JSON object; the error names the line.
     """
@@ -429,10 +428,11 @@ def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
 
 
 def _read_array(path: Path) -> Sequence[float]:
-    """Read an .npy file that contains one row of numbers.
+    """Read an .npy file that contains a one-dimensional array of numbers.
 
-    The header must declare one row and exactly as many numbers as the file has. `numpy.load` is not
-    used, because it may unpickle objects, and allocates as much memory as the header declares.
+    The header must declare one dimension, and exactly as many numbers as the file has. `numpy.load`
+    is not used, because it may unpickle objects, and allocates as much memory as the header
+    declares.
     """
     data = read_ordinary(path)
     header = _HEADER.match(data)

@@ -19,7 +19,7 @@ V = TypeVar("V")
 class Persisted:
     """A part of a calibrator. Its state consists of the attributes whose names are in `saved`.
 
-    The file contains these names without their leading underscore. A merge adds numbers and
+    The file contains these names without their leading underscore. A merge adds up numbers, joins
     collections of scores, and copies lists. So merging a state into a new, empty part restores it.
     """
 
@@ -37,7 +37,9 @@ class Persisted:
 
 
 class DefaultTable(dict[K, V], Persisted):
-    """A dictionary that creates missing values; `key` converts the keys of the JSON file."""
+    """A dictionary that creates missing values; `key` converts keys from their form in the JSON
+    file.
+    """
 
     def __init__(self, key: Callable[[Any], K], make: Callable[[], V]) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ class DefaultTable(dict[K, V], Persisted):
         return {str(key): _as_json(value) for key, value in self.items()}
 
     def merge(self, state: Any) -> None:
-        """Merge the values of another table into the values of the same keys."""
+        """Merge another table into this one, key by key."""
         for name, value in state.items():
             key = self._key(name)
             self[key] = _merged(self[key], value)
@@ -75,7 +77,7 @@ class GroupTable(DefaultTable[tuple[str, int], tuple[V, ...]]):
         return [[*key, *map(_as_json, values)] for key, values in self.items()]
 
     def merge(self, state: Any) -> None:
-        """Merge the rows of another table into the rows of the same keys."""
+        """Merge the rows of another table into this one, key by key."""
         for question, turn, *values in state:
             key = self._key((question, turn))
             self[key] = _merged(self[key], values)

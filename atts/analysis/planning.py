@@ -257,9 +257,8 @@ class ChunkAdvice:
     The effect on accuracy is not estimated; only another run can measure it.
 
     `cut` is the share of the draft's chunks that ended because they reached the limit. `fixed` is
-    the share of a rollout's seconds that does not depend on the number of tokens. It is estimated
-    by least squares over turns. `fit` is the share of the variance that the least-squares model
-    explains.
+    the share of a rollout's seconds that does not depend on token counts. It is estimated by a
+    least-squares fit over turns, and `fit` is the R² of this fit.
     """
 
     limit: int
@@ -334,9 +333,8 @@ def _drafted(rollout: Rollout) -> list[Chunk]:
 
 
 def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
-    """Yield the numbers of tokens that the draft's chunks would have without a limit.
-
-    A chunk that ended because it reached the limit is joined to the next chunk.
+    """Yield the token counts that the draft's chunks would have without a limit. A chunk that ended
+    because it reached the limit is joined to the next chunk.
     """
     length = 0
     for chunk in chunks:

@@ -112,8 +112,8 @@ def take_all(arrivals: Arrivals) -> Taken:
 
 
 Stops = Callable[[Sequence[int], int], bool]
-"""A function that decides after each arrival whether to stop. Its arguments are the numbers of
-votes for each answer, in descending order, and the number of rollouts that have not arrived.
+"""A function that decides after each rollout whether to stop. Its arguments are the answers' vote
+counts, in descending order, and the number of rollouts that have not arrived yet.
 """
 
 

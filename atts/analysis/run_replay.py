@@ -303,7 +303,7 @@ class _Record:
     def chunks(self) -> Iterator[_JudgedChunk]:
         """Yield the judged chunks in the order of their decisions.
 
-        Chunks whose place in this order is not known come last, in the order of their turns.
+        Chunks whose position in this order is unknown come last, sorted by turn.
         """
         rows = [row for one in self.problems.values() for row in one.rows]
         named = sorted(

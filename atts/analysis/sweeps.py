@@ -165,7 +165,9 @@ def _line(directory: Path) -> RunLine:
 
 
 def _models(run: RecordedRun) -> str:
-    """Return the name of the run's pair; without a pair, return the last part of each model's name."""
+    """Return the name of the run's pair; without a pair, return the last path component of each
+    model's name.
+    """
     pair = run.manifest.settings.get("pair")
     if pair is not None and pair.value:
         return str(pair.value)
@@ -518,10 +520,11 @@ def _contrasts(
 
 
 def _is_beside(reference: ScalingPoint, point: ScalingPoint) -> bool:
-    """Return True if the baseline can be compared with the point.
+    """Return True if the baseline can be compared with the point: they have the same value of each
+    setting of the baseline.
 
-    Both must have the same models. A coin must also have the same rate, policy and limits, because
-    single rollouts are compared.
+    The method may differ. A coin may also have another number of samples, because single rollouts
+    are compared; other baselines may differ in all `LENGTHS`.
     """
     is_coin = reference.values.get("method") == "coin"
     apart = ("method", "samples") if is_coin else ("method", *LENGTHS)

@@ -328,7 +328,7 @@ def _made(
 
 
 def _rows(scores: StoredScores) -> list[dict[str, object]]:
-    """Return the records in their order; a score without a question gets a question of its own."""
+    """Return the records in their order; each score without a question gets its own question."""
     rows = enumerate(scores.records(), 1)
     return [{**row, "question": row["question"] or f"score {place}"} for place, row in rows]
 
@@ -394,7 +394,7 @@ def calibration_format(format: str | None, out: Path | None) -> CalibrationForma
 
 
 def render_calibration(report: CalibrationReport, format: CalibrationFormat) -> str:
-    """Return the report as text in a format.
+    """Return the report as a string in this format.
 
     :raises OptionError: the format is svg or png, which only files can contain.
     """

@@ -575,9 +575,8 @@ def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
 
 
 def runs_chart(points: Sequence[FrontierPoint]) -> Chart | None:
-    """Draw the accuracy and the cost of this run and of each run with which it is compared.
-
-    Return None if no run is graded.
+    """Draw accuracy against cost for this run and for each run that it is compared with. Return
+    None if no run is graded.
     """
     runs = [point for point in points if point.kind == "run"]
     if not runs:

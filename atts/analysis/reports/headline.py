@@ -188,7 +188,7 @@ def corrected(baselines: Sequence[Baseline]) -> tuple[Baseline, ...]:
 
 
 def method(data: RunData) -> str:
-    """Return the name of the run's method; without a method, the name of its gate."""
+    """Return the name of the run's method, or the name of its gate if the run records no method."""
     run = data.run
     if named := run.setting("method"):
         return str(named)
@@ -510,7 +510,7 @@ def percent(share: float) -> str:
 
 
 def span(estimate: Estimate) -> str:
-    """Return the confidence interval of a share as text."""
+    """Return the confidence interval of a share as a string."""
     return f"95 % interval {percent(estimate.low)} to {percent(estimate.high)}"
 
 

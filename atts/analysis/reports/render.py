@@ -37,10 +37,10 @@ FILE_NAMES: dict[Format, str] = {
 
 
 def render(built: BuiltReport, format: Format, problems: str = "") -> str:
-    """Return the report as text in a format.
+    """Return the report as a string in this format.
 
-    `problems` is the file with all problems; if a page does not show all problems, the page links
-    to this file.
+    `problems` is the file with all problems; a page that does not show all problems links to this
+    file.
 
     :raises OptionError: for an unknown format.
     """

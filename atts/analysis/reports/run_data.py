@@ -197,7 +197,7 @@ def _turn(turn: Turn, limit: int, *, is_kept: bool) -> dict[str, Any]:
 
 def _chunks(turn: Turn, limit: int, fate_of_text: str) -> Iterator[list[Any]]:
     """Yield a list for each chunk, discarded chunks first: author, fate (kept, escalated or
-    discarded), text, tokens and how it ended.
+    discarded), text, token count and reason for its end.
     """
     escalated = turn.decision is not None and turn.decision.escalate
     for fate, chunks in (("discarded", turn.discarded), (fate_of_text, turn.chunks)):

@@ -370,7 +370,7 @@ def threshold_table(health: Health) -> ReportTable:
 
 
 def shown_score(health: Health, score: float) -> str:
-    """Return a threshold as text; "none" if there are too few scores for a threshold."""
+    """Return a threshold as a string; "none" if there are too few scores for a threshold."""
     if health.measure == "log":
         return score_words(score, health.score_kind)
     return "none" if math.isinf(score) else f"{score:.4g}"

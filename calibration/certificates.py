@@ -218,8 +218,8 @@ def rejected(p_values: Sequence[float], delta: float) -> list[int]:
     """Return the indices of the hypotheses that fixed-sequence testing rejects.
 
     The test goes down the list, whose order must not depend on the data, and stops at the first
-    p-value above delta. The probability of any false rejection is at most delta: the first true
-    hypothesis of the list must then have a p-value of at most delta.
+    p-value above delta. A true hypothesis is rejected with probability at most delta, because the
+    first true hypothesis of the list must then be rejected too.
 
     >>> rejected([0.001, 0.04, 0.2, 0.01], 0.1)
     [0, 1]

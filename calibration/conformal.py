@@ -210,8 +210,8 @@ def split_rank(n: int, rate: Rate) -> int:
 def split_threshold(stored: Scores, rate: Rate) -> float:
     """Return the k-th smallest stored score; scores above it are escalated.
 
-    Over draws of stored and new scores, a new exchangeable score is escalated with a probability in
-    (rate - 1/(n+1), rate]. The lower end of this range holds only without ties. The threshold is
+    A new exchangeable score is escalated with a probability in (rate - 1/(n+1), rate], over draws
+    of stored and new scores. The lower end of this range holds only without ties. The threshold is
     +inf (never escalate) if n is too small, and -inf at rate 1.
 
     :raises CalibrationInputError: if a score is NaN, or the scores are not one list of numbers.

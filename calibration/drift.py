@@ -880,10 +880,10 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
 
 
 def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> DriftMonitor:
-    """Create a drift monitor of the stored scores, and let it observe the live scores in order.
-    Return the monitor.
+    """Create a drift monitor of the stored scores, let it observe the live scores in order, and
+    return it.
 
-    If there are no live scores, stored scores that may be copies raise an alarm.
+    If there are no live scores, the monitor raises an alarm if stored scores may be copies.
     """
     monitor = DriftMonitor(stored, policy="report")
     if live is None:

@@ -174,7 +174,9 @@ class Facts:
 
     @property
     def draw(self) -> str:
-        """Return the text of the interval that contains the long-run rate at these stored scores."""
+        """Return a sentence with the interval that contains the long-run rate at these stored
+        scores.
+        """
         summary = self._clusters()
         effective = max(1, int(summary.effective if summary else self.count))
         low, high = long_run(effective, self.rate)

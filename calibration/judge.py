@@ -36,8 +36,8 @@ class AdvantageJudge:
     """A linear model that predicts the gain from an escalation, and how much a gate with this
     prediction gains over a coin.
 
-    The gain over a coin is a difference per chunk: the gain if the share `rate` with the best
-    predictions is escalated, minus the gain if as many random chunks are escalated. The gain is
+    The gain over a coin is a difference per chunk. It is the gain from escalating the share `rate`
+    with the best predictions, minus the gain from escalating as many random chunks. The gain is
     cross-validated by problem: each chunk is ranked by a judge that was fitted without the chunks
     of its problem.
     """

@@ -282,9 +282,9 @@ class Calibrator(Persisted):
         """Return the decision on a chunk with this score; store nothing.
 
         The decision depends only on stored scores and on observed decisions. `left` is the share of
-        the run's decisions that is expected to be left, including this decision; None if the share
-        is not known. `length` is the length of the chunk, in tokens or any other unit; it is used
-        if ranks are by length.
+        the run's decisions that is expected to be left, including this decision. It is None if the
+        share is not known. `length` is the length of the chunk, in tokens or any other unit; it is
+        used if ranks are by length.
 
         :raises CalibrationInputError: if the score is not in the declared domain, a turn or sample
             is below 0, `left` is not in [0, 1], or ranks are by length and the length is missing or
@@ -353,11 +353,11 @@ class Calibrator(Persisted):
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
         """Record a decision. `escalated` is the action that was carried out, if it differs from the
-        decision.
+        decision because another rule, such as a hard cap, overrode it.
 
-        This happens if another rule, such as a hard cap, overrides the decision. The realised rate
-        changes at once, but the score is added to the pools in the order of issues. A decision
-        without a score (verification was skipped or failed) changes only the rate.
+        The realised rate changes at once, but the score is added to the pools in the order of
+        issues. A decision without a score (verification was skipped or failed) changes only the
+        rate.
 
         :raises CalibrationInputError: if the score of the decision is not in the declared domain.
         """
@@ -742,10 +742,10 @@ def replay_scores(
 ) -> ReplayResult:
     """Decide on each record {"question", "turn", "score"}, and learn from it before the next one.
 
-    The records are in arrival order. Three fields are optional: "sample"; "left", the share of
-    decisions expected to be left; and "issue", a number from 0 without gaps. Scores with an issue
-    join the pools in the order of issue instead of arrival. The field "length" is needed if ranks
-    are by length. The options are those of `Calibrator`.
+    The records are in arrival order. The options are those of `Calibrator`. The field "sample" is
+    optional. So is "left", the share of decisions expected to be left. The optional field "issue"
+    is a number from 0 without gaps. Scores with an issue join the pools in the order of issue
+    instead of arrival. The field "length" is needed if ranks are by length.
 
     :raises CalibrationInputError: if a record lacks a field, or its score is not a valid score.
     :raises OptionError: for an unknown mode or drift policy.

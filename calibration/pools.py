@@ -116,11 +116,12 @@ class WeightedRank(NamedTuple):
     size: float  # total weight of all stored scores
 
     def p(self, theta: float) -> float:
-        """Return the smoothed conformal p-value, near 1 for a worse score.
+        """Return the smoothed conformal p-value (Vovk, Gammerman and Shafer, 2005), near 1 for a
+        worse score.
 
-        If `theta` is uniform on [0, 1] and the scores are exchangeable, the p-value is exactly
-        uniform, even with ties (Vovk, Gammerman and Shafer, 2005). If `theta` is 1, it is the
-        deterministic p-value (1 + #{stored <= score}) / (n + 1), for which P(p <= a) <= a.
+        If `theta` is uniform on [0, 1] and the n + 1 scores are exchangeable, the p-value is
+        exactly uniform, even with ties. If `theta` is 1, it is the deterministic p-value (1 +
+        #{stored <= score}) / (n + 1), for which P(p <= a) <= a.
         """
         return (self.below + theta * (1 + self.equal)) / (self.size + 1)
 

@@ -74,12 +74,12 @@ class Scale:
 
     @property
     def domain(self) -> str:
-        """Return the domain as text, such as "a perplexity in [1, inf]"."""
+        """Return a description of the domain, such as "a perplexity in [1, inf]"."""
         return f"a {self.name} in [{self.low:g}, {self.high:g}]"
 
 
 def plain_number(what: str, value: object, expected: str = "a number") -> float:
-    """Return any real number as a float, including numbers of numpy.
+    """Return any real number as a float, including NumPy numbers.
 
     :raises CalibrationInputError: naming the value as `what`, if it is not a number; texts and
     booleans are refused.
@@ -402,7 +402,7 @@ def read_scores(
 
 
 def is_state(text: str) -> bool:
-    """Return True if the text of a file is a saved state, False if it has one record per line."""
+    """Return True if a file's content is a saved state, False if it has one record per line."""
     return text.startswith('{"kind": "atts ')
 
 

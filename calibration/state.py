@@ -107,7 +107,7 @@ def _merged(mine: Any, theirs: Any) -> Any:
 
 
 def state_text(state: Mapping[str, Any]) -> str:
-    """Return the text of the file for a state: the state as JSON, with its digest."""
+    """Return the content of the file for a state: the state as JSON, with its digest."""
     body = strict(state)
     return json.dumps({**body, "digest": _digest(body)}, allow_nan=False) + "\n"
 

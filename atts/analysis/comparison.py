@@ -195,7 +195,8 @@ def _name(record: Mapping[str, Any], path: Path) -> str:
     if named is None:
         raise DatasetError(
             str(path),
-            f"a line has none of the fields {', '.join(_NAMES)}: {json.dumps(record)[:80]}",
+            f"a line has none of the fields {', '.join(_NAMES)}; the line is "
+            f"{json.dumps(record)[:80]}",
         )
     return str(named)
 
@@ -310,8 +311,8 @@ def compare(
         example = next(iter(first.problems)), next(iter(second.problems))
         raise DatasetError(
             f"{first.name} and {second.name}",
-            f"the two results have no problem in common; problem ids are such as {example[0]!r} in "
-            f"the first and {example[1]!r} in the second",
+            "the two results have no problem in common; for example, problem ids look like "
+            f"{example[0]!r} in the first and {example[1]!r} in the second",
             "Compare runs on the same problems",
         )
     ours, theirs = ([side.problems[name] for name in common] for side in (first, second))

@@ -169,8 +169,8 @@ def read_plan_data(directory: Path) -> PlanData:
         _add_case(data, outcome, state.finished[outcome.problem.id], seconds)
     if not data.cases:
         raise UsageError(
-            f"{directory}: no problem is finished and graded, so a plan is not possible yet; run "
-            "some problems first"
+            f"{directory}: no problem has been finished and graded yet, so there is nothing to "
+            "plan from; run some problems first"
         )
     return data
 
@@ -660,7 +660,7 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
     runs = [read_plan_data(directory) for directory in directories]
     if len({data.run.manifest.dataset for data in runs}) > 1:
         raise OptionError(
-            "runs", "the runs have different problems; plan from runs of the same dataset"
+            "runs", "the runs are on different problems; give only runs on the same dataset"
         )
     candidates = [option for data in runs for option in options(data)]
     if cap.dollars is not None:
@@ -668,8 +668,8 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
             if option.dollars is None:
                 raise OptionError(
                     "dollars",
-                    f"{option.run} was recorded without prices of its models; make the "
-                    "run with --set prices=FILE",
+                    f"{option.run} was recorded without the prices of its models; to get costs "
+                    "in dollars, start the run with --set prices=FILE",
                 )
     allowed = [option for option in candidates if cap.allows(option)]
     best = max(
@@ -709,8 +709,8 @@ def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
         coin = coins.get(data.rate)
         if coin is None:
             yield (
-                f"It is not known whether the score helps at rate {data.rate:g}: also make a run "
-                f"with --method coin --rate {data.rate:g}, and plan from both runs."
+                f"It is not known whether the score helps at rate {data.rate:g}. To find out, "
+                f"start a run with --method coin --rate {data.rate:g}, and plan from both runs."
             )
             continue
         ours = _shares(data)
@@ -745,13 +745,12 @@ def _power_notes(runs: Sequence[PlanData]) -> Iterator[str]:
     samples = max(len(case.rollouts) for case in first.cases)
     power = paired_power(split, len(first.cases), samples, spread or 0.0)
     basis = (
-        "computed from how much the difference between the first two runs varies from "
-        "problem to problem"
+        "computed from how much the difference between the first two runs varies across problems"
     )
     if spread is None:
         basis = (
-            "a lower bound, because a single run does not show how much differences vary from "
-            "problem to problem"
+            "a lower bound, because a single run does not show how much differences vary "
+            "across problems"
         )
     yield f"Power: {power}; {basis}."
     yield (
@@ -772,17 +771,17 @@ def _shares(data: PlanData) -> dict[str, float]:
 
 def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | None) -> list[str]:
     notes = [
-        "Accuracies are averages over all subsets of the recorded "
-        f"rollouts; the best of {len(found)} options is chosen by its accuracy, which is therefore "
+        "Each accuracy is an average over all subsets of the recorded rollouts. The best of "
+        f"{len(found)} options is the one with the highest accuracy, so its accuracy is "
         "slightly overestimated.",
-        "Costs are upper bounds, because they include rollouts that would be cancelled "
-        "once the vote is settled. Seconds were measured at the load of the recorded runs.",
+        "Costs are upper bounds, because they include rollouts that would be cancelled once "
+        "the vote is settled. Seconds were measured under the load of the recorded runs.",
     ]
     if censored := sum(data.censored for data in runs):
         notes.append(
-            f"{censored} rollouts that were cancelled because the vote was settled are left out. "
-            "Accuracies for fewer samples therefore favour fast rollouts; a run with --early-stop "
-            "none avoids this bias."
+            f"{censored} rollouts were cancelled because the vote was settled, and are left out "
+            "here. Accuracies for fewer samples are therefore biased towards fast rollouts; a "
+            "run with --early-stop none avoids this bias."
         )
     notes += _gain_notes(runs)
     notes += _power_notes(runs)
@@ -790,8 +789,8 @@ def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | Non
         wide = best.accuracy.high - best.accuracy.low
         if wide > 0.15:
             notes.append(
-                f"The 95 % interval of the accuracy is {wide:.2f} wide; more problems "
-                "would distinguish the options better."
+                f"The 95 % interval of the accuracy is {wide:.2f} wide; run more problems to "
+                "distinguish the options better."
             )
     return notes
 
@@ -889,7 +888,9 @@ def judge_pilot(arms: Sequence[PilotArm]) -> PilotReport:
     """
     by_name = {arm.name: arm for arm in arms if not arm.unavailable}
     if "draft-only" not in by_name or "target-only" not in by_name:
-        raise UsageError("a pilot needs runs of draft-only and of target-only")
+        raise UsageError(
+            "a pilot needs one run with method draft-only and one with method target-only"
+        )
     draft = by_name["draft-only"]
     target = by_name["target-only"]
     if len(draft.shares) < 2:
@@ -962,9 +963,15 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
     whole = f"the headroom is {headroom.signed()} in accuracy of single rollouts"
     if not headroom.low > 0:
         if headroom.high < _SMALL:
-            return "draft-only", draft, f"the target is not better than the draft: {whole}"
-        more = f"{whole}; with more problems, it may turn out to be up to {headroom.high:.2f}"
-        return "draft-only", draft, f"the pilot does not show that the target is better: {more}"
+            return "draft-only", draft, f"the target is not more accurate than the draft: {whole}"
+        more = (
+            f"{whole}; with more problems, it could turn out to be as large as {headroom.high:.2f}"
+        )
+        return (
+            "draft-only",
+            draft,
+            f"the pilot does not show that the target is more accurate: {more}",
+        )
     alone: Take = "target-only"
     whole_target = target
     exact = by_name.get("exact")
@@ -974,21 +981,28 @@ def _recommend(rows: Sequence[PilotRow], headroom: Estimate) -> tuple[Take, Pilo
     helpful = [row for row in rows if row.helps]
     if not helpful:
         tried = sum(row.gain is not None for row in rows)
-        known = f"none of {tried} gates is shown to be better than a coin of the same rate"
-        return alone, whole_target, f"{known}, and the target is better: {whole}"
+        known = (
+            f"none of the {tried} tested gates is shown to be better than a coin with the same rate"
+        )
+        return (
+            alone,
+            whole_target,
+            f"{known}, and the target is more accurate than the draft: {whole}",
+        )
     best = min(helpful, key=lambda row: (row.cost_per_point, -row.accuracy.value))
     gain = f"gain over a coin {best.gain.signed()}" if best.gain is not None else ""
     prices = (
-        "one percentage point of accuracy above the draft costs "
-        f"{best.cost_per_point:,.1f} tokens per problem with {best.arm.name}, "
-        f"{whole_target.cost_per_point:,.1f} with {alone}"
+        f"each percentage point of accuracy above the draft costs {best.cost_per_point:,.1f} "
+        f"tokens per problem with {best.arm.name}, and {whole_target.cost_per_point:,.1f} with "
+        f"{alone}"
     )
     if best.cost_per_point < whole_target.cost_per_point:
         return "gate", best, f"{best.arm.name} chooses chunks better than a coin ({gain}); {prices}"
     return (
         alone,
         whole_target,
-        f"the gate helps ({gain}), but {alone} costs less per point of accuracy: {prices}",
+        f"the gate is better than a coin ({gain}), but {alone} costs less per point of "
+        f"accuracy: {prices}",
     )
 
 
@@ -1023,11 +1037,11 @@ def pilot_lines(report: PilotReport) -> list[str]:
     tried = sum(row.gain is not None for row in report.rows)
     return [
         *lines,
-        "Accuracies are those of single rollouts; brackets are 95 % intervals over problems. A "
-        "coin escalates at random; gains compare with a coin of the same policy and rate.",
+        "Accuracies are those of single rollouts. Brackets are 95 % intervals over problems. A "
+        "coin escalates at random. Each gain is relative to a coin with the same policy and "
+        "rate.",
         f"p: p-value of the gain, corrected by Holm's method for {tried} gates. The accuracy of "
         "the best of several methods is slightly overestimated.",
-        "Cost: tokens per problem that the target decodes, plus a tenth of the tokens "
-        "that the target scores or draws while scoring, plus a tenth of the draft's "
-        "tokens.",
+        "Cost per problem: number of tokens that the target decodes, plus a tenth of all other "
+        "tokens: those of the draft, and those that the target scores or samples while scoring.",
     ]

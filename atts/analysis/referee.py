@@ -216,18 +216,18 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
         _one_by_one(_is_beta_sure), "Adaptive-Consistency; named Beta in its_hub",
     ),
     StoppingRule(
-        "doubling", f"checks after 2, 4, 8, ... rollouts; stops if {100 * _DOUBLING_SHARE:g} % of "
-                    "the answers are equal",
+        "doubling", f'checks after 2, 4, 8, ... rollouts, and stops if {100 * _DOUBLING_SHARE:g} % of '
+            'the answers are the same',
         _doubling, "Adaptive in its_hub",
     ),
     StoppingRule(
-        "windows", f"stops when all {_ESC_WINDOW} answers of a window of rollouts are equal", _windows,
+        "windows", f'stops when the {_ESC_WINDOW} rollouts of a window all give the same answer', _windows,
         "ESC",
     ),
     StoppingRule(
         "certaindex",
-        f"stops if there are n >= {_CERTAINDEX_FROM} answers and 1 - entropy / log n is "
-            f"at least {_CERTAINDEX:g}",
+        f'stops when n >= {_CERTAINDEX_FROM} answers have arrived and 1 - entropy / log n is at '
+        f'least {_CERTAINDEX:g}',
         _one_by_one(_certaindex), "Dynasor",
     ),
 )  # fmt: skip
@@ -286,7 +286,8 @@ def deepconf_offline(score: str, kept: float) -> StoppingRule:
         return Taken(len(arrivals), heaviest(arrivals.labels, weights))
 
     about = (
-        f"only the {100 * kept:g} % of rollouts with the highest {score} vote, weighted by {score}"
+        f"only the {100 * kept:g} % of rollouts with the highest {score} vote; votes are "
+        f"weighted by {score}"
     )
     return StoppingRule(f"deepconf offline {100 * kept:g}", about, play, "DeepConf")
 
@@ -315,8 +316,8 @@ def deepconf_online(score: str) -> StoppingRule:
         return Taken(len(arrivals), heaviest(arrivals.labels, weights))
 
     about = (
-        f"drops rollouts less confident than {100 * _KEPT_ONLINE:g} % of the first "
-        f"rollouts; stops if one answer has {100 * SURE:g} % of the weight"
+        f"drops rollouts that are less confident than {100 * _KEPT_ONLINE:g} % of the first "
+        f"rollouts; stops when one answer has {100 * SURE:g} % of the weight"
     )
     return StoppingRule("deepconf online", about, play, "DeepConf")
 
@@ -460,11 +461,12 @@ class RefereeOptions:
     def __post_init__(self) -> None:
         if self.orders is not None and self.orders < 1:
             raise OptionError(
-                "--orders", f"{self.orders} random orders are too few; give at least 1"
+                "--orders", f"{self.orders} is too few random orders; give at least 1"
             )
         if self.samples is not None and self.samples < 2:
             raise OptionError(
-                "--samples", f"{self.samples} is too few rollouts for a rule; give at least 2"
+                "--samples",
+                f"{self.samples} is too few rollouts to apply a rule to; give at least 2",
             )
         if self.unit not in UNITS:
             raise OptionError("--match", f"{self.unit!r} is unknown", UNITS)
@@ -579,7 +581,7 @@ def referee(
     if any(math.isnan(one.costs[unit]) for problem in problems for one in problem.rollouts):
         raise OptionError(
             "--match",
-            f"the {options.unit} of some rollouts are not known; use --match samples instead",
+            f"the {options.unit} of some rollouts were not recorded; use --match samples instead",
         )
     orders = options.orders or max(_FEWEST_ORDERS, min(_ORDERS, _PLAYED // len(problems)))
     tables = [_played_by(problem, rules, most, orders, options.seed) for problem in problems]
@@ -644,7 +646,11 @@ def rules_for(
     if least is not None:
         rules.append(deepconf_online(least))
     rules.append(
-        StoppingRule(ORACLE, "correct if any rollout is correct; no rule can be better", take_all)
+        StoppingRule(
+            ORACLE,
+            "an answer counts as correct if any rollout is correct; no rule can be more accurate",
+            take_all,
+        )
     )
     return rules
 

@@ -633,8 +633,8 @@ def _check_scored(record: _Record) -> None:
     if not record.turns:
         raise OptionError(
             "replay",
-            "no chunk of the run has a score, so a gate cannot decide again. Replay a run that "
-            "scored its chunks; --samples, --turns and --vote need no scores",
+            "no chunk of the run has a score, so a gate cannot repeat its decisions. Replay a "
+            "run with scored chunks; only --samples, --turns and --vote work without scores",
         )
 
 
@@ -741,8 +741,8 @@ def _policy(run: RecordedRun, change: PolicyChange) -> Policy:
         if wanted is not None and wanted > most:
             raise OptionError(
                 name,
-                f"{wanted} is too many, because the run recorded only {most} {name}; a replay "
-                f"cannot add {name}",
+                f"{wanted} is too many: the run recorded only {most} {name}, and a replay "
+                "cannot add any",
             )
     return Policy(
         samples=samples if change.samples is None else change.samples,
@@ -755,13 +755,13 @@ def _capped(gate: Gate | RoundGate, budget: int) -> Gate:
     if budget < 0:
         raise OptionError(
             "budget",
-            f"{budget} escalations per problem are out of range; give 0 or more",
+            f"{budget} is not a possible number of escalations per problem; give 0 or more",
         )
     if isinstance(gate, RoundGate):
         raise OptionError(
             "budget",
-            "this gate ranks the chunks of a round, and the rate sets how many of them escalate; "
-            "leave budget out",
+            "this gate ranks the chunks of each round, and the rate alone sets how many of "
+            "them escalate; leave budget out",
         )
     spent = Counter[str]()
 
@@ -851,7 +851,7 @@ def _accuracy(recorded: _Recorded, problems: Sequence[ReplayedProblem], undecide
         return recorded.accuracy({})
     low = mean_estimate([worst for worst, _ in bounds], len(bounds))
     high = mean_estimate([best for _, best in bounds], len(bounds))
-    note = f"the recorded rollouts do not determine {undecided:,} of the votes"
+    note = f"the recorded rollouts do not determine the result of {undecided:,} of the votes"
     return replace(low, value=math.nan, high=high.high, method="bounds", note=note)
 
 

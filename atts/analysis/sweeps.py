@@ -254,7 +254,7 @@ def load_run_set(directory: Path) -> RunSet:
     if outside:
         raise JournalCorrupt(
             path,
-            f"the run {outside[0]!r} is outside the directory of the sweep",
+            f"the file names the run {outside[0]!r}, which is outside the directory of the sweep",
             "Restore the file from a copy",
         )
     return RunSet(
@@ -552,10 +552,9 @@ def sweep_lines(report: SweepReport) -> Iterator[str]:
 def sweep_notes(report: SweepReport) -> Iterator[str]:
     """Return notes that explain the results of a sweep."""
     yield (
-        "Brackets are 95 % intervals over problems. A difference is the accuracy of the "
-        "vote minus that of method target-only. A gain is the accuracy of single "
-        "rollouts minus that of a coin with the same policy and rate. Both compare runs problem "
-        "by problem."
+        "Brackets are 95 % intervals over problems. A difference is the vote's accuracy minus "
+        "that of method target-only. A gain is the accuracy of single rollouts minus that of a "
+        "coin with the same policy and rate. Both compare the runs problem by problem."
     )
     compared = (("differences", "difference"), ("gains", "gain"))
     counts = {
@@ -564,19 +563,19 @@ def sweep_notes(report: SweepReport) -> Iterator[str]:
     }
     several = [f"{count} {words}" for words, count in counts.items() if count > 1]
     if several:
-        yield f"p-values are corrected by Holm's method, for {' and for '.join(several)}."
+        yield f"p-values are corrected by Holm's method for {' and for '.join(several)}."
     yield (
-        "Best of all: share of problems that at least one rollout solved, an upper "
-        "bound for every vote. In this share, rollouts that were cancelled because the vote was "
-        "settled count as not correct."
+        "Best of all: the share of problems that at least one rollout solved, which is an "
+        "upper bound for every vote. Rollouts that were cancelled because the vote was settled "
+        "count as wrong here."
     )
     calls, shared = (
         sum(getattr(point, name) for point in report.points) for name in ("calls", "shared")
     )
     if shared:
         yield (
-            f"{shared:,} of {calls:,} engine calls reused the result of another run of the sweep; "
-            "tokens and seconds of each run include reused calls."
+            f"{shared:,} of {calls:,} engine calls reused the result of another run of the "
+            "sweep. The tokens and seconds of each run include its reused calls."
         )
 
 
@@ -603,8 +602,8 @@ def _table(report: SweepReport) -> Iterator[str]:
             f"{_number(point.seconds, ',.2f'):>8}{_dollars_column(point) if has_prices else ''}"
         ).rstrip()
     yield (
-        "  target: tokens that the target wrote per problem; seconds: time of the engine "
-        "calls of a problem, summed over the calls."
+        "  target: number of tokens written by the target per problem; seconds: total duration "
+        "of the engine calls per problem."
     )
     if has_prices:
         yield "  dollars: cost per problem, at the prices of the models."
@@ -659,8 +658,8 @@ def _picture(report: SweepReport) -> Iterator[str]:
     if report.along is not None:
         named = (f"{marks[points[0].name]}: {name}" for name, points in report.curves.items())
         yield (
-            f"{'':>8} each curve varies {report.along}; {'; '.join(named)}; T, D, C: target alone, "
-            "draft alone, coin"
+            f"{'':>8} {report.along} varies along each curve; {'; '.join(named)}; T, D, C: "
+            "target alone, draft alone, coin"
         )
 
 
@@ -717,7 +716,8 @@ def headline(report: SweepReport) -> str:
     if target is None:
         return said
     return (
-        f"{said}; the target alone gets {target.accuracy.brief()} for {target.target_tokens:,.0f}"
+        f"{said}; the target alone reaches {target.accuracy.brief()} for "
+        f"{target.target_tokens:,.0f}"
     )
 
 
@@ -765,7 +765,7 @@ def _chart(
         "Bands and whiskers: 95 % intervals over problems. Dashed lines: the baselines. "
         "Dotted lines: the share of problems that at least one rollout solved."
     )
-    along = f" Each curve varies {report.along}." if report.along else ""
+    along = f" Along each curve, {report.along} varies." if report.along else ""
     return replace(
         Chart.of(title, words + along, plot, marks, (columns, rows)),
         wide=True,
@@ -864,7 +864,7 @@ def _cells(contrast: Contrast | None) -> tuple[float | None, ...]:
 def sweep_table(report: SweepReport) -> ReportTable:
     """Return a table with a row for every run of a sweep."""
     columns = (
-        "run", "status", "problems", "accuracy", "from", "to", "difference to the target alone", "from", "to",
+        "run", "status", "problems", "accuracy", "from", "to", 'difference from the target alone', "from", "to",
         "p (Holm)", "gain over a coin, single rollouts", "from", "to", "p (Holm)",
         "any rollout correct", "rate", "target tokens", "draft tokens", "scored tokens", "seconds of calls", "calls",
         "shared calls", "dollars",
@@ -878,4 +878,4 @@ def sweep_table(report: SweepReport) -> ReportTable:
         )
         for p in (*report.references, *report.grid)
     ]  # fmt: skip
-    return ReportTable.of("Every run, costs per problem", columns, rows)
+    return ReportTable.of("Every run, with its costs per problem", columns, rows)

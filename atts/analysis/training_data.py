@@ -114,7 +114,7 @@ class ExportOptions:
         if self.keep is not None and self.keep not in get_args(Keep):
             raise OptionError("--keep", f"{self.keep!r} is unknown", get_args(Keep))
         if self.pairs < 1:
-            raise OptionError("--pairs", f"the number of pairs is {self.pairs}; give at least 1")
+            raise OptionError("--pairs", f"{self.pairs} is too few pairs; give at least 1")
 
 
 @dataclass(slots=True)
@@ -171,7 +171,7 @@ def export_run(
     elif teacher is not None:
         raise OptionError(
             "--teacher",
-            f"records of {options.kind} do not contain a teacher's tokens; leave "
+            f"records of kind {options.kind} have no fields for a teacher's tokens; leave "
             "--teacher out, or use --as opd",
         )
     made = Exported(path, options.kind)
@@ -216,7 +216,8 @@ def _check_tokenizers(run: RecordedRun, teacher: Teacher | None) -> None:
     if teacher is not None and teacher.tokenizer != draft:
         raise OptionError(
             "--teacher",
-            "the teacher's tokenizer differs from that of the run's models; name the run's target",
+            "the teacher's tokenizer is not the one that the run's models use; name the run's "
+            "target as the teacher",
         )
 
 
@@ -240,7 +241,7 @@ def _records(run: RecordedRun, options: ExportOptions, made: Exported) -> Iterat
     if not made.records:
         reasons = ", ".join(f"{reason}: {count:,}" for reason, count in made.skipped.items())
         raise UsageError(
-            f"{run.directory}: this run gives no records of kind {options.kind} "
+            f"{run.directory}: this run yields no records of kind {options.kind} "
             f"({reasons or 'the run is empty'})"
         )
 
@@ -350,9 +351,9 @@ def _preference(
     wrong = [one for one in rollouts if case.verdicts[one.sample] == "wrong"]
     pairs = [(good, bad) for good in correct for bad in wrong]
     if not pairs:
-        made.skipped["all or none of the problem's rollouts are correct, so they give no pair"] += (
-            len(rollouts)
-        )
+        made.skipped[
+            "the problem's rollouts are all correct or all not correct, so they give no pair"
+        ] += len(rollouts)
         return
     name = case.outcome.problem.id
     random = generator(Seed(run=options.seed, problem=name, purpose="preference pairs"))
@@ -436,7 +437,7 @@ def _opd(case: FinishedCase, options: ExportOptions, made: Exported) -> Iterator
         for record in records:
             trained = sum(record["mask"])
             if not trained:
-                made.skipped["no token has the log-probabilities of both models"] += (
+                made.skipped["no token has log-probabilities from both models"] += (
                     record["part"] == "rollout"
                 )
                 continue
@@ -630,8 +631,9 @@ def takeover_examples(run: RecordedRun) -> Examples:
     method = "" if setting is None else str(setting.value)
     if method != TRIAL:
         raise UsageError(
-            f"method {method or '(none)'} escalates chunks by their scores, so escalated "
-            f"chunks differ from accepted chunks; make a run with --method {TRIAL}"
+            f"method {method or '(none)'} escalates chunks by their scores, so its escalated "
+            "chunks are not comparable with its accepted ones; start a run with --method "
+            f"{TRIAL}"
         )
     agreements: dict[tuple[str, int, int], float | None] = {}
     for event in run.decisions():
@@ -659,8 +661,8 @@ def takeover_examples(run: RecordedRun) -> Examples:
                 rate = decision.rate
                 if not 0 < rate < 1:
                     raise UsageError(
-                        f"at rate {rate:g} all decisions are equal; make a run with a "
-                        "rate between 0 and 1"
+                        f"at rate {rate:g} every decision is the same, so there is nothing to "
+                        "learn; start a run with a rate strictly between 0 and 1"
                     )
                 row = judge_features(
                     teacher.get((rollout.sample, turn.index), ()),
@@ -676,8 +678,7 @@ def takeover_examples(run: RecordedRun) -> Examples:
                 problems.append(rollout.problem)
     if not gains:
         raise UsageError(
-            "no graded rollout of the run has a chunk with the log-probabilities of both "
-            "models; problems need reference answers, and both models need the same "
-            "tokenizer"
+            "no graded rollout of the run has a chunk with log-probabilities from both models; "
+            "problems need reference answers, and both models the same tokenizer"
         )
     return Examples(JUDGE_FEATURES, features, gains, problems)

@@ -43,7 +43,9 @@ def read_judge_prompt(file: Path | None) -> str:
     if missing:
         problem = f"{path} lacks {' and '.join(missing)}"
         raise OptionError(
-            "judge prompt", f"{problem}, which atts replaces by the reference and the answer"
+            "judge prompt",
+            f"{problem}; the prompt needs both fields, because atts replaces them with the "
+            "reference and the answer",
         )
     return prompt
 
@@ -93,7 +95,7 @@ async def _judged(record: GradedRecord, engine: Engine, name: str, prompt: str) 
     room = engine.spec.context_length - len(ids)
     if room < 1:
         return _left_open(
-            record, "the reference and the answer do not fit into the judge's context"
+            record, "the reference and the answer together are too long for the judge's context"
         )
     reply = await engine.sample(
         SampleRequest(
@@ -127,7 +129,7 @@ def _decision(reply: str, is_cut: bool) -> tuple[Status | None, str]:
     word, or None and the reason why there is no verdict.
     """
     if is_cut:
-        return None, "the judge's reply was cut by the token limit"
+        return None, "the judge's reply was cut off by the token limit"
     lines = [line for line in reply.rsplit("</think>")[-1].splitlines() if line.strip()]
     last = lines[-1].strip() if lines else ""
     words = _DECISION.findall(last)

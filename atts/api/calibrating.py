@@ -127,7 +127,7 @@ def compare(first: Run, second: Run, *, points: float | None = None, seed: int =
 
     if points is not None and not 0 <= points <= 100:
         raise OptionError(
-            "points", f"{points:g} is outside [0, 100]; give a number of percentage points"
+            "points", f"{points:g} is outside [0, 100]; give a value in percentage points"
         )
     return compare(
         *(read_results(directory_of(one)) for one in (first, second)), points=points, seed=seed
@@ -271,8 +271,8 @@ def _check_same_rollouts(run: RecordedRun, recorded: str, method: str) -> None:
         if name not in _SAME_ROLLOUTS and was != wanted:
             raise OptionError(
                 "method",
-                f"{method} and the recorded run have different values of {name}, so {method} would "
-                f"write other texts. Run {method} instead of replaying it",
+                f"{method} uses another value of {name} than the recorded run, so it would "
+                f"generate different texts; run {method} instead of replaying it",
             )
 
 
@@ -300,7 +300,8 @@ def directory_of(run: Run) -> Path:
         return Path(run)
     if run.directory is None:
         raise UsageError(
-            "this run was kept in memory only; give `evaluate` a directory to analyse the run later"
+            "this run was kept only in memory; to analyse a run later, pass a directory to "
+            "`evaluate`"
         )
     return run.directory
 
@@ -369,7 +370,7 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
         raise CalibrationInputError(
             "the run's scores",
             0,
-            "at least one score, from a gate that requests target scores",
+            "at least one score of a gate that requests target scores",
         )
     decisions = [decision for decision, _ in with_lengths]
     lengths = tuple(length for _, length in with_lengths)

@@ -71,7 +71,7 @@ def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
             # TOML file, a number in quotation marks is probably a mistake.
             raise OptionError(
                 label,
-                f"{value!r} is a text, not {KINDS[key.kind]}: leave out the quotation marks",
+                f"{value!r} is a string, not {KINDS[key.kind]}; leave out the quotation marks",
             )
         yield key, value, str(path), label
 
@@ -565,8 +565,8 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
             if settings[name].origin != "default":
                 raise OptionError(
                     name,
-                    f"the method {method} sets this key to {value!r}; leave the key out, or use "
-                    f"another method",
+                    f"method {method} sets this key to {value!r} itself; leave the key out, or "
+                    "use another method",
                 )
             settled[name] = Setting(value, f"method {method}")
     return settled

@@ -224,13 +224,13 @@ def speculation_words(
     if {name for name, _ in parse_qsl(settings)} & {"drafter", "speculate", "k"}:
         return "the drafter named in the target's address"
     if speculation is not None:
-        return "earlier texts on the same problem" if speculate == "suffix" else "the draft"
+        return "earlier texts for the same problem" if speculate == "suffix" else "the draft"
     if lent:
         return "the draft, if both models share a tokenizer and the target is computed on a CPU"
     if speculate == "auto" and _is_one_loop(draft, target):
         return (
-            "nothing: draft and target share blocks of a zoo and one step loop, in which "
-            "speculation is not possible"
+            "nothing: draft and target share blocks of a zoo and one step loop, and such a "
+            "loop cannot speculate"
         )
     if speculate == "auto":
         return "nothing: atts speculates only if draft and target run on this machine"
@@ -262,16 +262,17 @@ def _speculation(
         advice = (
             advice
             if is_server
-            else ("leave speculate out, and set speculation in the engine's options")
+            else ("leave speculate out, and configure speculation in the engine's own options")
         )
         raise OptionError(
             "speculate",
-            f"{speculate} needs a target on this machine, embedded or hf:MODEL: {advice}",
+            f"{speculate} needs a target that runs on this machine (embedded or hf:MODEL); "
+            f"{advice}",
         )
     if speculate == "suffix":
         return SpeculationOptions(speculate="suffix"), ""
     if not drafter:
-        problem = "needs a draft on this machine that proposes tokens: embedded or hf:MODEL"
+        problem = "needs a draft that runs on this machine to propose tokens (embedded or hf:MODEL)"
         raise OptionError(
             "speculate", f"{speculate} {problem}; use another draft, or leave speculate out"
         )
@@ -429,7 +430,9 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
     model = zoo.model(name)
     if not count.isdecimal() or not 1 <= int(count) <= _MOST_REPLICAS:
         raise OptionError(
-            "replicas", f"{count!r} is not a number of processes from 1 to {_MOST_REPLICAS}"
+            "replicas",
+            f"{count!r} is not a possible number of processes; give a whole number from 1 "
+            f"to {_MOST_REPLICAS}",
         )
     found = _ZooModel(str(zoo.folder(name)), urlencode(named), "", int(count))
     if bound is None:
@@ -446,14 +449,14 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
         kept = zoo.within(name, float(bound))
     except ValueError:
         raise OptionError(
-            "lossy", f"{bound!r} is not a number of nats per token, such as 0.01"
+            "lossy", f"{bound!r} is not a number; give a bound in nats per token, such as 0.01"
         ) from None
     stands = (
         ", ".join(f"{other} as {place}" for place, other in kept.loss.stands.items())
         if kept.loss
         else ""
     )
-    loss = f"{kept.name}, a lossy replacement, is used instead of the model ({stands}): {kept.loss}"
+    loss = f"the lossy replacement {kept.name} is used instead of the model ({stands}): {kept.loss}"
     return found._replace(folder=str(zoo.folder(kept.name)), loss=loss)
 
 
@@ -478,7 +481,8 @@ def _drafter_model(words: str) -> str:
     if scheme != "hf" or not model or "?" in model:
         known = "embedded:draft, embedded:deep, hf:OWNER/NAME, hf:./FOLDER or zoo:DIR/NAME"
         raise OptionError(
-            "drafter", f"{words!r} does not name a draft model; write {known}, without settings"
+            "drafter",
+            f"{words!r} does not name a draft model; write one of {known}, without settings",
         )
     return model
 
@@ -551,8 +555,9 @@ def budget_warnings(policy: Policy, budget: Budget) -> Iterator[str]:
     most = bounds.turns * per_turn
     if policy.turns is not None and most < bounds.max_tokens:
         yield (
-            f"--turns {bounds.turns} ends a rollout after {most:,} of its {bounds.max_tokens:,} "
-            "tokens; leave --turns out to get as many turns as the tokens need"
+            f"--turns {bounds.turns} ends a rollout after at most {most:,} of its "
+            f"{bounds.max_tokens:,} tokens; leave --turns out to allow as many turns as the "
+            "tokens need"
         )
 
 
@@ -568,9 +573,9 @@ def score_warnings(policy: Policy) -> Iterator[str]:
     if policy.score.kind == "speculative" and temperatures != (1.0, 1.0):
         yield (
             "score.kind=speculative compares the models at temperature 1, but they are sampled "
-            f"at {temperatures[0]:g} (draft) and {temperatures[1]:g} (target): the score ranks "
-            "chunks, but it is not the probability of acceptance; give --temperature 1 to get this "
-            "probability"
+            f"at {temperatures[0]:g} (draft) and {temperatures[1]:g} (target): the score still "
+            "ranks chunks, but it is not the probability of acceptance; give --temperature 1 "
+            "to make it this probability"
         )
 
 

@@ -107,7 +107,8 @@ def read_stop_when(compare_to: str | Path, stop_when: str) -> StopWhen:
         near = -1.0
     if word != "decided" or not (0 < near <= 100 or not mark):
         raise OptionError(
-            "stop_when", f"{stop_when!r} is neither decided nor decided=POINTS, such as decided=2"
+            "stop_when",
+            f"{stop_when!r} is not a condition; write decided, or decided=POINTS such as decided=2",
         )
     from atts.analysis import read_results
 
@@ -196,13 +197,13 @@ class evaluate:
         if (compare_to is None) != (stop_when is None):
             raise OptionError(
                 "stop_when",
-                "--compare-to and --stop-when must be given together; `atts compare` compares "
-                "finished runs",
+                "give --compare-to and --stop-when together; to compare finished runs, use "
+                "`atts compare`",
             )
         if compare_to is not None and shard is not None:
             raise OptionError(
                 "stop_when",
-                "a shard has only a part of the problems, so it cannot decide the comparison; "
+                "a shard runs only some of the problems, so it cannot decide the comparison; "
                 "leave out --shard or --stop-when",
             )
         self._stop_when: StopWhen | None = None
@@ -402,7 +403,7 @@ def _changed_problems(
     if not changed:
         changed = ["problems"]
         here["problems"] = "others"
-        there["problems"] = f"{stored.problems} problems with other texts or in another order"
+        there["problems"] = f"{stored.problems} problems that differ in text or order"
     now |= here
     then |= there
     return changed
@@ -473,7 +474,8 @@ class Session:
             if not {*changed.roles} <= {*plan.roles}:
                 missing = next(role for role in changed.roles if role not in plan.roles)
                 problem = (
-                    f"the policy needs the {missing}, which this session's method does not open"
+                    f"the policy needs the {missing}, which this session did not open because "
+                    "its method does not need it"
                 )
                 raise OptionError("policy", problem)
             plan = replace(
@@ -682,13 +684,13 @@ class SyncSession:
     def _opened(self) -> tuple[BlockingPortal, Session]:
         if self._open is None:
             raise EngineUnavailable(
-                "atts", "the session is not open", "Use the session inside `with`"
+                "atts", "the session is not open", "Use the session inside its `with` block"
             )
         if os.getpid() != self._process:
             raise EngineUnavailable(
                 "atts",
-                f"process {self._process} opened the session, and the current process is a forked "
-                f"child of that process",
+                f"the session was opened by process {self._process}, and this process was "
+                "forked from it",
                 "Open another session in the child",
             )
         return self._open

@@ -29,7 +29,7 @@ KINDS: Mapping[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
-    str: "text",
+    str: "a string",
 }
 """The name of each type of value in error messages."""
 
@@ -78,7 +78,9 @@ class Key:
         # Only NaN differs from itself. The value is NaN if the conversion failed, or if the user
         # gave NaN, which no key allows.
         if converted != converted:
-            raise OptionError(label, f"{value!r} is not {KINDS.get(self.kind, 'a list of texts')}")
+            raise OptionError(
+                label, f"{value!r} is not {KINDS.get(self.kind, 'a list of strings')}"
+            )
         return converted
 
 

@@ -50,7 +50,9 @@ class PairChoice:
     def __post_init__(self) -> None:
         for name in ("draft_servers", "target_servers"):
             if not 1 <= getattr(self, name) <= 90:
-                raise OptionError(name, f"{getattr(self, name)} servers; give 1 to 90")
+                raise OptionError(
+                    name, f"{getattr(self, name)} is not a possible number of servers; give 1 to 90"
+                )
 
 
 @dataclass(frozen=True, slots=True)

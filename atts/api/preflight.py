@@ -226,7 +226,7 @@ def _mean_rollout(
     dataset = _without_slice(configuration["dataset"])
     past = _best_past(configuration, setup.roles)
     if past is not None:
-        words = f"as in {past.directory}: the same models and method, {past.rollouts:,} rollouts"
+        words = f"based on {past.directory}: the same models and method, {past.rollouts:,} rollouts"
         grown = setup.rate / past.rate if past.rate > 0 else 1.0
         if not math.isclose(grown, 1.0):
             words += (
@@ -234,7 +234,7 @@ def _mean_rollout(
                 "to the rate"
             )
         if past.dataset != dataset:
-            words += f"; the earlier run was on {past.dataset}, so the estimate is only a guess"
+            words += f"; that run used the dataset {past.dataset}, so the estimate is only a guess"
         return Tokens(past.mean.draft, past.mean.scored, past.mean.target * grown), words
     if set(setup.asked) == {"embedded"}:
         return _from_solutions(setup, problems)
@@ -262,7 +262,7 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
     ):
         return (
             None,
-            "no earlier run of the embedded models on other problems, so the cost is unknown",
+            "no earlier run of the embedded models on these problems, so the cost is unknown",
         )
     split = parts[1]
     seed = int(parts[2])
@@ -288,10 +288,7 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
         # With takeover "continue", the draft's chunk stays in the text and the target adds a chunk.
         # So a rollout needs fewer chunks of the draft.
         drafted = length / (1 + setup.rate)
-    words += (
-        f"; atts assumes that the target writes a chunk for a fraction {setup.rate:g} of the "
-        "draft's chunks"
-    )
+    words += f"; atts assumes that a fraction {setup.rate:g} of the draft's chunks is escalated"
     return Tokens(drafted, drafted, drafted * setup.rate), words
 
 
@@ -424,7 +421,10 @@ def _is_given(name: str, configuration: Configuration) -> bool:
 def _lengths(configuration: Configuration, setup: Setup) -> Iterator[Check]:
     tokens, turns, draft, target, _ = setup.run_policy.bounds()
     origin = configuration.settings["max_tokens"].origin
-    seen = f"{tokens:,} tokens a rollout ({origin}), chunks of {draft} and {target}, {turns} turns"
+    seen = (
+        f"{tokens:,} tokens per rollout ({origin}), chunks of {draft} (draft) and {target} "
+        f"(target), {turns} turns"
+    )
     yield Check("lengths", "ok", seen)
     for warning in setup.warnings:
         seen, _, advice = warning.partition("; ")
@@ -441,7 +441,7 @@ def _disk(directory: Path) -> Iterator[Check]:
     if free < _TIGHT_GB:
         status = "fail" if free < _FULL_GB else "warn"
         advice = (
-            "Free some space, or write the run elsewhere with --out; the run's journal stores "
+            "Free some space, or put the run elsewhere with --out; the run's journal stores "
             "every token"
         )
     yield Check("disk", status, f"{free:,.1f} GB free for {directory}", advice)
@@ -470,13 +470,15 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
     for kind in kinds:
         placement = gpu_placement(pair, kind, tokens, roles=setup.roles)
         if placement is None:
-            yield Check("memory", "fail", f"{pair.name} does not fit on eight {kind}")
+            yield Check(
+                "memory", "fail", f"{pair.name} does not fit even on eight cards of kind {kind}"
+            )
             continue
         count = "1 rollout" if placement.rollouts == 1 else f"{placement.rollouts} rollouts"
         seen = f"{placement}; the cache has room for {count}"
-        start = f"`atts pairs {pair.name} --card {kind}` prints the commands of the servers"
+        start = f"`atts pairs {pair.name} --card {kind}` prints the commands that start the servers"
         if kind not in here:
-            advice = f"Run `atts doctor` on the machine of the servers; {start}"
+            advice = f"Run `atts doctor` on the machine where the servers will run; {start}"
             yield Check("memory", "warn", f"{seen}; this machine has no {kind}", advice)
         elif placement.count > here.count(kind):
             yield Check("memory", "fail", seen, "Use a smaller pair, or larger cards")
@@ -504,7 +506,7 @@ def _memory_elsewhere(configuration: Configuration, pair: Pair) -> Check:
     held_by = (
         f"{pair.name} needs {' or '.join(fitting)}"
         if fitting
-        else f"no usual card has room for {pair.name}"
+        else f"no common card has room for {pair.name}"
     )
     seen = f"this machine has no GPU; {held_by}"
     return Check(
@@ -519,10 +521,15 @@ def _local_memory(pair: Pair, setup: Setup, kind: str, here: Sequence[str]) -> C
     tokens = setup.run_policy.bounds().max_tokens
     counts = tuple(range(1, min(2, here.count(kind)) + 1)) or (1, 2)
     placement = local_placement(pair, kind, tokens, setup.concurrency, counts, setup.roles)
-    serve = f"`atts pairs {pair.name} --card {kind}` prints server commands for the pair"
+    serve = (
+        f"`atts pairs {pair.name} --card {kind}` prints the commands that start servers for the "
+        "pair"
+    )
     if placement is None:
         seen = f"{pair.name} does not fit on {counts[-1]} x {kind} in this process"
-        return Check("memory", "fail" if kind in here else "warn", seen, f"Serve it: {serve}")
+        return Check(
+            "memory", "fail" if kind in here else "warn", seen, f"Use servers instead: {serve}"
+        )
     seen = f"{placement}; {placement.rollouts} rollouts fit at the same time"
     if kind not in here:
         return Check("memory", "warn", f"{seen}; this machine has no {kind}", serve)
@@ -590,8 +597,8 @@ def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
         yield Check(
             role,
             "warn",
-            f"{spec.model} is served, but the pair names {wanted}",
-            "The calibration scores and prompts of the pair may not suit this model",
+            f"the server runs {spec.model}, but the pair names {wanted}",
+            "The pair's calibration scores and prompts may not suit this model",
         )
     finding = dict(spec.findings).get("speculation", "")
     if finding and "does not speculate" not in finding:
@@ -606,7 +613,7 @@ def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
                 role,
                 "warn",
                 f"{name}: {finding}",
-                "docs/servers.md names the server flag that enables this feature",
+                "See docs/servers.md for the server flag that enables this feature",
             )
 
 
@@ -638,8 +645,8 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
         seen = "one tokenizer for both models"
         if draft.spec.tokenizer != target.spec.tokenizer:
             seen = (
-                "the models have two tokenizers: atts encodes each chunk for both models, and "
-                "scores are means per token"
+                "the models have different tokenizers: atts encodes each chunk once for each "
+                "model, and scores are means per token"
             )
         yield Check("tokenizers", "ok", seen)
     yield from _templates(setup, engines)
@@ -650,15 +657,16 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
         yield Check(
             "context",
             "warn",
-            f"a context of {shortest:,} tokens, but a rollout alone may have {most:,} tokens",
+            f"the context has {shortest:,} tokens, but a rollout without its prompt may already "
+            f"have {most:,}",
             advice,
         )
     else:
         yield Check(
             "context",
             "ok",
-            f"a context of {shortest:,} tokens has room for a problem and a rollout of {most:,} "
-            f"tokens",
+            f"the context of {shortest:,} tokens has room for a problem and a rollout of "
+            f"{most:,} tokens",
         )
 
 
@@ -682,8 +690,7 @@ def _templates(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
     if len(set(thinks.values())) == 2:
         opens = next(role for role, opened in thinks.items() if opened)
         advice = (
-            "The first chunks of the draft are improbable under the target, so expect more "
-            "escalations"
+            "The target will find the draft's first chunks improbable, so expect more escalations"
         )
         yield Check(
             "templates",

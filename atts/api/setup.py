@@ -101,14 +101,14 @@ def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | 
     if run.setting("abstain") is not None:
         raise OptionError(
             "labelled",
-            f"the run in {labelled} used abstain too; make the labelled run without abstain",
+            f"the run in {labelled} itself used abstain; start the labelled run without it",
         )
     undone = (run.manifest.problems or 0) - state.done
     if undone > 0:
         raise OptionError(
             "labelled",
-            f"{undone} problems of {labelled} are not finished, and the finished problems are a "
-            "biased sample; finish the run first",
+            f"{undone} problems of {labelled} are not finished, and finished problems alone are "
+            "a biased sample; finish the run first",
         )
     graded = state.graded.values()
     if not graded:
@@ -160,8 +160,8 @@ class Setup:
     ] = "aci"
     by_length: Annotated[
         bool | None,
-        "whether a score is compared only with scores of chunks of similar length; none: true for "
-        "rate scope marginal, else false",
+        "whether each score is compared only with the scores of chunks of similar length; "
+        "none: true for rate scope marginal, false otherwise",
     ] = None
     cap: Annotated[
         float | None,
@@ -175,13 +175,13 @@ class Setup:
     stored: Sequence[float] | StoredScores = ()
     conditions: Annotated[
         Conditions,
-        "action if stored scores were made with other models or settings than this run: match "
-        "refuses the scores, ignore uses them with a warning",
+        "what to do if the stored scores come from other models or settings than this run: "
+        "match refuses them, ignore uses them with a warning",
     ] = "match"
     on_unscored: Annotated[
         OnUnscored,
-        "action if many chunks in a row have no usable score: stop ends the run and keeps its "
-        "work, escalate lets the target rewrite such chunks",
+        "what to do if many chunks in a row have no usable score: stop (end the run and keep "
+        "its work) or escalate (the target rewrites such chunks)",
     ] = "stop"
     give_up_after: Annotated[
         float,
@@ -190,8 +190,8 @@ class Setup:
     ] = GIVE_UP_AFTER
     warmup: Annotated[
         int,
-        "warm-up: the gate is calibrated with this number of first scores of the run instead of "
-        "stored scores; 0: no warm-up",
+        "warm-up: how many of the run's first scores calibrate the gate, instead of stored "
+        "scores; 0: no warm-up",
     ] = 0
     grader: Annotated[
         str | None,
@@ -209,15 +209,15 @@ class Setup:
     ] = None
     accept_when_agreeing: Annotated[
         float | None,
-        "accept a chunk without computing its score if this share of the finished rollouts agrees "
-        "on an answer; other chunks are escalated instead",
+        "accept a chunk without a score if this share of the finished rollouts agrees on an "
+        "answer; to keep the rate, other chunks are escalated instead",
     ] = None
     # Speculation makes the target faster, but does not change the texts that the target writes.
     speculate: Annotated[
         Speculate,
         "source of the tokens that speculation proposes to a local target: draft (the draft "
-        "model), auto (the draft model if it is compatible), suffix (earlier texts), off (none), "
-        "or pearl, ssd, mirror (the draft model works during the target's steps)",
+        "model), auto (the draft model if compatible), suffix (earlier texts), off (none). "
+        "With pearl, ssd or mirror, the draft model works during the target's steps",
     ] = "auto"
     seed: Annotated[int, "random seed"] = 0
     concurrency: Annotated[
@@ -237,7 +237,7 @@ class Setup:
         if self.cap is not None and not 0 <= self.cap <= 1:
             raise OptionError("cap", f"{self.cap} is outside [0, 1]; give a share of chunks")
         if not 0 <= self.give_up_after < math.inf:
-            problem = f"{self.give_up_after} is not a number of seconds; give 0 or more"
+            problem = f"{self.give_up_after} is not a possible number of seconds; give 0 or more"
             raise OptionError("give_up_after", problem)
 
     @property
@@ -463,8 +463,7 @@ class Setup:
         if not rule.judge:
             raise OptionError(
                 "score.judge",
-                "score.kind learned needs the file of a judge; `atts calibration judge` writes "
-                "this file",
+                "score.kind=learned needs a judge file, which `atts calibration judge` writes",
             )
         judge = AdvantageJudge.from_state(read_state(Path(rule.judge)))
         if judge.names != JUDGE_FEATURES:
@@ -497,7 +496,7 @@ class Setup:
         if self.cap is not None and not isinstance(gate, ConformalGate):
             raise OptionError(
                 "cap",
-                f"method {self.method!r} cannot limit escalations by a hard cap; use method atts, "
+                f"method {self.method!r} cannot keep a hard cap on escalations; use method atts "
                 "without a warm-up",
             )
         return self._sparing(gate), calibrator
@@ -508,8 +507,8 @@ class Setup:
         if not 0 < self.accept_when_agreeing <= 1:
             raise OptionError(
                 "accept_when_agreeing",
-                f"{self.accept_when_agreeing} is not a share of agreeing rollouts; give a number "
-                "above 0 and at most 1",
+                f"{self.accept_when_agreeing} is not a possible share of rollouts; give a "
+                "number above 0 and at most 1",
             )
         if not isinstance(gate, ConformalGate):
             raise OptionError(
@@ -697,7 +696,7 @@ def _graded_by(
     if hasattr(said, "status") and hasattr(said, "rule"):
         return said
     if said is not None and not isinstance(said, bool):
-        raise TypeError(f"{name} returned {said!r}, not True, False, None or a verdict")
+        raise TypeError(f"{name} returned {said!r} instead of True, False, None or a verdict")
     return Verdict("unscored" if said is None else "equal" if said else "different", name)
 
 

@@ -144,7 +144,7 @@ def plan_sweep(
     """
     axes = {name: _values(name, values, flags or {}, pairs) for name, values in over.items()}
     if not axes:
-        raise OptionError("--over", "nothing varies; give KEY=VALUE,VALUE such as rate=0.1,0.2,0.4")
+        raise OptionError("--over", "no key varies; give KEY=VALUE,VALUE such as rate=0.1,0.2,0.4")
     base = configure(flags, pairs, file=file)
     directory = _directory(base, axes)
 
@@ -208,8 +208,8 @@ def _values(
     if name in _FIXED or name.startswith("limits."):
         raise OptionError(
             "--over",
-            f"{name} cannot vary in a sweep, because it chooses the problems or does not change "
-            "the results",
+            f"{name} cannot vary in a sweep, because it either selects the problems or has no "
+            "effect on the results",
         )
     if name not in known:
         raise OptionError(
@@ -218,11 +218,11 @@ def _values(
     if flags.get(name) is not None or any(pair.partition("=")[0].strip() == name for pair in pairs):
         raise OptionError(
             "--over",
-            f"{name} varies in this sweep, but another flag sets it too; leave the other flag out",
+            f"{name} varies in this sweep, but another flag also sets it; leave out the other flag",
         )
     unique = tuple(dict.fromkeys(_read(known[name], value) for value in values))
     if not unique:
-        raise OptionError("--over", f"{name} has no values; give some, as in {name}=VALUE,VALUE")
+        raise OptionError("--over", f"no values are given for {name}; write {name}=VALUE,VALUE")
     return unique
 
 
@@ -230,7 +230,7 @@ def _read(key: Key, value: object) -> Value:
     converted = key.read(value, f"--over {key.name}")
     if converted is None or isinstance(converted, str | int | float):
         return converted
-    raise OptionError("--over", f"{key.name} is a list, which cannot vary here")
+    raise OptionError("--over", f"{key.name} takes a list, and such a key cannot vary in a sweep")
 
 
 def _references(
@@ -350,7 +350,8 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
                     if len(judged) > 1:
                         raise OptionError(
                             "score.reward",
-                            "a sweep uses one reward model; make a sweep for each reward model",
+                            "a sweep can use only one reward model; start one sweep per reward "
+                            "model",
                         )
                     for rule in judged:
                         target = beside_reward_model(target, rule)
@@ -427,7 +428,7 @@ def _keep(planned: Sweep) -> None:
             if settings.get(name) != stored.settings.get(name):
                 raise _another(
                     directory,
-                    f"the sweep in this directory has {name} {stored.settings.get(name)!r}",
+                    f"the sweep in this directory uses {name}={stored.settings.get(name)!r}",
                 )
         points = {one.name: one for one in stored.points} | points
         over = {
@@ -528,13 +529,13 @@ async def run_pilot(
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     base = configure({**PILOT, **given}, pairs, file=file)
     if base["method"] != "atts":
-        raise OptionError("method", "a pilot runs several methods, so leave the method out")
+        raise OptionError("method", "a pilot always runs several methods; leave the method out")
     graded = [problem for problem in base.job.load().problems if problem.answer is not None]
     if len(graded) < 2:
         raise OptionError(
             "dataset",
-            f"{len(graded)} of the problems has a reference answer, but a pilot needs at least two "
-            "such problems",
+            f"the dataset has {len(graded)} problems with a reference answer, but a pilot needs "
+            "at least 2",
         )
     directory = base.directory
     if base.job.out is None:
@@ -691,7 +692,7 @@ async def pilot(
     flags = {**(settings or {}), "dataset": dataset, "out": str(directory)}
     end = await run_pilot(flags)
     if end.report is None:
-        raise OptionError("pilot", "a run did not finish; the same call continues this run")
+        raise OptionError("pilot", "a run did not finish; to continue it, make the same call again")
     return end.report
 
 

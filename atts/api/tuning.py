@@ -114,23 +114,23 @@ class TuneAdvice:
         """Return warnings about the measurements, and about using the advised settings."""
         if not self.acceptance:
             return (
-                "the server proposed no tokens, so the acceptance rate is not known: start it with "
-                "a "
-                "--speculative-config, and tune again",
+                "the server proposed no tokens, so their acceptance rate is unknown; start the "
+                "server with a --speculative-config, and tune again",
             )
         found = list[str]()
         if self.loads and self.fewest_rows > self.loads[0].load:
             found.append(
-                "the server proposes tokens at every load, so each timed step computed at least "
-                f"{self.fewest_rows} tokens, and the gain at smaller loads is only an estimate. "
-                "Time the server without speculation as well"
+                "the server proposes tokens at every load, so each timed step computed at "
+                f"least {self.fewest_rows} tokens. The gain at smaller loads is therefore only "
+                "an estimate; to improve it, also time the server without speculation"
             )
         paying = [each.load for each in self.loads if each.length]
         if paying and not self.loads[-1].length:
             found.append(
-                f"above {max(paying)} requests in flight, proposals cost more time than they save. "
-                "The printed setting cannot switch proposals off there, because of an open defect "
-                f"of vLLM (vLLM issue 49548): keep --concurrency at {max(paying)} or below"
+                f"with more than {max(paying)} requests in flight, proposals cost more time "
+                "than they save. An open defect of vLLM (vLLM issue 49548) prevents the "
+                f"printed setting from turning them off; keep --concurrency at {max(paying)} or "
+                "below"
             )
         return tuple(found)
 
@@ -168,8 +168,8 @@ class TuneAdvice:
         if self.acceptance:
             shares = ", ".join(f"{share:.2f}" for share in self.acceptance)
             lines.append(
-                "share of tokens accepted at each position, if all earlier tokens were accepted: "
-                f"{shares}"
+                "share of tokens accepted at each position, given that all earlier tokens were "
+                f"accepted: {shares}"
             )
         lines.append(f"--speculative-config {self._quoted}")
         lines += [f"warning: {warning}" for warning in self.warnings]
@@ -198,7 +198,9 @@ async def tune(
     """
     if not loads or min(loads) < 1 or any(one >= other for one, other in pairwise(loads)):
         raise OptionError(
-            "--load", f"{list(loads)} must be whole numbers of at least 1, in rising order"
+            "--load",
+            f"{list(loads)} is not a list of increasing whole numbers, the first of them at "
+            "least 1",
         )
     for name, value in (("--tokens", tokens), ("--most", most)):
         if value < 1:

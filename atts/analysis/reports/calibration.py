@@ -66,7 +66,7 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
     if kind == "run" and check is not None and check.standing != "held":
         points.append(("bad" if check.standing == "left" else "care", str(check)))
     elif check is not None and check.standing == "left":
-        points.append(("care", f"if a calibrator decides on the scores in file order, {check}"))
+        points.append(("care", f"if a calibrator decided on the scores in file order, {check}"))
     points.extend(
         ("bad", f"drift alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}")
         for alarm in control.alarms
@@ -75,12 +75,12 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
         points.append(
             (
                 "care",
-                "the drift statistic passed the alarm level: scores of later questions differ "
-                "from scores of earlier questions",
+                "the drift statistic passed the alarm level: later questions have different "
+                "scores from earlier ones",
             )
         )
     if control.forced:
-        points.append(("care", f"the gate took {control.forced:,} decisions without a score"))
+        points.append(("care", f"the gate made {control.forced:,} decisions without a score"))
     if kind != "run":
         worst = health.repeats.fault
         points.extend(
@@ -99,7 +99,7 @@ def _sentence(kind: str, health: Health, control: RateControl) -> str:
         asked = percent(check.nominal)
         ends = {
             "held": "on target",
-            "unclear": "too few questions to say whether the difference is due to chance",
+            "unclear": "too few questions to tell whether the difference is due to chance",
             "left": "off target",
         }
         return f"{counts} at a nominal rate of {asked}: {ends[check.standing]}"
@@ -125,20 +125,20 @@ def _share(kind: str, control: RateControl) -> ShownNumber:
         return ShownNumber(share, "of the chunks were escalated", note)
     asked = "" if nominal is None else f"; nominal rate {percent(nominal)}"
     what = (
-        "of the stored chunks would be escalated, if a calibrator decides on the scores in "
-        "file order"
+        "of the stored chunks would be escalated if a calibrator decided on the scores in file "
+        "order"
     )
     return ShownNumber(share, what, f"{counts}, rate scope {control.promise.mode}{asked}")
 
 
 def _worth(health: Health) -> ShownNumber:
     clusters = health.clusters
-    what = f"is the effective sample size of {health.scores:,} scores"
+    what = f"is the effective sample size of the {health.scores:,} scores"
     if not health.repeats.clustered:
         return ShownNumber(
             f"{clusters.effective:,.0f}",
             what,
-            "an upper bound, because the questions of the scores are not known",
+            "an upper bound, because it is not known which question each score belongs to",
         )
     alike = (
         ""
@@ -154,16 +154,16 @@ def _worth(health: Health) -> ShownNumber:
 
 
 _LABELS: Mapping[LabelSource, str] = {
-    "verdicts": "verdicts on the rollouts of the chunks",
-    "votes": "agreement of the chunks' rollouts with the vote, because no verdicts are known",
+    "verdicts": "verdicts on the rollouts that contain the chunks",
+    "votes": "whether the chunks' rollouts agree with the vote, because no verdicts are known",
 }
 
 
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
     """Return the first number of the report: the gain of the score over random escalation (a coin)."""
     what = (
-        "gain over a coin (random escalation): share of chunks of wrong rollouts that the score "
-        "escalates, minus the share that a coin of the same rate escalates"
+        "gain over a coin (random escalation): share of the chunks in wrong rollouts that the "
+        "score escalates, minus the share that a coin with the same rate escalates"
     )
     if labelled is None:
         return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
@@ -176,14 +176,12 @@ def _auroc(labelled: LabelledScores | None) -> ShownNumber:
     """Return the AUROC of the score, which measures how well it separates wrong from correct
     rollouts of a question.
     """
-    what = "AUROC of the score within questions; random scores have 0.5"
+    what = "AUROC of the score within questions; random scores would give 0.5"
     if labelled is None:
         return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
     if math.isnan(labelled.auroc.value):
         return ShownNumber("cannot tell", what, labelled.auroc.note)
-    note = (
-        "escalated chunks are left out, because the target's text replaced or followed these chunks"
-    )
+    note = "escalated chunks are left out, because the target replaced or continued their text"
     return ShownNumber(labelled.auroc.brief(), what, note)
 
 
@@ -208,7 +206,7 @@ def _alarms(control: RateControl) -> ShownNumber:
         return ShownNumber(
             f"{count:,}",
             what,
-            "too few questions to compare earlier questions with later questions",
+            "too few questions to compare earlier with later ones",
         )
     won = f"{10 ** min(drift.peak, 9):,.1f} (alarm at {10**drift.alarm:,.0f})"
     return ShownNumber(f"{count:,}", what, f"largest drift statistic {won}")
@@ -256,7 +254,7 @@ def calibration_of_run(directory: Path, scores: StoredScores) -> CalibrationRepo
     control = realised_rate(data)
     if control is None:
         raise CalibrationInputError(
-            "number of decisions", 0, "at least one decision of a gate that requests scores"
+            "number of decisions", 0, "at least one decision made by a gate that requests scores"
         )
     rate = control.nominal if control.nominal is not None else control.rate.value
     labels, source = _labels_of_run(data)
@@ -445,9 +443,9 @@ def _first(report: CalibrationReport) -> Chart:
     """Return the chart on the first screen of the report: the share of chunks escalated over time."""
     asked = "" if report.control.nominal is None else " The dashed line is the nominal rate."
     caption = (
-        "The thick line is the share of chunks escalated so far, and the thin line is "
-        f"this share among the latest {report.control.window} chunks.{asked} The share of "
-        "independent coin tosses would be in the grey band with 95 % probability."
+        "The thick line is the share of chunks escalated so far. The thin line is the same "
+        f"share among the latest {report.control.window} chunks.{asked} With independent coin "
+        "tosses, the share would be inside the grey band with 95 % probability."
     )
     return replace(
         over_time_chart(report.control), title="Share of chunks escalated", caption=caption

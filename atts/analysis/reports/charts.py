@@ -243,8 +243,8 @@ def _by_turn(control: RateControl) -> Chart:
             plot.line([(-0.5, control.nominal), (len(shown) - 0.5, control.nominal)], "nominal")
         )
         words += (
-            " If every decision were a coin toss at the nominal rate, all bars would be in the "
-            "grey band with 95 % probability."
+            " If every decision were a coin toss at the nominal rate, all bars would be inside "
+            "the grey band with 95 % probability."
         )
     return Chart.of(
         "Rate by turn", words, plot, marks, _group_data(control.turns), "Realised rate by turn"
@@ -280,7 +280,7 @@ def _by_question(control: RateControl) -> Chart:
     step = -(-len(everything) // _MOST_DOTS) or 1
     ordered = everything[::step]
     plot = Plot(
-        Axis(0, max(1, len(everything)), "questions, by rate", values="whole"),
+        Axis(0, max(1, len(everything)), "questions, ordered by rate", values="whole"),
         _share_axis(ordered, control.nominal),
     )
     marks = list[str]()
@@ -296,10 +296,10 @@ def _by_question(control: RateControl) -> Chart:
         for n, group in enumerate(ordered)
     ]
     dots = (
-        "Each dot is a question" if step == 1 else f"Only one of every {step} questions has a dot"
+        "Each dot is a question" if step == 1 else f"Only one in every {step} questions has a dot"
     )
     words = (
-        f"{dots}. Root mean square distance of the questions' rates from the nominal rate: "
+        f"{dots}. Root mean square distance between the questions' rates and the nominal rate: "
         f"{control.question_rms:.3f}"
     )
     words += (
@@ -339,9 +339,9 @@ def over_time_chart(control: RateControl) -> Chart:
     )
     marks.append(plot.line([(m.decisions, m.share) for m in moments], "main"))
     words = (
-        f"Thick line: all decisions so far. Thin line: the latest {control.window} "
-        "decisions. Band: contains the share of as many independent coin tosses with 95 % "
-        "probability."
+        "Thick line: share over all decisions so far. Thin line: share over the latest "
+        f"{control.window} decisions. Band: where the share of the same number of independent "
+        "coin tosses would be, with 95 % probability."
     )
     rows = [
         (m.decisions, m.share, m.low, m.high, m.rolling)
@@ -364,13 +364,12 @@ def reliability_chart(found: Uniformity) -> Chart:
         plot.line(curve, "main"),
     ]
     words = (
-        "On the dashed line the realised rate equals the nominal rate: the p-values are "
-        "uniform. The largest distance of the curve from this line is "
-        f"{found.distance:.3f}, {'inside' if found.inside else 'OUTSIDE'} the "
-        f"simultaneous 95 % band of ±{found.band:.3f} for {found.n:,} p-values "
-        f"(effective sample size {found.effective:,.0f}). Feedback corrects the rate if "
-        "the p-values are not uniform, so for a rate scope with feedback the guarantee does not "
-        "depend on this chart."
+        "On the dashed line, p-values are uniform, so the realised rate equals the nominal "
+        f"rate. The largest distance between the curve and this line is {found.distance:.3f}, "
+        f"{'inside' if found.inside else 'OUTSIDE'} the simultaneous 95 % band of "
+        f"±{found.band:.3f} for {found.n:,} p-values (effective sample size: "
+        f"{found.effective:,.0f}). A rate scope with feedback corrects the rate even if the "
+        "p-values are not uniform, so its guarantee does not depend on this chart."
     )
     data = ("nominal rate", "rate by the p-values"), curve[::5]
     return Chart.of(
@@ -379,7 +378,7 @@ def reliability_chart(found: Uniformity) -> Chart:
         plot,
         marks,
         data,
-        "Nominal rate against the rate computed from the p-values",
+        "Rate computed from the p-values, against the nominal rate",
     )
 
 
@@ -400,9 +399,10 @@ def _p_histogram(found: Uniformity) -> Chart:
     ]  # fmt: skip
     marks.append(plot.line([(0, found.n / bins), (1, found.n / bins)], "nominal"))
     words = (
-        "A p-value near 1 belongs to a chunk with a worse score than most earlier chunks. Uniform "
-        "p-values would give the dashed line; with 95 % probability all bars would be inside "
-        f"the grey band, if {found.effective:,.0f} p-values are independent."
+        "A p-value near 1 means that the chunk's score is worse than those of most earlier "
+        "chunks. If p-values were uniform, every bar would end near the dashed line. With "
+        f"{found.effective:,.0f} independent uniform p-values, all bars would be inside the "
+        "grey band with 95 % probability."
     )
     rows = [(n / bins, (n + 1) / bins, count, low, high) for n, count in enumerate(found.counts)]
     columns = ("from", "to", "decisions", "band from", "band to")
@@ -424,11 +424,11 @@ def labelled_chart(found: LabelledScores) -> Chart:
     )
     if not math.isnan(found.auroc.value):
         words = (
-            "If scores find wrong rollouts, chunks with larger p-values belong to fewer "
-            "correct rollouts. Compare a chunk of a wrong and a chunk of a correct "
-            "rollout of one question: the chunk of the wrong rollout has the worse score "
-            f"with probability {found.auroc.brief()} (coin: 0.5), over {found.labelled:,} "
-            "chunks. Whiskers are 95 % intervals over questions."
+            "If scores find wrong rollouts, fewer of the chunks with large p-values come from "
+            "correct rollouts. Take a chunk of a wrong rollout and a chunk of a correct "
+            "rollout of the same question. The one of the wrong rollout has the worse score "
+            f"with probability {found.auroc.brief()} (coin: 0.5), measured on "
+            f"{found.labelled:,} chunks. Whiskers are 95 % intervals over questions."
         )
     rows = [(one.low, one.high, one.right, one.right.n_samples) for one in found.bins]
     columns = ("p-value from", "to", "answers that are correct", "chunks")
@@ -452,11 +452,11 @@ def _drift(found: DriftTest) -> Chart:
     ]
     said = "reached" if found.peak >= found.alarm else "stayed below"
     words = (
-        "A martingale bets that scores of later questions differ from scores of earlier "
-        "questions. If the questions are exchangeable, the probability that its capital ever "
-        f"reaches the upper line ({10**found.alarm:,.0f} times the initial capital) is at most 1 "
-        f"%. The capital {said} the line: at its peak it was {10 ** min(found.peak, 9):,.1f} times "
-        "the initial capital."
+        "A martingale bets that later questions have different scores from earlier ones. If "
+        "the questions are exchangeable, the probability that its capital ever reaches the "
+        f"upper line ({10**found.alarm:,.0f} times the initial capital) is at most 1 %. The "
+        f"capital {said} the line: at its peak it was {10 ** min(found.peak, 9):,.1f} times the "
+        "initial capital."
     )
     step = max(1, len(found.path) // 20)
     rows = [(n + 1, found.path[n]) for n in range(0, len(found.path), step)]
@@ -469,7 +469,7 @@ def timeline_chart(found: TimeBreakdown) -> Chart:
     """Return the data from which the page's template draws the timeline of all engines."""
     columns = (
         "engine",
-        "most calls at the same time",
+        "largest number of calls at the same time",
         "mean number of calls in flight",
         "share of time busy",
         "longest idle time (s)",
@@ -479,9 +479,9 @@ def timeline_chart(found: TimeBreakdown) -> Chart:
     ]
     return Chart(
         "Engines over time",
-        "Filled area: calls in flight. Line: calls that wait for a slot. Gap: the engine is idle. "
-        "Rows below: calls in flight, coloured by stage; each row shows one call at a time, and "
-        "only the first rows are drawn.",
+        "Filled area: calls in flight. Line: calls waiting for a slot. Gap: the engine is "
+        "idle. Rows below the area: the calls in flight, coloured by stage. Each row shows one "
+        "call at a time; only the first rows are drawn.",
         "",
         ReportTable.of("", columns, rows),
         wide=True,
@@ -502,8 +502,8 @@ def css_class(name: str) -> str:
 _LEGEND = (
     ("own", THIS_RUN),
     ("run", "other runs"),
-    ("samples", "votes of fewer rollouts"),
-    ("turns", "every rollout is cut after the stated number of turns"),
+    ("samples", "votes over fewer rollouts"),
+    ("turns", "rollouts cut after the stated number of turns"),
 )
 _LETTER = 6.6
 _LINE = 13.0
@@ -561,11 +561,10 @@ def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
     rollouts or turns.
     """
     caption = (
-        "Whiskers are 95 % intervals over problems. Points for fewer rollouts are "
-        "averages over all subsets of the recorded rollouts, with the mean cost of as "
-        "many complete rollouts. Points for complete runs have the recorded cost, which is lower "
-        "for votes that ended early. The accuracy axis is stretched near 1, where runs differ by "
-        "only a few answers."
+        "Whiskers are 95 % intervals over problems. A point for fewer rollouts is an average "
+        "over all subsets of that size, with the mean cost of that many complete rollouts. A "
+        "point for a complete run has the recorded cost, which is lower if votes were settled "
+        "early. The accuracy axis is stretched near 1, where runs differ by only a few answers."
     )
     kinds = {"own" if point.label == THIS_RUN else point.kind for point in points}
     legend = tuple(entry for entry in _LEGEND if entry[0] in kinds)
@@ -582,11 +581,15 @@ def runs_chart(points: Sequence[FrontierPoint]) -> Chart | None:
     if not runs:
         return None
     caption = (
-        "Higher points are more accurate, and points further left are cheaper. Whiskers are 95 % "
-        "intervals over problems."
+        "Points higher up are more accurate, and points further left are cheaper. Whiskers are "
+        "95 % intervals over problems."
     )
     return _drawn(
-        "Accuracy against the tokens that the target wrote", caption, runs, PlainAxis, WIDTH
+        "Accuracy against the number of tokens written by the target",
+        caption,
+        runs,
+        PlainAxis,
+        WIDTH,
     )
 
 

@@ -100,8 +100,8 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
     counts = (
         (
             left_out["spared"],
-            "that were cancelled because the vote was settled are left out, so the "
-            "accuracy favours fast rollouts",
+            "that were cancelled because the vote was settled are left out, so the accuracy is "
+            "biased towards fast rollouts",
         ),
         (left_out["lost"], "that failed are left out"),
     )
@@ -347,8 +347,8 @@ def _session(data: RunData) -> Iterator[Caveat]:
     is_decided = COMPARED in data.state.said and not data.state.open
     if planned is not None and done < planned and not is_decided:
         text = (
-            f"of {planned:,} problems are not finished: all numbers describe the {done:,} finished "
-            "problems, which are the fastest problems"
+            f"of {planned:,} problems are not finished: all numbers describe only the {done:,} "
+            "finished problems, which tend to be the fastest ones"
         )
         yield Caveat("unfinished", "bad", planned - done, text)
     killed = data.state.killed + (data.state.ended is None)
@@ -357,7 +357,8 @@ def _session(data: RunData) -> Iterator[Caveat]:
             "killed",
             "good",
             killed,
-            "sessions did not close the journal, because they were killed or are still running",
+            "sessions did not close the journal, either because they were killed or because "
+            "they are still running",
         )
     for error, count in data.failed_calls.items():
         yield Caveat("failed calls", "care", count, f"engine calls failed: {error}")
@@ -420,7 +421,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
         return
     if calibration.forced:
         yield Caveat(
-            "forced decisions", "care", calibration.forced, "decisions were taken without a score"
+            "forced decisions", "care", calibration.forced, "decisions were made without a score"
         )
     for alarm in calibration.alarms:
         acted = f"; {alarm.acted}" if alarm.acted else ""
@@ -428,7 +429,8 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
             "drift",
             "bad",
             alarm.scores,
-            f"scores after the start of the run, an alarm reported drift: {alarm.text}{acted}",
+            "scores after the start of the run, an alarm reported that scores had drifted: "
+            f"{alarm.text}{acted}",
         )
     outside = [group.name for group in calibration.turns if not group.inside]
     if outside:
@@ -436,7 +438,8 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
             "turns",
             "care",
             len(outside),
-            f"turns have a rate outside the 95 % band of the nominal rate: {', '.join(outside)}",
+            "turns have a realised rate outside the 95 % band around the nominal rate: "
+            f"{', '.join(outside)}",
         )
 
 
@@ -458,7 +461,7 @@ def _own(data: RunData) -> Iterator[Caveat]:
 
 _STANDINGS = {
     "held": "on target",
-    "unclear": "too few questions to say whether the rate is on target",
+    "unclear": "too few questions to tell whether the rate is on target",
     "left": "OFF target",
 }
 
@@ -578,7 +581,7 @@ def _escalated(cost: Spend, calibration: RateControl | None) -> ShownNumber:
         )
         if not cost.seconds:
             return ShownNumber("unknown", "run time", "the imported files contain no times")
-        return ShownNumber(f"{cost.seconds:,.3g} s", "run time, all sessions", per_second)
+        return ShownNumber(f"{cost.seconds:,.3g} s", "run time over all sessions", per_second)
     share = calibration.escalated / calibration.decisions
     check = calibration.check()
     asked = "the gate has no nominal rate"

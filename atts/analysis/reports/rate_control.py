@@ -160,7 +160,7 @@ def repeats_in_words(engines: Mapping[str, Mapping[str, Json]]) -> str:
     if not rounding:
         return ""
     return (
-        "with the same seed, a text may differ where two tokens are almost equally "
+        "even with the same seed, a text may differ where two tokens are almost equally "
         f"likely: {' and '.join(rounding)} computed in bfloat16 (?dtype=float32 in a local "
         "engine's address avoids this)"
     )
@@ -182,26 +182,26 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
     if match is None and not _has_ranks(data):
         return StatedGuarantee(
             gate,
-            f"no guarantee is known, because {gate} is not a gate of atts and has no attribute "
-            "`promise`",
-            "nothing, because the gate does not give a guarantee",
+            f"no guarantee is known: {gate} is not one of the gates of atts, and has no "
+            "attribute `promise`",
+            "nothing, because the gate gives no guarantee",
             "",
         )
     if match is None:
         return StatedGuarantee(
             str(named or "unknown"),
-            "not known: the run directory does not name the rate scope, and none of the rate scopes "
-            "that need no stored scores gives the recorded decisions",
+            "not known: the run directory does not record the rate scope, and no scope that "
+            "can be checked without stored scores reproduces the recorded decisions",
             "not known, because the rate scope is not known",
-            "no rate scope reproduces the recorded p-values; atts can rebuild a calibrator only "
-            "if the manifest names its stored scores",
+            "no rate scope reproduces the recorded p-values; if the run started from stored "
+            "scores, the manifest must name them before atts can rebuild the calibrator",
         )
     missing = match.checked - match.same
     audit = (
-        f"atts repeated {match.checked:,} recorded decisions from the journal; "
-        f"{match.same:,} of them had the recorded result"
+        f"atts recomputed {match.checked:,} decisions from the journal; {match.same:,} of them "
+        "had the recorded result"
         + (f"; {missing:,} of them had a different result" if missing else "")
-        + ("" if named else "; this repetition identified the rate scope")
+        + ("" if named else "; this identified the rate scope")
     )
     return StatedGuarantee(
         match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit
@@ -337,7 +337,7 @@ def rate_control(
         p_values=_uniformity(columns),
         drift=_drift(columns),
         alarms=alarms,
-        effective=str(summary) if summary else "no decision is based on a score",
+        effective=str(summary) if summary else "no decision was based on a score",
         effective_n=summary.effective if summary else math.nan,
         promise=promise,
         metrics=_metrics(columns),

@@ -217,7 +217,7 @@ def _drawer() -> tuple[str, str]:
         if program := shutil.which(name):
             return name, program
     raise UsageError(
-        "PNG needs a program that converts SVG, but none is installed: install "
+        "--format png needs a program that converts SVG to PNG, but none is installed: install "
         "rsvg-convert, resvg, inkscape or chromium, or use --format svg"
     )
 
@@ -237,7 +237,9 @@ def _png(drawer: tuple[str, str], text: str) -> bytes:
             )
             return out.read_bytes()
         except (OSError, subprocess.SubprocessError) as error:
-            raise UsageError(f"{name} did not draw a PNG ({error}); use --format svg") from error
+            raise UsageError(
+                f"{name} could not convert the figure to PNG ({error}); use --format svg instead"
+            ) from error
 
 
 def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[str]:
@@ -284,7 +286,7 @@ def sharing_chart(rows: Rows) -> Chart:
     across = Axis(
         -0.5,
         most - 0.5,
-        "blocks in the order of computation (red: in no other model)",
+        "blocks in the order of computation (red: not in any other model)",
         values="whole",
     )
     plot = Plot(

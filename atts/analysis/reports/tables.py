@@ -131,7 +131,7 @@ def spend_table(report: RunReport) -> ReportTable:
         ("engine calls", cell(usage.calls)),
         ("tokens written per problem", cell(spend.tokens_per_problem)),
         ("tokens written per correct answer", cell(spend.tokens_per_right)),
-        ("seconds, all sessions", cell(spend.seconds) if spend.seconds else cell("unknown")),
+        ("seconds over all sessions", cell(spend.seconds) if spend.seconds else cell("unknown")),
         ("tokens written per second", cell(spend.tokens_per_second)),
     ]
     if spend.dollars is not None:
@@ -155,14 +155,15 @@ def combination_table(report: RunReport) -> ReportTable:
                 "how answers were combined",
                 " and ".join(combined.actions) or "the vote on every problem",
             ),
-            ("problems whose votes split", f"{combined.split:,} of {combined.problems:,}"),
+            ("problems with split votes", f"{combined.split:,} of {combined.problems:,}"),
             (
-                "threshold at the end of the run: votes are split if the leading answer has at "
-                "most this share",
+                "threshold at the end of the run: a vote is split if the leading answer has at "
+                "most this share of it",
                 cell(combined.below),
             ),
             (
-                "split votes on which the target was only tried, and the vote stayed the answer",
+                "split votes on which the target was asked only as a trial, so the vote stayed "
+                "the answer",
                 cell(combined.trials),
             ),
             ("answers changed", cell(combined.changed)),
@@ -170,8 +171,8 @@ def combination_table(report: RunReport) -> ReportTable:
             ("changed from correct to wrong", cell(combined.lost)),
             ("gain in accuracy [95 % interval]", combined.gain.signed()),
             (
-                "largest possible gain: an oracle that always finds a correct answer among the "
-                "rollouts",
+                "largest possible gain: that of an oracle that picks a correct rollout "
+                "whenever there is one",
                 cell(combined.ceiling),
             ),
             (
@@ -189,7 +190,7 @@ def combination_table(report: RunReport) -> ReportTable:
             ("calls for selection or synthesis", cell(combined.usage.calls)),
         ]
     return ReportTable.of(
-        "Where votes split: selection and synthesis", ("what", "how much"), rows, "facts"
+        "Split votes: selection and synthesis", ("what", "how much"), rows, "facts"
     )
 
 
@@ -205,15 +206,19 @@ def speculation_table(report: RunReport) -> ReportTable:
     if speculated is not None:
         rows += [
             ("tokens proposed to the target", cell(speculated.proposed)),
-            *([("why no token was proposed", speculated.silence)] if speculated.silence else []),
+            *(
+                [("reason why no token was proposed", speculated.silence)]
+                if speculated.silence
+                else []
+            ),
             (
                 "proposed tokens that the target accepted",
                 f"{speculated.accepted:,} "
                 f"({100 * speculated.accepted / max(1, speculated.proposed):.1f} %)",
             ),
             (
-                "share of tokens accepted at each position of a proposal, if all earlier tokens "
-                "were accepted",
+                "share of tokens accepted at each position of a proposal, given that all "
+                "earlier tokens were accepted",
                 " ".join(f"{x:.2f}" for x in speculated.accepted_share[:16]),
             ),
             (
@@ -224,8 +229,11 @@ def speculation_table(report: RunReport) -> ReportTable:
                 "mean tokens proposed per sequence and step",
                 speculated.chosen / max(1, speculated.choices),
             ),
-            ("tokens per second in steps with a proposal: expected, measured", _rates(speculated)),
-            ("seconds saved compared with steps without proposals", cell(speculated.saved_seconds)),
+            ("tokens per second in steps with a proposal (expected, measured)", _rates(speculated)),
+            (
+                "seconds saved, compared with steps without proposals",
+                cell(speculated.saved_seconds),
+            ),
         ]
     return ReportTable.of(
         "Speculation: steps that write several tokens", ("what", "how much"), rows, "facts"
@@ -255,7 +263,7 @@ def baseline_table(report: RunReport) -> ReportTable:
         for b in report.baselines
     ]  # fmt: skip
     return ReportTable.of(
-        "This run compared with other runs, on their common problems", columns, rows
+        "This run compared with other runs, on the problems they have in common", columns, rows
     )
 
 
@@ -279,17 +287,17 @@ def calibration_table(control: RateControl) -> ReportTable:
             "questions",
             control.questions
             if control.questions < control.decisions
-            else "one question per chunk, or not known",
+            else "one question per chunk, or unknown",
         ),
         ("decisions without a score", control.forced),
         ("effective sample size", control.effective),
         ("rate scope", control.promise.mode),
         (
-            "root mean square distance of the questions' rates from the nominal rate",
+            "root mean square distance between each question's rate and the nominal rate",
             control.question_rms,
         ),
         (
-            "root mean square distance that independent coins of the nominal rate would have",
+            "the same distance if every decision were a coin toss at the nominal rate",
             control.coin_rms,
         ),
     ]
@@ -316,7 +324,7 @@ def turn_table(control: RateControl) -> ReportTable:
     ]
     return ReportTable.of(
         "Escalated chunks, by turn",
-        ("turn", "decisions", "escalated", "rate", "95 % band of a coin"),
+        ("turn", "decisions", "escalated", "rate", "95 % band for a coin"),
         rows,
     )
 
@@ -328,21 +336,21 @@ def health_table(health: Health) -> ReportTable:
         ("questions", health.clusters.clusters if health.repeats.clustered else "not known"),
         ("correlation within a question (intraclass correlation)", health.clusters.icc),
         ("effective sample size", cell(health.clusters.effective, ",.0f")),
-        ("scores that equal another score of their question", cell(health.repeats.within, "%")),
+        ("scores that also occur in the same question", cell(health.repeats.within, "%")),
         ("scores that also occur in another question", cell(health.repeats.across, "%")),
         ("infinite scores", health.infinite),
         ("threshold: escalate above", shown_score(health, health.threshold)),
         (
-            "long-run rate of the threshold, if scores were independent (90 % interval)",
+            "long-run rate with this threshold, if scores were independent (90 % interval)",
             _range(health.long_run),
         ),
         (
-            "long-run rate of the threshold, at the effective sample size (90 % interval)",
+            "long-run rate with this threshold, at the effective sample size (90 % interval)",
             _range(health.long_run_clustered),
         ),
         (
-            "standard deviation of the rate on one half of the questions, if the other half sets "
-            "the threshold",
+            "standard deviation of the rate on one half of the questions when the threshold "
+            "comes from the other half",
             health.half_split,
         ),
     ]
@@ -413,36 +421,35 @@ def time_table(found: TimeBreakdown) -> ReportTable:
         (
             "critical path",
             found.critical_path,
-            "lower bound of the run's time, for any schedule and number of slots",
+            "lower bound on the run's time under any schedule and any number of slots",
         ),
         ("Tc, arithmetic", found.arithmetic_seconds, "scoring, summed over calls"),
         ("Tm, memory", found.memory_seconds, "decoding, summed over calls"),
         (
             "Ts, waiting for siblings",
             found.sibling_seconds,
-            "time that rollouts wait for their round to end, or for the score of an equal chunk",
+            "time that rollouts wait for their round to end, or for the score of an identical "
+            "chunk",
         ),
         (
             "edges between siblings",
             found.sibling_edges,
-            "number of waits for another rollout of the same problem, or for the score of an "
-            "equal chunk",
+            "how often a rollout waits for another rollout of the same problem, or for the "
+            "score of an identical chunk",
         ),
         ("r = Tc / (Tm + Ts)", found.intensity, "asynchronous arithmetic intensity"),
     ]
     if found.calls > found.nodes:
-        meaning = (
-            f"only the first {found.nodes:,} of {found.calls:,} calls are counted in this table"
-        )
+        meaning = f"this table counts only the first {found.nodes:,} of {found.calls:,} calls"
         rows.append(("calls", found.nodes, meaning))
     rows += [
-        (f"{engine.engine}: busy share of the time", engine.busy_share,
+        (f'{engine.engine}: share of the time it is busy', engine.busy_share,
          f"{engine.mean_in_flight:.1f} calls in flight on average, at most {engine.peak}; longest "
          f"idle time {engine.longest_bubble:.2f} s")
         for engine in found.engines
     ]  # fmt: skip
     return ReportTable.of(
-        "Seconds of the run, by its task graph",
+        "Where the run's time went, according to its task graph",
         ("what", "seconds or share", "meaning"),
         rows,
         "facts",

@@ -102,7 +102,7 @@ def test_drift_and_a_missed_rate_are_reported() -> None:
     assert found.headline.numbers[4].value == "1"
     doubts = " ".join(text for _, text in found.points)
     assert "the drift statistic passed the alarm level" in doubts
-    assert "if a calibrator decides on the scores in file order, 5" in doubts
+    assert "if a calibrator decided on the scores in file order, 5" in doubts
     assert "off target" in doubts
     assert found.standing == "care"
 
@@ -175,7 +175,7 @@ def test_gain_over_a_coin_is_the_first_number(tmp_path: Path) -> None:
     gain, auroc = report.headline.numbers[:2]
     assert gain.value == report.labelled.gain.signed()
     assert gain.what.startswith("gain over a coin")
-    assert gain.note.endswith("by verdicts on the rollouts of the chunks")
+    assert gain.note.endswith("by verdicts on the rollouts that contain the chunks")
     assert auroc.value == report.labelled.auroc.brief()
     alike = calibration_report(_labelled(tmp_path / "b.jsonl", [True] * 30))
     assert alike.headline.numbers[0].value == "cannot tell"
@@ -194,7 +194,7 @@ def test_without_verdicts_the_votes_are_the_labels(tmp_path: Path) -> None:
     report = calibration_report(tmp_path / "run")
     assert report.labelled is not None
     assert report.labelled.labels == "votes"
-    assert "agreement of the chunks' rollouts with the vote" in report.headline.numbers[0].note
+    assert "whether the chunks' rollouts agree with the vote" in report.headline.numbers[0].note
 
 
 def test_a_run_of_a_coin_reports_no_score(tmp_path: Path) -> None:

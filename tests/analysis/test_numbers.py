@@ -267,7 +267,7 @@ def test_a_user_gate_states_its_own_guarantee(evaluate_into: Any, tmp_path: Path
     assert silent.calibration is not None
     assert proud.calibration is not None
     assert silent.calibration.promise.mode == "LuckyGate"
-    assert "LuckyGate is not a gate of atts" in silent.calibration.promise.guarantee
+    assert "LuckyGate is not one of the gates of atts" in silent.calibration.promise.guarantee
     assert proud.calibration.promise.guarantee == "nothing escalates"
     assert proud.calibration.promise.voided_by == "a second rollout"
 

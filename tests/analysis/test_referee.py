@@ -225,10 +225,10 @@ def test_needed_problems_grow_with_the_variance_of_the_difference() -> None:
     ("options", "problem"),
     [
         ({"rules": ["betta"]}, "--rules: 'betta' is unknown; did you mean 'beta'"),
-        ({"unit": "dollars"}, "--match: the dollars of some rollouts are not known"),
+        ({"unit": "dollars"}, "--match: the dollars of some rollouts were not recorded"),
         ({"unit": "euros"}, "--match: 'euros' is unknown"),
-        ({"orders": 0}, "--orders: 0 random orders are too few"),
-        ({"samples": 1}, "--samples: 1 is too few rollouts for a rule"),
+        ({"orders": 0}, "--orders: 0 is too few random orders"),
+        ({"samples": 1}, "--samples: 1 is too few rollouts to apply a rule to"),
     ],
 )
 def test_unknown_rules_and_unrecorded_units_are_refused(

@@ -240,7 +240,7 @@ def test_new_values_are_added_to_finished_runs(tmp_path: Path) -> None:
     assert [point.name for point in report.grid] == ["rate=0.2", "rate=0.4"]
     assert (tmp_path / "set/rate=0.2/journal.jsonl").read_bytes() == before
     with pytest.raises(
-        JournalError, match="belongs to another sweep: the sweep in this directory has samples 2"
+        JournalError, match="belongs to another sweep: the sweep in this directory uses samples=2"
     ):
         anyio.run(run_sweep, plan_sweep({"rate": [0.2]}, {**words, "samples": 3}))
     with pytest.raises(JournalError, match="sweep in this directory varies rate"):
@@ -261,7 +261,7 @@ def test_new_values_are_added_to_finished_runs(tmp_path: Path) -> None:
         ({"rate": [2]}, "[0, 1]"),
         ({"samples": ["many"]}, "whole number"),
         ({"chunking.stop": [["a"]]}, "list"),
-        ({"seed": [1, 2]}, "another flag sets it too"),
+        ({"seed": [1, 2]}, "another flag also sets it"),
     ],
 )
 def test_a_key_that_cannot_vary_is_refused_first(

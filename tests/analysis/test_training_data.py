@@ -256,7 +256,7 @@ def test_an_impossible_teacher_is_refused(recorded: Path, tmp_path: Path) -> Non
     stranger: Teacher = Stranger()
     out = tmp_path / "data.jsonl"
     with pytest.raises(
-        OptionError, match="the teacher's tokenizer differs from that of the run's models"
+        OptionError, match="the teacher's tokenizer is not the one that the run's models use"
     ):
         export_run(open_run(recorded), out, ExportOptions("opd"), stranger)
     with pytest.raises(OptionError, match="--as opd"):
@@ -268,7 +268,7 @@ def test_an_impossible_teacher_is_refused(recorded: Path, tmp_path: Path) -> Non
     ):
         with pytest.raises(OptionError, match=problem), open_teacher(words, 20):
             pass
-    with pytest.raises(OptionError, match="0 tokens are too few"), open_teacher("embedded", 0):
+    with pytest.raises(OptionError, match="0 is too few tokens"), open_teacher("embedded", 0):
         pass
     assert not out.exists()
 
@@ -361,13 +361,13 @@ def test_impossible_exports_are_refused(
     ungraded = write_lines(tmp_path / "b.jsonl", [{"question": "1?", "text": "\\boxed{1}"}])
     other = run_import("jsonl", ungraded, tmp_path / "other").directory
     with pytest.raises(
-        UsageError, match=r"this run gives no records of kind sft \(not graded as cor"
+        UsageError, match=r"this run yields no records of kind sft \(not graded as cor"
     ):
         read(other, tmp_path, "sft")
     with pytest.raises(
         UsageError,
-        match=r"of kind preference \(all or none of the problem's rollouts are correct, so they "
-        r"give no pair: 1\)",
+        match=r"of kind preference \(the problem's rollouts are all correct or all not correct, so "
+        r"they give no pair: 1\)",
     ):
         read(other, tmp_path, "preference")
     assert command(["export", str(run), "--as", "dpo", "--out", "x.jsonl"]) == 2

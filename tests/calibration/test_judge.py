@@ -143,7 +143,7 @@ def test_a_judge_is_refused_under_other_conditions(judge_file: Path) -> None:
     taken = Setup("scripted", "scripted", policy=policy, conditions="ignore")
     assert evaluate_sync(toy_problems(1, 5), taken).problems
     nothing = Setup("scripted", "scripted", policy=Policy(samples=2, score=ScoreRule("learned")))
-    with pytest.raises(OptionError, match="needs the file of a judge"):
+    with pytest.raises(OptionError, match="needs a judge file"):
         evaluate_sync(toy_problems(1, 5), nothing)
 
 

@@ -70,7 +70,7 @@ def test_combining_a_recorded_run_equals_combining_during_the_run(
     report = atts("report", "after", "--format", "markdown")
     assert report.code == 0
     text = (Path("after") / "report.md").read_text()
-    assert "Where votes split" in text
+    assert "Split votes: selection and synthesis" in text
     assert "| how answers were combined | select |" in text
     compared = atts("compare", "voted", "after", "--json")
     assert compared.code == 0

@@ -446,7 +446,7 @@ def test_a_plan_reads_runs_at_several_rates(recorded: Path, tmp_path: Path) -> N
     assert {option.rate for option in found.options} <= {0.3, 0.6}
     assert found.other_rates == ()
     evaluate_sync([Problem("1", "2 + 2?", "4")], setup, directory=tmp_path / "stranger")
-    with pytest.raises(Exception, match="have different problems"):
+    with pytest.raises(Exception, match="are on different problems"):
         plan([recorded, tmp_path / "stranger"])
 
 

@@ -132,7 +132,7 @@ def test_a_replay_with_fewer_samples_costs_less(runs: Path) -> None:
     assert taken
     assert all(len(samples) <= 2 for samples in taken.values())
     assert max(map(len, taken.values())) == 2
-    with pytest.raises(OptionError, match="9 is too many, because the run recorded only 3"):
+    with pytest.raises(OptionError, match="9 is too many: the run recorded only 3"):
         replay(runs / "atts", samples=9)
     with pytest.raises(OptionError, match="budget"):
         replay(runs / "atts", budget=-1)

@@ -97,7 +97,7 @@ def test_a_verdict_of_the_model_is_marked(reply: str, status: str) -> None:
         (Judge("NOT EQUALLY"), "states no verdict"),
         (Judge(""), "states no verdict"),
         (Judge("EQUAL", ended="length"), "was cut"),
-        (Judge("EQUAL", context_length=10), "do not fit into the judge's context"),
+        (Judge("EQUAL", context_length=10), "together are too long for the judge's context"),
     ],
 )
 def test_a_reply_without_a_verdict_leaves_the_answer_unscored(engine: Judge, reason: str) -> None:

@@ -287,7 +287,7 @@ def test_an_imported_run_works_with_every_reader(tmp_path: Path, run_import: Imp
     built = build_report(theirs, [tmp_path / "ours"])
     page = render(built, "markdown")
     assert "atts did not make these 18 rollouts" in page
-    assert "| seconds, all sessions | unknown |" in page
+    assert "| seconds over all sessions | unknown |" in page
     assert replay(theirs, samples=2).replayed.target_tokens == 6 * 2 * 30
     best = advise([theirs], Cap()).options[0]
     assert (best.target_tokens, best.seconds) == (30, 2.0)

@@ -154,9 +154,9 @@ class Setup:
     # escalations than easy ones.
     rate_scope: Annotated[
         CalibrationMode,
-        "scope of rate control: chunks of each question (question), chunks of each turn of a "
-        "question (question-turn), or all chunks (aci corrects deviations during the run; "
-        "marginal and split do not)",
+        "scope of rate control: each question (question), each turn of a question "
+        "(question-turn), or the whole run (aci corrects deviations during the run; marginal "
+        "and split do not)",
     ] = "aci"
     by_length: Annotated[
         bool | None,

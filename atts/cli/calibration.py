@@ -30,10 +30,10 @@ OwnRate = Annotated[
 Mode = Annotated[
     str,
     typer.Option(
-        help="Scope of rate control. question: the chunks of each question. question-turn: the "
-        "chunks of each turn of a question. aci, marginal, split: all chunks. aci adapts "
-        "its threshold, marginal compares a score with all earlier scores, split compares "
-        "it with stored scores only."
+        help="Scope of rate control: each question (question), each turn of a question "
+        "(question-turn), or all chunks (aci, marginal, split). aci adapts its threshold; "
+        "marginal compares each score with all earlier scores, split with the stored "
+        "scores only."
     ),
 ]
 Scale = Annotated[
@@ -46,8 +46,8 @@ Scale = Annotated[
 PerQuestion = Annotated[
     int | None,
     typer.Option(
-        help="Number of consecutive scores that belong to the same question, for a file that "
-        "does not name questions."
+        help="For a file that does not name questions: number of consecutive scores that belong "
+        "to the same question."
     ),
 ]
 ByLength = Annotated[
@@ -155,7 +155,7 @@ def replay(
     rate: Rate = 0.4,
     rate_scope: Mode = "question-turn",
     seed: Annotated[
-        int, typer.Option(help="Random seed that breaks ties between equal scores.")
+        int, typer.Option(help="Random seed for breaking ties between equal scores.")
     ] = 0,
     stored: Annotated[
         Path | None,
@@ -168,19 +168,19 @@ def replay(
     drift: Annotated[
         str,
         typer.Option(
-            help="Action on a drift alarm: recalibrate (drop the stored scores), widen "
+            help="What to do on a drift alarm: recalibrate (drop the stored scores), widen "
             "(escalate more of the next 500 chunks), escalate (escalate every later "
             "chunk), report (only report the alarm)."
         ),
     ] = "recalibrate",
     window: Annotated[
         int | None,
-        typer.Option(help="Compare each score only with this many of the latest scores."),
+        typer.Option(help="Number of latest scores with which each score is compared."),
     ] = None,
     decay: Annotated[
         float | None,
         typer.Option(
-            help="Weight of each score divided by the weight of the next newer score; with "
+            help="Factor by which the weight of a score shrinks with each newer score; with "
             "0.99, older scores count less."
         ),
     ] = None,
@@ -244,7 +244,7 @@ def fit(
     rate_scope: Mode = "question-turn",
     per_question: PerQuestion = None,
     seed: Annotated[
-        int, typer.Option(help="Random seed that breaks ties between equal scores.")
+        int, typer.Option(help="Random seed for breaking ties between equal scores.")
     ] = 0,
     scale: Scale = "perplexity",
     condition: Condition = None,
@@ -281,7 +281,7 @@ def judge(
     rate: Annotated[
         float,
         typer.Option(
-            help="Share of chunks that the judge and a coin escalate in their comparison."
+            help="Share of chunks that both the judge and the coin escalate when they are compared."
         ),
     ] = 0.2,
     seed: Annotated[int, typer.Option(help="Random seed of the cross-validation.")] = 0,
@@ -306,8 +306,8 @@ def judge(
     gain, low, high = (100 * value for value in made.over_coin)
     report_written(f"{out}: a judge fitted on {made.chunks} chunks of {made.problems} problems")
     report_written(
-        f"gain over a coin at rate {rate:g}, cross-validated by problem: {gain:+.2f} percentage "
-        f"points in the accuracy of rollouts per chunk [{low:+.2f}, {high:+.2f}]"
+        f"gain over a coin at rate {rate:g}, cross-validated by problem: {gain:+.2f} "
+        f"[{low:+.2f}, {high:+.2f}] percentage points of rollout accuracy per chunk"
     )
     if not made.beats_coin:
         report_written("the judge is not shown to be better than a coin: the interval contains 0")
@@ -320,32 +320,32 @@ def report(
         float | None,
         typer.Option(
             help="Share of chunks to escalate to the target; by default the rate of the run or "
-            "calibrator, or 0.4 for scores."
+            "calibrator, or 0.4 for a file of scores."
         ),
     ] = None,
     rate_scope: Annotated[
         str | None,
         typer.Option(
-            help="Scope of rate control: all chunks (aci, marginal, split), the "
-            "chunks of each question (question), or the chunks of each turn of a "
-            "question (question-turn). Default: as in the run or calibrator, or aci for "
-            "scores."
+            help="Scope of rate control: all chunks (aci, marginal, split), each question "
+            "(question), or each turn of a question (question-turn). Default: as in the "
+            "run or calibrator; for scores, aci."
         ),
     ] = None,
     format: Annotated[
         str | None,
         typer.Option(
-            help="Format: html, markdown, json, svg (a folder of SVG figures) or png (a folder of "
-            "PNG figures); by default the ending of --out decides."
+            help="Format: html, markdown, json, svg (a folder of SVG figures) or png (a folder "
+            "of PNG figures). By default, the suffix of --out decides."
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Path to write the report or its figures to; - is stdout.")
+        Path | None,
+        typer.Option(help="Path of the report or of the folder of figures; - is stdout."),
     ] = None,
     per_question: PerQuestion = None,
     scale: Scale = "perplexity",
     seed: Annotated[
-        int, typer.Option(help="Random seed that breaks ties between equal scores.")
+        int, typer.Option(help="Random seed for breaking ties between equal scores.")
     ] = 0,
     as_json: Json = False,
 ) -> None:
@@ -390,8 +390,8 @@ def check(
     live: Annotated[
         Path | None,
         typer.Option(
-            help="Scores of the run that uses the stored scores, in order of arrival: a run "
-            "directory or a file."
+            help="Scores of the run that uses the stored scores, in their order of arrival: a "
+            "run directory or a file."
         ),
     ] = None,
     rate: OwnRate = None,
@@ -429,8 +429,10 @@ def check(
         noticed = f" (noticed after {events[0]['scores']} scores)" if live is not None else ""
         raise CheckFailed(f"{file}: {events[0]['message']}{noticed}")
     if not as_json:
-        watched = f", {len(other)} scores of the run checked for drift" if live is not None else ""
-        say(f"{file}: no problem found ({len(stored)} scores{watched})")
+        watched = (
+            f", and {len(other)} scores of the run, checked for drift" if live is not None else ""
+        )
+        say(f"{file}: no problem found ({len(stored)} stored scores{watched})")
 
 
 def check_run(directory: Path, as_json: bool) -> None:
@@ -443,7 +445,7 @@ def check_run(directory: Path, as_json: bool) -> None:
     calibration = build_report(directory, page_bytes=0).report.calibration
     if calibration is None:
         raise CheckFailed(
-            f"{directory}: the gate of this run took no decisions, so the run has no rate to check"
+            f"{directory}: the gate of this run made no decisions, so there is no rate to check"
         )
     problems = [
         f"drift alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}"
@@ -494,13 +496,16 @@ def _print_decisions(done: ReplayResult) -> None:
 def _print_replay(done: ReplayResult) -> None:
     count = sum(decision.escalate for decision in done.decisions)
     say(
-        f"{count} of {len(done.decisions)} chunks escalated: rate {done.escalated:.4f} (nominal "
-        f"{done.rate:g})"
+        f"{count} of {len(done.decisions)} chunks escalated: realised rate {done.escalated:.4f} "
+        f"(nominal rate {done.rate:g})"
     )
     for name, value in done.metrics.items():
         say(f"  {name.replace('_', ' '):<28}{'-' if math.isnan(value) else f'{value:.4f}'}")
     for event in done.events:
-        say(f"drift      after {event.scores} scores: {event.message} ({event.action})")
+        say(
+            f"drift      alarm after {event.scores} scores: {event.message} (action: "
+            f"{event.action})"
+        )
     say(f"guarantee  {done.guarantee}\nvoided by  {done.voided_by}")
 
 
@@ -556,24 +561,24 @@ def _print_health(health: Health) -> None:
     say(
         health.clusters
         if health.repeats.clustered
-        else f"{health.scores} scores, without the questions to which they belong"
+        else f"{health.scores} scores; it is not known which questions they belong to"
     )
-    scope = "equal within a question" if health.repeats.clustered else "equal scores"
+    scope = "repeated within a question" if health.repeats.clustered else "repeated scores"
     say(f"  {scope:<28}{100 * health.repeats.within:.1f} %")
-    say(f"  {'equal across questions':<28}{100 * health.repeats.across:.1f} %")
+    say(f"  {'repeated across questions':<28}{100 * health.repeats.across:.1f} %")
     say(
         f"  escalate above              {shown_score(health, health.threshold)} (rate "
         f"{health.rate:g})"
     )
     for words, (low, high) in (
-        ("rate if independent", health.long_run),
-        ("rate if clustered", health.long_run_clustered),
+        ("rate, independent scores", health.long_run),
+        ("rate, clustered scores", health.long_run_clustered),
     ):
         say(f"  {words:<28}{low:.3f} to {high:.3f} (90 % interval of the long-run rate)")
     if not math.isnan(health.half_split):
         say(
-            f"  {'rate on unseen questions':<28}standard deviation {health.half_split:.3f} "
-            "(threshold from one half of the questions, rate on the other half)"
+            f"  {'rate on unseen questions':<28}standard deviation {health.half_split:.3f} (the "
+            "threshold comes from one half of the questions, the rate from the other half)"
         )
     for row in health.turns:
         median = shown_score(health, row.median)

@@ -44,19 +44,19 @@ def compare(
         bool,
         typer.Option(
             "--sequential",
-            help="Also report the number of problems after which the better run was known.",
+            help="Also report after how many problems it was known which run is better.",
         ),
     ] = False,
     points: Annotated[
         float,
         typer.Option(
-            help="With --sequential: runs whose accuracies differ by at most this many "
-            "percentage points count as equal."
+            help="With --sequential: count two runs as equally accurate if they differ by at "
+            "most this many percentage points."
         ),
     ] = 0.0,
     seed: Annotated[
         int,
-        typer.Option(help="Random seed for the order in which --sequential reads the problems."),
+        typer.Option(help="With --sequential: random seed for the order of the problems."),
     ] = 0,
     as_json: Json = False,
 ) -> None:
@@ -79,9 +79,9 @@ def compare(
     left_out = comparison.only_first + comparison.only_second
     if left_out:
         tell(
-            f"atts: {comparison.only_first} problems are only in {comparison.first}, "
-            f"{comparison.only_second} only in {comparison.second}: these problems are "
-            "left out",
+            f"atts: left out, because they are in only one of the runs: {comparison.only_first} "
+            f"problems of {comparison.first}, and {comparison.only_second} problems of "
+            f"{comparison.second}",
         )
     print_result(comparison, as_json, _comparison_lines)
 
@@ -104,14 +104,15 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         first, second = comparison.unscored
         between = comparison.if_right.difference.signed()
         lines.append(
-            f"{'':16}answers that the grader could not score count as wrong: {first} in the first "
-            f"run, {second} in the second; if they counted as correct: difference {between}"
+            f"{'':16}answers that could not be graded count as wrong ({first} in the first run, "
+            f"{second} in the second); counting them as correct instead, the difference would "
+            f"be {between}"
         )
     if comparison.mcnemar is not None:
         pairs = comparison.mcnemar
         lines.append(
-            f"{'':16}problems answered correctly by both runs {pairs.both}, only by the first "
-            f"{pairs.first_only}, only by the second {pairs.second_only}, by neither "
+            f"{'':16}problems answered correctly by both runs: {pairs.both}, only by the first: "
+            f"{pairs.first_only}, only by the second: {pairs.second_only}, by neither: "
             f"{pairs.neither}"
         )
     if comparison.sequential is not None:
@@ -134,8 +135,8 @@ def _comparison_lines(comparison: Compared) -> list[str]:
         lines.append(f"{name:<16}{cost.first:>12{form}}{cost.second:>12{form}}   {ratio}")
     if any(cost.name == "seconds" for cost in comparison.costs):
         lines.append(
-            "Problems run in parallel, so a run takes less time than the sum of the seconds per "
-            "problem."
+            "Problems run in parallel, so a run takes less time than the sum of the seconds of "
+            "its problems."
         )
     return [*lines, "Brackets are 95 % intervals over problems."]
 
@@ -157,14 +158,14 @@ def _coin_lines(methods: tuple[str, str]) -> list[str]:
     if first == "coin" and second not in ("coin", ""):
         return [
             "",
-            "The first run escalated at random (coin): the difference is the gain of "
+            "The first run escalated at random (coin), so the difference is the gain of "
             f"{second} over the coin. {fair}",
         ]
     if second == "coin" and first not in ("coin", ""):
         return [
             "",
-            f"The second run escalated at random (coin): the gain of {first} over the "
-            f"coin is minus the difference. {fair}",
+            f"The second run escalated at random (coin), so the gain of {first} over the coin "
+            f"is the difference with its sign reversed. {fair}",
         ]
     return []
 
@@ -176,7 +177,8 @@ def _accuracy_lines(name: str, accuracy: Comparison) -> list[str]:
         f"{name:<16}{accuracy.first:.3f} → {accuracy.second:.3f}   difference "
         f"{accuracy.second - accuracy.first:+.3f}{ends}, "
         f"p = {accuracy.p_value:.3g}",
-        f"{'':16}better on {accuracy.better}, worse on {accuracy.worse}, equal on {accuracy.tied}",
+        f"{'':16}better on {accuracy.better} problems, worse on {accuracy.worse}, the same on "
+        f"{accuracy.tied}",
     ]
     if accuracy.problems_needed:
         needed = (
@@ -185,7 +187,8 @@ def _accuracy_lines(name: str, accuracy: Comparison) -> list[str]:
             else f"more than {_MANY:,}"
         )
         lines.append(
-            f"{'':16}{needed} similar problems give 80 % power for a difference of this size"
+            f"{'':16}{needed} similar problems would be needed to detect a difference of this "
+            "size with 80 % power"
         )
     return lines
 
@@ -194,7 +197,7 @@ def certify(
     target: Annotated[
         Path,
         typer.Argument(
-            help="Directory of a run of the target alone, on problems with reference answers."
+            help="Directory of a run with the target alone, on problems with reference answers."
         ),
     ],
     runs: Annotated[
@@ -203,19 +206,19 @@ def certify(
     epsilon: Annotated[
         float,
         typer.Option(
-            help="Largest accepted loss of accuracy compared with the target alone: 0.02 is 2 "
-            "percentage points."
+            help="Largest acceptable loss of accuracy compared with the target alone; 0.02 "
+            "means 2 percentage points."
         ),
     ] = 0.02,
     delta: Annotated[
-        float, typer.Option(help="Accepted probability that the certificate is wrong.")
+        float, typer.Option(help="Acceptable probability that the certificate is wrong.")
     ] = 0.1,
     lost: Annotated[
         bool,
         typer.Option(
             "--lost",
-            help="Certify the share of problems that only the target answers correctly, without "
-            "subtracting problems that only the run answers correctly.",
+            help="Certify the share of problems that only the target answers correctly. Do not "
+            "subtract the share that only the run answers correctly.",
         ),
     ] = False,
     as_json: Json = False,
@@ -271,25 +274,24 @@ def replay(
     rate_scope: Annotated[
         str | None,
         typer.Option(
-            help="Scope of rate control: all chunks (aci, marginal, split), the chunks of each "
-            "question (question), or the chunks of each turn of a question (question-turn).",
+            help="Scope of rate control: all chunks (aci, marginal, split), each question "
+            "(question), or each turn of a question (question-turn).",
             show_default="as recorded",
         ),
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(help="Number of rollouts to use of each problem, starting with the first."),
+        typer.Option(help="Number of rollouts of each problem to use, starting with the first."),
     ] = None,
     turns: Annotated[
         int | None,
-        typer.Option(help="Number of turns to use of each rollout, starting with the first."),
+        typer.Option(help="Number of turns of each rollout to use, starting with the first."),
     ] = None,
     vote: Annotated[
         str | None,
         typer.Option(
-            help="How votes count: majority (each vote counts the same), confidence (each "
-            "vote is weighted by the geometric mean of its rollout's token "
-            "probabilities)."
+            help="How votes are weighted: majority (all votes count the same), confidence (each "
+            "vote is weighted by the geometric mean of its rollout's token probabilities)."
         ),
     ] = None,
     budget: Annotated[
@@ -299,16 +301,17 @@ def replay(
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Random seed of the gate's decisions; with --rules, random seed of the "
-            "orders in which rollouts arrive.",
+            help="Random seed of the gate's decisions; with --rules, of the orders in which "
+            "rollouts arrive.",
             show_default="as recorded",
         ),
     ] = None,
     rules: Annotated[
         str | None,
         typer.Option(
-            help="Compare rules that stop or vote over whole rollouts, instead of decisions "
-            "on chunks: all, or names of rules such as exact,beta,doubling."
+            help="Instead of replaying decisions on chunks, compare rules that decide when to "
+            "stop or how to vote over whole rollouts: all, or names such as "
+            "exact,beta,doubling."
         ),
     ] = None,
     orders: Annotated[
@@ -321,8 +324,8 @@ def replay(
     match: Annotated[
         str | None,
         typer.Option(
-            help="With --rules: unit in which the compared budgets are equal: samples, "
-            "tokens, seconds or dollars.",
+            help="With --rules: compare rules at the same budget of samples, tokens, seconds or "
+            "dollars.",
             show_default="samples",
         ),
     ] = None,
@@ -357,13 +360,13 @@ def replay(
                 raise OptionError(
                     option,
                     "this option changes decisions on chunks, but --rules compares rules for "
-                    "whole rollouts; leave out this option or --rules",
+                    "whole rollouts; leave out one of the two",
                 )
         _play_rules(directory, rules, samples, orders, seed, match, as_json=as_json)
         return
     for option, value in (("--orders", orders), ("--match", match)):
         if value is not None:
-            raise OptionError(option, "it needs --rules")
+            raise OptionError(option, "this option needs --rules")
     # typed `Any`, because `again` checks whether these texts are allowed values
     words: Any = {
         "rate_scope": rate_scope,
@@ -474,16 +477,16 @@ def _difference(compared: Comparison | None) -> str:
 def _rule_notes(found: Referee) -> Iterator[str]:
     """Yield the meaning of the columns, and notes on omitted rollouts and rules."""
     yield (
-        "changed: share of answers that differ from the vote of all rollouts. minus all: accuracy "
-        "minus the accuracy of the vote of all rollouts."
+        "changed: share of answers that differ from the vote of all rollouts. minus all: "
+        "accuracy minus that of the vote of all rollouts."
     )
     yield (
-        "minus fixed: accuracy minus the accuracy of a fixed number of rollouts with as many "
-        f"{found.unit}. 1 point: number of problems needed to show a"
+        "minus fixed: accuracy minus that of a fixed number of rollouts with the same number "
+        f"of {found.unit}. 1 point: number of problems needed to detect a"
     )
     yield (
-        "difference of 1 point from the vote of all rollouts with 80 % power. Brackets "
-        "are 95 % intervals over problems."
+        "difference of 1 percentage point from the vote of all rollouts with 80 % power. "
+        "Brackets are 95 % intervals over problems."
     )
     about = [
         f"{row.rule}: {row.about}{f' ({row.whose})' if row.whose else ''}" for row in found.rows
@@ -492,11 +495,12 @@ def _rule_notes(found: Referee) -> Iterator[str]:
     if found.censored:
         yield ""
         yield (
-            f"{found.censored:,} rollouts that were stopped before an answer are left out, which "
-            "favours fast rollouts; a run with --early-stop none records all rollouts"
+            f"{found.censored:,} rollouts are left out because they were stopped before they "
+            "gave an answer. This biases the results towards fast rollouts; a run with "
+            "--early-stop none records all rollouts"
         )
     if found.ungraded:
-        yield f"{found.ungraded:,} problems have no verdict and are left out"
+        yield f"{found.ungraded:,} problems are left out because they have no verdict"
 
 
 def _replay_objects(replayed: Replay) -> Iterator[str]:
@@ -571,7 +575,7 @@ def _replay_accuracy(side: ReplaySide) -> str:
     """
     accuracy = side.accuracy
     if accuracy.method == "bounds":
-        return f"not known, but between {accuracy.low:.3f} and {accuracy.high:.3f}"
+        return f"not known exactly, but between {accuracy.low:.3f} and {accuracy.high:.3f}"
     return accuracy.brief("-")
 
 
@@ -579,19 +583,19 @@ def _off_policy_lines(replayed: Replay) -> Iterator[str]:
     """Yield notes on results that the recorded run does not determine."""
     if replayed.off_policy > 0:
         yield (
-            f"{100 * replayed.off_policy:.1f} % of the rollouts would be decided differently at "
-            "some chunk, so their text after this chunk is unknown."
+            f"{100 * replayed.off_policy:.1f} % of the rollouts would have a different decision "
+            "at some chunk, so the rest of their text is unknown."
         )
     if replayed.undecided:
         yield (
             f"The votes of {replayed.undecided:,} of {len(replayed.answers):,} problems are "
-            "unknown. The lower bound of the accuracy counts rollouts with an unknown end as "
+            "unknown. The lower bound of the accuracy counts rollouts whose rest is unknown as "
             "wrong, and the upper bound counts them as correct; both include the 95 % interval."
         )
     if replayed.censored:
         yield (
             f"{replayed.censored:,} problems are left out, because all their rollouts were "
-            "stopped before an answer."
+            "stopped before they gave an answer."
         )
     if replayed.off_policy > 0 or replayed.undecided or replayed.censored:
         yield ""
@@ -600,14 +604,16 @@ def _off_policy_lines(replayed: Replay) -> Iterator[str]:
 def plan(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Run directories on the same problems, for example at several rates."),
+        typer.Argument(
+            help="Directories of runs on the same problems, for example at several rates."
+        ),
     ],
     target_tokens: Annotated[
-        float | None, typer.Option(help="Cap on the tokens that the target writes for a problem.")
+        float | None, typer.Option(help="Cap on the tokens that the target writes per problem.")
     ] = None,
     tokens: Annotated[
         float | None,
-        typer.Option(help="Cap on the tokens that draft and target together write for a problem."),
+        typer.Option(help="Cap on the tokens that draft and target together write per problem."),
     ] = None,
     seconds: Annotated[
         float | None,
@@ -648,7 +654,10 @@ def _advice_lines(advice: Advice) -> list[str]:
     lines += _best_lines(advice)
     lines += ["", "Pareto-optimal settings, per problem:", *_option_lines(advice.options)]
     if advice.other_rates:
-        lines += ["", "Estimates for rates without a run, from decisions on the recorded scores:"]
+        lines += [
+            "",
+            "Estimates for rates at which there is no run, from decisions on the recorded scores:",
+        ]
         lines.append(
             f"  {'rate':>5}{'realised':>10}{'target tokens':>15}   accuracy between     unknown "
             "rollouts"
@@ -661,8 +670,8 @@ def _advice_lines(advice: Advice) -> list[str]:
                 f"{100 * guess.off_policy:>14.1f} %"
             )
         lines.append(
-            "  For better numbers, make a run at one of these rates (--limit 20), and "
-            "plan from both runs."
+            "  For better estimates, start a run at one of these rates (--limit 20), and plan "
+            "from both runs."
         )
     if advice.chunks is not None:
         lines += ["", *_chunk_lines(advice.chunks)]
@@ -671,8 +680,8 @@ def _advice_lines(advice: Advice) -> list[str]:
         scored = f", {speed.scored_per_second:,.0f} scored" if speed.scored_per_second else ""
         lines.append(
             f"  {speed.engine:<8}{speed.written_per_second:,.0f} tokens per second "
-            f"written{scored}, while busy ({speed.busy_seconds:,.1f} s, {speed.calls:,} calls of "
-            f"{speed.seconds_per_call * 1000:,.0f} ms)"
+            f"written{scored} while busy ({speed.busy_seconds:,.1f} s; {speed.calls:,} calls of "
+            f"{speed.seconds_per_call * 1000:,.0f} ms on average)"
         )
     return [*lines, "", *advice.notes]
 
@@ -735,17 +744,17 @@ def _option_columns(cells: Sequence[str]) -> str:
 
 def _chunk_lines(advice: ChunkAdvice) -> list[str]:
     lines = [
-        f"Chunks: the draft's limit of {advice.limit} tokens ended "
-        f"{100 * advice.cut:.1f} % of the chunks; {100 * advice.fixed:.0f} % of a "
-        f"rollout's time is a fixed time per turn (R² of this fit: {advice.fit:.2f})."
+        f"Chunks: {100 * advice.cut:.1f} % of the draft's chunks were cut at the limit of "
+        f"{advice.limit} tokens. {100 * advice.fixed:.0f} % of a rollout's time is spent on a "
+        f"fixed time per turn (R² of this fit: {advice.fit:.2f})."
     ]
     for choice in advice.choices:
         lines.append(
-            f"  limit {choice.limit:>5}: {choice.turns:.2f} times the turns, {choice.seconds:.2f} "
-            "times the seconds"
+            f"  limit {choice.limit:>5}: {choice.turns:.2f} times as many turns, "
+            f"{choice.seconds:.2f} times as many seconds"
         )
     return [
         *lines,
-        "  Only a run can show how another limit (--set chunking.draft_tokens=...) "
-        "changes the accuracy.",
+        "  To learn how another limit changes the accuracy, start a run with --set "
+        "chunking.draft_tokens=...",
     ]

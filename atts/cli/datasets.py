@@ -24,9 +24,7 @@ datasets_app = typer.Typer(invoke_without_command=True)
 
 Cache = Annotated[
     Path | None,
-    typer.Option(
-        help="Folder in which the Hugging Face hub caches files, if it is not the default folder."
-    ),
+    typer.Option(help="Cache folder of the Hugging Face hub, if it is not the default one."),
 ]
 
 
@@ -87,8 +85,8 @@ def show(
     column: Annotated[
         list[str] | None,
         typer.Option(
-            help="Column of the file that has a field: text=Question reads each problem's text "
-            "from the column Question; repeatable."
+            help="Column that contains a field: text=Question reads each problem's text from "
+            "the column Question; repeatable."
         ),
     ] = None,
     revision: Annotated[
@@ -97,14 +95,14 @@ def show(
     split: Annotated[
         str,
         typer.Option(
-            help="Split to read of generated problems, or of a hub dataset that atts does not "
+            help="Split to read, for generated problems and for hub datasets that atts does not "
             "know by name."
         ),
     ] = "test",
     config: Annotated[
         str,
         typer.Option(
-            help="Configuration to read of a hub dataset that atts does not know by name."
+            help="Configuration to read, for hub datasets that atts does not know by name."
         ),
     ] = "",
     level: Annotated[
@@ -118,7 +116,7 @@ def show(
         typer.Option("--id", help="Show only the problem with this id; repeatable."),
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(help="Show only this many problems, drawn at random.")
+        int | None, typer.Option(help="Show only a random sample of this many problems.")
     ] = None,
     seed: Annotated[
         int,
@@ -137,13 +135,13 @@ def show(
     network: Annotated[
         Literal["auto", "never"],
         typer.Option(
-            help="Whether missing files are downloaded: auto (yes), never (a missing file is an "
+            help="Whether to download missing files: auto (yes), never (a missing file is an "
             "error)."
         ),
     ] = "auto",
     cache: Cache = None,
     limit: Annotated[
-        int, typer.Option(help="Number of problems to print; with --json all problems are printed.")
+        int, typer.Option(help="Number of problems to print; --json prints all problems.")
     ] = 3,
 ) -> None:
     """Show the source of a dataset, its digest and its problems.
@@ -230,8 +228,8 @@ def grade(
     file: Annotated[
         str,
         typer.Argument(
-            help="JSONL file of records, or - for stdin; a record has the field gold (the "
-            "reference), and answer or text."
+            help="JSONL file of records, or - for stdin. A record has the field gold (the "
+            "reference), and one of the fields answer and text."
         ),
     ],
     as_json: Annotated[
@@ -247,22 +245,22 @@ def grade(
     fallback: Annotated[
         Literal["none", "statement", "number"],
         typer.Option(
-            help="How to find the answer in a text that has no \\boxed{} and no mark such as "
-            "Answer: 5: none (no answer), statement (a value that the last sentence "
-            "states), number (the last number)."
+            help="How to find the answer in a text without \\boxed{} and without a mark such as "
+            '"Answer: 5": none (there is no answer), statement (a value stated in the last '
+            "sentence), number (the last number)."
         ),
     ] = "statement",
     relative: Annotated[
         float,
         typer.Option(
-            help="Relative tolerance for a number whose reference is a decimal: 0.01 allows a "
-            "difference of 1 %."
+            help="Relative tolerance for a number whose reference is a decimal number; 0.01 "
+            "allows a difference of 1 %."
         ),
     ] = 0.0,
     absolute: Annotated[
         float,
         typer.Option(
-            help="Absolute tolerance for a number: 0.5 allows a difference of 0.5 from the "
+            help="Absolute tolerance for a number; 0.5 allows a difference of 0.5 from the "
             "reference."
         ),
     ] = 0.0,
@@ -270,7 +268,7 @@ def grade(
         Literal["optional", "required"],
         typer.Option(
             help="Unit of an answer: optional (a unit may be missing or added), required (an "
-            "answer must have a unit if the reference has a unit, and no unit otherwise)."
+            "answer must have a unit if and only if the reference has one)."
         ),
     ] = "optional",
     strict: Annotated[
@@ -283,22 +281,22 @@ def grade(
         bool,
         typer.Option(
             "--explain",
-            help="Print under each verdict the answers that were compared, and the reason for "
-            "the verdict.",
+            help="Below each verdict, print the compared answers and the reason for the verdict.",
         ),
     ] = False,
     judge: Annotated[
         str,
         typer.Option(
-            help="Model that judges answers which the rules cannot score, such as vllm:URL, "
-            "in the formats of `atts eval --target`. The model's verdicts are marked "
+            help="Model that judges answers which the grading rules cannot score, such as "
+            "vllm:URL; same formats as --target of `atts eval`. Its verdicts are marked "
             "`judged`."
         ),
     ] = "",
     judge_prompt: Annotated[
         Path | None,
         typer.Option(
-            help="File with the prompt for --judge; the prompt contains {reference} and {answer}."
+            help="File with the prompt for --judge; the prompt must contain {reference} and "
+            "{answer}."
         ),
     ] = None,
 ) -> None:
@@ -407,7 +405,7 @@ def _words(summary: dict[str, Any]) -> str:
     counts = ", ".join(
         f"{summary[name]} {name.replace('_', ' ')}" for name in _COUNTS if summary[name]
     )
-    share = f"equal {summary['accuracy']:.4g} [{low:.4g}, {high:.4g}] (95 % Wilson interval)"
+    share = f"accuracy {summary['accuracy']:.4g} [{low:.4g}, {high:.4g}] (95 % Wilson interval)"
     return f"{_counted(summary['n'])}: {counts}; {share}{not_graded}"
 
 

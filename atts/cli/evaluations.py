@@ -35,7 +35,7 @@ def evaluate(
     shard: Annotated[
         str | None,
         typer.Option(
-            help="Run one part of the problems: 2/3 runs every third problem, starting with "
+            help="Run only a part of the problems: 2/3 runs every third problem, starting with "
             "the second. `atts merge` joins the parts.",
             metavar="I/N",
         ),
@@ -46,7 +46,8 @@ def evaluate(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the plan of the run and its expected tokens, without running anything.",
+            help="Print the plan of the run and its expected number of tokens, without running "
+            "anything.",
         ),
     ] = False,
     as_json: Annotated[
@@ -165,7 +166,7 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     ]
     if "target" in estimate.roles:
         speculate = configuration["speculate"]
-        lines.append(f"  proposed  by {estimate.proposes} (speculate {speculate})")
+        lines.append(f"  proposed  by {estimate.proposes} (speculate={speculate})")
     lines.append(f"  output    {estimate.directory} ({output})")
     for key, (role, words) in _BUDGET.items():
         if role is None or role in estimate.roles:
@@ -188,11 +189,11 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
 # For each key with a token or turn limit: the model that it limits (None: both models), and the
 # unit that a dry run prints after the number.
 _BUDGET: dict[str, tuple[Role | None, str]] = {
-    "max_tokens": (None, "tokens a rollout"),
-    "turns": (None, "turns a rollout"),
-    "chunking.draft_tokens": ("draft", "tokens a chunk of the draft"),
-    "chunking.target_tokens": ("target", "tokens a chunk of the target"),
-    "chunking.stop": (None, "texts that end a chunk"),
+    "max_tokens": (None, "tokens per rollout"),
+    "turns": (None, "turns per rollout"),
+    "chunking.draft_tokens": ("draft", "tokens per chunk (draft)"),
+    "chunking.target_tokens": ("target", "tokens per chunk (target)"),
+    "chunking.stop": (None, "strings that end a chunk"),
 }
 
 
@@ -318,7 +319,7 @@ def _answered_by(result: RunResult) -> str:
     """Describe how the answers were chosen from the rollouts."""
     if result.combined is None:
         return "majority vote of each problem's rollouts"
-    return "vote of each problem's rollouts; the target decided if the vote was split"
+    return "vote of each problem's rollouts; the target decided split votes"
 
 
 def _leaning(result: RunResult) -> str:
@@ -331,8 +332,9 @@ def _leaning(result: RunResult) -> str:
     if not spared:
         return ""
     return (
-        f"; {spared:,} rollouts that were cancelled because the vote was settled are not counted, "
-        "so pass@1 favours fast rollouts (--early-stop none runs all rollouts)"
+        f"; {spared:,} rollouts that were cancelled because the vote was settled are not "
+        "counted, so pass@1 is biased towards fast rollouts (--early-stop none runs all "
+        "rollouts)"
     )
 
 
@@ -445,8 +447,8 @@ def sweep(
     over: Annotated[
         list[str] | None,
         typer.Option(
-            help="Setting to vary and its values, such as rate=0.1,0.2,0.4, or values as a "
-            "JSON list. With several --over, every combination of values is run.",
+            help="Setting to vary and its values, such as rate=0.1,0.2,0.4; the values may also "
+            "be a JSON list. With several --over, every combination of values is run.",
             metavar="KEY=VALUE,VALUE",
             show_default="rate=0.1,0.2,0.4",
         ),
@@ -535,7 +537,7 @@ def axes(given: Sequence[str]) -> dict[str, list[object]]:
             )
         if name in values_by_key:
             raise OptionError(
-                "--over", f"{name} is given twice; put all values of {name} into one --over"
+                "--over", f"{name} is given twice; list all values of {name} in one --over"
             )
         values_by_key[name] = _listed(values, words)
     return values_by_key

@@ -60,10 +60,10 @@ _DATASET = typer.Argument(
 )
 OPTIONS: Mapping[str, Parameter] = {
     "method": _key(
-        "Method: atts (escalate the chunks with the worst scores), draft-only, target-only, exact "
-        "(the target's text; the draft proposes tokens), coin (escalate at random), or another "
-        "method: cascade, trial, top-b, spec-reason, speculative-thinking, deep-conf, "
-        "paper-marginal, paper-conditional.",
+        "Method: atts (escalate the chunks with the worst scores), draft-only, target-only, "
+        "exact (the same text as target-only, with tokens proposed by the draft), coin "
+        "(escalate at random), or another method: cascade, trial, top-b, spec-reason, "
+        "speculative-thinking, deep-conf, paper-marginal, paper-conditional.",
         "atts",
     ),
     "rate": _key("Share of chunks to escalate to the target.", "0.2", kind=float),
@@ -82,15 +82,15 @@ OPTIONS: Mapping[str, Parameter] = {
     ),
     "temperature": _key("Temperature of both models.", "0.7", kind=float),
     "top_p": _key(
-        "Sample only from the most likely tokens whose probabilities add up to this value.",
+        "Sample only from the smallest set of most likely tokens whose probabilities add up to "
+        "this value.",
         "1",
         kind=float,
     ),
     "combine": _key(
         "How to answer a problem if its rollouts disagree: vote (take the most frequent "
         "answer), select (the target chooses one of the answers), synthesize (the target "
-        "writes a new solution), auto (vote until selection is known to be better, then "
-        "select).",
+        "writes a new solution), auto (vote until selection proves better, then select).",
         "vote",
     ),
     "early_stop": _key(
@@ -99,13 +99,13 @@ OPTIONS: Mapping[str, Parameter] = {
         "certain",
     ),
     "rate_scope": _key(
-        "Scope of rate control. question: the chunks of each question. question-turn: the chunks "
-        "of each turn of a question. aci, marginal, split: all chunks of the run. aci adapts its "
-        "threshold, marginal compares a score with all earlier scores, split compares it with "
-        "stored scores only.",
+        "Scope of rate control: each question (question), each turn of a question "
+        "(question-turn), or the whole run (aci, marginal, split). aci adapts its threshold; "
+        "marginal compares each score with all earlier scores, split with the stored scores "
+        "only.",
         "aci",
     ),
-    "scores": _key("Calibration scores to start from: a file, or a run directory.", metavar="FILE"),
+    "scores": _key("Calibration scores to start from: a file or a run directory.", metavar="FILE"),
     "pair": _key(
         "Name of a pair of draft and target models; `atts pairs` lists the names.", "none"
     ),
@@ -129,8 +129,8 @@ OPTIONS: Mapping[str, Parameter] = {
         "Read the benchmark from this file instead of downloading it from the Hugging Face hub."
     ),
     "column": _key(
-        "Column of the dataset's file that has a field: text=Question reads each problem's "
-        "text from the column Question; repeatable.",
+        "Column of the dataset's file that contains a field: text=Question reads each "
+        "problem's text from the column Question; repeatable.",
         kind=list[str],
     ),
     "grader": _key(
@@ -161,24 +161,24 @@ OPTIONS: Mapping[str, Parameter] = {
         "html",
     ),
     "log": _key(
-        "Experiment tracker that also gets the run's numbers: wandb, mlflow, tensorboard, "
-        "trackio or otel (OpenTelemetry); repeatable.",
+        "Experiment tracker to which the run's metrics are also sent: wandb, mlflow, "
+        "tensorboard, trackio or otel (OpenTelemetry); repeatable.",
         "none",
         kind=list[str],
         metavar="NAME[:PROJECT]",
     ),
     "abstain": _key(
-        "Give no answer if a problem's rollouts agree too little. With 0.1@0.9, at most 10 % of "
-        "the given answers are wrong, with probability 0.9. Needs --labelled.",
+        "Leave a problem unanswered if its rollouts agree too little. With 0.1@0.9, at most 10 "
+        "% of the given answers are wrong, with probability 0.9. Needs --labelled.",
         metavar="RISK@PROBABILITY",
     ),
     "labelled": _key(
-        "Directory of a graded run with the same settings, from which --abstain takes its "
-        "threshold.",
+        "Directory of a graded run with the same settings; --abstain takes its threshold from it.",
         metavar="RUN",
     ),
     "max_cost": _key(
-        "Stop the run after this many dollars, at the prices in --set prices=FILE.", kind=float
+        "Stop the run after spending this many dollars, at the prices given by --set prices=FILE.",
+        kind=float,
     ),
     "max_total_tokens": _key(
         "Stop the run after this many tokens: prompts, scored texts and completions of all calls.",
@@ -186,26 +186,28 @@ OPTIONS: Mapping[str, Parameter] = {
         kind=int,
     ),
     "max_seconds": _key(
-        "Stop the run after this many seconds; the seconds before an interruption count too.",
+        "Stop the run after this many seconds; seconds before an interruption also count.",
         kind=float,
     ),
     "compare_to": _key(
-        "Directory of an earlier run, with which --stop-when compares this run.", metavar="RUN"
+        "Directory of the earlier run with which --stop-when compares this run.", metavar="RUN"
     ),
     "on_unscored": _key(
-        "Action if many chunks in a row have no usable score: stop (end the run and keep its "
-        "work), escalate (the target rewrites such chunks).",
+        "What to do if many chunks in a row have no usable score: stop (end the run and keep "
+        "its work), escalate (the target rewrites such chunks).",
         "stop",
     ),
     "give_up_after": _key(
-        "Seconds to wait for a lost server; then the run ends, and the same command resumes it.",
+        "Seconds to wait for a lost server before the run ends; the same command then resumes "
+        "the run.",
         "3600",
         kind=float,
         metavar="SECONDS",
     ),
     "stop_when": _key(
-        "When to stop early: decided (the run's accuracy is shown to differ from that of "
-        "--compare-to), decided=2 (also if the difference is shown to be at most 2 points).",
+        "When to stop early: decided (once the run's accuracy is shown to differ from that of "
+        "the --compare-to run), decided=2 (also once the difference is shown to be at most 2 "
+        "percentage points).",
         metavar="decided[=POINTS]",
     ),
 }

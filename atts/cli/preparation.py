@@ -35,7 +35,7 @@ def config() -> None:
 @config_app.command("show")
 def show(
     key: str = typer.Argument(
-        "", help="Show only the keys whose names contain this text.", show_default="all"
+        "", help="Show only the keys whose names contain this string.", show_default="all"
     ),
     config: ConfigFile = None,
     pairs: Pairs = None,
@@ -54,7 +54,7 @@ def show(
     settings = configure({}, pairs or (), file=config).settings
     shown = {name: known for name, known in config_keys().items() if key in name}
     if not shown:
-        raise OptionError("config", f"no key contains {key!r}; `atts config show` lists them all")
+        raise OptionError("config", f"no key contains {key!r}; `atts config show` lists all keys")
     for name, known in shown.items():
         value = jsonable(settings[name].value)
         origin = settings[name].origin
@@ -82,16 +82,16 @@ def pairs(
     card: Annotated[
         str | None,
         typer.Option(
-            help="Model of the GPUs on which the pair must fit: rtx4090, rtx5090, l40s, a100, "
-            "h100, h200 or b200.",
+            help="GPU model on which the pair must fit: rtx4090, rtx5090, l40s, a100, h100, "
+            "h200 or b200.",
             metavar="CARD",
         ),
     ] = None,
     server_version: Annotated[
         str,
         typer.Option(
-            help="Version of vLLM, such as 0.29; the printed commands leave out flags that "
-            "this version lacks.",
+            help="Version of vLLM, such as 0.29; the printed commands omit flags that this "
+            "version lacks.",
             show_default="the newest known version",
             metavar="VERSION",
         ),
@@ -100,8 +100,8 @@ def pairs(
         bool,
         typer.Option(
             "--local",
-            help="Show on which GPUs the models fit if they run in this process: memory of "
-            "weights and cache, and number of rollouts at the same time.",
+            help="Show on which GPUs the models fit if they run in this process, with the "
+            "memory of weights and cache, and the number of rollouts in flight.",
         ),
     ] = False,
     as_json: Annotated[
@@ -173,9 +173,9 @@ def _local_table(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
             rest = f"{parts[0]:>12}{parts[1]:>13}{placement.rollouts:>10}"
             yield f"{pair.name:<26}{kind:<9}{cards:<10}{rest}"
     yield (
-        "draft GB and target GB: weights + cache in bfloat16. rollouts: number of the "
-        "64 rollouts of a run that fit at the same time in full length. These sizes are "
-        "computed, not yet measured on a GPU."
+        "draft GB and target GB: weights + cache in bfloat16. rollouts: how many of a run's 64 "
+        "rollouts fit at the same time at full length. These sizes are computed, not measured "
+        "on a GPU."
     )
 
 
@@ -219,8 +219,8 @@ def _table(chosen: list[Pair], placed: dict[str, dict[str, GpuPlacement | None]]
         cards = "".join(f"{_count(placement):<10}" for placement in placed[pair.name].values())
         yield f"{pair.name:<26}{sizes:>12}{tokens:>8}{chunk:>7}  {system:<8}{cards}".rstrip()
     yield (
-        "GB: size of the weights. Cards: smallest number of cards on which both models "
-        "fit (* with the target in fp8). Sizes are computed, not yet measured."
+        "GB: size of the weights. Cards: smallest number of cards on which both models fit (* "
+        "with the target in fp8). Sizes are computed, not measured."
     )
 
 
@@ -275,8 +275,8 @@ def doctor(
     card: Annotated[
         str | None,
         typer.Option(
-            help="Model of the GPUs on which the pair must fit: rtx4090, rtx5090, l40s, a100, "
-            "h100, h200 or b200.",
+            help="GPU model on which the pair must fit: rtx4090, rtx5090, l40s, a100, h100, "
+            "h200 or b200.",
             show_default="the GPUs of this machine",
         ),
     ] = None,
@@ -320,8 +320,8 @@ def probe(
     url: Annotated[
         str,
         typer.Argument(
-            help="Server to probe: a URL such as http://127.0.0.1:8000, or the address of an "
-            "engine, such as vllm:URL/MODEL."
+            help="Server to probe: a URL such as http://127.0.0.1:8000, or an engine address "
+            "such as vllm:URL/MODEL."
         ),
     ],
     model: Annotated[
@@ -330,30 +330,30 @@ def probe(
     tokenizer: Annotated[
         str,
         typer.Option(
-            help="Folder of the tokenizer, or its id on the Hugging Face hub; by default the "
+            help="Folder of the tokenizer, or its id on the Hugging Face hub. By default, the "
             "tokenizer that the server names."
         ),
     ] = "",
     dialect: Annotated[
         str,
         typer.Option(
-            help="API of the server, such as vllm or sglang; auto detects the API; an unknown "
-            "name prints all names.",
+            help="API of the server, such as vllm or sglang; auto detects it. An unknown name "
+            "prints the list of names.",
             metavar="DIALECT",
         ),
     ] = "auto",
     need: Annotated[
         Literal["nothing", "sample", "score", "rate"],
         typer.Option(
-            help="Ability without which the exit code is 5: sample (write text), score (return "
-            "log-probabilities of a given text), rate (list the most likely next tokens, as "
-            "ratings need), nothing (no ability is needed)."
+            help="Ability that the server must have; if it is missing, the exit code is 5: "
+            "sample (write text), score (return log-probabilities of a given text), rate "
+            "(list the most likely next tokens, which ratings need), nothing (no check)."
         ),
     ] = "nothing",
     key_file: Annotated[
         Path | None,
         typer.Option(
-            help="File that contains the API key; without this option, the environment variable "
+            help="File that contains the API key; by default, the environment variable "
             "ATTS_API_KEY is used."
         ),
     ] = None,
@@ -364,8 +364,8 @@ def probe(
     proxy: Annotated[
         Literal["never", "environment"] | None,
         typer.Option(
-            help="Proxies for requests: never (connect directly), environment (use HTTP_PROXY "
-            "and similar variables).",
+            help="Whether to use proxies: never (connect directly), environment (as set in "
+            "HTTP_PROXY and similar variables).",
             show_default="never",
         ),
     ] = None,
@@ -406,19 +406,19 @@ def tune(
     load: Annotated[
         str,
         typer.Option(
-            help="Numbers of simultaneous requests at which the server is timed, such as 1,4,16."
+            help="Numbers of simultaneous requests with which to time the server, such as 1,4,16."
         ),
     ] = "1,4,16,64",
     tokens: Annotated[
         int, typer.Option(help="Number of tokens that each timed request generates.")
     ] = 64,
     most: Annotated[
-        int, typer.Option(help="Largest number of proposed tokens per step to consider.")
+        int, typer.Option(help="Largest number of proposed tokens per step that is considered.")
     ] = 8,
     method: Annotated[
         str,
         typer.Option(
-            help="Speculation method in the printed --speculative-config, such as ngram, "
+            help="Speculation method for the printed --speculative-config, such as ngram, "
             "draft_model or eagle3."
         ),
     ] = "ngram",

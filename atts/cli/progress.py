@@ -133,7 +133,7 @@ def line(snapshot: ProgressSnapshot) -> str:
     if snapshot.left:
         time += f", about {duration(snapshot.left)} left"
     if snapshot.state == "draining":
-        parts.insert(0, "stopping: atts waits for the calls in flight and saves their results")
+        parts.insert(0, "stopping: waiting for the calls in flight, to save their results")
     elif snapshot.state == "over":
         parts.insert(0, "ended")
     return "; ".join([*parts, time])

@@ -90,7 +90,7 @@ def report(
     format: Annotated[
         str,
         typer.Option(
-            help="Format of the report: html (one page with charts), markdown (a short text) or "
+            help="Format of the report: html (a page with charts), markdown (a short text) or "
             "json (all numbers)."
         ),
     ] = "html",
@@ -103,9 +103,7 @@ def report(
     ] = None,
     compare_to: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Directory of another run, with which the report compares this run; repeatable."
-        ),
+        typer.Option(help="Directory of another run to compare with in the report; repeatable."),
     ] = None,
     following: Annotated[
         bool,
@@ -138,15 +136,15 @@ def report(
     if every is not None and not (following and 0 < every <= _DAY):
         raise OptionError(
             "--every",
-            f"{every:g} is out of range; give more than 0 seconds and at most one day, "
-            "together with --follow",
+            f"{every:g} is out of range; together with --follow, give more than 0 seconds and "
+            "at most one day",
         )
     if out is not None and str(out) == "-":
         if following:
             raise OptionError(
                 "--follow",
-                "--follow needs a file, because standard output cannot be rewritten; "
-                "name a file with --out",
+                "--follow rewrites its report, which is not possible on standard output; name "
+                "a file with --out",
             )
         hand_out(render(build_report(directory, compare_to or ()), named))
         return
@@ -157,8 +155,8 @@ def report(
 
     if following:
         tell(
-            "atts: the report is updated until the run ends; Ctrl-C stops the updates, "
-            "but not the run"
+            "atts: updating the report until the run ends; Ctrl-C stops the updates, but not "
+            "the run"
         )
         built, path = follow(directory, write, EVERY_SECONDS if every is None else every)
     else:
@@ -369,7 +367,7 @@ def _journal_lines(checked: JournalCheck) -> list[str]:
         f"{checked.directory}: {checked.lines:,} undamaged lines of {sessions}; "
         f"{checked.complete:,} {'problem' if checked.complete == 1 else 'problems'} "
         f"complete, {checked.open:,} unfinished",
-        *([f"{checked.lost:,} bytes after these lines are {after}"] if checked.lost else []),
+        *([f"the {checked.lost:,} bytes after these lines are {after}"] if checked.lost else []),
     ]
 
 
@@ -377,9 +375,10 @@ def import_run(
     format: Annotated[
         str,
         typer.Argument(
-            help="Format of the files, by the tool that wrote them: inspect (Inspect AI), "
-            "lm-eval (lm-evaluation-harness), nemo-skills, matharena, monkey-business, "
-            "deepconf, or jsonl (JSON Lines of any tool, read with --column)."
+            help="Format of the files, named after the tool that wrote them: inspect (Inspect "
+            "AI), lm-eval (lm-evaluation-harness), nemo-skills, matharena, "
+            "monkey-business, deepconf, or jsonl (JSON Lines of any tool, read with "
+            "--column)."
         ),
     ],
     path: Annotated[Path, typer.Argument(help="File to import, or directory with such files.")],
@@ -387,8 +386,9 @@ def import_run(
     column: Annotated[
         list[str] | None,
         typer.Option(
-            help="With jsonl: column that has a field: text=output reads the texts from the "
-            "column output, score.reward=rm reads a score from the column rm; repeatable.",
+            help="With jsonl: column that contains a field. text=output reads the texts from "
+            "the column output, and score.reward=rm reads a score from the column rm; "
+            "repeatable.",
             metavar="FIELD=COLUMN",
         ),
     ] = None,
@@ -400,7 +400,7 @@ def import_run(
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Import only rollouts that were written by this model.")
+        str | None, typer.Option(help="Import only rollouts written by this model.")
     ] = None,
     filter: Annotated[
         str | None,
@@ -426,8 +426,8 @@ def import_run(
     grades: Annotated[
         str,
         typer.Option(
-            help="Source of the verdicts: recorded (use the other tool's verdicts; atts "
-            "grades only answers without one), again (atts grades every answer)."
+            help="Source of the verdicts: recorded (those of the other tool; atts grades only "
+            "answers without a verdict), again (atts grades every answer)."
         ),
     ] = "recorded",
     as_json: ObjectJson = False,
@@ -485,7 +485,7 @@ def _lines(made: Imported) -> Iterator[str]:
         f"{f' ({made.model})' if made.model else ''}"
     )
     if made.already:
-        yield f"skipped, because imported before: {_count(made.already, 'problem')}"
+        yield f"skipped, because already imported: {_count(made.already, 'problem')}"
     parts = {
         "answers": made.with_answer,
         "verdicts": made.graded,
@@ -506,7 +506,7 @@ def _lines(made: Imported) -> Iterator[str]:
         )
     if made.unknown:
         yield (
-            "problems that are not in the dataset keep the ids of the files: "
+            "not in the dataset, so the ids of the files are kept: "
             f"{_count(made.unknown, 'problem')}"
         )
 
@@ -534,8 +534,8 @@ def export(
     keep: Annotated[
         str | None,
         typer.Option(
-            help="Rollouts to export: correct (with a correct answer), answered (with any "
-            "answer), all.",
+            help="Rollouts to export: correct (those with a correct answer), answered (those "
+            "with any answer), all.",
             show_default="correct for sft, all for other kinds",
         ),
     ] = None,
@@ -543,13 +543,13 @@ def export(
         int, typer.Option(help="With --as preference: largest number of pairs per problem.")
     ] = 4,
     seed: Annotated[
-        int, typer.Option(help="With --as preference: random seed for the choice of pairs.")
+        int, typer.Option(help="With --as preference: random seed for choosing the pairs.")
     ] = 0,
     teacher: Annotated[
         str | None,
         typer.Option(
-            help="With --as opd: model that computes the most likely tokens at each position "
-            "of a rollout, usually the run's target: embedded:target, hf:MODEL or "
+            help="With --as opd: model that computes the most likely tokens at each position of "
+            "a rollout, usually the run's target. Formats: embedded:target, hf:MODEL or "
             "vllm:URL.",
             metavar="MODEL",
         ),
@@ -557,7 +557,7 @@ def export(
     top: Annotated[
         int,
         typer.Option(
-            help="With --teacher: number of most likely tokens that are written for each position."
+            help="With --teacher: how many of the most likely tokens to write for each position."
         ),
     ] = 20,
     as_json: ObjectJson = False,

@@ -57,9 +57,8 @@ def serve(
         Path | None,
         typer.Option(
             help=(
-                "File with the keys that clients must send; each line is KEY, or USER "
-                "KEY. A single key can also be in the environment variable "
-                f"{KEY_VARIABLE}."
+                "File with the keys that clients must send; each line has the form KEY or USER "
+                f"KEY. A single key can also be set in the environment variable {KEY_VARIABLE}."
             ),
             show_default="no key",
         ),
@@ -67,7 +66,7 @@ def serve(
     share: Annotated[
         list[str] | None,
         typer.Option(
-            help="Share of a user if the server is overloaded: with alice=2, alice gets twice "
+            help="Share of a user when the server is overloaded: with alice=2, alice gets twice "
             "the capacity of a user with share 1; repeatable.",
             metavar="USER=SHARE",
             show_default="1 for each user",
@@ -83,11 +82,11 @@ def serve(
     ] = None,
     max_cost: Annotated[
         float | None,
-        typer.Option(help="Cap on the dollars of all requests together.", show_default="no cap"),
+        typer.Option(help="Cap on the total dollars of all requests.", show_default="no cap"),
     ] = None,
     max_total_tokens: Annotated[
         int | None,
-        typer.Option(help="Cap on the tokens of all requests together.", show_default="no cap"),
+        typer.Option(help="Cap on the total tokens of all requests.", show_default="no cap"),
     ] = None,
     request_cost: Annotated[
         float | None,
@@ -96,7 +95,8 @@ def serve(
     request_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Cap on the tokens of a single request, over all its calls.", show_default="no cap"
+            help="Cap on the tokens of a single request, summed over all its calls.",
+            show_default="no cap",
         ),
     ] = None,
     request_seconds: Annotated[
@@ -120,9 +120,9 @@ def serve(
         Literal["draft", "policy"],
         typer.Option(
             help=(
-                "How to answer Open WebUI's automatic requests for titles, tags and "
-                "follow-up questions: draft (one rollout of the draft), policy (the "
-                "policy that the request names)."
+                "How to answer Open WebUI's automatic requests for titles, tags and follow-up "
+                "questions: draft (one rollout of the draft), policy (the policy named in the "
+                "request)."
             )
         ),
     ] = "draft",
@@ -181,7 +181,8 @@ def serve(
     )
     if not served.keys and host not in _LOCAL_HOSTS:
         tell(
-            f"atts: {host} is reachable from other machines, but no key is set; see --api-key-file"
+            f"atts: {host} is reachable from other machines, but no API key is set; see "
+            "--api-key-file"
         )
     service = Service(setup, served)
 
@@ -217,7 +218,7 @@ def _one_model(context: typer.Context, setup: Setup, model: str) -> Setup:
     for option in ("pair", "draft", "target"):
         if context.params.get(option) is not None:
             raise OptionError(
-                "--model", f"with --model {model} there is only one model; leave --{option} out"
+                "--model", f"--model {model} runs a single model; leave out --{option}"
             )
     return replace(setup, draft=model, target=model, method="draft-only")
 
@@ -243,7 +244,8 @@ def _keys(file: Path | None) -> dict[str, str]:
         if len(words) > 2 or not words[-1].isascii():
             raise OptionError(
                 "--api-key-file",
-                f"line {number} of {file} is neither KEY nor USER KEY in ASCII characters",
+                f"line {number} of {file} does not have the form KEY or USER KEY, or its key "
+                "contains a non-ASCII character",
             )
         keys[words[-1]] = words[0] if len(words) == 2 else ""
     if not keys:
@@ -325,7 +327,9 @@ def _page_of(address: str) -> str:
     page = f"{parts.scheme}://{parts.netloc}/atts/view"
     problem = ""
     if parts.scheme not in ("http", "https"):
-        raise UsageError(f"{address} is not the address of a server, which begins with http://")
+        raise UsageError(
+            f"{address} is not the address of a server; such an address begins with http://"
+        )
     try:
         with build_opener(ProxyHandler({})).open(page, timeout=_PAGE_SECONDS) as answer:
             if b"atts view" not in answer.read(2_000):

@@ -48,7 +48,7 @@ def solve(
     follow: Annotated[
         str,
         typer.Option(
-            help="Rollout whose reasoning is shown: its number (the first rollout is 0), or all."
+            help="Rollout whose reasoning to show: its number (the first rollout is 0), or all."
         ),
     ] = "0",
     config: options.ConfigFile = None,
@@ -120,7 +120,7 @@ def text_of(problem: str) -> str:
             text = named.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{problem}: this is not text in UTF-8 ({error.reason} at byte {error.start})"
+            f"{problem} is not UTF-8 text ({error.reason} at byte {error.start})"
         ) from error
     if not text.strip():
         raise UsageError(
@@ -142,7 +142,8 @@ class StoryPrinter:
         if follow != "all" and not (follow.isdecimal() and int(follow) < samples):
             raise OptionError(
                 "follow",
-                f"{follow!r} is not the number of a rollout; give a number below {samples}, or all",
+                f"{follow!r} is not the number of a rollout; give a whole number from 0 to "
+                f"below {samples}, or all",
             )
         self._follow = None if follow == "all" else int(follow)
         self._console: Console = Console(highlight=False, soft_wrap=True)

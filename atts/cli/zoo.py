@@ -34,8 +34,8 @@ def add(
     base: Annotated[
         str,
         typer.Option(
-            help="Model of the zoo on which the adapter (LoRA) was trained, or from which "
-            "files are taken that the folder lacks.",
+            help="Model of the zoo on which the adapter (LoRA) was trained, or that supplies "
+            "the files missing from the folder.",
             show_default="the base model that the adapter names",
         ),
     ] = "",
@@ -64,7 +64,7 @@ def add(
         lambda _: [
             f"{name}: {megabytes(model.bytes)}, {len(model.digests)} blocks, "
             + (
-                "the zoo had none of them, so it stores all these blocks"
+                "none of them were in the zoo yet, so all of them are stored"
                 if model.is_whole
                 else "some of them shared with other models"
             ),
@@ -111,9 +111,7 @@ def show(
     zoo: Directory,
     picture: Annotated[
         Path | None,
-        typer.Option(
-            help="SVG file to which a drawing of the shared blocks is written.", metavar="FILE"
-        ),
+        typer.Option(help="SVG file for a drawing of the shared blocks.", metavar="FILE"),
     ] = None,
     check: Annotated[
         bool,
@@ -149,37 +147,35 @@ def compare(
     zoo: Directory,
     problems: Annotated[
         str,
-        typer.Option(help="Dataset on which the model is measured, in the formats of `atts eval`."),
+        typer.Option(help="Dataset on which to measure the model; same formats as in `atts eval`."),
     ] = "arithmetic[:30]",
     most: Annotated[
         int,
         typer.Option(
-            help="Largest number of replacements to measure for each block of the model, "
-            "starting with the most similar parameters.",
+            help="Largest number of replacements to measure for each block of the model; those "
+            "with the most similar parameters come first.",
             min=1,
         ),
     ] = 1,
     apart: Annotated[
         float,
         typer.Option(
-            help="Largest distance between the parameters of a block and its replacement, "
-            "divided by the norm of the block; unrelated blocks have a distance of about "
+            help="Largest distance between the parameters of a block and of its replacement, "
+            "relative to the norm of the block; unrelated blocks have a distance of about "
             "1.4."
         ),
     ] = 1.0,
     lossy: Annotated[
         float,
         typer.Option(
-            help="Largest accepted divergence of the model's outputs with all replacements of "
-            "--keep together, in nats per token.",
+            help="With --keep: largest acceptable divergence of the model's outputs after all "
+            "replacements together, in nats per token.",
             min=0,
         ),
     ] = 0.01,
     keep: Annotated[
         str | None,
-        typer.Option(
-            help="Name under which to store a model with all accepted replacements.", metavar="NAME"
-        ),
+        typer.Option(help="Name for a new model with all accepted replacements.", metavar="NAME"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -201,8 +197,8 @@ def compare(
         print_json(compared)
     elif not compared.pairs:
         say(
-            f"no block of another model has the shape of a block of {name} and a distance "
-            f"below {apart:g}; give a larger --apart"
+            f"no block of another model has both the same shape as a block of {name} and a "
+            f"distance below {apart:g}; give a larger --apart"
         )
     elif compared.kept is not None:
         say(f"{keep}: model with {len(compared.kept.stands)} replaced blocks, {compared.kept}")

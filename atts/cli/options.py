@@ -61,9 +61,9 @@ _DATASET = typer.Argument(
 OPTIONS: Mapping[str, Parameter] = {
     "method": _key(
         "Method: atts (escalate the chunks with the worst scores), draft-only, target-only, "
-        "exact (the same text as target-only, with tokens proposed by the draft), coin "
-        "(escalate at random), or another method: cascade, trial, top-b, spec-reason, "
-        "speculative-thinking, deep-conf, paper-marginal, paper-conditional.",
+        "exact (like target-only, with tokens proposed by the draft), coin (escalate at "
+        "random), or another method: cascade, trial, top-b, spec-reason, speculative-thinking, "
+        "deep-conf, paper-marginal, paper-conditional.",
         "atts",
     ),
     "rate": _key("Share of chunks to escalate to the target.", "0.2", kind=float),

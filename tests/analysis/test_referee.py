@@ -309,8 +309,8 @@ def test_the_command_prints_a_row_or_an_object_per_rule(
     ("words", "problem"),
     [
         (["--rules", "all", "--rate", "0.3"], "--rate: this option changes decisions on chunks"),
-        (["--orders", "3"], "--orders: it needs --rules"),
-        (["--match", "tokens"], "--match: it needs --rules"),
+        (["--orders", "3"], "--orders: this option needs --rules"),
+        (["--match", "tokens"], "--match: this option needs --rules"),
     ],
 )
 def test_rules_refuse_options_of_gates(

@@ -178,7 +178,7 @@ def test_replay_command_prints_one_object_per_decision_then_a_summary(
         assert summary["worst_rolling_500"] is None
         assert summary["guarantee"] == expected.guarantee
     words = atts("replay", str(path), "--rate", "0.4", "--rate-scope", "aci")
-    assert "chunks escalated: rate" in words.stdout
+    assert "chunks escalated: realised rate" in words.stdout
     assert "guarantee" in words.stdout
 
 

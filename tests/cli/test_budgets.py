@@ -122,8 +122,8 @@ def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
     said = atts(*words)
     assert said.code == 0
     for line in (
-        "16,000 tokens a rollout",
-        "500 tokens a chunk of the draft",
+        "16,000 tokens per rollout",
+        "500 tokens per chunk (draft)",
         "by reasoning models",
         "by max_tokens",
     ):
@@ -132,7 +132,7 @@ def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
     small = atts(*words, "--max-tokens", "512", "--turns", "4", "--set", "chunking.draft_tokens=64")
     assert "by --max-tokens" in small.out
     assert "--max-tokens 512 looks too small for reasoning models" in small.out
-    assert "--turns 4 ends a rollout after 256 of its 512 tokens" in small.out
+    assert "--turns 4 ends a rollout after at most 256 of its 512 tokens" in small.out
     found = json.loads(atts(*words, "--max-tokens", "512", "--json").out)
     assert found["budget"]["max_tokens"] == {"value": 512, "origin": "--max-tokens"}
     assert len(found["warnings"]) == 1

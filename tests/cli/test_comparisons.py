@@ -114,12 +114,12 @@ def test_votes_without_a_verdict_are_shown_with_their_possible_effect(
     assert found.if_right is not None
     assert found.if_right.difference.value == pytest.approx(0.25)
     assert (
-        "answers that the grader could not score count as wrong: 1 in the first run, 2 in the "
-        "second; if they counted as correct: difference +0.250 ["
+        "answers that could not be graded count as wrong (1 in the first run, 2 in the second); "
+        "counting them as correct instead, the difference would be +0.250 ["
         in atts("compare", str(a), str(b)).out
     )
     assert (
-        "could not score"
+        "could not be graded"
         not in atts(
             "compare", str(results(tmp_path / "c.jsonl", [{"id": 1, "correct": 1}])), str(a)
         ).out
@@ -163,7 +163,7 @@ def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path:
     printed = atts("compare", str(a), str(b)).out
     assert printed.count("p = ") == 1
     assert (
-        "answered correctly by both runs 0, only by the first 0, only by the second 5, by neither 7"
+        "answered correctly by both runs: 0, only by the first: 0, only by the second: 5, by neither: 7"
         in printed
     )
     assert "one rollout" not in printed
@@ -234,7 +234,9 @@ def test_a_comparison_with_a_coin_is_called_the_gain_over_it(
     said = atts("compare", "runs/coin", "runs/atts").out
     assert "the difference is the gain of atts over the coin" in said
     reversed_order = atts("compare", "runs/atts", "runs/coin").out
-    assert "the gain of atts over the coin is minus the difference" in reversed_order
+    assert (
+        "the gain of atts over the coin is the difference with its sign reversed" in reversed_order
+    )
     assert "coin" not in atts("compare", "runs/alone", "runs/atts").out
 
 
@@ -245,7 +247,7 @@ def test_problems_of_one_run_only_are_left_out_with_a_message(atts: Any, tmp_pat
     results(tmp_path / "a.jsonl", [{"id": n, "correct": 1} for n in range(5)])
     results(tmp_path / "b.jsonl", [{"id": n, "correct": 0} for n in range(3)])
     said = atts("compare", "a.jsonl", "b.jsonl")
-    assert "2 problems are only in a.jsonl, 0 only in b.jsonl" in said.err
+    assert "2 problems of a.jsonl, and 0 problems of b.jsonl" in said.err
     assert "3 problems in common" in said.out
 
 

@@ -43,7 +43,7 @@ def test_an_import_prints_what_it_read(atts: Atts, theirs: Path) -> None:
     ]
     assert "Next: atts report run" in said.err
     again = atts("import", "jsonl", str(theirs), *WORDS)
-    assert "skipped, because imported before: 2 problems" in again.out
+    assert "skipped, because already imported: 2 problems" in again.out
 
 
 def test_an_import_takes_ids_and_references_from_a_dataset(atts: Atts, theirs: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_replay_prints_a_table_of_both_runs(atts: Atts, runs: Path) -> None:
     """`atts replay` prints a table of both runs, and says how reliable the replay is."""
     said = atts("replay", str(runs / "atts"), "--rate", "0.7")
     assert said.code == 0
-    for words in ("recorded", "replayed", "nominal rate 0.7", "would be decided differently"):
+    for words in ("recorded", "replayed", "nominal rate 0.7", "would have a different decision"):
         assert words in said.out
     tokens = [line for line in said.out.splitlines() if line.startswith("tokens")]
     assert len(tokens) == 3

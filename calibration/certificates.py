@@ -92,7 +92,7 @@ def _answers(
         raise CalibrationInputError(
             "answers",
             (target.shape, policy.shape),
-            "two arrays of the same shape, with a row per problem",
+            "two arrays of the same shape, with one row per problem",
         )
     return target, policy
 
@@ -415,7 +415,7 @@ def _chains(
         raise CalibrationInputError(
             "candidates",
             "losses that differ in length",
-            "every candidate's losses on the same problems",
+            "the losses of all candidates on the same problems",
         )
     check_fraction("epsilon", epsilon)
     check_fraction("delta", delta)
@@ -533,12 +533,12 @@ def certify_abstention(
         raise CalibrationInputError(
             "labelled problems",
             problems,
-            "at least one problem, and a confidence and a label for each problem",
+            "at least one problem, and exactly one confidence and one label for each problem",
         )
     outside = (confidences < 0) | (confidences > 1)
     if outside.any():
         first = float(confidences[outside][0])
-        raise CalibrationInputError("confidence", first, "a number from 0 to 1, or nan")
+        raise CalibrationInputError("confidence", first, "a number from 0 to 1, or NaN")
     share = (1 - kept) / len(_STARTS)
     walks = [list(_steps_down(confidences, is_wrong, start)) for start in _STARTS]
     certified = list[_Step]()

@@ -96,17 +96,18 @@ class RateCheck:
             )
         if self.standing == "unclear":
             return (
-                f"{share}: too few questions to say whether the rate is on target. Independent "
-                f"coin tosses have rates in {_interval_text(self.coin)} (95 %); {self.questions:,} "
-                f"questions that differ as much as these have rates in {_interval_text(self.band)} "
-                "(99 %)"
+                f"{share}: too few questions to tell whether the rate is on target. Independent "
+                f"coin tosses would give a rate in {_interval_text(self.coin)} (95 %); "
+                f"{self.questions:,} questions that differ as much as these would give a rate "
+                f"in {_interval_text(self.band)} (99 %)"
             )
         low, high = self.coin
         # After few decisions the interval is wide, so "inside the interval" proves little. The text
         # then shows the interval, so that readers see how wide it is.
         is_wide = (high - low) / 2 > min(self.nominal, 1 - self.nominal) / 2
         width = (
-            f"; with so few decisions, coin tosses have rates in {_interval_text(self.coin)} (95 %)"
+            "; with so few decisions, coin tosses would give a rate in "
+            f"{_interval_text(self.coin)} (95 %)"
             if is_wide
             else ""
         )
@@ -279,7 +280,9 @@ def by_cluster(scores: Scores, labels: Sequence[Hashable]) -> dict[Hashable, NDA
     :raises CalibrationInputError: if scores and labels differ in number.
     """
     if len(scores) != len(labels):
-        raise CalibrationInputError("labels", len(labels), f"one per score, {len(scores)}")
+        raise CalibrationInputError(
+            "labels", len(labels), f"one label for each of the {len(scores)} scores"
+        )
     clusters = dict[Hashable, list[float]]()
     for score, label in zip(scores, labels, strict=True):
         clusters.setdefault(label, []).append(float(score))

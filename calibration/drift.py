@@ -91,17 +91,21 @@ class DuplicateScores:
         within = f"{100 * self.within:.0f} % of the stored scores"
         if self.across > FEW:
             return (
-                f"{100 * self.across:.0f} % of the stored scores also occur in another question, "
-                "but different chunks have different scores: scores were copied"
+                f"{100 * self.across:.0f} % of the stored scores also occur in another "
+                "question, but different chunks should have different scores: scores were "
+                "copied"
             )
         if self.within > FEW and not self.clustered:
             return (
-                f"{within} equal another stored score; some scores may be copies, because "
-                "their questions are not known"
+                f"{within} are the same as another stored score; it is not known which "
+                "questions they belong to, so some may be copies"
             )
         if self.within > FEW and self.distinct >= 0.5:
             few = f"{100 * (1 - self.distinct):.0f} % of the questions"
-            return f"{within} equal another score of the same question, but only in {few}: scores were copied"
+            return (
+                f"{within} are the same as another score of the same question, but only in "
+                f"{few}: scores were copied"
+            )
         return ""
 
     @property
@@ -114,8 +118,9 @@ class DuplicateScores:
         if self.fault or self.within <= FEW:
             return ""
         return (
-            f"{100 * self.within:.0f} % of the scores equal another score of the same question: "
-            "either rollouts wrote the same chunk, which is not a fault, or scores were copied"
+            f"{100 * self.within:.0f} % of the scores are the same as another score of the same "
+            "question: either rollouts wrote the same chunk, which is not a fault, or scores "
+            "were copied"
         )
 
 
@@ -731,7 +736,8 @@ class DriftMonitor(Persisted):
             self._alarm(
                 "duplicates",
                 1.0,
-                f"{self._repeats.doubt}; use --live to compare the stored scores with the scores of a run",
+                f"{self._repeats.doubt}; use --live to compare the stored scores with those of "
+                "a run",
             )
 
     def _bet(self, mean: float, theta: float) -> None:
@@ -743,23 +749,25 @@ class DriftMonitor(Persisted):
         self._ranked.add(mean)
         if self._martingale.alarm(self.significance * _MARTINGALE):
             p = math.exp(-self._martingale.log_peak)
-            self._alarm(
-                "martingale", p, "scores of later questions differ from scores of earlier questions"
-            )
+            self._alarm("martingale", p, "later questions have different scores from earlier ones")
 
     def _look(self, significance: float) -> None:
         live = list(self._live.values())
         p = copied_p_value(self._reference, live) if self._repeats.doubt else 1.0
         if p <= self.significance * _COPIED:
             message = (
-                f"{100 * self._repeats.within:.0f} % of the stored scores equal another score of the same "
-                "question, but the run's scores do not: stored scores were copied"
+                f"{100 * self._repeats.within:.0f} % of the stored scores are the same as "
+                "another score of the same question, but the run's scores are not: stored "
+                "scores were copied"
             )
             self._alarm("duplicates", p, message)
             return
         test = two_sample_test(self._reference, live, significance, self._looks)
         if test.drawn <= significance and test.exchangeable <= _SLACK * significance:
-            message = f"the scores of {test.questions} questions are not distributed like the stored scores"
+            message = (
+                f"the scores of {test.questions} questions do not have the same distribution as "
+                "the stored scores"
+            )
             self._alarm("shift", test.drawn, message)
 
     def _alarm(self, kind: Kind, p: float, message: str) -> None:
@@ -823,30 +831,30 @@ class Health:
             warnings.append(self.repeats.fault)
         if self.repeats.doubt:
             warnings.append(
-                f"{self.repeats.doubt}; compare the stored scores with a run's scores by `atts calibration "
-                "check --live RUN`"
+                f"{self.repeats.doubt}; to compare the stored scores with those of a run, use "
+                "`atts calibration check --live RUN`"
             )
         if not self.repeats.clustered:
             warnings.append(
-                "the questions of the scores are not known, so atts treats the scores as independent, "
-                "although scores of one question rarely are"
+                "it is not known which question each score belongs to, so atts treats all "
+                "scores as independent, although scores of the same question rarely are"
             )
         if self.infinite:
             warnings.append(f"infinite scores: {self.infinite}")
         if math.isinf(self.threshold) and self.rate:
             warnings.append(
-                f"{self.scores} scores are too few for rate {self.rate:g}, because no chunk would "
-                "escalate; add scores"
+                f"{self.scores} scores are too few for rate {self.rate:g}, because no chunk "
+                "would ever be escalated; add more scores"
             )
         if self.clusters.effective < 0.5 * self.scores:
             warnings.append(
-                f"{self.clusters}: the threshold is far less certain than {self.scores} independent "
-                "scores would make it"
+                f"{self.clusters}: the threshold is far less certain than with {self.scores} "
+                "independent scores"
             )
         if len(self.turns) == 1 and self.scores:
             warnings.append(
-                f"all scores are of turn {self.turns[0].turn}, but chunks of other turns score differently; "
-                "use rate scope question-turn"
+                f"all scores come from turn {self.turns[0].turn}, but chunks of other turns "
+                "have different scores; use rate scope question-turn"
             )
         return tuple(warnings)
 

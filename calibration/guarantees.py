@@ -107,7 +107,7 @@ class Facts:
             return ""
         return (
             f"{bound:.2f} / T of the nominal rate; now, after T = {self.decided:,} decisions, "
-            f"within {bound / self.decided:.4f}"
+            f"this means within {bound / self.decided:.4f}"
         )
 
     @property

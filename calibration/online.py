@@ -293,7 +293,7 @@ class Calibrator(Persisted):
         if turn < 0 or (sample is not None and sample < 0):
             raise CalibrationInputError("turn and sample", (turn, sample), "numbers from 0")
         if left is not None and not 0 <= left <= 1:
-            raise CalibrationInputError("left", left, "a share in [0, 1]")
+            raise CalibrationInputError("left", left, "a fraction in [0, 1]")
         nonconformity = self.scale.nonconformity(score)
         value = self._pool_value(nonconformity, question, turn, sample, length)
         self._end = self._run_end(left)
@@ -516,7 +516,9 @@ class Calibrator(Persisted):
             return nonconformity
         if length is None or not 0 < length < math.inf:
             raise CalibrationInputError(
-                "length", length, "the chunk's length, above 0, because scores are ranked by length"
+                "length",
+                length,
+                "the length of the chunk as a number above 0, because scores are ranked by length",
             )
         if math.isinf(nonconformity):
             return nonconformity
@@ -681,7 +683,9 @@ class Calibrator(Persisted):
                 )
         if theirs["order"]["held"]:
             raise CalibrationInputError(
-                "calibrator to merge", "scores that wait for an earlier issue", "a finished one"
+                "calibrator to merge",
+                "unfinished, with scores that wait for earlier ones",
+                "a finished calibrator",
             )
         super().merge(theirs)
         if self._strata is not None:

@@ -147,7 +147,7 @@ class StoredScores:
         if not len(self.scores) == len(self.questions) == len(self.turns):
             sizes = (len(self.scores), len(self.questions), len(self.turns))
             raise CalibrationInputError(
-                "stored scores", sizes, "one question and one turn for each score"
+                "stored scores", sizes, "exactly one question and one turn for each score"
             )
         is_complete = len(self.lengths) in (0, len(self.scores))
         if not is_complete or not all(0 < length < math.inf for length in self.lengths):
@@ -215,7 +215,9 @@ class StoredScores:
             if "score" not in row:
                 fields = ", ".join(map(str, row))
                 raise CalibrationInputError(
-                    f"record {number}", f"a record without a score ({fields})", 'a field "score"'
+                    f"record {number}",
+                    f"a record without a score (fields: {fields})",
+                    'a field "score"',
                 )
         turns = [
             whole_number(f"turn of record {number}", row.get("turn", 0))
@@ -317,7 +319,7 @@ def labels_of(records: Iterable[Mapping[str, Any]]) -> tuple[bool | None, ...]:
             labels.append(bool(label))
         else:
             raise CalibrationInputError(
-                f"correct of record {number}", label, "true, false, or no such field"
+                f"correct of record {number}", label, "true, false, or a missing field"
             )
     return tuple(labels)
 
@@ -438,14 +440,16 @@ def _read_array(path: Path) -> Sequence[float]:
     header = _HEADER.match(data)
     if header is None:
         raise CalibrationInputError(
-            str(path), "a file of another kind", "an array with one row of plain numbers"
+            str(path),
+            "a file of another kind",
+            "an .npy file with a one-dimensional array of numbers",
         )
     kind = np.dtype(header[1].decode())
     count = int(header[2])
     numbers = data[header.end() :]
     if len(numbers) != count * kind.itemsize:
         raise CalibrationInputError(
-            str(path), f"{len(numbers)} bytes", f"{count} numbers of {kind.itemsize} bytes"
+            str(path), f"{len(numbers)} bytes", f"{count} numbers of {kind.itemsize} bytes each"
         )
     return [float(value) for value in np.frombuffer(numbers, kind)]
 

@@ -143,17 +143,17 @@ def read_state(path: Path) -> dict[str, Any]:
     except ValueError as problem:
         raise CalibrationInputError(
             f"calibration file {path}",
-            f"not whole ({problem})",
-            "a complete file, but the file was cut short or edited",
+            f"cut short or edited ({problem})",
+            "a complete and unedited file",
         ) from None
     if not isinstance(content, dict) or "digest" not in content:
         raise CalibrationInputError(
-            f"calibration file {path}", type(content).__name__, "a state with a digest"
+            f"calibration file {path}", type(content).__name__, "a saved calibration with a digest"
         )
     state = cast(dict[str, Any], content)
     if state.pop("digest") != _digest(state):
         raise CalibrationInputError(
-            f"calibration file {path}", "altered", "content that matches the digest"
+            f"calibration file {path}", "altered", "contents that match the digest in the file"
         )
     return state
 

@@ -246,8 +246,8 @@ def test_files_without_scores_are_refused(tmp_path: Path, atts: Atts) -> None:
         "replay empty.jsonl": "number of records",
         "report empty.jsonl": "number of scores",
         "report binary.jsonl": "not text",
-        "report broken.npy": "an array with one row of plain numbers",
-        "report calibrator.json": "a state with a digest",
+        "report broken.npy": "an .npy file with a one-dimensional array of numbers",
+        "report calibrator.json": "a saved calibration with a digest",
         "import good.jsonl --out absent/scores.json": "Create the folder",
     }.items():
         command, name, *more = words.split()

@@ -854,7 +854,10 @@ def test_a_record_without_a_score_is_quoted_briefly(atts: Any) -> None:
         file.write(json.dumps({"scores": list(range(5000)), "text": "x" * 5000}) + "\n")
     with open("long.jsonl", "w") as file:
         file.write(json.dumps({"score": "9" * 5000}) + "\n")
-    for name, told in (("wrong.jsonl", "without a score (scores, text)"), ("long.jsonl", "…")):
+    for name, told in (
+        ("wrong.jsonl", "without a score (fields: scores, text)"),
+        ("long.jsonl", "…"),
+    ):
         said = atts("calibration", "report", name)
         assert said.code == 2
         assert told in said.err

@@ -633,8 +633,9 @@ def _check_scored(record: _Record) -> None:
     if not record.turns:
         raise OptionError(
             "replay",
-            "no chunk of the run has a score, so a gate cannot repeat its decisions. Replay a "
-            "run with scored chunks; only --samples, --turns and --vote work without scores",
+            "no chunk of the run has a score, so a gate cannot decide on its chunks again. "
+            "Replay a run with scored chunks; only --samples, --turns and --vote work without "
+            "scores",
         )
 
 

@@ -242,8 +242,8 @@ class Job:
     ] = None
     log: Annotated[
         tuple[str, ...],
-        "trackers that get the run's numbers: wandb, mlflow, tensorboard, trackio or otel; "
-        "NAME:PROJECT names a project, experiment or folder",
+        "trackers to which the run's metrics are also sent: wandb, mlflow, tensorboard, "
+        "trackio or otel; NAME:PROJECT names a project, experiment or folder",
     ] = ()
     compare_to: Annotated[str | None, "earlier run with which stop_when compares this run"] = None
     stop_when: Annotated[

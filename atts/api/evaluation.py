@@ -512,7 +512,7 @@ class Session:
         """
         async with self._opening:
             if self._is_closed:
-                raise EngineUnavailable("atts", "the session is closed", "Make a new session")
+                raise EngineUnavailable("atts", "the session is closed", "Create a new session")
             if self._plan is None or self._shared is None:
                 engines = self.setup.engines()
                 # If the second engine cannot be opened, leaving this block closes the first engine.
@@ -691,7 +691,7 @@ class SyncSession:
                 "atts",
                 f"the session was opened by process {self._process}, and this process was "
                 "forked from it",
-                "Open another session in the child",
+                "Open another session in the child process",
             )
         return self._open
 

@@ -205,9 +205,8 @@ OPTIONS: Mapping[str, Parameter] = {
         metavar="SECONDS",
     ),
     "stop_when": _key(
-        "When to stop early: decided (once the run's accuracy is shown to differ from that of "
-        "the --compare-to run), decided=2 (also once the difference is shown to be at most 2 "
-        "percentage points).",
+        "When to stop early: decided (once its accuracy is shown to differ from that of the "
+        "--compare-to run), decided=2 (also once it is shown to differ by at most 2 points).",
         metavar="decided[=POINTS]",
     ),
 }

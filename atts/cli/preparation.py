@@ -100,8 +100,8 @@ def pairs(
         bool,
         typer.Option(
             "--local",
-            help="Show on which GPUs the models fit if they run in this process, with the "
-            "memory of weights and cache, and the number of rollouts in flight.",
+            help="Show on which GPUs the models fit if they run in this process, with memory of "
+            "weights and cache, and number of rollouts in flight.",
         ),
     ] = False,
     as_json: Annotated[

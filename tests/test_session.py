@@ -236,7 +236,7 @@ def test_a_synchronous_session_answers_any_thread() -> None:
         assert session.solve(question).answer == question.answer
         result = session.evaluate([question])
     assert result.accuracy.value == 1
-    with pytest.raises(EngineUnavailable, match="inside `with`"):
+    with pytest.raises(EngineUnavailable, match="inside its `with` block"):
         session.solve(question)
     with pytest.raises(ATTSError), SyncSession(Setup(draft=draft, target="scripted")):
         pass  # a closed scripted engine refuses to open again
@@ -297,7 +297,7 @@ def test_a_session_in_a_forked_child_refuses() -> None:
         check=True,
     )
     child, parent = done.stdout.splitlines()
-    assert "forked child" in child
+    assert "was forked from it" in child
     assert "Open another session in the child" in child
     assert parent == "0 answered"
 

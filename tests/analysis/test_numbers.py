@@ -142,7 +142,7 @@ def test_the_audit_notices_changed_decisions(run: Path, tmp_path: Path) -> None:
         for entry in read_entries(run / JOURNAL)
     )
     assert held.promise.mode == "question-turn"
-    assert f"repeated {asked:,} recorded decisions" in held.promise.audit
+    assert f"recomputed {asked:,} recorded decisions" in held.promise.audit
     assert f"{asked:,} of them had the recorded result" in held.promise.audit
     seen = 0
 

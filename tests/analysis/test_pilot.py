@@ -144,7 +144,7 @@ def test_a_pilot_of_one_problem_is_refused_before_a_model_is_asked(tmp_path: Pat
     alone = tmp_path / "one.jsonl"
     alone.write_text('{"question": "1 plus 1", "answer": "2"}\n')
     flags = {"dataset": str(alone), "out": str(tmp_path / "set"), "draft": "scripted"}
-    with pytest.raises(OptionError, match="a pilot needs at least two"):
+    with pytest.raises(OptionError, match="a pilot needs at least 2"):
         anyio.run(run_pilot, {**flags, "target": "scripted"})
     assert not (tmp_path / "set").exists()
 

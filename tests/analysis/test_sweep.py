@@ -252,12 +252,12 @@ def test_new_values_are_added_to_finished_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("over", "says"),
     [
-        ({}, "nothing varies"),
+        ({}, "no key varies"),
         ({"raet": [1]}, "'rate'"),
         ({"dataset": ["a", "b"]}, "dataset cannot vary"),
         ({"concurrency": [1]}, "concurrency cannot vary"),
         ({"limits.draft.requests": [1]}, "cannot vary"),
-        ({"rate": []}, "rate has no values"),
+        ({"rate": []}, "no values are given for rate"),
         ({"rate": [2]}, "[0, 1]"),
         ({"samples": ["many"]}, "whole number"),
         ({"chunking.stop": [["a"]]}, "list"),
@@ -299,7 +299,7 @@ def test_the_terminal_shows_a_table_and_a_chart(made: SweepReport) -> None:
         for point in made.points
     )
     assert "- - -" in text
-    assert "each curve varies samples; a: rate 0.2; b: rate 0.5" in text
+    assert "samples varies along each curve; a: rate 0.2; b: rate 0.5" in text
     assert "corrected by Holm's method, for 7 differences and for 4 gains" in text
     assert "reused the result of another run" in text
 

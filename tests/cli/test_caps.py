@@ -103,7 +103,10 @@ def test_runs_with_prices_print_dollars(atts: Any, tmp_path: Path, prices: str) 
     assert whole == pytest.approx(summary["cost"])
     assert "dollars" in atts("plan", "priced").out
     assert "dollars" not in atts("plan", "free").out
-    assert "was recorded without prices" in atts("plan", "free", "--dollars", "1").err
+    assert (
+        "was recorded without the prices of its models"
+        in atts("plan", "free", "--dollars", "1").err
+    )
     assert atts("plan", "priced", "--dollars", "1").code == 0
 
     swept = ("sweep", "arithmetic[:2]", *words[:-2], "--over", "rate=.1,.3", "--set", prices)

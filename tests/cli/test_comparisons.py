@@ -149,7 +149,7 @@ def test_accuracy_of_rollouts_reports_cancelled_ones(atts: Any, scripted: tuple[
         r"pass@1 .*\d+ rollouts that were cancelled because the vote was settled are not counted"
     )
     assert re.search(leaning, some)
-    assert "favours fast" not in every
+    assert "biased towards fast" not in every
 
 
 def test_a_comparison_prints_one_p_value_for_one_difference(atts: Any, tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_a_plan_reports_the_gain_over_a_coin_and_the_power(recorded: Path, tmp_p
     that of `compare`.
     """
     alone = "\n".join(plan(recorded).notes)
-    assert "make a run with --method coin --rate 0.3" in alone
+    assert "start a run with --method coin --rate 0.3" in alone
     assert "Power: " in alone
     assert "does not show how much differences vary" in alone
     policy = Policy(samples=5, turns=8, max_tokens=300, early_stop="none")
@@ -475,7 +475,7 @@ def test_a_plan_prints_flags_to_copy_and_its_basis(atts: Any, runs: Path) -> Non
         f"--method atts --rate {best['rate']:g} --samples {best['samples']} --turns {best['turns']}"
         in said.out
     )
-    assert "averages over all subsets" in said.out
+    assert "an average over all subsets" in said.out
     assert "no recorded setting stays below" in atts("plan", "runs/atts", "--tokens", "1").out
 
 

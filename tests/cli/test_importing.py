@@ -56,7 +56,7 @@ def test_an_import_takes_ids_and_references_from_a_dataset(atts: Atts, theirs: P
     assert line["accuracy"]["value"] == 1.0
     assert line["accuracy"]["n_problems"] == 1
     text = atts("import", "jsonl", str(theirs), *words[:-1], "--out", "other").out
-    assert "not in the dataset keep the ids of the files: 1 problem\n" in text
+    assert "not in the dataset, so the ids of the files are kept: 1 problem\n" in text
 
 
 @pytest.mark.parametrize(

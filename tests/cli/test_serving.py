@@ -37,7 +37,7 @@ def test_impossible_serving_options_are_refused(
     ("source", "problem"),
     [
         ("nowhere", "there is no run here"),
-        ("ftp://127.0.0.1", "which begins with http://"),
+        ("ftp://127.0.0.1", "such an address begins with http://"),
         ("http://127.0.0.1:1", "http://127.0.0.1:1/atts/view: "),
     ],
 )

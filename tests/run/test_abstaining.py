@@ -113,7 +113,7 @@ def test_too_few_labelled_problems_are_refused_with_the_number_needed(
     with pytest.raises(OptionError, match="are not finished"):
         evaluate_sync(NEW, abstaining(tmp_path / "half"))
     evaluate_sync(NEW, abstaining(labelled), directory=tmp_path / "withheld")
-    with pytest.raises(OptionError, match="used abstain too"):
+    with pytest.raises(OptionError, match="itself used abstain"):
         evaluate_sync(NEW, abstaining(tmp_path / "withheld"))
     with pytest.raises(OptionError, match="or neither"):
         evaluate_sync(NEW, replace(SETUP, abstain=".1"))

@@ -296,7 +296,7 @@ def _by_question(control: RateControl) -> Chart:
         for n, group in enumerate(ordered)
     ]
     dots = (
-        "Each dot is a question" if step == 1 else f"Only one in every {step} questions has a dot"
+        "Each dot is a question" if step == 1 else f"Only one of every {step} questions has a dot"
     )
     words = (
         f"{dots}. Root mean square distance between the questions' rates and the nominal rate: "

@@ -198,7 +198,7 @@ def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
         )
     missing = match.checked - match.same
     audit = (
-        f"atts recomputed {match.checked:,} decisions from the journal; {match.same:,} of them "
+        f"atts recomputed {match.checked:,} recorded decisions from the journal; {match.same:,} of them "
         "had the recorded result"
         + (f"; {missing:,} of them had a different result" if missing else "")
         + ("" if named else "; this identified the rate scope")

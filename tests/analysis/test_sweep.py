@@ -300,7 +300,7 @@ def test_the_terminal_shows_a_table_and_a_chart(made: SweepReport) -> None:
     )
     assert "- - -" in text
     assert "samples varies along each curve; a: rate 0.2; b: rate 0.5" in text
-    assert "corrected by Holm's method, for 7 differences and for 4 gains" in text
+    assert "corrected by Holm's method for 7 differences and for 4 gains" in text
     assert "reused the result of another run" in text
 
 

@@ -207,7 +207,7 @@ def test_a_dry_run_names_the_proposer(atts: Callable[..., Any]) -> None:
     server = atts("eval", "arithmetic[:1]", "--target", "vllm:http://h:1/M", "--dry-run")
     assert "nothing: atts speculates only if draft and target run on this machine" in server.out
     named = atts("eval", "arithmetic[:1]", "--set", "speculate=pearl", "--dry-run")
-    assert "by the draft (speculate pearl)" in named.out
+    assert "by the draft (speculate=pearl)" in named.out
     own = atts("eval", "arithmetic[:1]", "--target", "embedded?k=3", "--dry-run")
     assert "the drafter named in the target's address" in own.out
 
@@ -219,5 +219,5 @@ def test_the_key_does_not_change_an_engine_object() -> None:
 
     own = LocalEngine(path("target"))
     assert build_engines("embedded", own)[1] is own
-    with pytest.raises(OptionError, match="engine's options"):
+    with pytest.raises(OptionError, match="engine's own options"):
         build_engines("embedded", own, "suffix")

@@ -17,19 +17,22 @@ with limits.
                 line.save(state)                                      # what a cancelled rollout leaves behind
             return state
 
-        results = await scope.rollouts(rollout, 16, settle=vote)      # ordered; vote(result) is true: cancel the rest
+        results = await scope.rollouts(rollout, 16, settle=vote)      # ordered; vote(result) is true: cancel the others
         return conclude(results)                                      # each has status, value, error, why
 
     outcomes = await graph.run(problems, solve)                       # ordered as the problems, opened lazily
     graph.stats().busy_share("target"), graph.stop("budget"), scope.cancel("why")
 
-Free slots go to the waiting rollouts, those of older problems first. The next problem is opened
+Free slots go to the waiting rollouts, those of earlier problems first. The next problem is opened
 when no rollout waits. The `RetryPolicy` decides whether a failed call is repeated. A failed rollout
-is recorded, and the other rollouts continue. Within one rollout, calls may run side by side
-(`atts.concurrency.collect`). The top-B baselines need rounds: with `scope.rollouts(...,
-admit="together")` all samples start at once, `values = await line.meet(mine)` waits for the round,
-and slots are given back together. `measure` and `write_trace` read nodes (`CallSpan`) of a running
-graph or from a journal.
+is recorded, and the other rollouts continue. Within one rollout, calls may run concurrently
+(`atts.concurrency.collect`).
+
+The top-B baselines need rounds, in which rollouts wait for each other. With `scope.rollouts(...,
+admit="together")`, all samples start at once, and give back their slots together. Each rollout ends
+a round by `values = await line.meet(mine)`, which returns the values of all rollouts.
+
+`measure` and `write_trace` read nodes (`CallSpan`) of a running graph or from a journal.
 """
 
 from atts.core import CallSpan

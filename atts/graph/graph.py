@@ -57,7 +57,7 @@ CONCLUDING_PER_PLACE = 4
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The limits on the calls and tokens in flight at one engine; None means no limit.
+    """Limits on the calls and KV tokens in flight at one engine; None means no limit.
 
     :raises OptionError: a limit is below 1.
     """
@@ -77,8 +77,8 @@ class Limit:
 
 
 class Pool(SlotQueue):
-    """The slots and KV tokens of one engine. The pool also counts the seconds that calls used the
-    slots and waited for them.
+    """The slots and KV tokens of one engine. The pool also counts how many seconds calls used the
+    slots and how many seconds they waited for them.
     """
 
     __slots__ = ("busy_seconds", "name", "queue_seconds")
@@ -91,7 +91,7 @@ class Pool(SlotQueue):
         self.queue_seconds = 0.0
 
     def _refuse(self, tokens: int) -> None:
-        """Raise an error, because a call needs more tokens than the engine's limit allows.
+        """Raise an error for a call that needs more tokens than the engine's limit.
 
         :raises OutOfMemory: always.
         """
@@ -135,7 +135,7 @@ class RetryPolicy:
             raise OptionError("delay_seconds", f"{self.delay_seconds} is negative; give 0 or more")
 
     def retries(self, error: Exception, attempt: int, attempts: int) -> bool:
-        """Return True if another attempt should follow.
+        """Return True if the failed call or rollout should be attempted again.
 
         `attempt` is the index of the failed attempt, counted from 0, and `attempts` is the largest
         number of attempts.
@@ -146,41 +146,43 @@ class RetryPolicy:
         """Return the seconds to wait before the next attempt.
 
         The delay depends on `salt`, so callers that failed together do not retry together. A rerun
-        waits equally long.
+        has the same delays.
         """
         return backoff(attempt + 1, self.delay_seconds, salt=salt)
 
     def is_fatal(self, error: Exception) -> bool:
-        """Return True if the error would also occur in every other rollout."""
+        """Return True if the error would also occur in every other rollout, so that the whole run
+        should end.
+        """
         if isinstance(error, EngineError):
             return isinstance(error, UnsupportedByEngine | ModelLoadError | UnusableScores)
         return isinstance(error, ATTSError | AssertionError)
 
 
 class AdmissionGroup(Protocol):
-    """A group of rollouts that one problem submitted together. `Admission` starts them."""
+    """Rollouts that one problem submitted together, as `Admission` sees them."""
 
     @property
     def unit(self) -> int:
-        """Return the number of concurrency slots that one call of `start` needs.
+        """Return how many concurrency slots one call of `start` needs.
 
-        The number is 1, or the number of all rollouts if they start together.
+        The result is 1, or the number of rollouts in the group if they all start together.
         """
         ...
 
     @property
     def unstarted(self) -> int:
-        """Return the number of rollouts that still have to start; 0 after the group was closed."""
+        """Return how many rollouts have yet to start; 0 if the group is closed."""
         ...
 
     def start(self) -> None:
-        """Start one rollout, or all rollouts that start together. The caller has already taken
-        their concurrency slots.
+        """Start the next rollout, or all rollouts of the group if they start together. The caller
+        has already reserved their concurrency slots.
         """
         ...
 
     def close(self, why: str) -> None:
-        """Start no more rollouts of the group, and cancel the running ones."""
+        """Start no more rollouts of the group, and cancel the rollouts that are running."""
         ...
 
 
@@ -189,9 +191,9 @@ class Admission:
     """The queue of rollouts that wait for one of the `places` concurrency slots.
 
     Waiting groups of rollouts are started in the order of (priority, problem, submission). The next
-    problem is opened only when no rollout waits and a slot is free. It is not opened while too many
-    ended rollouts wait for grading. So the number of open problems stays in proportion to the
-    rollouts in flight, and a slow grader slows the opening of problems.
+    problem is opened only when a slot is free, no rollout waits, and not too many ended rollouts
+    wait for grading. So the number of open problems stays in proportion to the rollouts in flight,
+    and a slow grader delays the opening of problems.
     """
 
     places: int
@@ -217,7 +219,7 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Return the number of submitted rollouts that have not started."""
+        """Return how many submitted rollouts have not started."""
         return sum(group.unstarted for *_, group in self._queue)
 
     def opened(self) -> int:
@@ -228,7 +230,7 @@ class Admission:
         return self._opened
 
     def submit(self, group: AdmissionGroup, priority: int, problem: int) -> None:
-        """Queue a group of rollouts, and start waiting rollouts while slots are free.
+        """Queue a group of rollouts, and start as many queued rollouts as there are free slots.
 
         :raises OptionError: the rollouts of a group start together, but their number exceeds the
             limit on rollouts in flight.
@@ -244,13 +246,13 @@ class Admission:
         self.dispatch()
 
     def release(self, places: int) -> None:
-        """Give back the slots of ended rollouts, and start waiting rollouts in them."""
+        """Give back the slots of ended rollouts, and start waiting rollouts in the freed slots."""
         self.in_flight -= places
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Start waiting rollouts while slots are free. If slots remain, allow the next problem to
-        open.
+        """Start waiting rollouts while slots are free. If slots remain, wake the task that opens
+        problems.
         """
         queue = self._queue
         while queue:
@@ -290,8 +292,8 @@ V = TypeVar("V")
 Args = TypeVarTuple("Args")
 Admit = Literal["each", "together"]
 Sink = Callable[[object], object]
-"""A function that is called with each event of a graph when the event happens. The function must
-not block, and its result is ignored.
+"""A callback that receives each event of a graph when the event happens. It must not block, and its
+return value is ignored.
 """
 _UNKNOWN = -1.0  # value of a span's time that is not known yet
 
@@ -321,7 +323,7 @@ class GraphState:
     sibling_seconds: float = 0.0
 
     def pool(self, engine: str) -> Pool:
-        """Return the slots of an engine. If the graph was made without limits, every engine has
+        """Return the slots of an engine. If the graph was created without limits, every engine has
         unlimited slots.
 
         :raises OptionError: the graph has limits, but none for this engine.
@@ -354,8 +356,8 @@ class GraphState:
         self.emit(span)
 
     def has_given_up(self, status: RolloutStatus) -> bool:
-        """Record whether a rollout failed, and return True if too many rollouts in a row have
-        failed.
+        """Update the count of consecutive failed rollouts, and return True if the count has reached
+        the policy's limit.
         """
         if status == "failed":
             self.failures_in_row += 1
@@ -384,22 +386,22 @@ class Run:
     why: str = ""
 
     def fail(self, error: Exception) -> None:
-        """End the run with this error, which `Graph.run` then raises. An earlier fatal error has
-        priority.
+        """End the run with an error, which `Graph.run` then raises. If the run has already failed,
+        the first error is kept.
         """
         if self.error is None:
             self.error = error
             self.cancel("failed")
 
     def cancel(self, why: str) -> None:
-        """End the run with all its problems."""
+        """Cancel the run, including all of its problems."""
         self.why = self.why or why
         self.stopped = self.stopped or why
         self.cancel_scope.cancel()
 
     def stop(self, why: str) -> None:
-        """Open no more problems and end all rollouts. Open problems still compute their results
-        from the rollouts so far.
+        """Open no more problems, and end all rollouts. Each open problem still computes its result
+        from the rollouts that it has.
         """
         self.stopped = self.stopped or why
         self.intake.cancel()
@@ -408,7 +410,9 @@ class Run:
 
 
 class Caller:
-    """A rollout or a problem, which calls engines. Calls of one caller may run concurrently."""
+    """The base class of rollouts and problems, which call engines. Calls of one caller may run
+    concurrently.
+    """
 
     __slots__ = ("_declared", "_ready", "_state", "frontier", "problem", "promised", "sample")
 
@@ -430,7 +434,7 @@ class Caller:
         self.promised: Arrival | None = None
 
     def emit(self, event: object) -> None:
-        """Send an event of the caller to the graph's sink."""
+        """Pass an event to the graph's sink."""
         self._state.emit(event)
 
     async def call(
@@ -447,10 +451,10 @@ class Caller:
         """Wait until the engine has a free slot and `tokens` free KV tokens, then call
         `function(*args)` as a node of the graph.
 
-        `engine` names the engine whose limit applies; the default is the name of the stage. The
-        function must not make calls of the graph itself. If `record` is given, it gets the span and
-        the result of a successful call, and the sink does not get the span. The slot is given back
-        when `record` returns.
+        `engine` names the engine whose limit applies; the default is the name of the stage.
+        `function` must not itself make calls through the graph. If `record` is given, a successful
+        call passes its span and its result to `record`, and no span to the sink. The slot is given
+        back when `record` returns.
 
         :raises Exception: the function's last error, after all attempts that the policy allows, or
             an error of `record`.
@@ -518,9 +522,9 @@ class Caller:
             attempt += 1
 
     def _close(self, span: CallSpan, pool: Pool, has_slot: bool, is_recorded: bool) -> None:
-        """Give back the slot of a call, and add the time of the call to the totals.
+        """Give back the call's slot, and add the call's times to the totals.
 
-        The call's span is passed to the sink, unless it was passed to `record`.
+        The span is passed to the sink, unless `record` has received it.
         """
         state = self._state
         if span.ended == _UNKNOWN:
@@ -550,8 +554,8 @@ class Caller:
 class RolloutResult(Generic[T]):
     """The result of one rollout.
 
-    `value` is the result of the rollout's function. If the rollout failed or was cancelled, `value`
-    is what the function saved last.
+    `value` is what the rollout's function returned or, if the rollout failed or was cancelled, what
+    the function saved last.
     """
 
     sample: int
@@ -562,9 +566,7 @@ class RolloutResult(Generic[T]):
 
 
 class RolloutScope(Caller, Generic[T]):
-    """The object that a rollout's function gets as its argument. It identifies the rollout and
-    calls engines for it.
-    """
+    """The argument of a rollout's function. It identifies the rollout, and makes its engine calls."""
 
     __slots__ = ("_group", "attempt", "saved", "waited")
 
@@ -582,8 +584,8 @@ class RolloutScope(Caller, Generic[T]):
         self.saved = value
 
     async def meet(self, value: V) -> Mapping[int, V]:
-        """Wait until every running sibling has called `meet` too, and return the values of this
-        round, keyed by sample.
+        """Wait until every running sibling has also called `meet`, and return all values passed in
+        this round, keyed by sample.
 
         `meet` is a barrier for rollouts that are admitted together. In the task graph, this
         rollout's next call depends on all calls of the round.
@@ -613,7 +615,7 @@ class RolloutScope(Caller, Generic[T]):
         compute time.
 
         The node depends on the sibling's calls, so the graph has an edge between the two rollouts.
-        The wait also ends if the sibling's call fails, even if the call is then retried.
+        If the sibling's call fails, the wait ends at once, even if the call is then retried.
         """
         since = self._state.now()
         try:
@@ -624,8 +626,8 @@ class RolloutScope(Caller, Generic[T]):
             self._emit_wait(HOLD, turn, since, until, (*self.frontier, *arrival.nodes))
 
     def emit_release(self, ended: float, released: float, after: tuple[int, ...]) -> None:
-        """Report the time in which this finished rollout kept its concurrency slot until its last
-        sibling ended.
+        """Report how long this finished rollout kept its concurrency slot while its siblings were
+        still running.
         """
         since = ended if self._ready is None else self._ready
         self._emit_wait(RELEASE, -1, since, released, after)
@@ -633,7 +635,7 @@ class RolloutScope(Caller, Generic[T]):
     def _emit_wait(
         self, stage: str, turn: int, since: float, until: float, after: tuple[int, ...]
     ) -> None:
-        """Report a wait for siblings as a node with no compute time."""
+        """Record a wait for siblings as a node with no compute time."""
         state = self._state
         node = state.last_id + 1
         state.last_id = node
@@ -656,7 +658,7 @@ class RolloutScope(Caller, Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """A value that one rollout has requested and that its siblings wait for."""
+    """A value that one rollout has requested and for which its siblings wait."""
 
     event: anyio.Event = field(default_factory=anyio.Event)
     nodes: tuple[int, ...] = ()  # ids of the calls from whose results the value was computed
@@ -664,9 +666,9 @@ class Arrival:
 
 @dataclass(slots=True)
 class Round:
-    """One round in which all rollouts of a group wait for each other.
+    """One round, at the end of which all rollouts of a group wait for each other.
 
-    When the round is closed, `values` has the values of all rollouts. `frontier` has the indices of
+    Once the round is closed, `values` has the values of all rollouts, and `frontier` has the ids of
     all calls that the round waited for.
     """
 
@@ -679,9 +681,10 @@ class Round:
 
 @dataclass(slots=True, eq=False)
 class Group(Generic[T]):
-    """The rollouts that a problem requested with one call. They start, settle and end as a group.
+    """The rollouts that a problem requested with one call of `ProblemScope.rollouts`. They can be
+    settled or closed only as a group.
 
-    The problem waits for `done` inside `tasks`.
+    The problem waits for `done` inside the task group `tasks`.
     """
 
     run: Run
@@ -712,15 +715,15 @@ class Group(Generic[T]):
 
     @property
     def unit(self) -> int:
-        """Return the number of concurrency slots that one call of `start` needs.
+        """Return how many concurrency slots one call of `start` needs.
 
-        The number is 1, or the number of all rollouts if they start together.
+        The result is 1, or the number of rollouts in the group if they all start together.
         """
         return len(self.samples) if self.admit == "together" else 1
 
     @property
     def unstarted(self) -> int:
-        """Return the number of rollouts that still have to start; 0 after the group was closed."""
+        """Return how many rollouts have yet to start; 0 if the group is closed."""
         return 0 if self.why else len(self.samples) - self._next
 
     def start(self) -> None:
@@ -736,8 +739,8 @@ class Group(Generic[T]):
             self._context.run(self.tasks.start_soon, self._rollout, sample)
 
     def close(self, why: str) -> None:
-        """Start no more rollouts of the group, and cancel the running rollouts. If the group is
-        closed twice, the first reason is kept.
+        """Start no more rollouts of the group, and cancel the rollouts that are running. If the
+        group is closed twice, the first reason is kept.
         """
         if not self.why:
             self.why = why
@@ -745,7 +748,7 @@ class Group(Generic[T]):
                 self.tasks.cancel_scope.cancel()
 
     def is_cut_short(self) -> bool:
-        """Return True if a rollout of the group has not ended or was cancelled."""
+        """Return True if at least one rollout of the group was cancelled or has not ended."""
         if len(self.results) < len(self.samples):
             return True
         return any(result.status == "cancelled" for result in self.results.values())
@@ -827,8 +830,8 @@ class Group(Generic[T]):
                 self.done.set()
 
     def _react_to(self, result: RolloutResult[T]) -> None:
-        """End the run after a fatal error, or end the group if the result of this rollout settles
-        it.
+        """End the run after a fatal error. End only the group if its `settle` function says that
+        this result settles the problem.
         """
         error = result.error
         state = self.run.state
@@ -849,8 +852,8 @@ class Group(Generic[T]):
     # for each other in rounds, and give back their slots together.
 
     def close_round(self) -> bool:
-        """Close the round if every running rollout has called `meet`; the rollouts that wait in the
-        round then continue.
+        """Close the round if every running rollout has called `meet`, and wake the rollouts that
+        wait in it.
         """
         current = self.round
         if not current.values or len(current.values) < len(self.samples) - len(self.results):
@@ -871,9 +874,9 @@ class Group(Generic[T]):
         self.close_round()
 
     def release(self) -> None:
-        """Give back the concurrency slots that were taken together.
+        """Give back the concurrency slots of rollouts that were admitted together.
 
-        Each finished rollout has kept its slot until now.
+        Each of these rollouts has kept its slot until now, even if it had already finished.
         """
         if self.admit != "together" or not self._next:
             return
@@ -914,11 +917,11 @@ class ProblemScope(Caller):
 
     @contextmanager
     def concluding(self, rollouts: int) -> Generator[None]:
-        """Count `rollouts` ended rollouts as waiting for grading or similar work outside engines,
-        until the block ends.
+        """Count `rollouts` ended rollouts as waiting for grading, or for other work outside
+        engines, until the block ends.
 
-        If too many ended rollouts wait, no new problem is opened. So finished work does not pile up
-        behind a slow grader.
+        If too many ended rollouts wait, no new problem is opened, so that finished work does not
+        pile up behind a slow grader.
         """
         admission = self.run.admission
         admission.concluding += rollouts
@@ -942,9 +945,9 @@ class ProblemScope(Caller):
 
         Rollouts start when concurrency slots are free; rollouts of earlier problems start first.
         `settle` gets the result of each rollout that was not cancelled. When `settle` returns true,
-        the running rollouts are cancelled ("settled"). `timeout_seconds` counts from this call. If
-        `admit` is "together", all rollouts start at once, may `meet` in rounds, and keep their
-        slots until the last rollout has ended.
+        the rollouts that are still running are cancelled, with the status "settled".
+        `timeout_seconds` counts from this call. If `admit` is "together", all rollouts start at
+        once, may `meet` in rounds, and keep their slots until the last rollout has ended.
 
         :raises OptionError: there are no samples, or more samples are admitted together than the
             graph has slots.
@@ -984,7 +987,7 @@ class ProblemScope(Caller):
                     group.close("deadline" if is_late else "cancelled")
 
     def end(self, status: ProblemStatus, started: float, error: Exception | None) -> None:
-        """Report the end of the problem, and allow the next problem to be opened."""
+        """Record the end of the problem, and allow the next problem to be opened."""
         admission = self.run.admission
         state = self.run.state
         self._declare()
@@ -1019,8 +1022,8 @@ OPENING_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """A copy of the state of one engine's slots: how many are used now, how many calls wait, and
-    the seconds of use so far, summed over slots.
+    """A snapshot of one engine's slots: how many are in use, how many calls wait, and the seconds
+    of use, summed over slots.
     """
 
     slots: int | None
@@ -1034,7 +1037,7 @@ class EngineUse:
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """A copy of a graph's state. Sums and counts begin when the graph is made."""
+    """A snapshot of a graph. Its sums and counts begin when the graph is created."""
 
     seconds: float  # seconds in which at least one run of the graph was in progress
     problems_open: int
@@ -1048,9 +1051,9 @@ class GraphStats:
     engines: Mapping[str, EngineUse]
 
     def busy_share(self, engine: str) -> float:
-        """Return the share of the engine's slot time that calls used, 0 to 1.
+        """Return the fraction of the engine's slot time that calls used, 0 to 1.
 
-        The share is NaN if slots are unlimited or no time has passed.
+        The result is NaN if slots are unlimited or no time has passed.
         """
         use = self.engines[engine]
         if not use.slots or not self.seconds:
@@ -1063,7 +1066,7 @@ _use = attrgetter(*(field.name for field in fields(EngineUse)))
 
 @dataclass(frozen=True, slots=True)
 class ProblemResult(Generic[T]):
-    """The result of one problem; `value` is the result of the problem's function."""
+    """The result of one problem; `value` is what the problem's function returned."""
 
     index: int
     problem: str
@@ -1074,13 +1077,13 @@ class ProblemResult(Generic[T]):
 
 
 class Graph:
-    """A graph that runs problems on engines with limits.
+    """A graph that solves problems while it limits the work of each engine.
 
     `rollouts` is the largest number of rollouts in flight over all problems, and `limits` bounds
-    the work of each engine. `sink` gets every `CallSpan`, `RolloutSpan` and `ProblemSpan` as it
-    ends. A graph can run more than once, and several runs can use it at the same time. If
-    `shared_graph` is given, this graph uses its concurrency slots and limits, but has its own sink
-    and node numbers, and is stopped separately.
+    the calls and tokens at each engine. `sink` gets every `CallSpan`, `RolloutSpan` and
+    `ProblemSpan` when it ends. A graph can run more than once, and several runs can use it at the
+    same time. If `shared_graph` is given, this graph uses the concurrency slots and limits of that
+    graph. It still has its own sink and node numbers, and is stopped separately.
 
     :raises OptionError: a limit below 1.
     """
@@ -1120,8 +1123,8 @@ class Graph:
     ) -> list[ProblemResult[T]]:
         """Solve every problem, and return the results in the order of the problems.
 
-        After a `stop`, a `cancel` or the time-out ("deadline", which acts like `stop`), the list
-        ends with the last opened problem.
+        The list ends with the last opened problem if the run ends early: by `stop`, by `cancel`, or
+        by the time-out. The time-out acts like `stop("deadline")`.
 
         :raises Exception: the first fatal error (`RetryPolicy.is_fatal`), after everything else was
             cancelled.
@@ -1138,8 +1141,8 @@ class Graph:
         *,
         timeout_seconds: float | None = None,
     ) -> None:
-        """Run like `run`, but pass each result to `finished` when its problem ends, instead of
-        storing it.
+        """Solve every problem like `run`, but pass each result to `finished` when its problem ends,
+        instead of returning a list.
 
         :raises Exception: the first fatal error, or an error of `finished`.
         """
@@ -1166,19 +1169,19 @@ class Graph:
             raise run.error
 
     def stop(self, why: str) -> None:
-        """Open no more problems and end all rollouts ("cancelled"). Open problems compute their
-        results from the rollouts so far.
+        """Open no more problems, and end all rollouts with the status "cancelled". Each open
+        problem still computes its result from the rollouts that it has.
         """
         for run in self._runs:
             run.stop(why)
 
     def cancel(self, why: str) -> None:
-        """End all runs of the graph now; open problems are "cancelled"."""
+        """Cancel all runs of the graph at once; open problems get the status "cancelled"."""
         for run in self._runs:
             run.cancel(why)
 
     def stats(self) -> GraphStats:
-        """Return a copy of the graph's current state and counts."""
+        """Return a snapshot of the graph's state and counts."""
         state = self._state
         admission = self._admission
         return GraphStats(
@@ -1203,10 +1206,11 @@ class Graph:
         solve: Callable[[P, ProblemScope], Awaitable[T]],
         finished: Callable[[ProblemResult[T]], None],
     ) -> None:
-        """Open problems one by one.
+        """Open the problems one by one.
 
-        A problem is opened when the limits allow it, and when the previous problem has called an
-        engine or submitted rollouts.
+        A problem is opened when the limits allow it, and the previous problem has called an engine
+        or submitted rollouts. A previous problem that does neither delays it by at most
+        `OPENING_SECONDS`.
         """
         for index, problem in enumerate(problems):
             await self._admission.room()

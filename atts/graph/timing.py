@@ -24,10 +24,10 @@ Event = dict[str, Any]
 _ROLLOUTS = 1
 
 COMPUTE_BOUND = frozenset({"score"})
-"""The stages in which the engine only processes given tokens (prefill), and does not decode.
+"""The stages in which the engine only prefills (processes given tokens), and does not decode.
 
-Arithmetic limits the speed of prefilling. Memory limits the speed of decoding, because every weight
-is read for every token.
+Prefill is limited by arithmetic. Decoding is limited by memory bandwidth, because every weight is
+read for every token.
 """
 
 
@@ -51,7 +51,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The result of a time analysis of a run."""
+    """The time analysis of a run."""
 
     seconds: float  # seconds from the start of the first node to the end of the last node
     stages: Mapping[str, StageTime]
@@ -68,8 +68,8 @@ class Timing:
 
     @property
     def intensity(self) -> float:
-        """Return the paper's ratio r = Tc / (Tm + Ts): prefill seconds divided by decoding and
-        waiting seconds.
+        """Return the paper's ratio r = Tc / (Tm + Ts): seconds of prefill, divided by seconds of
+        decoding and of waiting for siblings.
         """
         rest = self.memory_seconds + self.sibling_seconds
         if not rest:
@@ -78,7 +78,7 @@ class Timing:
 
 
 def measure(nodes: Iterable[CallSpan], *, compute_bound: Collection[str] = COMPUTE_BOUND) -> Timing:
-    """Analyse the time of a run from the nodes of its graph, in any order.
+    """Analyse how a run spent its time, from the nodes of its graph in any order.
 
     The nodes may come from a running graph or from a journal.
 
@@ -133,7 +133,7 @@ def _longest_chain(nodes: list[CallSpan]) -> Path:
 
 
 def sibling_edges(nodes: Iterable[CallSpan]) -> set[tuple[int, int]]:
-    """Return the edges of the task graph between different rollouts of one problem.
+    """Return the edges of the task graph that connect different rollouts of one problem.
 
     Only runs with rounds or shared scores have such edges.
     """
@@ -154,7 +154,7 @@ def write_trace(nodes: Iterable[CallSpan], out: TextIO) -> None:
     """Write the nodes as one JSON object in Chrome's trace format.
 
     In the trace, each engine is a process, and the engine's slots are its threads. One more process
-    shows the rollouts. It has one row per concurrency slot, and shows what the rollouts waited for
+    shows the rollouts, with one row per concurrency slot. A rollout's row also shows its waits
     between calls. Arrows connect nodes of different rollouts.
     """
     out.write('{"displayTimeUnit": "ms", "traceEvents": [')
@@ -166,9 +166,7 @@ def write_trace(nodes: Iterable[CallSpan], out: TextIO) -> None:
 
 
 def trace_events(nodes: Iterable[CallSpan]) -> Iterator[Event]:
-    """Yield the events of the trace. Their times are in microseconds since the first node was
-    ready.
-    """
+    """Yield the events of the trace, with times in microseconds since the first node was ready."""
     ordered = sorted(nodes, key=lambda node: (node.ready, node.node))
     zero = ordered[0].ready if ordered else 0.0
     yield from _engine_events(ordered, zero)
@@ -230,7 +228,9 @@ def _steps(node: CallSpan, lane: int, zero: float) -> Iterator[Event]:
 
 
 def _lanes(spans: Iterable[tuple[float, float, T]]) -> Iterator[tuple[int, T]]:
-    """Give each time span the lowest row that is free when the span starts."""
+    """Yield each item with the index of its row: the lowest row that is free when its time span
+    starts.
+    """
     busy: list[tuple[float, int]] = []
     free: list[int] = []
     rows = 0

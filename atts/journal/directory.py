@@ -43,14 +43,14 @@ JOURNAL = "journal.jsonl"
 MANIFEST = "manifest.json"
 LOCK = "lock"
 MERGED = "merged"
-"""The name of the setting that lists the runs from which a merged run was made."""
+"""Name of the setting that lists the runs from which a merged run was made."""
 
 
 @contextmanager
 def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None, None, None]:
     """Lock a file until the block or the process ends, and write this process's id into it.
 
-    If another process has the lock, raise an error; with `wait`, wait for the lock instead.
+    If another process has the lock, raise an error. If `wait` is true, wait for the lock instead.
 
     :raises JournalLocked: another process has locked the file.
     :raises StorageError: the file cannot be made, or is a link.
@@ -66,8 +66,9 @@ def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None
 def is_held(path: Path) -> bool:
     """Return True if a running process of this machine has locked the lock file.
 
-    The function tries to lock the file for a moment, but only if the process named in the file is
-    running. If that process has ended, the file is not locked, so a new writer can start meanwhile.
+    If the process named in the file is running, the function briefly tries to lock the file. If
+    that process has ended, the function does not try, so that it cannot disturb a new writer that
+    starts meanwhile.
     """
     with suppress(OSError, ValueError):
         handle = os.open(path, os.O_RDWR | _NO_LINKS)
@@ -87,10 +88,10 @@ def is_held(path: Path) -> bool:
 
 @contextmanager
 def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, None, None]:
-    """Lock a file for this process only, without changing its content.
+    """Lock a file for this process only, without changing its content. Create the file if it is
+    missing.
 
-    A missing file is created. A run locks its journal in addition to its lock file, because a user
-    may delete the lock file.
+    A run locks its journal in addition to its lock file, because a user may delete the lock file.
 
     :raises JournalLocked: another process has locked the file, or the file was replaced meanwhile.
     :raises StorageError: the file cannot be created, or is a link, a pipe or a device.
@@ -122,7 +123,7 @@ _lock_handles = set[int]()
 
 
 def _drop_inherited_locks() -> None:
-    """Close the handles of locked files that a forked child inherited.
+    """Close the handles of locked files in a forked child, which inherits them from its parent.
 
     The system keeps a lock until the last copy of its handle is closed. So a child that outlives
     its parent would keep the run locked. Closing the child's copy does not release the parent's
@@ -140,7 +141,7 @@ _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def _holder(handle: int, path: Path) -> str:
-    """Describe the process that has the lock, with its process id if the lock file contains an id."""
+    """Describe the process that has the lock, by its process id if the lock file contains one."""
     if sys.platform == "win32":
         return "on this machine"
     text = os.pread(handle, 32, 0).decode(errors="replace").strip()
@@ -174,11 +175,11 @@ async def open_journal(
     options: JournalOptions | None = None,
     on_entry: Callable[[Entry], None] | None = None,
 ) -> AsyncGenerator[Journal, None]:
-    """Open and lock a run directory; new events are appended to the journal.
+    """Open and lock a run directory, so that new events are appended to its journal.
 
-    A missing directory is created, and gets the manifest. If the directory has a run, the run's
-    manifest must match. Every recorded entry is passed to `on_entry` in order. An incomplete last
-    line is removed, and nothing else in the journal changes.
+    A missing directory is created, and `manifest` is written to it. If the directory already
+    contains a run, that run's manifest must match `manifest`. Every recorded entry is then passed
+    to `on_entry` in order, and an incomplete last line of the journal is removed.
 
     :raises JournalLocked: another process writes the run.
     :raises FingerprintError: the directory contains a run with other settings.
@@ -208,7 +209,7 @@ async def open_journal(
 
 
 def check_directory(directory: Path) -> None:
-    """Check, before engines are opened, that a run directory can be used.
+    """Check that a run directory can be used, before any engine is opened.
 
     :raises JournalLocked, JournalCorrupt, JournalVersion, StorageError: in the same cases as
         `open_journal`.
@@ -230,7 +231,9 @@ def _make(directory: Path) -> None:
 def _take_up(
     directory: Path, manifest: Manifest, on_entry: Callable[[Entry], None] | None
 ) -> LineReader:
-    """Check the manifest, read all entries, and remove an incomplete last line."""
+    """Check the stored manifest, pass every recorded entry to `on_entry`, and remove an incomplete
+    last line of the journal.
+    """
     past = LineReader(directory / JOURNAL)
     stored = load_manifest(directory / MANIFEST)
     if stored is None:
@@ -266,9 +269,8 @@ class RecordedRun:
         run.nodes()  # every call that did work, with times on one clock
         run.entries(kinds)  # every event, or every event of some kinds
 
-    A reader that needs several of these results can apply the entries to a `RunState`, and so reads
-    the journal only once. `RunState.apply` returns the Outcome of the problem that an entry
-    completes.
+    To get several of these results with one reading of the journal, apply the entries to a
+    `RunState`. `RunState.apply` returns the outcome of the problem that an entry completes.
 
     :raises JournalCorrupt: a method reads the journal, and a line before the last is damaged.
     :raises JournalVersion: a method reads the journal, and another version of atts wrote it.
@@ -286,23 +288,19 @@ class RecordedRun:
         return None if setting is None else setting.value
 
     def given(self, name: str) -> Any:
-        """Return the value of a setting in the form in which the user gave it; None if the setting
-        does not exist.
-        """
+        """Return the value of a setting as the user wrote it; None if the setting does not exist."""
         setting = self.manifest.settings.get(name)
         return None if setting is None else setting.value
 
     @property
     def policy(self) -> dict[str, Any]:
-        """Return the run's policy as JSON data; empty if the run has none."""
+        """Return the run's policy as JSON data; empty if the manifest contains none."""
         return self.setting("policy") or {}
 
     @property
     def part_starts(self) -> tuple[int, ...]:
-        """Return the index of the first session of each part of a merged run, except the first
-        part.
-
-        The result is empty if the run was not merged.
+        """Return, for each run inside a merged run except the first, the number of its first
+        session. The result is empty if the run was not merged.
         """
         counts = [int(part["sessions"]) for part in self.setting(MERGED) or ()]
         return tuple(1 + sum(counts[:number]) for number in range(1, len(counts)))
@@ -315,8 +313,8 @@ class RecordedRun:
         return read_entries(self.directory / JOURNAL, kinds=kinds)
 
     def state(self, kinds: Collection[type[Event]] | None = None) -> RunState:
-        """Return the state of the run: summaries of finished problems, number of sessions, and
-        seconds.
+        """Return the run's state: summaries of its finished problems, its number of sessions, and
+        its seconds.
         """
         state = RunState()
         for entry in self.entries(kinds):
@@ -328,15 +326,17 @@ class RecordedRun:
         return read_outcomes(self.entries(FACTS))
 
     def decisions(self) -> Iterator[Decided]:
-        """Yield every decision of the gate in order, without previews that only requested a score."""
+        """Yield every decision of the gate in order. Previews that only requested a score are left
+        out.
+        """
         for entry in self.entries((Decided,)):
             event = entry.event
             if isinstance(event, Decided) and event.decision.action != "verify":
                 yield event
 
     def nodes(self) -> Iterator[CallSpan]:
-        """Yield every engine call that did work, as a node of the task graph, with times in seconds
-        on the run's clock.
+        """Yield every engine call that was not recalled as a node of the task graph, with times in
+        seconds on the run's clock.
         """
         clock = RunClock()
         for entry in self.entries((CallSpan,)):
@@ -359,7 +359,7 @@ def check_exists(path: Path) -> None:
 
 
 def run_if_begun(directory: Path) -> RecordedRun | None:
-    """Return the run in this directory; None if no run was started there.
+    """Return the run in a directory; None if no run was started there.
 
     :raises JournalError: the run cannot be read.
     """
@@ -407,7 +407,7 @@ class JournalCheck:
 
 
 def check_journal(directory: Path) -> JournalCheck:
-    """Read a finished or unfinished run, and summarise its journal up to the first damaged line.
+    """Read a run, and return a summary of its journal up to the first damaged line.
 
     :raises JournalError: there is no run, or its manifest is damaged.
     :raises StorageError: the journal cannot be read.
@@ -439,7 +439,7 @@ def check_journal(directory: Path) -> JournalCheck:
 
 
 def salvage(directory: Path, out: Path) -> JournalCheck:
-    """Copy the undamaged lines of a run into a new directory, where the run's command can continue.
+    """Copy the undamaged lines of a run to a new directory, in which the run can be continued.
 
     :raises UsageError: `out` is not empty.
     :raises JournalLocked: a process writes the run.
@@ -471,7 +471,7 @@ def salvage(directory: Path, out: Path) -> JournalCheck:
 
 
 REPLIES = "replies.bin"
-"""Name of the file of replies that several runs share. The file is in the parent folder of the
+"""Name of the file of engine replies that several runs share. It lies in the parent folder of the
 runs.
 """
 # The fields before each reply in the file: key of the request, number of the run, seconds of the
@@ -481,8 +481,8 @@ _CHECKSUM = 4
 
 
 class SharedReply(NamedTuple):
-    """The position of a reply in the file, with the run that requested the reply and the engine's
-    seconds.
+    """The position and length of a reply in the file, with the run that requested it and the
+    seconds that the engine took.
     """
 
     at: int
@@ -492,11 +492,11 @@ class SharedReply(NamedTuple):
 
 
 class SharedReplies:
-    """Engine replies that several runs share; memory holds only an index of the replies, which are
-    on disk. Only one process may add replies.
+    """Engine replies that several runs share. The replies are in a file; only their index is in
+    memory.
 
-    The file of replies only saves engine calls; a run's journal is complete without the file. So a
-    damaged record and all records after it are ignored.
+    Only one process may add replies. The file only saves engine calls, because each run's journal
+    is complete without it. So a damaged record, and all records after it, are simply ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -513,7 +513,7 @@ class SharedReplies:
                 self._read()
 
     def find(self, key: bytes) -> SharedReply | None:
-        """Return the record of the reply with this key; None if there is none."""
+        """Return the position of the reply with this key; None if there is no such reply."""
         return self._index.get(key)
 
     def read(self, reply: SharedReply) -> bytes:
@@ -586,16 +586,16 @@ class SharedReplies:
 
 
 def reply_key(engine: Mapping[str, Any], key: str, logprobs: str = "raw") -> bytes:
-    """Return the key of a request to an engine; `engine` is the engine's description in the
-    manifest.
+    """Return the key under which the reply to a request is shared. `engine` is the engine's
+    description in the manifest, and `key` is the request's key.
 
-    The key of a request also depends on whether it needs log-probabilities, because the reply to a
-    request that needs none may lack them.
+    The result also depends on `logprobs`, because the reply to a request that does not need
+    log-probabilities may lack them.
     """
     who = json.dumps(engine, sort_keys=True, default=sorted)
     return blake2b(f"{who} {key} {logprobs}".encode(), digest_size=20).digest()
 
 
 def run_number(name: str) -> int:
-    """Return the number that identifies a run in the file of shared replies."""
+    """Return the number by which the file of shared replies identifies a run."""
     return zlib.crc32(name.encode())

@@ -39,10 +39,10 @@ FailureKind = Literal["EngineUnavailable", "EngineTimeout", "BadReply", "OutOfMe
 VerdictStatus = Literal["correct", "wrong", "unscored"]
 
 PackedFloats = tuple[Literal["f4", "f8"], bytes]
-"""Floats that are packed into bytes in little-endian order; JSON stores the bytes in base64.
+"""Floats packed into bytes in little-endian order; JSON stores the bytes in base64.
 
-"f4": 32-bit floats, if they represent all numbers exactly. "f8": 64-bit floats. With most engines,
-a packed log-probability takes 5 characters of JSON instead of 20.
+"f4" means 32-bit floats, and is used if they represent all values exactly. "f8" means 64-bit
+floats. With most engines, a packed log-probability takes 5 characters of JSON instead of 20.
 """
 
 
@@ -53,17 +53,16 @@ class _Event(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """The base class of all events.
+    """The base class of all events. The JSON of an event has a field `kind`, and omits fields that
+    have their default value.
 
-    The JSON of an event has a field `kind`, and omits fields that are equal to their defaults.
-
-    Some fields are used only in the file, where they abbreviate other fields. In memory these
-    fields are empty. `atts.journal.lines` converts between both forms.
+    Some fields are used only in the file, where they replace longer fields; in memory they are
+    empty. `atts.journal.lines` converts events between the two forms.
     """
 
 
 class SessionOpened(_Event, frozen=True, tag="session-opened"):
-    """A process began a session of the run; every start and every resume does so."""
+    """A session of the run began: the run was started, or it was resumed."""
 
     schema: int
     session: int
@@ -73,9 +72,8 @@ class SessionOpened(_Event, frozen=True, tag="session-opened"):
 
 
 class SessionClosed(_Event, frozen=True, tag="session-closed"):
-    """A process closed its session.
-
-    If a session lacks this event, its process was killed or is still running.
+    """A session of the run ended. If a session lacks this event, its process was killed or is still
+    running.
     """
 
     status: Literal["finished", "interrupted", "failed"]
@@ -103,12 +101,12 @@ class RolloutStarted(_Event, frozen=True, tag="rollout-started"):
 
 
 class WrittenChunk(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The stored form of a chunk: a reference to a recorded call, or the whole chunk.
+    """The form in which a chunk is stored: a reference to a recorded call, or the whole chunk.
 
-    `call` is the index of the referenced call among the rollout's calls since its last turn. If
-    `drops_end` is True, the chunk lacks the call's last token id, which is an end token. `ids` are
-    the token ids of the model that wrote the chunk. `other_ids` are the token ids of the other
-    model (draft or target), or None if both models have the same ids.
+    `call` is the index of the referenced call among the sampling calls that the rollout made since
+    its last turn. If `drops_end` is True, the chunk lacks the call's last token id, which is an end
+    token. `ids` are the token ids of the model that wrote the chunk. `other_ids` are the token ids
+    of the other model (draft or target), or None if they are the same.
     """
 
     author: Role
@@ -124,8 +122,8 @@ class WrittenChunk(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 class TurnFinished(_Event, frozen=True, tag="turn-finished"):
     """One turn of a rollout is complete.
 
-    If the rollout already has a turn with this index, the new turn replaces the old turn, and all
-    later turns are dropped.
+    If the rollout already has a turn with this index, this turn replaces it, and all later turns of
+    the rollout are dropped.
     """
 
     problem: str
@@ -139,7 +137,7 @@ class TurnFinished(_Event, frozen=True, tag="turn-finished"):
 
 
 class RolloutFinished(_Event, frozen=True, tag="rollout-finished"):
-    """A rollout ended after the number of turns in `turns`."""
+    """A rollout ended after `turns` turns."""
 
     problem: str
     sample: int
@@ -154,7 +152,9 @@ class RolloutFinished(_Event, frozen=True, tag="rollout-finished"):
 
 
 class OutcomeReached(_Event, frozen=True, tag="outcome"):
-    """A problem is finished; `samples` lists its rollouts in the order of the outcome."""
+    """A problem is finished; `samples` lists its rollouts in the order in which the outcome has
+    them.
+    """
 
     problem: str
     status: OutcomeStatus
@@ -168,7 +168,9 @@ class OutcomeReached(_Event, frozen=True, tag="outcome"):
 
 
 class Graded(_Event, frozen=True, tag="graded"):
-    """The answer of a rollout was graded, or the answer of the problem if `sample` is None."""
+    """The answer of a rollout was graded. If `sample` is None, the answer of the problem was
+    graded.
+    """
 
     problem: str
     status: VerdictStatus
@@ -180,9 +182,9 @@ class Graded(_Event, frozen=True, tag="graded"):
 class Sampled(_Event, frozen=True, tag="sampled"):
     """A sampling call of an engine finished.
 
-    `key` is a hash of the request; a repeated request has the same key and finds this event.
-    `rollout` is the request's rollout hint; calls with the same hint continue the same text.
-    `seconds` is the duration of the call.
+    `key` is a hash of the request. When a resumed run repeats the request, it finds this event by
+    the key. `rollout` is the request's rollout hint; calls with the same hint continue the same
+    text. `seconds` is the duration of the call.
     """
 
     problem: str
@@ -201,7 +203,7 @@ class Sampled(_Event, frozen=True, tag="sampled"):
 
 
 class Scored(_Event, frozen=True, tag="scored"):
-    """A scoring call of an engine finished; the fields that `Sampled` also has mean the same here."""
+    """A scoring call of an engine finished. Fields that `Sampled` also has are explained there."""
 
     problem: str
     key: str
@@ -217,7 +219,7 @@ class Scored(_Event, frozen=True, tag="scored"):
 
 
 class CallFailed(_Event, frozen=True, tag="call-failed"):
-    """An engine call failed; the pipeline may continue without the call's result.
+    """An engine call failed in a way after which the pipeline may continue.
 
     `error` is the name of a class in `atts.errors`, and `text` is the complete error message.
     """
@@ -233,12 +235,12 @@ class CallFailed(_Event, frozen=True, tag="call-failed"):
 
 
 class Decided(_Event, frozen=True, tag="decided"):
-    """The gate made a decision: before the target scored ("preview"), after it scored, or on a
-    whole round.
+    """The gate made a decision. `asked` says when: before the target scored the chunk ("preview"),
+    after it scored the chunk ("score"), or for a whole round ("round").
 
-    `features` are the numbers that the gate received in addition to the score. A preview with the
-    action "verify" only requests the score. Such a preview is recorded only if the gate numbered
-    the request (`issue`).
+    `features` are the values that the gate received in addition to the score. A preview with the
+    action "verify" only requests the score. It is recorded only if the gate gave the score request
+    a number (`issue`).
     """
 
     decision: Decision
@@ -250,7 +252,7 @@ class Decided(_Event, frozen=True, tag="decided"):
 
 
 class Observed(_Event, frozen=True, tag="observed"):
-    """The gate was informed of the action taken after its decision; the action may differ from the
+    """The gate was informed of the action that was really taken, which may differ from its
     decision.
     """
 
@@ -259,16 +261,15 @@ class Observed(_Event, frozen=True, tag="observed"):
 
 
 class Combining(_Event, frozen=True, tag="combining"):
-    """After a problem's vote, atts decided to keep the answer of the vote or to ask the target."""
+    """After a problem's vote, atts decided whether to keep the voted answer or to ask the target."""
 
     problem: str
     plan: CombinePlan
 
 
 class Warned(_Event, frozen=True, tag="warning"):
-    """A warning for readers of the results.
-
-    `code` identifies the kind of warning in all versions of atts; `text` is for people.
+    """A warning for readers of the results. `code` identifies the kind of warning and is the same
+    in all versions of atts; `text` is for people.
     """
 
     code: str
@@ -278,8 +279,8 @@ class Warned(_Event, frozen=True, tag="warning"):
 
 
 class Measured(_Event, frozen=True, tag="measured"):
-    """Numbers that another tool recorded about a rollout: its cost, its duration, and scores such
-    as a reward.
+    """Values that another tool recorded about a rollout: its cost, its duration, and scores such as
+    a reward.
     """
 
     problem: str
@@ -290,14 +291,13 @@ class Measured(_Event, frozen=True, tag="measured"):
 
 
 COMPARED = "compared"
-"""The code of the warning with the result of a comparison between this run and an earlier run."""
+"""The warning code under which the result of a comparison with an earlier run is recorded."""
 
 
 class Drifted(_Event, frozen=True, tag="drift"):
-    """The scores no longer follow the distribution of the calibration.
+    """The scores no longer follow the distribution of the calibration scores.
 
-    The event contains the p-value of the drift test, the number of scores, and what the run does
-    about the drift.
+    The event contains the p-value of the drift test, the number of scores, and how the run reacts.
     """
 
     alarm: str
@@ -329,14 +329,16 @@ Event = (
     | Drifted
     | Measured
 )
-"""All events of a run. The order of the lines is the order in which the events happened.
+"""All events of a run. Their lines are in the order in which the events happened.
 
-An interrupted run resumes from the recorded steps. The steps are results of engine calls
-(`Sampled`, `Scored`, `CallFailed`), calls of the gate (`Decided`, `Observed`), and `Combining`. A
-result of an engine call is found by its `key`. The calls of the gate are repeated in order, to
-rebuild the gate's state. Results and reports are made from the events about problems, rollouts,
-turns, outcomes and verdicts. The other events are only remarks, for example sessions, spans of the
-task graph, warnings and drift.
+An interrupted run resumes from its recorded steps: results of engine calls (`Sampled`, `Scored`,
+`CallFailed`), calls of the gate (`Decided`, `Observed`), and `Combining`. The run finds the result
+of an engine call by the request's `key`. It repeats the calls of the gate in order, to rebuild the
+gate's state.
+
+Results and reports are made from the events about problems, rollouts, turns, outcomes and verdicts.
+The other events are only for information: sessions, spans of the task graph, warnings, drift and
+the like.
 """
 
 
@@ -348,10 +350,9 @@ KINDS: Mapping[str, type[Event]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event with the number of its line in the journal, and its time on two clocks.
+    """An event with its line number in the journal, and its time on two clocks.
 
-    `at` is the time in seconds since the session opened; `wall` is the date, in seconds since the
-    epoch.
+    `at` is in seconds since the session opened; `wall` is in seconds since the epoch.
     """
 
     number: int
@@ -370,14 +371,14 @@ FEATURES: Mapping[str, type[int | float | bool]] = {
     "agreement": float,
     "agrees": bool,
 }
-"""The names and types of the numbers that a gate receives in addition to the score."""
+"""The names and types of the values that a gate receives in addition to the score."""
 _RARE = ("has_answer", "answered", "agreement", "agrees")
-"""Features that are 0 for most chunks. If such a feature is 0, the journal leaves it out."""
+"""Features that are 0 for most chunks. The journal leaves out those that are 0."""
 
 
 def feature_numbers(features: Features) -> dict[str, float]:
-    """Return the numeric features of a chunk, without the turn, and without rare features that are
-    0.
+    """Return the features of a chunk as named numbers. Unknown values are left out, and so are the
+    features in `_RARE` that are 0.
     """
     numbers = {"tokens": float(features.tokens)}
     # An unknown `draft_logprob` or `draft_evidence` is NaN. JSON has no NaN, so leave such a
@@ -398,8 +399,8 @@ def feature_numbers(features: Features) -> dict[str, float]:
 def recorded_features(
     question: str, turn: int, sample: int, numbers: Mapping[str, float]
 ) -> Features:
-    """Return the features of a chunk from recorded numbers; a feature without a number gets its
-    default.
+    """Return the features of a chunk from recorded numbers. A feature that was not recorded gets
+    its default.
     """
     known: dict[str, Any] = {
         name: kind(numbers[name]) for name, kind in FEATURES.items() if name in numbers

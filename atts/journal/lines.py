@@ -67,8 +67,8 @@ class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=F
 
     A line is complete when it ends in a newline. Each checksum is computed from the line and the
     checksum of the previous line. So a reader detects a line that was removed, inserted or
-    exchanged, even if the line numbers were adapted. JSON has no numbers for infinities and NaN, so
-    they are written as the texts "inf", "-inf" and "nan".
+    moved, even if the line numbers were adapted. JSON has no numbers for infinities and NaN, so
+    they are written as the strings "inf", "-inf" and "nan".
     """
 
     n: int
@@ -79,7 +79,9 @@ class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=F
 
 
 def _plain(value: Any) -> Any:
-    """Convert a mapping to a dict; msgspec calls this function for types that it does not know."""
+    """Convert a mapping to a dict. msgspec calls this function for types that it cannot encode
+    itself.
+    """
     if isinstance(value, Mapping):
         return dict(value)
     raise NotImplementedError(
@@ -95,7 +97,7 @@ _decode = msgspec.json.Decoder(_Line, strict=False).decode
 
 @dataclass(slots=True)
 class _OpenTurn:
-    """The calls and the latest decision of a rollout after its last recorded turn."""
+    """The calls and the latest decision of a rollout since its last recorded turn."""
 
     calls: list[Sampled] = field(default_factory=list[Sampled])
     decision: Decision | None = None
@@ -105,12 +107,13 @@ _NO_CALLS = _OpenTurn()
 
 
 class OpenRecords:
-    """The prompts, calls and decisions of earlier lines that later lines may refer to.
+    """Prompts, calls and decisions of earlier lines to which later lines may refer. Only data of
+    open problems is kept.
 
-    Only data of open problems is kept. A turn refers to the calls that wrote its chunks and to its
-    decision; a rollout refers to the prompt of its problem's previous rollout. These references
-    halve the file. Writer and reader store the same events in the same order, so a reference has
-    the same meaning for both.
+    A turn refers to its decision and to the calls that wrote its chunks. A rollout refers to the
+    prompt of its problem's previous rollout. These references halve the size of the file. The
+    writer and the reader process the same events in the same order, so a reference has the same
+    meaning for both.
     """
 
     def __init__(self) -> None:
@@ -121,7 +124,7 @@ class OpenRecords:
         self.turns: dict[str, dict[int, _OpenTurn]] = {}
 
     def note(self, event: Event) -> None:
-        """Store the data of an event that later lines may refer to, and drop data that is no longer
+        """Store what later lines may refer to in this event, and drop data that is no longer
         needed.
         """
         match event:
@@ -150,7 +153,7 @@ class OpenRecords:
 
 
 def pack_floats(values: tuple[float, ...]) -> PackedFloats | None:
-    """Pack numbers into bytes without loss; return None if there are no numbers."""
+    """Pack numbers into bytes without loss; return None if `values` is empty."""
     if not values:
         return None
     try:
@@ -164,7 +167,7 @@ def pack_floats(values: tuple[float, ...]) -> PackedFloats | None:
 
 
 def unpack_floats(packed: PackedFloats | None) -> tuple[float, ...]:
-    """Return the numbers that `pack_floats` packed into bytes.
+    """Return the numbers that `pack_floats` packed.
 
     :raises ValueError: the bytes end within a number.
     """
@@ -178,7 +181,7 @@ def unpack_floats(packed: PackedFloats | None) -> tuple[float, ...]:
 
 
 def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRecords) -> Event:
-    """Return the short form of an event, which is written to its line."""
+    """Return the short form of an event, which is what its line contains."""
     match event:
         case Sampled(completion=whole):
             span = second if isinstance(second, CallSpan) else None
@@ -231,7 +234,7 @@ def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRe
 
 
 def _completed(event: Event, records: OpenRecords) -> Event:
-    """Return the first event of a line, and fill in the fields that the line omits.
+    """Return the event of a line with the fields filled in that the line leaves out.
 
     :raises ValueError: the line refers to an earlier line that does not exist.
     """
@@ -285,13 +288,12 @@ def _completed(event: Event, records: OpenRecords) -> Event:
 
 
 def _written(chunk: Chunk, calls: list[Sampled]) -> WrittenChunk:
-    """Return the stored form of a chunk: a reference to the call that wrote the chunk, or the whole
-    chunk.
+    """Return the form in which a chunk is stored: a reference to the call that wrote it, or the
+    whole chunk.
 
-    A reference is possible only if the call's completion is equal to the chunk.
-
-    A chunk is longer than the completion if the beginning of the chunk was sampled in a scoring
-    call. A chunk is shorter if a character was cut, or if only a part of the completion was used.
+    A reference is possible only if the call's completion is the same as the chunk. They differ if
+    the chunk began in a scoring call, if a character was cut, or if only part of the completion was
+    used.
     """
     is_draft = chunk.author == "draft"
     ids = chunk.draft_ids if is_draft else chunk.target_ids
@@ -321,7 +323,7 @@ def _written(chunk: Chunk, calls: list[Sampled]) -> WrittenChunk:
 
 
 def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
-    """Return the chunk that a turn's line contains or refers to."""
+    """Return the chunk that a turn's line contains, or to whose call the line refers."""
     if written.call is None:
         ids = written.ids
         text = written.text
@@ -342,9 +344,8 @@ def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
 
 
 class LineWriter:
-    """A writer that converts events to numbered lines with chained checksums.
-
-    The writer continues after the last line that a reader has read.
+    """A writer that converts events to numbered lines with chained checksums. Its first line
+    continues the chain after the last line that a reader has read.
     """
 
     def __init__(self, number: int = 0, crc: int = 0, records: OpenRecords | None = None) -> None:
@@ -355,7 +356,9 @@ class LineWriter:
     def line(
         self, event: Event, at: float, wall: float, second: CallSpan | Observed | None = None
     ) -> bytes:
-        """Return the line of an event; the line may also contain a second event."""
+        """Return the line of an event and, if given, of a second event, which is stored in the same
+        line.
+        """
         shortened = _shortened(event, second, self._records)
         self._records.note(event)
         line = _Line(self.number, round(at, 6), round(wall, 3), shortened)
@@ -378,10 +381,11 @@ class LineWriter:
 
 
 def _is_finite(event: Event) -> bool:
-    """Return True if it is certain that every float of the event is finite.
+    """Return True if every float of the event is certainly finite; JSON can write only finite
+    floats.
 
-    JSON can write only finite floats. For the most frequent kinds of events, this check avoids a
-    slow search for other floats.
+    For the most frequent kinds of events, this check is faster than a search through all values.
+    For other kinds, the result is always False.
     """
     numbers: list[float | None]
     decision: Decision | None = None
@@ -407,7 +411,7 @@ def _is_finite(event: Event) -> bool:
 
 
 def _with_texts(line: _Line) -> bytes:
-    """Return a line as JSON, with infinities and NaN written as texts."""
+    """Return a line as JSON, with infinities and NaN written as strings."""
 
     def worded(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -425,7 +429,7 @@ def _with_texts(line: _Line) -> bytes:
 Opener = Callable[[Path], FileIO]
 """A function that opens a file for appending.
 
-The file's `write` may write only a part of the given bytes, for example if the disk is full.
+The file's `write` may write fewer bytes than it was given, for example if the disk is full.
 """
 
 
@@ -435,8 +439,7 @@ def open_append(path: Path) -> FileIO:
 
 
 def write_all(file: FileIO, data: bytes) -> None:
-    """Append all bytes to the file; call `file.write` repeatedly if it writes only a part of the
-    bytes.
+    """Append all bytes to the file, with several calls of `file.write` if necessary.
 
     :raises OSError: writing to the disk fails; a part of `data` may have been written.
     """
@@ -449,11 +452,11 @@ def write_all(file: FileIO, data: bytes) -> None:
 
 
 Durability = Literal["always", "interval", "close"]
-"""The time at which recorded lines are synced to the disk. If the machine loses power, lines that
-are not synced are lost.
+"""The point at which recorded lines are synced to the disk. Lines that are not synced are lost if
+the machine loses power.
 
-"always": before `saved` returns. "interval": at most one second later by default. "close": when the
-journal is closed.
+"always": before `saved` returns. "interval": after at most `sync_seconds`, by default one second.
+"close": when the journal is closed.
 """
 
 
@@ -462,7 +465,7 @@ class JournalOptions:
     """Options of a journal's writer; the default `clock` is the clock of the running event loop.
 
     With a virtual clock, use the durability "close". Thousands of virtual seconds pass quickly, but
-    a sync after each virtual second takes real time.
+    a sync after each of them takes real time.
 
     :raises OptionError: the durability is unknown.
     """
@@ -485,7 +488,7 @@ class Journal:
 
     Events are appended immediately, as whole lines, and synced in the background. An event is in
     the file when `record` returns, so a killed process loses no events. After a power failure, the
-    events since the last sync may be lost, depending on the durability setting.
+    events since the last sync may be lost; how many depends on the durability setting.
     """
 
     def __init__(self, past: LineReader, options: JournalOptions) -> None:
@@ -514,9 +517,9 @@ class Journal:
         self._syncs_ended = anyio.Event()
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
-        """Append an event as a line, which may also contain a `second` event.
+        """Append an event as a line, together with `second` if it is given.
 
-        The second event is a call's span, or the action that followed a decision. The event loop is
+        `second` is a call's span, or the observation that followed a decision. The event loop is
         blocked only while the line is copied into the system's cache.
 
         :raises StorageError: this or an earlier write failed; events before the failure are safe.
@@ -554,8 +557,8 @@ class Journal:
             self._sync_due.set()
 
     async def saved(self) -> None:
-        """Yield to other tasks; with the durability "always", wait until all recorded events are on
-        the disk.
+        """Yield to other tasks. With the durability "always", also wait until all recorded events
+        are on the disk.
 
         :raises StorageError: writing to the disk fails.
         """
@@ -567,7 +570,9 @@ class Journal:
             raise self._failure
 
     async def keep_synced(self) -> None:
-        """Sync the file whenever a sync is due, until the journal is closed; ignore cancellation."""
+        """Sync the file whenever a sync is due, until the journal is closed. Cancellation does not
+        end this loop.
+        """
         wait = self._options.sync_seconds if self._options.durability == "interval" else math.inf
         try:
             with anyio.CancelScope(shield=True):
@@ -582,8 +587,7 @@ class Journal:
             self._syncs_ended.set()
 
     async def close(self, event: SessionClosed) -> None:
-        """Write the last event, sync all events to the disk and close the file; closing twice is
-        allowed.
+        """Record `event`, sync all events to the disk and close the file; closing twice is allowed.
 
         :raises StorageError: this write or an earlier write failed.
         """
@@ -615,8 +619,8 @@ class Journal:
         self._sync_done = anyio.Event()
 
     def _look(self, handle: int, size: int) -> None:
-        """Check that the file at the journal's path is still the open file, and that the file was
-        not shortened.
+        """Check that the journal's path still leads to the open file, and that the file was not
+        shortened.
 
         :raises OSError: the file was deleted, moved, replaced or shortened.
         """
@@ -660,8 +664,8 @@ _NOTED: frozenset[type[Event]] = frozenset(
 
 
 class LineReader:
-    """A reader of a journal; memory holds only one line, and the data that later lines may refer
-    to.
+    """A reader of a journal. It keeps in memory only one line, and the data to which later lines
+    may refer.
     """
 
     def __init__(self, path: Path, kinds: Collection[type[Event]] | None = None) -> None:
@@ -675,12 +679,12 @@ class LineReader:
         self._kinds = kinds
 
     def entries(self) -> Iterator[Entry]:
-        """Yield every event in order, except an incomplete last line, which a killed process may
-        leave.
+        """Yield every event in order, except that of an incomplete last line, which a killed
+        process may leave.
 
-        If `kinds` is given, only events of these kinds and the openings of sessions are yielded.
-        The checksums of other lines are checked, but these lines are decoded only if a yielded
-        event may refer to them. The caller may remove kinds from the set while reading.
+        If `kinds` is given, only events of these kinds and session openings are yielded. The
+        checksums of other lines are checked, but these lines are decoded only if a yielded event
+        may refer to them. The caller may remove kinds from the set while reading.
 
         :raises JournalCorrupt: a line before the last is damaged, missing or out of order.
         :raises JournalVersion: another version of atts wrote the journal.
@@ -702,7 +706,7 @@ class LineReader:
                     yield from self._parts(entry)
 
     def _parts(self, entry: Entry) -> Iterator[Entry]:
-        """Yield the one or two events of a line, but only events of the requested kinds."""
+        """Split an entry into its one or two events, and yield those of the requested kinds."""
         event = entry.event
         events: tuple[Event, ...]
         if isinstance(event, Sampled | Scored) and event.span is not None:
@@ -717,7 +721,9 @@ class LineReader:
                 yield entry if part is event else replace(entry, event=part)
 
     def _is_passed_over(self, line: bytes) -> bool:
-        """Return True if no event of the line has to be decoded; then also count the line as read."""
+        """Return whether the line can be skipped because none of its events must be decoded. If so,
+        also count it as read.
+        """
         kinds = self._kinds
         if kinds is None or self.number == 0:
             return False
@@ -775,7 +781,7 @@ class LineReader:
 
 
 def read_entries(path: Path, kinds: Collection[type[Event]] | None = None) -> Iterator[Entry]:
-    """Yield the events of a journal; `LineReader.entries` explains the arguments."""
+    """Yield the events of a journal. `LineReader.entries` explains the arguments."""
     return LineReader(path, kinds).entries()
 
 
@@ -789,8 +795,9 @@ def other_version(path: Path, schema: int) -> JournalVersion:
 
 
 def _opened_schema(line: bytes) -> int | None:
-    """Return the version of the format that the opening of a session names; None if the line names
-    none. Other fields are ignored, because another version of atts may have written them.
+    """Return the format version that a session's opening line contains; None for any other line.
+
+    Other fields are ignored, because another version of atts may have written them.
     """
     data: Any = msgspec.json.decode(line)
     if not isinstance(data, dict):
@@ -802,7 +809,8 @@ def _opened_schema(line: bytes) -> int | None:
 
 
 def _checked(line: bytes, before: int) -> int:
-    """Return the checksum of a line; `before` is the checksum of the previous line.
+    """Return the checksum of a line, after comparing it with the checksum written in the line.
+    `before` is the checksum of the previous line.
 
     :raises ValueError: the line is torn, is damaged, or does not belong after the previous line.
     """

@@ -25,15 +25,15 @@ from atts.journal.lines import other_version
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
 JudgedUnit = Literal["chunks", "problems"]
-"""The unit on which a run's gate decides: single chunks, or whole problems."""
+"""The unit that a run's gate decides about: single chunks, or whole problems."""
 
 _ADVICE = "Choose another run directory, or restore the stored settings"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The value of a setting and its origin: "default", or the name of a file, an environment
-    variable or a flag.
+    """The value of a setting and where it came from: "default", or the name of a file, an
+    environment variable or a flag.
     """
 
     value: Json
@@ -42,12 +42,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The facts that are needed to interpret a run's results.
+    """The data that is needed to interpret a run's results.
 
     When a run is resumed, `configuration`, `engines`, `dataset` and `seed` must be the same.
-    Origins, versions and dates are only for people, and so are `settings`: all settings in the form
-    in which the user gave them. `engines` maps each role to the fields of its engine's spec.
-    `dataset` is the digest that `dataset_digest` computes.
+    Origins, versions and dates are only for people. So is `settings`, which has all settings as the
+    user wrote them. `engines` maps each role to the fields of its engine's spec. `dataset` is the
+    digest that `dataset_digest` computes.
     """
 
     seed: int = 0
@@ -68,14 +68,14 @@ class Manifest:
 
     @property
     def judged_unit(self) -> JudgedUnit:
-        """Return the unit for which the run's gate makes each decision."""
+        """Return the unit that the run's gate decides about: chunks or problems."""
         policy = self.configuration.get("policy")
         values = policy.value if policy is not None else None
         escalates = values.get("escalates") if isinstance(values, Mapping) else None
         return "problems" if escalates == "problem" else "chunks"
 
     def check(self, stored: Manifest, directory: Path) -> None:
-        """Check that the run was started with the same settings as this resume.
+        """Check that the stored run has the same settings as the run that resumes it.
 
         :raises FingerprintError: if a setting differs; the message names every field that differs.
         """
@@ -101,7 +101,9 @@ class Manifest:
         return json.dumps(asdict(self), indent=2, default=sorted)
 
     def decisive(self) -> Iterator[tuple[str, Json]]:
-        """Yield the full name and the value of every setting that affects the results."""
+        """Yield the full name and value of each field that must be the same when the run is
+        resumed.
+        """
         plain = json.loads(self.text())
         yield "seed", plain["seed"]
         yield "dataset", plain["dataset"]
@@ -129,7 +131,7 @@ _version = cache(version)
 
 
 def dataset_digest(problems: Iterable[Problem]) -> str:
-    """Return a hash of all fields of all problems, in order.
+    """Return a hash of all fields of all problems; it depends on their order.
 
     >>> dataset_digest([Problem("1", "2+2?")]) == dataset_digest([Problem("1", "2+3?")])
     False
@@ -192,7 +194,9 @@ def load_manifest(path: Path) -> Manifest | None:
 
 
 class _Stored(msgspec.Struct, forbid_unknown_fields=True):
-    """The types of a stored manifest's fields, which decoding checks."""
+    """The fields of a stored manifest with their types, which are checked when the manifest is
+    decoded.
+    """
 
     schema: int
     configuration: dict[str, Any]

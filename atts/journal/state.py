@@ -51,17 +51,17 @@ from atts.journal.events import (
 from atts.journal.manifest import Manifest
 
 SampleVerdict = VerdictStatus | Literal["spared", "lost"]
-"""The verdict on a rollout. "spared": the rollout was stopped before it could answer. "lost": the
-rollout failed. These two verdicts do not count as wrong.
+"""The verdict on a rollout. "spared" means that the rollout was stopped before it could answer, and
+"lost" means that it failed. These two verdicts do not count as wrong.
 """
 
 
 def is_censored(answer: object, finish: object) -> bool:
     """Return True if a rollout was stopped before it could answer.
 
-    A rollout is stopped if the vote is settled, the run ends, or an engine is lost. The answer of a
-    stopped rollout is unknown. Accuracies of single rollouts leave out stopped rollouts, because
-    counting them as wrong would make a better method look worse.
+    A rollout is stopped when the vote is settled, the run ends, or an engine is lost. Its answer is
+    unknown. Accuracies of single rollouts leave out stopped rollouts, because counting them as
+    wrong would make a method that stops early look worse.
 
     >>> is_censored(None, "settled"), is_censored(None, "tokens"), is_censored("7", "settled")
     (True, False, False)
@@ -111,7 +111,9 @@ class FinishedSample:
         return self.answer is None and self.finish in ("tokens", "turns")
 
     def graded(self, graded: Graded) -> FinishedSample:
-        """Return the rollout with the given verdict; a rollout that was stopped gets no verdict."""
+        """Return the rollout with the verdict of a `Graded` event. A rollout that was stopped keeps
+        its own verdict.
+        """
         if self.is_censored:
             return self
         return replace(self, verdict=graded.status, rule=graded.rule)
@@ -119,8 +121,8 @@ class FinishedSample:
 
 @dataclass(frozen=True, slots=True)
 class FinishedProblem:
-    """The summary of one problem: its status, answer, verdict and cost; whole rollouts are in
-    `Outcome`.
+    """The summary of one problem: its status, answer, verdict and cost. The complete rollouts are
+    in `Outcome`.
     """
 
     problem: str
@@ -149,7 +151,7 @@ class FinishedProblem:
     def of(
         cls, outcome: Outcome, graded: Iterable[Graded] = (), *, judged: int = 0, escalated: int = 0
     ) -> FinishedProblem:
-        """Summarise an outcome with the verdicts on its answers."""
+        """Summarise an outcome together with the verdicts on its answers."""
         samples = tuple(map(FinishedSample.of, outcome.rollouts))
         finished = cls(
             outcome.problem.id,
@@ -169,7 +171,7 @@ class FinishedProblem:
         return finished.graded(graded)
 
     def graded(self, verdicts: Iterable[Graded]) -> FinishedProblem:
-        """Return the problem with these verdicts; if an answer has several verdicts, the last one
+        """Return the problem with these verdicts. If an answer has several verdicts, the last one
         counts.
         """
         by_sample = {verdict.sample: verdict for verdict in verdicts}
@@ -204,15 +206,17 @@ class FinishedProblem:
 
     @property
     def is_censored(self) -> bool:
-        """Return True if there is no answer, but a stopped rollout might have given one."""
+        """Return True if the problem has no answer, but a rollout that was stopped might have given
+        one.
+        """
         return self.answer is None and (
             self.status == "failed" or any(one.is_censored for one in self.samples)
         )
 
     @property
     def complete_samples(self) -> tuple[FinishedSample, ...]:
-        """Return the rollouts that were not stopped early, which accuracies of single rollouts are
-        computed from.
+        """Return the rollouts that were not stopped early; accuracies of single rollouts use only
+        these.
         """
         return tuple(one for one in self.samples if not one.is_censored)
 
@@ -223,7 +227,9 @@ class FinishedProblem:
         return max(self.votes.values()) / total if total else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data for machines, without `seconds` and `combination` if these are None."""
+        """Return the summary as plain data for JSON, without `seconds` and `combination` if they
+        are None.
+        """
         data = asdict(self)
         for name in ("seconds", "combination"):
             if data[name] is None:
@@ -232,13 +238,15 @@ class FinishedProblem:
 
 
 LARGE_SHARE = 0.05
-"""If a larger share (0 to 1) of the rollouts was cut, the results of a run are not reliable."""
+"""If more than this fraction (0 to 1) of the rollouts was cut, the results of a run are not
+reliable.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The number of rollouts that the token limit cut before they could answer, and the number that
-    the turn limit cut.
+    """Counts of the rollouts that were cut before they could answer: at the token limit, and at the
+    turn limit.
     """
 
     rollouts: int
@@ -260,20 +268,16 @@ class Truncation:
 
     @property
     def warning(self) -> str:
-        """Return a warning if more than 5 % of the rollouts were cut; otherwise return an empty
-        text.
-        """
+        """Return a warning if more than 5 % of the rollouts were cut, otherwise ""."""
         return str(self) if self.is_large else ""
 
     def as_json(self) -> dict[str, int]:
-        """Return plain data for machines."""
+        """Return the counts and limits as plain data for JSON."""
         names = ("cut", "rollouts", "at_tokens", "at_turns", "max_tokens", "turns")
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
-        """Return a sentence that says how many rollouts were cut at which limit, and what to
-        change.
-        """
+        """Return a sentence that says how many rollouts each limit cut, and what to change."""
         share = self.cut / self.rollouts if self.rollouts else 0.0
         counts = f"{self.cut:,} of {self.rollouts:,} rollouts ({100 * share:.1f} %)"
         limits = list[str]()
@@ -294,9 +298,7 @@ class Truncation:
 
 
 def truncation(problems: Iterable[FinishedProblem], manifest: Manifest) -> Truncation:
-    """Count the rollouts of these problems that were cut at the token or turn limit in the
-    manifest.
-    """
+    """Count the rollouts of these problems that were cut. The limits are read from the manifest."""
     samples = [sample for problem in problems for sample in problem.complete_samples]
     ends = Counter(sample.finish for sample in samples if sample.is_cut)
     setting = manifest.configuration.get("policy")
@@ -323,7 +325,7 @@ Call = Sampled | Scored | CallFailed
 FACTS: tuple[type[Event], ...] = (
     SessionOpened, SessionClosed, ProblemStarted, RolloutStarted, TurnFinished, RolloutFinished, OutcomeReached, Graded,
 )  # fmt: skip
-"""The kinds of events from which the outcomes of problems and the verdicts on answers are made."""
+"""The kinds of events that determine the outcomes of problems and the verdicts on answers."""
 
 
 @dataclass(slots=True)
@@ -331,9 +333,9 @@ class OpenProblem:
     """A problem that was started, with its rollouts and all of its recorded steps.
 
     A resumed run does not repeat recorded steps. It finds the results of engine calls by the
-    request's key, and gate calls by (sample, turn). A failed call is kept if its rollout continued
-    after the failure. If the failure was the rollout's last step, the failed call is dropped, so
-    that a resumed run repeats the call.
+    request's key, and gate calls by (sample, turn). A failed call counts as a recorded step only if
+    its rollout continued after the failure. Otherwise it is dropped, so that a resumed run repeats
+    the call.
     """
 
     problem: Problem
@@ -355,7 +357,7 @@ class OpenProblem:
     _hints: dict[int, str] = field(default_factory=dict[int, str])
 
     def outcome(self, reached: OutcomeReached) -> Outcome:
-        """Return the problem's outcome, with the rollouts in the order that the event lists."""
+        """Return the problem's outcome, with the rollouts in the order given by the event."""
         rollouts = tuple(self.rollouts[sample] for sample in reached.samples)
         return Outcome(
             self.problem,
@@ -370,7 +372,7 @@ class OpenProblem:
         )
 
     def apply(self, event: Event) -> None:
-        """Change the state of the problem as one of its events requires."""
+        """Update the problem with one of its events."""
         match event:
             case RolloutStarted(_, sample, prompt):
                 self.rollouts[sample] = Rollout(self.problem.id, sample, prompt)
@@ -412,24 +414,24 @@ class OpenProblem:
                 pass
 
     def forget_failures(self) -> None:
-        """Drop failed calls after which no rollout continued, so that a new session repeats these
-        calls.
+        """Drop the failed calls after which their rollout did not continue, so that a new session
+        repeats them.
         """
         self._failures.clear()
 
     def _settle(self, hint: str) -> None:
-        """Keep the failed calls of this rollout hint, because the rollout has continued."""
+        """Keep the failed calls with this rollout hint, because their rollout has continued."""
         for failure in self._failures.pop(hint, ()):
             self.calls.setdefault(failure.key, deque()).append(failure)
 
 
 def judged(event: object) -> Iterator[tuple[Decision, bool]]:
-    """Yield the decision that an event completes, and True if the chunk was escalated.
+    """Yield the decision that an event completes, with True if the chunk was escalated. Most events
+    yield nothing.
 
-    Most events do not complete a decision.
-
-    If the gate judges single chunks, the journal also records the action that followed the
-    decision, and this action is used. If the gate judges whole rounds, the decision itself is used.
+    If the gate judges single chunks, a decision is complete when the journal records the action
+    that followed, and this action is yielded. If the gate judges whole rounds, the decision itself
+    says whether the chunk was escalated.
     """
     if isinstance(event, Observed):
         yield event.decision, event.escalated
@@ -439,8 +441,8 @@ def judged(event: object) -> Iterator[tuple[Decision, bool]]:
 
 @dataclass(slots=True)
 class RunClock:
-    """A clock of a run's work. The clock has no pauses between sessions: each session begins when
-    the previous session ends. A session without work takes no time.
+    """A clock of a run's work. It leaves out the time between sessions: each session begins at the
+    time at which the previous one ended. A session without work takes no time.
     """
 
     seconds: float = 0.0
@@ -450,7 +452,7 @@ class RunClock:
     _graph_zero: float | None = None
 
     def advance(self, entry: Entry) -> None:
-        """Move the clock to the time of an entry; the caller passes the entries in order."""
+        """Move the clock to the time of an entry. The entries must be passed in order."""
         if isinstance(entry.event, SessionOpened):
             self.before = self.seconds
             self._graph_zero = None
@@ -460,7 +462,8 @@ class RunClock:
     def aligned(self, node: CallSpan, at: float) -> CallSpan:
         """Return a node of the current session with its times converted to this clock.
 
-        `at` is the time at which the node's entry was recorded, which is when the node ended.
+        `at` is the time at which the node's entry was recorded, which is the time at which the node
+        ended.
         """
         if self._graph_zero is None:
             self._graph_zero = node.ended - at
@@ -476,7 +479,7 @@ class RunClock:
 
 @dataclass(slots=True)
 class RunState:
-    """The state of a run after all entries that `apply` has received, in order.
+    """The state of a run after all entries that were passed to `apply`, in order.
 
     `finished` has the summary of every problem with an outcome, in the order of finishing. The
     rollouts of complete problems are dropped, unless `keeps` is "everything". A problem that
@@ -500,8 +503,8 @@ class RunState:
     clock: RunClock = field(default_factory=RunClock)
 
     def apply(self, entry: Entry) -> Outcome | None:
-        """Apply an entry to the state. Return the outcome of the problem that the entry ends, or
-        None.
+        """Apply an entry to the state. If the entry finishes a problem, return the problem's
+        outcome, otherwise None.
 
         :raises JournalCorrupt: the entry contradicts earlier entries.
         """
@@ -553,12 +556,12 @@ class RunState:
 
     @property
     def seconds(self) -> float:
-        """Return the total seconds of work of all sessions."""
+        """Return the seconds of work, summed over all sessions."""
         return self.clock.seconds
 
     @property
     def done(self) -> int:
-        """Return the number of complete problems."""
+        """Return how many problems are complete."""
         return sum(map(self.is_over, self.finished))
 
     @property
@@ -568,11 +571,13 @@ class RunState:
 
     @property
     def usage(self) -> Usage:
-        """Return the total usage of all finished problems."""
+        """Return the usage summed over all finished problems."""
         return sum((one.usage for one in self.finished.values()), Usage())
 
     def is_over(self, problem: str) -> bool:
-        """Return True if the problem is complete."""
+        """Return True if the problem has finished without a failure, so that no session has to
+        continue it.
+        """
         return problem in self.finished and self.finished[problem].is_complete
 
     def _finish(self, reached: OutcomeReached) -> Outcome:
@@ -588,10 +593,10 @@ class RunState:
 
 
 def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
-    """Yield the outcome of every finished problem once, with its rollouts, in the order of
-    finishing.
+    """Yield the outcome of every finished problem once, in the order of finishing. Incomplete
+    problems come last.
 
-    Incomplete problems come last. Only incomplete and open problems are kept in memory.
+    Outcomes contain the complete rollouts. Only incomplete and open problems are kept in memory.
     """
     state = RunState()
     # outcomes of problems with failed rollouts, until a later session completes the problem

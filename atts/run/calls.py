@@ -95,7 +95,7 @@ Signals = Literal["handle", "ignore"]
 
 
 class Stop:
-    """A handle that ends a run, for a signal, a button or a caller's budget.
+    """A handle that asks a run to end, for use by a signal, a button or a caller's budget.
 
     After the first request no engine call begins, and the calls in flight finish and are recorded.
     A second request cancels the calls in flight.
@@ -109,16 +109,18 @@ class Stop:
         self._changed = anyio.Event()
 
     def request(self) -> None:
-        """Request the end of the run; a second request ends the run at once.
+        """Ask the run to end; a second request ends it at once.
 
-        This must be called from the run's thread.
+        Call this only in the run's thread.
         """
         self.asked += 1
         self.report()
 
     @contextmanager
     def counted(self) -> Generator[None, None, None]:
-        """Count a call during the block, so that a run that is asked to end waits for the call."""
+        """Count a call as in flight during the block, so that a run that was asked to end waits for
+        it.
+        """
         self.calls += 1
         try:
             yield
@@ -128,20 +130,23 @@ class Stop:
                 self.report()
 
     async def finished(self) -> None:
-        """Wait for a request to end the run, then for the end of all calls or a second request."""
+        """Wait until the run has been asked to end, and then until no call is in flight or a second
+        request comes.
+        """
         while not self.asked or (self.calls and self.asked < 2):
             await self._changed.wait()
 
     def report(self) -> None:
-        """Wake up `finished`, which checks the calls and the requests again."""
+        """Wake `finished`, so that it checks the requests and the calls in flight again."""
         self._changed.set()
         self._changed = anyio.Event()
 
 
 async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
-    """Turn Ctrl-C and SIGTERM into requests to end the run; outside the main thread, do nothing.
+    """Turn Ctrl-C and SIGTERM into requests to end the run, until cancelled; outside the main
+    thread, do nothing.
 
-    The handlers from before this block are restored at its end.
+    At the end, the earlier signal handlers are restored.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -177,9 +182,11 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StopWhen:
-    """The votes of an earlier run, and the condition under which a comparison with them ends a run.
+    """The votes of an earlier run, and the condition under which a comparison with them ends this
+    run.
 
-    The order of problems must not depend on the votes; a random order by a seed is suitable.
+    The order of the problems must not depend on the votes. A random order drawn with a seed is
+    suitable.
     """
 
     against: str
@@ -192,12 +199,11 @@ class StopWhen:
 
 
 class SequentialComparison:
-    """A comparison with an earlier run that is tested after each problem, in the order of the
-    dataset.
+    """A comparison with an earlier run, updated after each problem in the order of the dataset.
 
-    Short problems end first, which would bias the test. So a problem counts only once all problems
-    before it have ended; a failed problem delays all problems after it until a later session has
-    solved the failed problem.
+    Problems with short solutions end first, which would bias the test. So a problem counts only
+    once all problems before it have ended. A failed problem delays all problems after it, until a
+    later session has solved it.
     """
 
     def __init__(
@@ -219,7 +225,7 @@ class SequentialComparison:
         self._over: dict[str, float | None] = {}
 
     def needs(self, problem: str) -> bool:
-        """Register the next problem of the dataset, and return whether to solve it."""
+        """Register the next problem of the dataset, and return whether it must be solved."""
         if self._rule is not None:
             self._order.append(problem)
             self._look(self._rule)
@@ -233,14 +239,14 @@ class SequentialComparison:
         return True
 
     def end(self, line: FinishedProblem) -> None:
-        """Record that a problem has ended and will not run again."""
+        """Register the result of a problem that will not run again."""
         if self._rule is not None:
             self._over[line.problem] = None if line.verdict is None else float(line.is_correct)
             self._look(self._rule)
 
     def tell(self) -> str:
-        """Return a text with the result of the comparison, and record the text once; "" if there is
-        no comparison.
+        """Return a sentence with the result of the comparison, or "" if there is no comparison. The
+        first call in a run also records the sentence as a warning.
         """
         if self._rule is None:
             return ""
@@ -276,17 +282,16 @@ class SequentialComparison:
 
 
 RecallTiming = Literal["instant", "recorded"]
-"""The time after which a call returns if an earlier session recorded its reply.
+"""When a call returns whose reply an earlier session recorded: "instant" means at once, and
+"recorded" means after the time that the call took in the earlier session.
 
-"instant": at once. "recorded": after the time that the call took in the earlier session. "recorded"
-is for tests with a simulated clock. The whole run, including finished problems, is repeated without
-engines and with the same schedule. So even decisions that depend on the order of arrival are the
-same as in an uninterrupted run.
+"recorded" is for tests with a simulated clock. The whole run, including finished problems, is
+repeated without engines and with the same schedule. So even decisions that depend on the order of
+arrival are the same as in an uninterrupted run.
 """
 
 CallKind = Literal["draft", "target", "score"]
-"""The kind of an engine call: the draft writes a chunk, the target writes a chunk, or the target
-scores a chunk.
+"""The kind of an engine call: the draft or the target writes a chunk, or the target scores a chunk.
 """
 
 
@@ -305,8 +310,10 @@ class ChunkWritten:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A call to an engine began; only listeners get this event, not the journal. `stage` is "score"
-    if the target scores a text; otherwise it is the role that writes.
+    """A call to an engine began. Only listeners get this event; it is not in the journal.
+
+    `stage` is "score" if the target scores a text. Otherwise it is the role of the model that
+    writes.
     """
 
     problem: str
@@ -319,8 +326,8 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class EngineAwaited:
-    """The number of calls that wait for a lost engine changed by `more` (1 or -1); not in the
-    journal.
+    """The number of calls that wait for a lost engine grew or fell by one (`more` is 1 or -1). The
+    event is not in the journal.
     """
 
     role: Role
@@ -329,7 +336,9 @@ class EngineAwaited:
 
 @dataclass(frozen=True, slots=True)
 class RunBegun:
-    """A session begins; the event has the amount of work and the part done by earlier sessions."""
+    """A session of a run begins. The event says how much work the run has, and how much of it
+    earlier sessions have done.
+    """
 
     problems: int | None  # None if the number of problems is not known in advance
     done: int
@@ -344,7 +353,7 @@ class RunBegun:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """A session has ended without an error; the event has the current result of the run."""
+    """A session ended without an error. The event has the run's result so far."""
 
     result: RunResult
 
@@ -354,21 +363,23 @@ Notice = Event | ChunkWritten | CallBegun | EngineAwaited | RunBegun | RunEnded
 
 
 class Listener(Protocol):
-    """A listener to the events of a run. Its methods must not block, and an error that they raise
-    ends the run.
+    """An object that receives the events of a run. Its methods must not block, and an error that
+    they raise ends the run.
     """
 
     def recalled(self, event: Event) -> None:
-        """Handle an event of an earlier session, before any event of this session."""
+        """Handle an event that an earlier session recorded. All of these calls come before the
+        first `notify`.
+        """
         ...
 
     def notify(self, event: Notice) -> None:
-        """Handle an event of this session, at the moment when it happens."""
+        """Handle an event of this session when it happens."""
         ...
 
 
 CLOSING_SECONDS = 60.0
-"""The largest number of seconds that the end of a run waits until its listeners have sent their
+"""The largest number of seconds that a run waits at its end until its listeners have sent their
 data.
 """
 
@@ -376,10 +387,9 @@ _log = logging.getLogger("atts.run")
 
 
 class Background:
-    """A listener that works in a separate thread and never affects the run.
+    """A listener that works in a separate thread, so that it can neither block nor fail the run.
 
-    After its first failure the listener logs a warning and stops; the run continues without the
-    listener.
+    After its first failure the listener logs a warning and stops, and the run continues without it.
     """
 
     def __init__(self, name: str) -> None:
@@ -389,24 +399,26 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def recalled(self, event: Event) -> None:
-        """Pass an event of an earlier session to the thread."""
+        """Queue an event of an earlier session for the thread."""
         self._guarded(lambda: self.remember(event))
 
     def notify(self, event: Notice) -> None:
-        """Pass an event of this session to the thread, because handling the event may take long."""
+        """Queue an event of this session for the thread, because handling it may take long."""
         self._guarded(lambda: self.hear(event))
 
     def remember(self, event: Event) -> None:
-        """Handle an event of an earlier session in the thread."""
+        """Handle an event of an earlier session; this runs in the thread."""
 
     def hear(self, event: Notice) -> None:
-        """Handle an event of this session in the thread."""
+        """Handle an event of this session; this runs in the thread."""
 
     def finish(self) -> None:
-        """Complete all open work at the end of the run; this is the thread's last call."""
+        """Complete all open work at the end of the run. This is the last method that the thread
+        calls.
+        """
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Close the listener, and wait at most `seconds` for everything to be sent; any thread may
+        """Close the listener, and wait at most `seconds` until all its data is sent. Any thread may
         call this.
         """
         if self._thread is None:
@@ -421,7 +433,7 @@ class Background:
             )
 
     def later(self, job: Callable[[], None]) -> None:
-        """Queue a job for the thread, after all earlier jobs."""
+        """Queue a function that the thread calls after all functions queued before."""
         if self._has_failed.is_set():
             return
         if self._thread is None:
@@ -454,9 +466,8 @@ class Background:
 
 
 class EscalationCounter:
-    """The number of judged chunks and the number of escalated chunks of each problem.
-
-    `atts.journal.judged` defines which chunks count.
+    """Counts of judged and of escalated chunks, per problem. `atts.journal.judged` defines which
+    chunks count.
     """
 
     def __init__(self) -> None:
@@ -465,29 +476,31 @@ class EscalationCounter:
         self.unscored = 0
 
     def count(self, decision: Decision, escalated: bool) -> None:
-        """Count a judged chunk; `escalated` says if the chunk was really escalated."""
+        """Count a judged chunk; `escalated` says whether it was really escalated."""
         num_escalated, num_judged = self._counts.get(decision.question, (0, 0))
         self._counts[decision.question] = (num_escalated + escalated, num_judged + 1)
         self.unscored += decision.origin == "forced"
 
     def of(self, problem: str) -> tuple[int, int]:
-        """Return the number of escalated chunks and the number of judged chunks of a problem."""
+        """Return a problem's number of escalated chunks and its number of judged chunks."""
         return self._counts.get(problem, (0, 0))
 
     def forget(self, problem: str) -> None:
-        """Drop the numbers of chunks of a finished problem."""
+        """Drop the counts of a problem."""
         self._counts.pop(problem, None)
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Return the total number of escalated chunks and the total number of judged chunks."""
+        """Return the number of escalated chunks and the number of judged chunks, over all problems."""
         num_escalated = sum(escalated for escalated, _ in self._counts.values())
         num_judged = sum(judged for _, judged in self._counts.values())
         return num_escalated, num_judged
 
     @property
     def rate(self) -> Estimate:
-        """Return the share of escalated chunks, with an interval clustered by problem."""
+        """Return the fraction of judged chunks that were escalated, with an interval clustered by
+        problem.
+        """
         return share_estimate(self._counts.values())
 
 
@@ -498,14 +511,16 @@ _MEMORY = 0.125
 
 
 class RunLengthEstimate(RunLength):
-    """An estimate of how many decisions a run still has to take, from the decisions that its
-    rollouts took.
+    """An estimate of how many gate decisions a run still has to make, from the number of decisions
+    in each rollout so far.
 
-    The number of rollouts is known. For each n, the estimate uses the share of rollouts that took
-    at least one more decision after n decisions. Products of these shares are Kaplan and Meier's
-    estimate of the distribution of a rollout's length. A finished problem ends all of its rollouts.
-    Recent rollouts have more weight: if problems are sorted by difficulty, future rollouts are like
-    recent rollouts.
+    The number of rollouts is known in advance. For each n, the estimate uses the fraction of
+    rollouts with n decisions that made at least one more. Products of these fractions are the
+    Kaplan-Meier estimate of the distribution of a rollout's length. When a problem finishes, all of
+    its rollouts end.
+
+    Recent rollouts have more weight: if problems are sorted by difficulty, future rollouts resemble
+    the recent ones.
     """
 
     __slots__ = (
@@ -541,9 +556,9 @@ class RunLengthEstimate(RunLength):
 
     @property
     def share(self) -> float | None:
-        """Return the estimated share (0 to 1) of decisions that remain.
+        """Return the estimated fraction (0 to 1) of all decisions that are still to come.
 
-        The share is 1 until a rollout has ended, and None if the number of rollouts is unknown.
+        The result is 1 until a rollout has ended, and None if the number of rollouts is unknown.
         """
         if not self._is_known:
             return None
@@ -560,7 +575,7 @@ class RunLengthEstimate(RunLength):
         return left / (left + self._decided)
 
     def count(self, decision: Decision) -> None:
-        """Count a decision, unless it only requests a score; count only one decision per turn."""
+        """Count a decision, unless it only requests a score. Each turn counts once."""
         if decision.action == "verify":
             return
         rollouts = self._open.get(decision.question) or self._rollouts(decision.question)
@@ -576,7 +591,7 @@ class RunLengthEstimate(RunLength):
             self._decided += 1
 
     def end(self, problem: str, sample: int) -> None:
-        """Record that one of this problem's rollouts has ended."""
+        """Record that this rollout has ended."""
         self._end_all([self._rollouts(problem).pop(sample, 0)])
 
     def conclude(self, problem: str) -> None:
@@ -596,7 +611,7 @@ class RunLengthEstimate(RunLength):
 
 
 class ProblemsLeft(RunLengthEstimate):
-    """A count of the decisions that a run still has to take, for gates that decide once on each
+    """A count of the decisions that a run still has to make, for gates that make one decision per
     problem.
     """
 
@@ -609,7 +624,9 @@ class ProblemsLeft(RunLengthEstimate):
 
     @property
     def share(self) -> float | None:
-        """Return the share (0 to 1) of undecided problems, or None if the total is unknown."""
+        """Return the fraction (0 to 1) of problems without a decision, or None if the number of
+        problems is unknown.
+        """
         if not self._problems:
             return None
         return max(1, self._problems - self._made) / self._problems
@@ -619,10 +636,10 @@ class ProblemsLeft(RunLengthEstimate):
         self._made += decision.action != "verify"
 
     def end(self, problem: str, sample: int) -> None:
-        """Ignore the end of a rollout, because problems are counted instead."""
+        """Ignore the end of a rollout, because only decisions about problems count."""
 
     def conclude(self, problem: str) -> None:
-        """Ignore the end of a problem, because it was counted when it was decided."""
+        """Ignore the end of a problem, because it was counted when the gate decided about it."""
 
 
 class Recorder:
@@ -648,7 +665,8 @@ class Recorder:
         self._decided: Decided | None = None
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
-        """Record an event; a `second` event is recorded on the same line of the journal.
+        """Write an event to the journal and pass it to the listeners. A `second` event is written
+        to the same line.
 
         :raises StorageError: the journal cannot be written.
         """
@@ -664,8 +682,8 @@ class Recorder:
                 tell(second)
 
     def decided(self, event: Decided) -> None:
-        """Keep a decision, and record it together with its observation, or before the next other
-        event.
+        """Hold back a decision until its observation comes, so that both are recorded in one line.
+        If another event comes first, the decision is recorded before it.
         """
         waiting = self._decided
         self._decided = None
@@ -684,14 +702,12 @@ class Recorder:
             self._decided = event
 
     def relived(self, decision: Decision) -> None:
-        """Count a recorded decision when the run, repeated with its recorded times, makes the
-        decision again.
-        """
+        """Count a decision that an earlier session recorded, when this session reaches it again."""
         self._left.count(decision)
 
     def observed(self, decision: Decision, escalated: bool) -> None:
-        """Record what was done after a decision; if no event came between, both share a line of the
-        journal.
+        """Record what was done after a decision. If no event came between them, both are recorded
+        in one line.
         """
         self._escalations.count(decision, escalated)
         event = self._decided
@@ -707,7 +723,9 @@ class Recorder:
             tell(event)
 
     def on_graph(self, event: object) -> None:
-        """Record an event of the task graph, or pass it to the listeners."""
+        """Handle an event of the task graph: record it if it is an event of the journal, and count
+        rollouts that ended.
+        """
         if isinstance(event, RolloutSpan):
             self._left.end(event.problem, event.sample)
         if isinstance(event, Event):
@@ -715,13 +733,12 @@ class Recorder:
 
 
 async def _nothing_to_save() -> None:
-    """Return at once, because there is no journal."""
+    """Return at once; used if there is no journal."""
 
 
 class ProblemRecord:
-    """A listener of a pipeline for one problem, which records rollouts and turns in the journal.
-
-    Events that an earlier session recorded are not recorded again.
+    """A listener of one problem's pipeline, which records rollouts and turns in the journal. Events
+    that an earlier session recorded are not recorded again.
     """
 
     def __init__(self, recorder: Recorder, recorded: OpenProblem) -> None:
@@ -732,7 +749,7 @@ class ProblemRecord:
         self._turns: dict[int, int] = {}
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
-        """Pass a chunk that a model wrote to the listeners."""
+        """Pass a chunk that a model wrote to the run's listeners."""
         self._recorder.tell(ChunkWritten(self._problem, rollout.sample, len(rollout.turns), chunk))
 
     def turned(self, rollout: Rollout, turn: Turn) -> None:
@@ -754,7 +771,7 @@ class ProblemRecord:
         self._recorder.record(TurnFinished(self._problem, rollout.sample, turn))
 
     def finished(self, outcome: Outcome) -> None:
-        """Record the end of every rollout, and also turns that the pipeline did not report."""
+        """Record the end of every rollout, and any turns that the pipeline did not report before."""
         for rollout in outcome.rollouts:
             if rollout.sample not in self._started:
                 self._start(rollout)
@@ -775,8 +792,8 @@ class ProblemRecord:
             )
 
     def _tell_again(self, rollout: Rollout, end: int) -> None:
-        """Record turns again, if the journal has an earlier session's turn that this session did
-        not repeat.
+        """Record again the turns that replace an earlier session's turns, if this session did not
+        repeat those.
         """
         replaced = self._recalled.pop(rollout.sample, ())
         begin = min((turn.index for turn in replaced), default=end)
@@ -789,10 +806,10 @@ class ProblemRecord:
 
 
 def _timeless(turn: Turn) -> str:
-    """Return a turn as text, without two fields that may differ between sessions: the issue number
-    and the origin of its decision.
+    """Return a string for comparing turns of different sessions. It leaves out the issue number and
+    the origin of the decision, which may differ between sessions.
 
-    The comparison uses text because a rate may be NaN.
+    Strings are compared, and not turns, because a rate may be NaN.
     """
     plain = replace(turn.decision, issue=None, origin="gate") if turn.decision else None
     return repr(replace(turn, decision=plain))
@@ -800,7 +817,9 @@ def _timeless(turn: Turn) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProblemLog:
-    """The recorded calls of one problem: those of earlier sessions, and those of this session."""
+    """The recorded steps of one problem, from which calls are recalled, and the recorder for new
+    calls.
+    """
 
     recorder: Recorder
     recorded: OpenProblem
@@ -810,7 +829,7 @@ class ProblemLog:
 
 
 class AlarmWatch:
-    """A watch that records new drift alarms; the journal already has those of earlier sessions."""
+    """A watch that records new drift alarms. Alarms of earlier sessions are already in the journal."""
 
     def __init__(self, alarms: Callable[[], Sequence[DriftEvent]], recorder: Recorder) -> None:
         self._alarms = alarms
@@ -818,7 +837,7 @@ class AlarmWatch:
         self._seen = len(alarms())
 
     def look(self) -> None:
-        """Record the alarms that are not recorded yet."""
+        """Record the alarms that came since the last call."""
         alarms = self._alarms()
         for alarm in alarms[self._seen :]:
             self._recorder.record(
@@ -828,8 +847,8 @@ class AlarmWatch:
 
 
 class RecordedPlanner:
-    """A planner that returns the recorded plan of a problem, or asks the real planner if there is
-    none.
+    """A planner that returns the recorded plan of a problem. If there is none, it asks the real
+    planner, and records the plan.
     """
 
     def __init__(self, planner: Planner, log: ProblemLog) -> None:
@@ -837,7 +856,7 @@ class RecordedPlanner:
         self._log = log
 
     def plan(self, kind: Combine, share: float, answers: int) -> CombinePlan:
-        """Return the recorded plan if there is one, and otherwise the plan of the real planner."""
+        """Return the recorded plan; if there is none, record and return the real planner's plan."""
         recorded = self._log.recorded
         if recorded.combine_plan is None:
             recorded.combine_plan = self._planner.plan(kind, share, answers)
@@ -846,9 +865,8 @@ class RecordedPlanner:
 
 
 class RecordedGate:
-    """A gate that returns recorded decisions, and asks the real gate once there are none left.
-
-    The real gate must have replayed these decisions before.
+    """A gate that first returns all recorded decisions, and then asks the real gate. The real gate
+    must already have replayed the recorded decisions.
     """
 
     def __init__(self, gate: Gate, steps: ProblemLog, alarms: AlarmWatch) -> None:
@@ -858,13 +876,13 @@ class RecordedGate:
         self._alarms = alarms
 
     def _recall(self, calls: deque[Decided | Observed]) -> Decision:
-        """Return the next recorded decision, and mark it as used."""
+        """Return the next recorded decision, and remove it from the recorded steps."""
         decision = calls.popleft().decision
         self._steps.recorder.relived(decision)
         return decision
 
     def preview(self, features: Features) -> Decision:
-        """Return the recorded preview if there is one, and otherwise the real gate's preview."""
+        """Return the recorded preview; if there is none, return the real gate's preview."""
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
             return self._recall(calls)
@@ -885,7 +903,7 @@ class RecordedGate:
         return decision
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Return the recorded decision if there is one, and otherwise the real gate's decision."""
+        """Return the recorded decision; if there is none, return the real gate's decision."""
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided):
             return self._recall(calls)
@@ -894,7 +912,7 @@ class RecordedGate:
         return decision
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Pass the observation to the real gate, unless an earlier session passed it."""
+        """Pass the observation to the real gate, unless an earlier session has recorded it."""
         calls = self._recorded.get((decision.sample, decision.turn))
         if calls and isinstance(calls[0], Observed):
             calls.popleft()
@@ -905,10 +923,8 @@ class RecordedGate:
 
 
 class RecordedRoundGate:
-    """A gate that ranks whole rounds, and returns recorded decisions if there are any.
-
-    The real gate ranks every round again, because it carries rounding remainders from round to
-    round.
+    """A gate that ranks whole rounds, and returns recorded decisions where they exist. The real
+    gate still ranks every round, because it carries rounding remainders from round to round.
     """
 
     def __init__(self, gate: RoundGate, steps: ProblemLog) -> None:
@@ -917,8 +933,8 @@ class RecordedRoundGate:
         self._recorder = steps.recorder
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
-        """Return one decision per rollout of the round: the recorded decision if there is one,
-        otherwise the decision of the real gate.
+        """Return one decision per rollout of the round: the recorded decision, or the real gate's
+        decision if none is recorded.
         """
         decisions: list[Decision] = []
         for (features, _), decision in zip(round_, self._gate.decide_round(round_), strict=True):
@@ -934,8 +950,8 @@ class RecordedRoundGate:
 
 
 def replay_event(gate: Gate, event: Decided | Observed) -> None:
-    """Repeat a recorded call of a gate; once all calls are repeated in order, the gate has its old
-    state.
+    """Repeat one recorded call of a gate. After all recorded calls, repeated in order, the gate has
+    the state that it had in the earlier session.
     """
     decision = event.decision
     if isinstance(event, Observed):
@@ -949,10 +965,8 @@ def replay_event(gate: Gate, event: Decided | Observed) -> None:
 
 
 OnUnscored = Literal["stop", "escalate"]
-"""The reaction to many consecutive chunks without a usable score.
-
-"stop": the run ends and keeps its results. "escalate": the run continues, and the target rewrites
-these chunks.
+"""The reaction to many consecutive chunks without a usable score: "stop" ends the run and keeps its
+results, and "escalate" lets the run continue, with these chunks rewritten by the target.
 """
 
 # With the reaction "stop", a run ends after this number of consecutive scoring calls without a
@@ -987,7 +1001,7 @@ class _Call(Generic[Request, Result]):
 
 
 def _begun(problem: str, call: _Call[Any, Any]) -> CallBegun:
-    """Return the event that informs listeners about the beginning of a call."""
+    """Return the event that tells listeners that a call has begun."""
     request = call.request
     if isinstance(request, SampleRequest):
         tokens = len(request.ids)
@@ -997,10 +1011,10 @@ def _begun(problem: str, call: _Call[Any, Any]) -> CallBegun:
 
 
 class Deadlines:
-    """The deadlines of all calls in flight at one engine of a run.
+    """The deadlines of all calls in flight from a run to one engine.
 
-    An engine that computes all calls in common steps may let a call wait for long. While the engine
-    makes steps, this wait is not a fault, so the deadline counts from the newest step.
+    An engine that processes all its calls together in steps may let a call wait for long. As long
+    as it takes steps, this wait is not a fault, so the deadline is measured from the latest step.
     """
 
     def __init__(self, engine: Engine, seconds: float) -> None:
@@ -1013,7 +1027,7 @@ class Deadlines:
         self.awaited = "step" if self.are_moving else "answer"
 
     async def keep(self) -> None:
-        """Move the deadlines of all calls in flight each time the engine completes steps.
+        """Set new deadlines for all calls in flight whenever the engine has completed steps.
 
         One task watches all calls, because a task for each call would cost more than the call
         itself.
@@ -1039,23 +1053,24 @@ class Deadlines:
 
 
 class EngineCalls:
-    """An engine for the calls of one rollout. Each method in this list adds one duty, and calls the
-    next method:
+    """The engine that a pipeline calls for one rollout. It wraps a real engine, and the calls pass
+    through these methods, of which each has one task:
 
         sample, score      name the call and count the tokens that it may need
-        scope.call         waits for a slot, times the call, tries it again (`atts.graph`)
+        scope.call         waits for a slot, times the call, retries it (`atts.graph`)
         _outlast_outage    waits for an engine that was lost
-        _recall_or_ask     returns what an earlier session recorded
-        _ask_within_caps   waits for room in the caps, and reserves the most that the call can take
-        _ask_live          counts the call in flight, reports it, records its failure
+        _recall_or_ask     returns the reply that an earlier session recorded, if there is one
+        _ask_within_caps   waits for room in the caps, and reserves the call's largest possible cost
+        _ask_live          counts the call as in flight, reports it, records its failure
         _ask_in_time       sets the deadline and checks the reply
         _record            records the reply before the slot is given back
 
-    A pipeline is plain code that does not know about these concerns. After a crash it runs again
-    from the start: every recorded call returns its recorded result at once, so the pipeline reaches
-    the same point without repeating work. Without a `scope` calls are not admitted by the task
-    graph, without a `log` they are neither recorded nor counted against caps. The caller opens and
-    closes the given engine; the engine's spec must not change in between.
+    So a pipeline is plain code without these concerns. After a crash it runs again from the start.
+    Every recorded call then returns its recorded result at once, so no work is repeated.
+
+    Without a `scope`, the task graph does not limit the calls. Without a `log`, they are neither
+    recorded nor counted against caps. The caller opens and closes the given engine; the engine's
+    spec must not change in between.
 
     :raises BadReply: by `sample` and `score`: the reply contradicts itself or the request.
     :raises EngineTimeout: by the same methods: the reply did not come in time.
@@ -1087,13 +1102,13 @@ class EngineCalls:
         self._recorded_turns: set[tuple[int, int]] | None = None
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Generate ids after the prompt, once the engine has room for the call."""
+        """Sample a completion from the engine, once the engine has room for the call."""
         key = request_key(self._role, request)
         call = _Call(self._role, request, key, self._engine.sample, check_completion)
         return await self._admit(call, request.seed.turn, len(request.ids) + request.max_tokens)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Score the suffix, once the engine has room for the call."""
+        """Score the suffix with the engine, once the engine has room for the call."""
         key = request_key(self._role, request)
         call = _Call("score", request, key, self._engine.score, check_scores)
         tokens = len(request.prefix) + len(request.suffix)
@@ -1112,7 +1127,7 @@ class EngineCalls:
         return scores
 
     async def _admit(self, call: _Call[Request, Result], turn: int, tokens: int) -> Result:
-        """Make the call as a node of the task graph; the graph waits for a slot, times the call and
+        """Make the call as a node of the task graph, which waits for a slot, times the call and
         retries it.
         """
         log = self._log
@@ -1134,7 +1149,9 @@ class EngineCalls:
         return result
 
     async def _outlast_outage(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
-        """Wait for an engine that was lost, so that the next attempt finds it."""
+        """Make the call. If the engine was lost, wait until it is available again before raising
+        the error, so that the next attempt finds the engine.
+        """
         try:
             return await self._recall_or_ask(log, call)
         except EngineUnavailable:
@@ -1172,8 +1189,8 @@ class EngineCalls:
     async def _ask_within_caps(
         self, account: Account, log: ProblemLog, call: _Call[Request, Result]
     ) -> Result:
-        """Reserve the largest possible spending of the call, make the call, and charge its real
-        spending.
+        """Make the call within the caps: reserve its largest possible spending before, and charge
+        its real spending afterwards.
 
         A call that waits for room in the caps does not count as in flight. A call that fails or is
         cancelled is charged its largest possible spending.
@@ -1190,7 +1207,9 @@ class EngineCalls:
         return reply
 
     async def _ask_live(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
-        """Count the call as in flight, report it to the listeners, and record it if it fails."""
+        """Make the call while it counts as in flight and listeners know of it. Record it if it
+        fails.
+        """
         stop = log.stop
         # set again, because the first attempt of a repeated call may have set "recalled"
         call.source = "live"
@@ -1231,7 +1250,7 @@ class EngineCalls:
     async def _record(
         self, log: ProblemLog, call: _Call[Any, Any], span: CallSpan | None, result: Any
     ) -> None:
-        """Record a successful call, and wait until the record is written; the call keeps its slot
+        """Record a successful call, and wait until the record is written. The call keeps its slot
         until then.
         """
         recorder = log.recorder
@@ -1270,8 +1289,8 @@ class EngineCalls:
     def _record_failure(
         self, log: ProblemLog, call: _Call[Any, Any], error: EngineError, seconds: float
     ) -> None:
-        """Record a failure if a pipeline may continue after it; any other failure would happen
-        again when the run is repeated.
+        """Record a failure after which a pipeline may continue. Any other failure would happen
+        again when the run is repeated, so it is not recorded.
         """
         kind = _failure_kind(error)
         if kind is not None:
@@ -1288,8 +1307,8 @@ class EngineCalls:
             log.recorder.record(event)
 
     def recorded_scores(self, request: ScoreRequest) -> Scores | None:
-        """Return the scores that an earlier session recorded for this call; the record stays
-        available.
+        """Return the scores that an earlier session recorded for this call, or None. The record
+        stays available for the call itself.
         """
         calls = self._recorded(request)
         if calls and isinstance(calls[0], Scored):
@@ -1297,12 +1316,12 @@ class EngineCalls:
         return None
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """Return the number of tokens that an earlier session requested in this call, at most as
-        many as `request` has.
+        """Return how many tokens an earlier session requested in this call: the largest recorded
+        `max_tokens` up to that of `request`. All other fields of the recorded request must be the
+        same.
 
-        The number is 0 if no such request was recorded, or if recalled calls do not return at once.
-        The recorded request may differ from this request only in its length. The record stays
-        available, because the call itself needs it later.
+        The result is 0 if no such request was recorded, or if recalled calls do not return at once.
+        The record stays available, because the call itself needs it later.
         """
         if not self.has_recorded_calls or self._log is None or self._log.timing == "recorded":
             return 0
@@ -1325,8 +1344,8 @@ class EngineCalls:
         return self._log.recorded.calls.get(request_key(self._role, request))
 
     def stats(self) -> EngineStats:
-        """Return the engine's counters, which exclude recalled calls and calls that ended before
-        the engine got them.
+        """Return the engine's counters. They include neither recalled calls nor calls that ended
+        before they reached the engine.
         """
         return self._engine.stats()
 
@@ -1345,7 +1364,7 @@ class EngineCalls:
 def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
     """Return a key that identifies a request by its content, role and rollout.
 
-    The key depends on everything that can change the reply, so it does not depend on the priority.
+    The key covers everything that can change the reply. The priority cannot, so it is left out.
     """
     if isinstance(request, SampleRequest):
         settings = (
@@ -1398,7 +1417,7 @@ def _recorded_error(event: CallFailed) -> EngineError:
 
 
 def check_completion(completion: Completion, request: SampleRequest, spec: EngineSpec) -> None:
-    """Check that the parts of a completion agree with each other and with the request.
+    """Check that the parts of a completion fit each other and the request.
 
     :raises BadReply: if the parts do not agree.
     """
@@ -1428,7 +1447,8 @@ _ABSURD = -1000.0
 
 
 def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> None:
-    """Check that there is one log-probability per suffix token, and none above 0; -inf is allowed.
+    """Check that there is one log-probability per suffix token, and that none is above 0; -inf is
+    allowed.
 
     :raises BadReply: the number of log-probabilities is wrong, or a log-probability or the drawn
         tokens are impossible.
@@ -1469,12 +1489,12 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
 
 
 class SharingEngine(EngineAround):
-    """An open engine in one role of a run; other runs of the same set may reuse its replies.
+    """An open engine that may answer a request with the reply that another run of the same set got.
 
-    Seeds depend on the run's seed, the problem, the sample and the turn, so two runs with the same
-    request to the same model would get the same reply. If a server is not deterministic, the reply
-    is still a draw from the model's distribution. So only the request decides whether a run may
-    reuse a reply.
+    Seeds depend on the run's seed, the problem, the sample and the turn. So if two runs send the
+    same request to the same model, they would get the same reply anyway. If a server is not
+    deterministic, the shared reply is still a draw from the model's distribution. So only the
+    request decides whether a reply may be reused.
     """
 
     def __init__(self, engine: Engine, role: Role, replies: SharedReplies, run: str) -> None:
@@ -1485,8 +1505,8 @@ class SharingEngine(EngineAround):
         self._identity = engine_identity(engine.spec)
 
     async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return the stored reply to a request; without a stored reply, ask the engine and store
-        its reply.
+        """Return the stored reply to a request; if there is none, ask the engine and store its
+        reply.
         """
         kind = Completion if isinstance(request, SampleRequest) else Scores
         key = request_key(self._role, request)
@@ -1509,7 +1529,9 @@ class SharingEngine(EngineAround):
         return answer
 
     def _is_valid(self, request: SampleRequest | ScoreRequest, answer: Any) -> bool:
-        """Return whether the run will accept the reply; if not, the run repeats the request."""
+        """Return whether the run would accept the reply. Other replies are not stored, because the
+        run repeats the request.
+        """
         try:
             if isinstance(request, SampleRequest):
                 check_completion(answer, request, self.spec)
@@ -1526,8 +1548,8 @@ def _decoder(kind: type) -> Callable[[bytes], Any]:
 
 
 def engine_identity(spec: EngineSpec) -> dict[str, Json]:
-    """Return the properties of an engine that determine its results, as in manifests; the address
-    is left out.
+    """Return the engine's properties that determine its results, in the form that manifests use.
+    The address is not among them.
     """
     identity: dict[str, Json] = {
         name: getattr(spec, name)
@@ -1551,10 +1573,10 @@ def engine_identity(spec: EngineSpec) -> dict[str, Json]:
 
 
 class UnscoredWatch:
-    """A counter of scoring calls without a usable score, over all rollouts of a run.
+    """A counter of consecutive scoring calls without a usable score, over all rollouts of a run.
 
-    When the count reaches its limit, the target gets a last scoring request for a fixed text. The
-    error of the run then says whether the target can score any text.
+    When the count reaches its limit, the target is asked to score a fixed text. The run's error
+    then says whether the target can score any text at all.
     """
 
     def __init__(self, reaction: OnUnscored) -> None:
@@ -1583,7 +1605,7 @@ class UnscoredWatch:
 
 
 async def _diagnosed(engine: Engine) -> str:
-    """Ask the engine to score a fixed sentence, and return a description of the outcome."""
+    """Ask the engine to score a fixed sentence, and return a description of what happened."""
     first, *rest = engine.tokenizer.encode(_PROBE_TEXT)
     request = ScoreRequest((first,), tuple(rest))
     try:

@@ -101,8 +101,8 @@ class Pipeline(Protocol):
     """A function that solves one problem, such as `atts.pipelines.solve`.
 
     Its engine calls must depend only on its arguments, on results of earlier calls and on seeds,
-    but not on time or chance. Then an interrupted problem can run again from the start: recorded
-    calls return at once, and the problem continues at the same point.
+    but not on time or chance. Only then can an interrupted problem run again from the start:
+    recorded calls return at once, so the problem continues where it was interrupted.
     """
 
     async def __call__(
@@ -116,27 +116,29 @@ class Pipeline(Protocol):
 
 
 class Judgement(Protocol):
-    """The verdict of a grader; the verdicts of `atts.evaluators` have these properties."""
+    """The verdict of a grader, such as the graders of `atts.evaluators` return."""
 
     @property
     def status(self) -> Literal["equal", "different", "unscored"]:
-        """Return whether the answer equals the reference."""
+        """Return whether the answer is equal to the reference, different from it, or could not be
+        graded.
+        """
         ...
 
     @property
     def rule(self) -> str:
-        """Return the name of the rule that decided the verdict."""
+        """Return the name of the grading rule that decided the verdict."""
         ...
 
 
 Grade = Callable[[str, Problem], Judgement]
-"""A function that compares an answer with a problem's reference; it runs in a worker thread, so it
-may take long.
+"""A grader: a function that compares an answer with a problem's reference. It runs in a worker
+thread, so it may take long.
 """
 
 
 def _nothing_kept(problem: str) -> None:
-    """Do nothing; for gates that store no data about single problems."""
+    """Do nothing; used for gates that store no data about single problems."""
 
 
 _WORDS: Mapping[str, VerdictStatus] = {
@@ -147,8 +149,8 @@ _WORDS: Mapping[str, VerdictStatus] = {
 
 
 def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStatus, str]:
-    """Return a grader's verdict for the journal; if the grader raises an error, the verdict is
-    "unscored".
+    """Return a grader's verdict in the form that the journal stores. If the grader raises an error,
+    the verdict is "unscored".
     """
     try:
         judgement = grade(answer, problem)
@@ -161,8 +163,8 @@ def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStat
 class RunSpec:
     """The plan of one evaluation: models, policy, gate, answers and concurrency.
 
-    The gate learns from the run, so every run needs a new gate. The manifest records
-    `configuration` with the origin of each value, in addition to the settings of the plan.
+    The gate learns from the run, so every run needs its own new gate. The manifest records
+    `configuration`, with the origin of each value, in addition to the settings of the plan.
     """
 
     draft: Engine
@@ -239,9 +241,8 @@ class RunSpec:
             )
 
     def resolved(self) -> RunSpec:
-        """Return the plan of the run for the open engines.
-
-        The contexts of the engines limit the default lengths.
+        """Return the plan with its default lengths limited to the contexts of the engines, which
+        must be open.
         """
         if self.policy_for_context is None:
             return self
@@ -250,16 +251,18 @@ class RunSpec:
 
     @property
     def specs(self) -> dict[Role, EngineSpec]:
-        """Return the spec of each role's engine; the engines must be open."""
+        """Return each role's engine spec; the engines must be open."""
         return {"draft": self.draft.spec, "target": self.target.spec}
 
     @property
     def models(self) -> dict[Role, str]:
-        """Return the model of each role that is used; the engines must be open."""
+        """Return the name of the model in each role that the method uses; the engines must be open."""
         return {role: self.specs[role].model for role in self.roles}
 
     def flag_out_of_domain(self, outcome: Outcome) -> Outcome:
-        """Return the outcome, with a warning if its chunks' scores are unlike the stored scores."""
+        """Return the outcome. If the scores of its chunks are unlike the stored scores, add a
+        warning to it.
+        """
         if self.domain is None:
             return outcome
         turns = (turn for rollout in outcome.rollouts for turn in rollout.turns)
@@ -269,10 +272,10 @@ class RunSpec:
         )
 
     def manifest(self, problems: Iterable[Problem], dataset: str | None) -> Manifest:
-        """Return the settings that must not change at a resume; the engines must be open.
+        """Return the manifest of a run with this plan; the engines must be open.
 
-        For problems that are not a sequence, `dataset` is their digest; for a sequence, the digest
-        is computed. The problems are counted if they have a length.
+        `dataset` is the digest of the dataset. If it is missing, it is computed, but only if
+        `problems` is a sequence. The problems are counted if they have a length.
 
         :raises UnsupportedByEngine: an engine lacks an ability that the policy or the gate needs.
         :raises FingerprintError: the plan abstains by a threshold from problems that were labelled
@@ -315,9 +318,7 @@ class RunSpec:
 
 
 def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:
-    """Return the observations of an engine's probe of its server as settings, keyed by role and
-    name.
-    """
+    """Return what an engine's probe of its server found, as settings keyed by role and name."""
     return {f"{role}.{name}": Setting(seen, "probe") for name, seen in spec.findings}
 
 
@@ -328,7 +329,7 @@ _FLOPS_PER_CORE = 2e10
 
 
 def engine_warnings(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
-    """Yield the code and the text of each warning about the open engines."""
+    """Yield each warning about the open engines, as its code and its text."""
     yield from _short_contexts(run)
     yield from _slow_models(run, problems)
 
@@ -359,7 +360,9 @@ def _holds(spec: EngineSpec) -> str:
 
 
 def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
-    """Yield a warning for each model that runs on this machine's CPU and might take hours."""
+    """Yield a warning for each model that runs on this machine's CPU and may take more than an
+    hour.
+    """
     tokens = run.policy.bounds().max_tokens * run.policy.samples * problems
     for engine in dict.fromkeys((run.draft, run.target)):
         spec = engine.spec
@@ -382,16 +385,16 @@ def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
 
 
 Keep = Literal["lines", "nothing"]
-"""The content of the result for each problem. "lines": a summary of the problem. "nothing": no
-data. The journal always contains everything.
+"""How much the result keeps about each problem: "lines" for a summary, "nothing" for no data. The
+journal always contains everything.
 """
 
 Engines = Literal["open them", "are open"]
 OnLimit = Literal["keep open", "conclude"]
-"""The action on unfinished problems when a spending cap refuses a call.
+"""The treatment of unfinished problems when a spending cap refuses a call.
 
 "keep open": the run stops, and a later session with a higher cap continues the problems.
-"conclude": each problem concludes from its rollouts that have ended.
+"conclude": each problem gets its answer from its rollouts that have ended.
 """
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -405,7 +408,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The options of one process's session of a run.
+    """Options of one session of a run, which is the part that one process does.
 
     :raises OptionError: for an unknown choice.
     """
@@ -443,12 +446,12 @@ class RunOptions:
 async def evaluate(
     problems: Iterable[Problem], plan: RunSpec, options: RunOptions | None = None
 ) -> RunResult:
-    """Solve every problem as planned; if the directory has an earlier session of the run, continue
-    the run.
+    """Solve every problem as planned. If the directory contains an earlier session of the run,
+    continue that run.
 
     Problems and rollouts that failed in an earlier session are tried again. After the first Ctrl-C,
     the calls in flight finish and are recorded; a second Ctrl-C ends the run at once. In both cases
-    the result has the status "interrupted", and the same call continues the run.
+    the result has the status "interrupted", and the same call of `evaluate` continues the run.
 
     :raises JournalError: the directory cannot be used or written; see `open_journal`.
     :raises FingerprintError: the directory contains a run with other settings, or the gate's stored
@@ -507,7 +510,9 @@ async def evaluate(
 
 
 def _account(options: RunOptions, plan: RunSpec, file: LedgerFile | None) -> Account:
-    """Return the account of a run, which includes the spending of earlier sessions."""
+    """Return the account that limits the run's spending. It already includes the spending of
+    earlier sessions.
+    """
     models = plan.models
     return Account(
         options.caps,
@@ -527,8 +532,8 @@ async def _journal(
     escalations: EscalationCounter,
     left: RunLengthEstimate,
 ) -> AsyncGenerator[Journal | None, None]:
-    """Open the journal, and apply its events to the state of the run, to the gate and to the
-    listeners.
+    """Open the journal, and bring the state of the run, the gate and the listeners up to date with
+    its events.
     """
     if options.directory is None:
         yield None
@@ -611,7 +616,9 @@ class _Run:
         self._seen: Literal["some", "all"] = "some"
 
     async def drive(self, problems: Iterable[Problem], doubt: str) -> RunResult:
-        """Solve all remaining problems, and record `doubt`, a warning about the run, once."""
+        """Solve all problems that are left, and return the result. In the run's first session, also
+        record `doubt` and other warnings.
+        """
         began = anyio.current_time()
         proposed = speculated_by(self._plan.target)
         self._recorder.tell(self._begun())
@@ -671,7 +678,9 @@ class _Run:
         )
 
     def _left_over(self, problems: Iterable[Problem]) -> Iterator[Problem]:
-        """Yield the problems that are not finished; read the dataset one problem at a time."""
+        """Yield the problems that this session must solve, while reading the dataset one problem at
+        a time.
+        """
         for position, problem in enumerate(problems):
             if problem.id in self._positions:
                 raise DatasetError(
@@ -686,12 +695,16 @@ class _Run:
         self._seen = "all"
 
     async def _end_when_asked(self) -> None:
-        """End the graph after a request to end the run, when no call is in flight."""
+        """Wait until the run has been asked to end and no call is in flight (or until the second
+        request), then end the graph.
+        """
         await self._options.stop.finished()
         self._graph.cancel("interrupted")
 
     def _asked_to_end(self, number: int) -> None:
-        """Report that the run is ending, and that a second interrupt ends it at once."""
+        """Report, after the first interrupt, that the run is ending and that a second interrupt
+        ends it at once.
+        """
         stop = self._options.stop
         if stop.asked == 1:
             text = (
@@ -701,8 +714,8 @@ class _Run:
             self._recorder.record(Warned("interrupted", text))
 
     async def _end_when_spent(self, account: Account) -> None:
-        """Wait until a cap refuses a call and no call is in flight; then end the run as `on_limit`
-        says.
+        """Wait until a cap refuses a call and no call is in flight, or the time is up. Then end the
+        run in the way that `on_limit` chooses.
         """
         limit = await account.exhausted(self._state.seconds)
         self._limit = limit
@@ -740,10 +753,8 @@ class _Run:
         return line
 
     async def _attempt(self, problem: Problem, context: Context, scope: ProblemScope) -> Outcome:
-        """Run the pipeline on a problem.
-
-        A failure becomes the outcome of the problem, unless every other problem would fail in the
-        same way.
+        """Run the pipeline on a problem. If the pipeline fails, return an outcome with the status
+        "failed", unless every other problem would fail in the same way.
         """
         try:
             outcome = await self._plan.pipeline(problem, self._plan.policy, context, scope)
@@ -800,9 +811,8 @@ class _Run:
         )
 
     async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:
-        """Grade and record an outcome, and wait until the journal has the outcome.
-
-        Nothing is recorded until all verdicts are known.
+        """Grade and record an outcome, and wait until the record is saved. Nothing is recorded
+        until all verdicts are known.
         """
         graded: list[Graded] = []
         if self._plan.grade is not None and outcome.problem.answer is not None:
@@ -829,7 +839,8 @@ class _Run:
         return FinishedProblem.of(outcome, graded, judged=judged, escalated=escalated)
 
     def _grade(self, outcome: Outcome, grade: Grade) -> list[Graded]:
-        """Grade the answer of every rollout and of the problem; equal texts are graded only once.
+        """Grade the answer of every rollout and of the problem. The same answer string is graded
+        only once.
 
         This runs in a worker thread.
         """

@@ -42,8 +42,8 @@ SHARD = "shard"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a dataset: every `of`-th problem, starting with problem `number` (the first problem
-    is 1).
+    """One of several parts of a dataset: every `of`-th problem, beginning with problem `number`
+    (counted from 1).
     """
 
     number: int
@@ -51,7 +51,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Read a shard such as "2/3".
+        """Parse a shard written as "2/3".
 
         >>> Shard.parse("2/3").take("abcdefgh")
         'beh'
@@ -65,7 +65,7 @@ class Shard:
         return cls(int(number), int(of))
 
     def take(self, problems: Any) -> Any:
-        """Return the elements of a sequence that belong to the shard.
+        """Return the elements of a sequence that belong to this shard.
 
         :raises OptionError: no element belongs to the shard.
         """
@@ -82,7 +82,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class MergedPart:
-    """A run to merge, in which all problems are finished."""
+    """One of the runs to merge; all of its problems are finished."""
 
     run: RecordedRun
     shard: Shard | None
@@ -93,7 +93,7 @@ class MergedPart:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The result of a merge: the directory of the merged run, and the runs that were merged."""
+    """The result of a merge: the new directory, and the runs that were merged."""
 
     directory: Path
     parts: tuple[MergedPart, ...]
@@ -103,9 +103,9 @@ class Merged:
 def merge(directories: Sequence[Path], out: Path) -> Merged:
     """Merge runs into a new run directory, as if one process had run all of their problems.
 
-    The runs may differ only in their problems. If the runs are shards of one dataset, the problems
-    are in the order of the dataset; otherwise they are in the order of the given runs. The merged
-    run has the sessions of all runs one after the other, so their seconds add up.
+    The runs may differ only in their problems. Shards of one dataset are merged in the order of
+    that dataset, and other runs in the order given. The merged run contains the sessions of all
+    runs one after the other, so their seconds add up.
 
     :raises UsageError: there are fewer than two runs, a shard is missing or given twice, a problem
         is in two runs, a run is unfinished, or `out` is not empty.
@@ -161,7 +161,7 @@ def _part(directory: Path) -> MergedPart:
 
 
 def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
-    """Return the runs with shards sorted by number, and check that no shard is missing."""
+    """Return the runs, sorted by shard number if they are shards. Check that no shard is missing."""
     shards = [part.shard for part in parts if part.shard is not None]
     if not shards:
         return parts
@@ -200,7 +200,7 @@ def _check_same(first: MergedPart, other: MergedPart) -> None:
 
 
 def _neutral(manifest: Manifest) -> Manifest:
-    """Return the manifest without the fields that may differ between merged runs."""
+    """Return the manifest without the fields in which merged runs may differ."""
     configuration = {
         name: setting
         for name, setting in manifest.configuration.items()
@@ -210,7 +210,9 @@ def _neutral(manifest: Manifest) -> Manifest:
 
 
 def _interleaved(parts: Sequence[MergedPart]) -> list[Problem]:
-    """Return the problems of all shards in the order of the original dataset."""
+    """Return the problems of all runs: shards in the order of the original dataset, other runs one
+    after the other.
+    """
     if parts[0].shard is None:
         return [problem for part in parts for problem in part.problems]
     longest = max(len(part.problems) for part in parts)
@@ -252,7 +254,8 @@ def _write(parts: Sequence[MergedPart], problems: Sequence[Problem], out: Path) 
 def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterator[Entry]:
     """Yield the journal entries of all runs, one run after the other.
 
-    The first entries start all problems, in the order of the dataset.
+    The entries that start a problem come first, for all runs together, directly after the opening
+    of the first session.
     """
     # Amounts that are added to the session and node ids of the next run, so that the ids of
     # different runs do not collide.
@@ -271,7 +274,9 @@ def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterat
 
 
 def _shifted(event: Event, sessions: int, nodes: int) -> Event:
-    """Return the event with its session and node ids shifted to unused ids of the merged run."""
+    """Return the event with its session and node ids increased, so that they do not collide with
+    ids of the runs before.
+    """
     if isinstance(event, SessionOpened):
         return structs.replace(event, schema=SCHEMA, session=event.session + sessions)
     if isinstance(event, CallSpan):

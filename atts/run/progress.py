@@ -34,15 +34,15 @@ from atts.journal import (
 from atts.run.calls import CallBegun, EngineAwaited, EscalationCounter, Notice, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]
-"""The activity of a rollout: the draft writes, the target scores, the target writes, or no engine
-works for the rollout yet.
+"""What a rollout is doing: the draft writes, the target scores, the target writes, or the rollout
+waits for an engine.
 """
 RunState = Literal["loading", "running", "draining", "over"]
-"""The phase of a run: its engines are opened, its rollouts run, its last calls are saved, or it has
-ended.
+"""The phase of a run: its engines are being opened, its rollouts run, its last calls are being
+saved, or it has ended.
 """
 Flow = Literal["draft", "target", "scored"]
-"""The kinds of tokens that are counted separately: written by the draft, written by the target,
+"""The kinds of tokens that are counted separately: written by the draft, written by the target, and
 scored by the target.
 """
 WINDOW_SECONDS = 15.0
@@ -53,12 +53,12 @@ _REMEMBERED = 512
 
 @dataclass(frozen=True, slots=True)
 class ProgressSnapshot:
-    """A snapshot of a run. Counts are over all sessions; speeds and the remaining time are of this
-    session.
+    """The progress of a run at one moment. Counts include earlier sessions; speeds and the
+    remaining time are of this session only.
 
-    `rate` is the share of escalated chunks, with an interval clustered by problem. `accuracy` is
-    the share of correct votes. Each interval is valid at a moment that was fixed in advance, but
-    not at all moments together.
+    `rate` is the fraction of judged chunks that were escalated, with an interval clustered by
+    problem. `accuracy` is the fraction of problems whose vote is correct. Each interval is valid at
+    one moment that was fixed in advance, but not at every moment of the run together.
     """
 
     state: RunState
@@ -93,11 +93,11 @@ class ProgressSnapshot:
 
     @property
     def target_share(self) -> float:
-        """Return the share of the written tokens that the target wrote, as in the run's summary."""
+        """Return the fraction of the written tokens that the target wrote, as in the run's summary."""
         return self.usage.target_share
 
     def as_json(self) -> dict[str, Any]:
-        """Return the snapshot as data for JSON."""
+        """Return the snapshot as plain data for JSON."""
         plain = asdict(
             replace(
                 self,
@@ -113,7 +113,7 @@ class ProgressSnapshot:
 
 
 class _Ended(NamedTuple):
-    """A call that ended: its end time, its number of tokens and its duration."""
+    """A call that ended: its end time, the number of its tokens, and its duration."""
 
     moment: float
     tokens: int
@@ -122,11 +122,11 @@ class _Ended(NamedTuple):
 
 @dataclass(slots=True)
 class _Throughput:
-    """The tokens of one flow: the total of all calls, and the tokens of calls that ended recently.
+    """Token counts of one flow: the total of all calls, and that of the calls that ended recently.
 
     Tokens are counted when a call ends. So the speed is measured over the last `WINDOW_SECONDS` or,
-    if a recent call took longer, over the duration of the longest recent call. Without this rule, a
-    call of five minutes would count all its tokens for the last 15 seconds.
+    if a recent call took longer, over the duration of the longest recent call. Otherwise a call of
+    five minutes would count all its tokens as written in the last 15 seconds.
     """
 
     total: int = 0
@@ -150,17 +150,19 @@ class _Throughput:
 
     @property
     def window(self) -> float:
-        """Return the number of seconds over which the speed is measured."""
+        """Return how many past seconds the speed is measured over."""
         return max(WINDOW_SECONDS, self.longest)
 
 
 @dataclass(slots=True)
 class _Durations:
-    """The durations of this session's rollouts, and estimates for rollouts that have not ended.
+    """The durations of this session's rollouts, from which the durations of unfinished rollouts are
+    estimated.
 
-    The estimator is Kaplan and Meier's. It uses that a rollout in flight lasts longer than its
-    present age. Fast rollouts end first, so the mean of the ended rollouts alone would be too low.
-    There are no data beyond the greatest age, so a rollout of that age is assumed to be half done.
+    This is the Kaplan-Meier estimator. It takes into account that a rollout in flight lasts longer
+    than its present age. Fast rollouts end first, so the mean of the ended rollouts alone would be
+    too low. There is no data beyond the greatest age, so a rollout of that age is assumed to be
+    half done.
     """
 
     ended: deque[float] = field(default_factory=lambda: deque[float](maxlen=_REMEMBERED))
@@ -171,17 +173,19 @@ class _Durations:
         self.num_ended += 1
 
     def mean(self, ages: Sequence[float]) -> float:
-        """Return the estimated mean duration of a rollout; `ages` are the ages of rollouts in
-        flight.
+        """Return the estimated mean duration of a rollout; `ages` are the present ages of rollouts
+        in flight.
         """
         return self._beyond([0.0], ages)[0]
 
     def residuals(self, ages: Sequence[float]) -> list[float]:
-        """Return, for each rollout in flight, the expected remaining seconds."""
+        """Return the expected remaining seconds of each rollout in flight."""
         return self._beyond(ages, ages)
 
     def _beyond(self, starts: Sequence[float], ages: Sequence[float]) -> list[float]:
-        """Return the expected remaining seconds of rollouts of these ages."""
+        """Return, for each age in `starts`, the expected remaining seconds of a rollout of that
+        age; `ages` are the ages of rollouts in flight.
+        """
         last = max([*self.ended, *ages], default=0.0)
         times = [(seconds, True) for seconds in self.ended] + [(age, False) for age in ages]
         # If two times are equal, the rollout that ended comes before the rollout in flight, as the
@@ -216,16 +220,19 @@ class _Durations:
 
 
 class Progress:
-    """A listener (`atts.run.Listener`) that counts the progress of a run; `snapshot` may be called
+    """A listener (`atts.run.Listener`) that tracks the progress of a run; `snapshot` may be called
     at any time.
 
-    An event costs only one or two comparisons and an addition; `snapshot` computes the intervals.
+    Handling an event costs only a comparison or two and an addition. The intervals are computed in
+    `snapshot`.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, *, loading: Sequence[str] = ()
     ) -> None:
-        """Create counters at 0; `loading` names the engines that are opened before the run."""
+        """Create a tracker with all counts at 0; `loading` names the engines that are opened before
+        the run.
+        """
         self._clock = clock
         # warnings about the open engines: a short context, or a slow model
         self.warnings: list[str] = []
@@ -256,7 +263,7 @@ class Progress:
         self._durations = _Durations()
 
     def recalled(self, event: Event) -> None:
-        """Count an event of an earlier session; such events do not change the speeds."""
+        """Count an event of an earlier session. The speeds do not include it."""
         self.notify(event)
 
     def notify(self, event: Notice) -> None:
@@ -304,7 +311,7 @@ class Progress:
                 pass
 
     def over(self) -> None:
-        """Set the state of the run to "over"."""
+        """Mark the run as ended."""
         self._state = "over"
 
     def snapshot(self) -> ProgressSnapshot:
@@ -357,10 +364,10 @@ class Progress:
         )
 
     def _left(self, now: float) -> float | None:
-        """Estimate the remaining seconds of the run; None while too little work is done.
+        """Estimate the remaining seconds of the run; return None while too few rollouts have ended.
 
-        Rollouts in flight count as partly done work. Counting only ended rollouts would make the
-        first estimates many times too long, because the first rollouts of a run all end late.
+        Rollouts in flight count as partly done work. With only the ended rollouts, the first
+        estimates would be many times too long, because the first rollouts of a run all end late.
         """
         total = self._begun.problems
         durations = self._durations
@@ -378,15 +385,15 @@ class Progress:
         return max(work / places, max(residuals, default=0.0))
 
     def _rollouts_per_problem(self) -> float:
-        """Return the mean number of rollouts of finished problems, or the configured number if none
-        is finished.
+        """Return the mean number of rollouts per finished problem, or the configured number if no
+        problem is finished.
         """
         if not self._over:
             return self._begun.samples
         return sum(self._over.values()) / len(self._over)
 
     def _run_begun(self, event: RunBegun) -> None:
-        """Start to measure speeds and the remaining time when a session begins."""
+        """Start the measurements of speed and remaining time, because a session begins."""
         self._begun = event
         self._began = self._clock()
         self._flows = {flow: _Throughput(tokens.total) for flow, tokens in self._flows.items()}

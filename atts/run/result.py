@@ -37,9 +37,9 @@ from atts.ledger import PRICES, money_of, recorded_prices
 from atts.pipelines import Chunking, CombineSummary, ScoreRule, summarise_combinations
 
 Conditions = Literal["match", "ignore"]
-"""The action if the stored scores were recorded under other conditions than those of this run.
+"""What to do if the stored scores were recorded under other conditions than those of this run.
 
-"match": the scores are refused. "ignore": the scores are used with a warning.
+"match": refuse the scores. "ignore": use the scores, with a warning.
 """
 _SPEC = ("engine", "model", "tokenizer", "dtype", "logprobs", "weights")
 _POLICY: Mapping[str, type] = MappingProxyType(
@@ -57,8 +57,8 @@ _ADVICE_TO_FIT = (
 
 
 def conditions_of(manifest: Manifest) -> dict[str, object]:
-    """Return the conditions of a run's scores: models, sampling and chunk limits, but not the
-    problems.
+    """Return the conditions under which a run makes its scores: models, sampling, chunking and
+    score rule, but not the problems.
     """
     conditions: dict[str, object] = {}
     for role, spec in manifest.engines.items():
@@ -78,8 +78,8 @@ def conditions_of(manifest: Manifest) -> dict[str, object]:
 
 
 def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
-    """Convert the texts of conditions to values as a run records them; names are as in
-    `conditions_of`.
+    """Convert conditions that were given as strings to values of the types that runs record. The
+    names are those of `conditions_of`.
 
     >>> read_conditions({"target.model": "QwQ-32B", "sampling.temperature": "0.7"})
     {'target.model': 'QwQ-32B', 'sampling.temperature': 0.7}
@@ -110,10 +110,10 @@ def check_conditions(
     conditions: Conditions,
     what: Literal["the stored scores", "the judge"] = "the stored scores",
 ) -> str:
-    """Return a warning about stored scores or a judge that were made under other conditions than
-    the run; "" if there is no difference.
+    """Return a warning if stored scores or a judge were made under other conditions than the run,
+    otherwise "".
 
-    The warning also names conditions that the scores or the judge do not record.
+    For stored scores, the warning also names conditions of the run that the scores do not record.
 
     :raises FingerprintError: if a recorded condition differs, and `conditions` is "match".
     """
@@ -162,20 +162,22 @@ _ADVICE_TO_LABEL = (
 
 @dataclass(frozen=True, slots=True)
 class Abstain:
-    """A certified threshold on the agreement of votes, and the labelled run from which it comes."""
+    """A certified threshold on the agreement of votes, and the manifest of the labelled run from
+    which it comes.
+    """
 
     found: Abstention
     labelled: Manifest
 
     def setting(self) -> dict[str, Setting]:
-        """Return the settings of abstention for the manifest; they must not change when the run is
+        """Return the abstention settings for the manifest. They must be the same when the run is
         resumed.
         """
         promise = {"guarantee": self.found.guarantee, "voided_by": self.found.voided_by}
         return {"abstain": Setting({**asdict(self.found), **promise}, "setup")}
 
     def check(self, manifest: Manifest) -> None:
-        """Check that a run has the same settings as the labelled run.
+        """Check that a run has the same settings as the labelled run, but other problems.
 
         :raises FingerprintError: if the settings differ.
         :raises OptionError: if the run's problems are the labelled problems.
@@ -197,7 +199,7 @@ class Abstain:
             raise FingerprintError("the labelled run", differences, _ADVICE_TO_LABEL)
 
     def applied(self, outcome: Outcome) -> Outcome:
-        """Return the outcome; if too few votes agree, the outcome has no answer."""
+        """Return the outcome; if too few votes agree, without its answer."""
         threshold = self.found.threshold
         if outcome.answer is None or threshold is None or outcome.agreement >= threshold - 1e-9:
             return outcome
@@ -210,7 +212,9 @@ class Abstain:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The share of answered problems, the share of wrong answers, and the abstention guarantee."""
+    """The results of a run that may abstain: the fractions of answered problems and of wrong
+    answers, and the guarantee.
+    """
 
     share: Estimate
     wrong: Estimate  # share (0 to 1) of wrong answers among the answered and graded problems
@@ -219,7 +223,7 @@ class Answered:
 
 
 def answered(problems: tuple[FinishedProblem, ...], manifest: Manifest) -> Answered | None:
-    """Return the answered problems of a run that may abstain; None for other runs."""
+    """Return the results of abstention; None for a run that may not abstain."""
     setting = manifest.configuration.get("abstain")
     if setting is None or not isinstance(setting.value, dict):
         return None
@@ -233,7 +237,7 @@ def answered(problems: tuple[FinishedProblem, ...], manifest: Manifest) -> Answe
 
 
 def _settings(manifest: Manifest) -> dict[str, Json]:
-    """Return the settings on which the distribution of votes depends, except the problems."""
+    """Return the settings on which the votes depend, without the dataset."""
     return {name: value for name, value in manifest.decisive() if not name.startswith(_OWN)}
 
 
@@ -249,9 +253,9 @@ _COARSE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The statistics of a run; accuracies are NaN if no answer was graded.
+    """The statistics of a run. Accuracies are NaN if no answer was graded.
 
-    `rate` is the share of judged chunks that were escalated; `answers` is the accuracy of the
+    `rate` is the fraction of judged chunks that were escalated; `answers` is the accuracy of the
     votes.
     """
 
@@ -268,11 +272,11 @@ class Summary:
 
     @property
     def target_share(self) -> float:
-        """Return the share of the written tokens that the target wrote."""
+        """Return the fraction of the written tokens that the target wrote."""
         return self.usage.target_share
 
     def as_json(self) -> dict[str, Any]:
-        """Return the statistics as a dictionary for JSON. Undefined numbers (NaN) become None."""
+        """Return the statistics as a dictionary for JSON."""
         estimates = {
             name: getattr(self, name).as_json() for name in ("answers", "samples_right", "rate")
         }
@@ -300,7 +304,9 @@ def summarise(
 
 
 def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
-    """Return the share of correct rollouts among the completed rollouts, averaged over problems."""
+    """Return the mean over problems of the fraction of correct rollouts among those that were not
+    stopped early.
+    """
     # one list for each problem: the verdicts on its rollouts that ran to their end
     verdicts: list[list[str]] = []
     for problem in graded:
@@ -330,7 +336,7 @@ INTERRUPTED = 130
 
 @dataclass(slots=True)
 class IncompleteTally:
-    """The number of failed problems and of failed rollouts; the next session runs them again."""
+    """Counts of the problems and rollouts that failed; the next session runs them again."""
 
     problems: int = 0
     whole: int = 0  # number of problems whose rollouts all failed
@@ -338,7 +344,7 @@ class IncompleteTally:
     first: str = ""
 
     def add(self, line: FinishedProblem) -> None:
-        """Count a problem with failed rollouts."""
+        """Count a problem that failed or has failed rollouts."""
         failures = line.failures
         self.problems += 1
         self.whole += line.status == "failed"
@@ -346,7 +352,9 @@ class IncompleteTally:
         self.first = self.first or next(iter(failures), line.why)
 
     def words(self, problems: int) -> str:
-        """Return a sentence on the failed problems and rollouts, with the first error."""
+        """Return a sentence that counts the failed problems and rollouts, and quotes the first
+        error.
+        """
         rollouts = f": {self.rollouts} rollouts failed" if self.rollouts else ""
         return (
             f"{self.problems} of {problems} problems are not complete{rollouts}; first error: "
@@ -356,9 +364,7 @@ class IncompleteTally:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The current result of a run; `problems` has the finished problems in the order of the
-    dataset.
-    """
+    """The result of a run so far. `problems` has the finished problems in the order of the dataset."""
 
     status: RunStatus
     problems: tuple[FinishedProblem, ...]
@@ -382,10 +388,10 @@ class RunResult:
 
     @property
     def coarse_chunks(self) -> str:
-        """Return a warning if a rollout consists of very few judged chunks, else "".
+        """Return a warning if rollouts consist of very few judged chunks on average, otherwise "".
 
-        With so long chunks, a takeover rewrites most of a solution, and the gate decides on
-        rollouts instead of chunks.
+        With chunks this long, an escalation rewrites most of a solution, so that the gate in effect
+        decides about whole rollouts.
         """
         rollouts = sum(len(problem.complete_samples) for problem in self.problems)
         judged = sum(problem.judged for problem in self.problems)
@@ -399,7 +405,9 @@ class RunResult:
 
     @property
     def unscored_words(self) -> str:
-        """Return a text on the number of decisions without a score; "" if every decision had one."""
+        """Return a sentence on the number of decisions without a score; "" if every decision had
+        one.
+        """
         if not self.unscored:
             return ""
         judged = sum(problem.judged for problem in self.problems)
@@ -408,45 +416,47 @@ class RunResult:
 
     @property
     def accuracy(self) -> Estimate:
-        """Return the share of problems whose voted answer is correct, with its interval over
+        """Return the fraction of problems whose voted answer is correct, with its interval over
         problems.
         """
         return self.summary.answers
 
     @property
     def rate(self) -> Estimate:
-        """Return the share of judged chunks that were escalated, with an interval clustered by
+        """Return the fraction of judged chunks that were escalated, with an interval clustered by
         problem.
         """
         return self.summary.rate
 
     @property
     def usage(self) -> Usage:
-        """Return the usage of all finished problems."""
+        """Return the usage summed over all finished problems."""
         return self.summary.usage
 
     @property
     def cost(self) -> float | None:
-        """Return the cost of all finished problems in dollars, or None if a price is unknown."""
+        """Return the cost of all finished problems in dollars, or None if the price of a model is
+        unknown.
+        """
         setting = self.manifest.settings.get(PRICES)
         return None if setting is None else money_of(self.usage, recorded_prices(setting.value))
 
     @cached_property
     def combined(self) -> CombineSummary | None:
-        """Return how selection or synthesis changed split votes; None if only votes decided."""
+        """Return how the target's selection or synthesis changed the answers of split votes; None
+        if only votes decided.
+        """
         return summarise_combinations(self.problems)
 
     @property
     def answered(self) -> Answered | None:
-        """Return the shares of answered and of wrong answers if the run may abstain, with the
-        guarantee.
-        """
+        """Return the results of abstention; None if the run may not abstain."""
         return answered(self.problems, self.manifest)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics and all problems of the run, as `atts eval --json` prints them.
 
-        An undefined number (NaN) becomes None, so that the JSON has null instead.
+        Undefined numbers (NaN) become None, so that the JSON has null instead.
         """
         problems = [problem.as_json() for problem in self.problems]
         directory = None if self.directory is None else str(self.directory)
@@ -458,12 +468,12 @@ class RunResult:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return the statistics of the run as a dictionary for JSON. An undefined number (NaN)
-        becomes None.
+        """Return the statistics of the run as a dictionary for JSON, in which undefined numbers
+        (NaN) are None.
 
-        The dictionary also contains the run's cost and its comparison with an earlier run, if they
-        exist. The same applies to the results of selection, synthesis and abstention, and to the
-        speculation counters.
+        The dictionary also contains, where they exist, the cost, the comparison with an earlier
+        run, and the speculation counters. The same holds for the results of selection, synthesis
+        and abstention.
         """
         plain = self.summary.as_json()
         if self.cost is not None:
@@ -490,7 +500,7 @@ class RunResult:
         return pandas.DataFrame([_row(problem) for problem in self.problems])
 
     def _repr_html_(self) -> str:
-        """Return an HTML table of the run's numbers with their intervals, for notebooks."""
+        """Return an HTML table of the run's statistics and their intervals; notebooks display it."""
         summary = self.summary
         rows = [
             ("status", f"{self.status}: {self.why}" if self.why else self.status),
@@ -512,17 +522,19 @@ class RunResult:
 
     @property
     def truncation(self) -> Truncation:
-        """Return how many rollouts each limit cut before they gave an answer.
+        """Return how many rollouts were cut at each limit before they gave an answer.
 
-        The field `warning` is "" unless there are many such rollouts.
+        Its `warning` is "" unless many rollouts were cut.
         """
         return truncation(self.problems, self.manifest)
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code: 0 for success, 130 for a run that ended early and can continue.
+        """Return the exit code of the command: 0 for success, 130 for a run that ended early and
+        can continue.
 
-        The exit code is 3 if a problem failed, and 5 if a requested comparison was not decided.
+        It is 3 if a problem failed, and 5 if the run finished but could not decide the requested
+        comparison.
         """
         if self.status in ("incomplete", "failed"):
             return EngineError.exit_code
@@ -535,8 +547,8 @@ class RunResult:
         return INTERRUPTED if self.status in ("interrupted", "stopped") else 0
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Yield the outcomes of finished problems with their rollouts, read from the journal in
-        order of finishing.
+        """Yield the outcomes of finished problems with their rollouts, in the order of finishing.
+        They are read from the journal, if there is one.
 
         :raises JournalError: the journal cannot be read.
         """
@@ -547,7 +559,7 @@ class RunResult:
 
 
 def _row(problem: FinishedProblem) -> dict[str, Any]:
-    """Return one problem as a table row, keyed by column."""
+    """Return one problem as a row of the table, keyed by column."""
     plain = problem.as_json()
     counted = {
         "samples": len(problem.samples),

@@ -60,7 +60,7 @@ from atts.run.result import RunResult
 # A name begins with "atts." if the conventions do not define a name.
 
 _FINISH: Mapping[str, str] = {"length": "length", "delimiter": "stop", "end": "stop"}
-"""For each reason for which atts ends a chunk: the finish reason in OpenTelemetry's conventions."""
+"""OpenTelemetry's finish reason for each reason why a chunk ended."""
 
 
 @dataclass(slots=True)
@@ -75,9 +75,10 @@ class _OpenProblem:
 
 
 class TracedRun(Background):
-    """A listener that makes OpenTelemetry spans from a run's events.
+    """A listener that creates OpenTelemetry spans from a run's events: one for each problem,
+    rollout and engine call.
 
-    If the program has set a tracer provider, the spans go to this provider. If not, spans are
+    If the program has set a tracer provider, the spans go to this provider. Otherwise they are
     exported by OTLP over HTTP to the address in the environment variables OTEL_EXPORTER_OTLP_*.
 
     :raises MissingExtra: OpenTelemetry is not installed.
@@ -115,7 +116,7 @@ class TracedRun(Background):
         self._failures: dict[str, CallFailed] = {}
 
     def hear(self, event: Notice) -> None:
-        """Pass an event to the thread if it begins, changes or ends a span."""
+        """Queue an event for the thread if it begins, changes or ends a span."""
         match event:
             case RunBegun():
                 self._offset = time.time() - clock()()
@@ -135,7 +136,9 @@ class TracedRun(Background):
                 pass
 
     def finish(self) -> None:
-        """End all spans that are still open, for example after an interruption, and send all spans."""
+        """End all spans that are still open, for example after an interruption. If atts created the
+        tracer provider, also send all spans.
+        """
         now = time.time_ns()
         for problem in self._problems.values():
             for span, _ in problem.rollouts.values():
@@ -183,7 +186,7 @@ class TracedRun(Background):
                 pass
 
     def _problem(self, name: str) -> _OpenProblem:
-        """Return the spans of a problem; for a resumed problem, the first event opens its span."""
+        """Return the spans of a problem. If the problem has none yet, start its span."""
         known = self._problems.get(name)
         if known is not None:
             return known
@@ -195,7 +198,7 @@ class TracedRun(Background):
         return problem
 
     def _rollout(self, name: str, sample: int, since: float) -> tuple[Any, Any]:
-        """Return the span of a rollout and its context; if there is no span yet, open it."""
+        """Return the span and the context of a rollout. If the rollout has none yet, start them."""
         problem = self._problem(name)
         if sample not in problem.rollouts:
             span = self._tracer.start_span(
@@ -296,12 +299,14 @@ class TracedRun(Background):
         span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, text or kind))
 
     def _nanoseconds(self, moment: float) -> int:
-        """Return a time on the event loop's clock as Unix time in nanoseconds."""
+        """Convert a time on the event loop's clock to Unix time in nanoseconds."""
         return int((moment + self._offset) * 1e9)
 
 
 def _outcome(event: OutcomeReached) -> dict[str, Any]:
-    """Return the span attributes of a problem's outcome; the answer may be missing."""
+    """Return the span attributes of a problem's outcome. An outcome without an answer has no answer
+    attribute.
+    """
     usage = event.usage
     attributes: dict[str, Any] = {
         "atts.outcome": event.status,
@@ -316,7 +321,7 @@ def _outcome(event: OutcomeReached) -> dict[str, Any]:
 
 
 def _exporting_provider() -> Any:
-    """Return a provider that sends spans by OTLP over HTTP, in batches."""
+    """Return a tracer provider that sends spans in batches by OTLP over HTTP."""
     trace: Any = import_module("opentelemetry.sdk.trace")
     export: Any = import_module("opentelemetry.sdk.trace.export")
     resources: Any = import_module("opentelemetry.sdk.resources")
@@ -332,16 +337,16 @@ def _exporting_provider() -> Any:
 
 
 FILE = "trackers.json"
-"""The name of the file in a run directory that contains the run's ids in the trackers."""
+"""Name of the file in a run directory that contains the ids by which trackers know the run."""
 PROJECT = "atts"
-"""The default name of a tracker's project or experiment."""
+"""Default name of the project or experiment in a tracker."""
 # needed because each tracker of a run writes this file from its own thread
 _file_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class RunDescription:
-    """A description of a run that is passed to a tracker when a session begins."""
+    """The description of a run that a tracker gets when a session begins."""
 
     name: str  # the name of the run directory, or a generated one
     settings: Mapping[str, object]
@@ -349,11 +354,13 @@ class RunDescription:
     key: str  # key in the file of run ids under which the id of this tracker is stored
 
     def continued(self) -> str | None:
-        """Return the id that the tracker gave this run in an earlier session, or None."""
+        """Return the id of the run in this tracker, stored by an earlier session; None if there is
+        none.
+        """
         return self._stored().get(self.key)
 
     def keep(self, identity: str) -> None:
-        """Store the id that the tracker gave this run, so that later sessions continue it."""
+        """Store the id of the run in this tracker, so that later sessions continue the same run."""
         if self.directory is None:
             return
         with _file_lock:
@@ -367,29 +374,29 @@ class RunDescription:
 
 
 Point = tuple[int, Mapping[str, float]]
-"""A tracker's step (the number of finished problems), and the run's metrics at this step, keyed by
-name.
-"""
+"""A step (the number of finished problems), and the run's metrics at this step, keyed by name."""
 
 
 class Tracker(Protocol):
-    """A tool that stores a run's metrics; one thread calls its methods in the order below."""
+    """A tool that stores a run's metrics. One thread calls `begin`, `log` and `end` in this order."""
 
     def begin(self, run: RunDescription) -> None:
-        """Open a new run in the tool, or continue the run of an earlier session."""
+        """Create a run in the tool, or continue the run that an earlier session created."""
         ...
 
     def log(self, points: Sequence[Point]) -> None:
-        """Store the metrics of one or more points; a slow tool gets several points in one call."""
+        """Store one or more points. If the tool is slow, several points are passed in one call."""
         ...
 
     def end(self, final: Point, status: str) -> None:
-        """Store the final metrics of the run, and close the run in the tool."""
+        """Store the final metrics and the status, and close the run in the tool."""
         ...
 
 
 class Wandb:
-    """The tracker Weights & Biases, which is configured by the environment variables WANDB_*."""
+    """Tracker that sends metrics to Weights & Biases, configured by the environment variables
+    WANDB_*.
+    """
 
     def __init__(self, project: str) -> None:
         self._wandb = _module("wandb", "wandb")
@@ -403,8 +410,8 @@ class Wandb:
             )
 
     def begin(self, run: RunDescription) -> None:
-        """Open the run with an id chosen by atts, so that a later session finds the run even
-        without network.
+        """Open a wandb run. Its id is chosen by atts, so that a later session finds the run even if
+        this session is offline.
         """
         identity = run.continued() or token_hex(4)
         run.keep(identity)
@@ -424,20 +431,18 @@ class Wandb:
         self._run.define_metric("*", step_metric="problems")
 
     def log(self, points: Sequence[Point]) -> None:
-        """Send each point to the tracker."""
+        """Send each point to wandb."""
         for step, values in points:
             self._run.log({"problems": step, **values})
 
     def end(self, final: Point, status: str) -> None:
-        """Write the summary, and finish the wandb run; if the run failed, with an exit code other
-        than 0.
-        """
+        """Write the summary, and finish the wandb run. A run that failed gets the exit code 1."""
         self._run.summary.update({**final[1], "status": status})
         self._run.finish(exit_code=0 if status in _GOOD else 1)
 
 
 class Mlflow:
-    """The tracker MLflow, on the server MLFLOW_TRACKING_URI or in local files."""
+    """Tracker that sends metrics to MLflow: to the server MLFLOW_TRACKING_URI, or to local files."""
 
     def __init__(self, experiment: str) -> None:
         mlflow = _module("mlflow", "mlflow")
@@ -448,8 +453,8 @@ class Mlflow:
         self._run = ""
 
     def begin(self, run: RunDescription) -> None:
-        """Open the run through an MLflow client, so the calling program's active run does not
-        change.
+        """Create or continue a run through an MLflow client, so that the calling program's active
+        run does not change.
         """
         self._client = client = self._make()
         continued = run.continued()
@@ -496,8 +501,8 @@ _GOOD = ("finished", "decided")
 
 
 class TensorBoard:
-    """The tracker TensorBoard, by event files in the run directory or in a folder that the user
-    chose.
+    """Tracker that writes TensorBoard event files to the run directory or to a folder chosen by the
+    user.
 
     A later session adds a file to the same folder; TensorBoard shows all files of the folder as one
     run.
@@ -509,7 +514,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def begin(self, run: RunDescription) -> None:
-        """Open the next event file, and write the run's settings to it as a text."""
+        """Open a new event file, and write the run's settings to it as a table."""
         if self._folder:
             folder = Path(self._folder) / run.name
         else:
@@ -522,7 +527,7 @@ class TensorBoard:
         self._writer.add_text("settings", "\n".join(["| key | value |", "|---|---|", *rows]), 0)
 
     def log(self, points: Sequence[Point]) -> None:
-        """Write the points, and flush the file so that TensorBoard shows them."""
+        """Write the points, and flush the file so that TensorBoard shows them at once."""
         for step, values in points:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
@@ -536,8 +541,8 @@ class TensorBoard:
 
 
 class Trackio:
-    """The tracker Trackio, with a local database or the server in the environment variables
-    TRACKIO_*.
+    """Tracker that sends metrics to Trackio: to a local database, or to the server in the
+    environment variables TRACKIO_*.
     """
 
     def __init__(self, project: str) -> None:
@@ -546,7 +551,7 @@ class Trackio:
         self._run: Any = None
 
     def begin(self, run: RunDescription) -> None:
-        """Open the run; Trackio identifies runs by name, so an id is added to the name."""
+        """Open the run. Trackio identifies runs by name, so a random id is added to the name."""
         name = run.continued() or f"{run.name}-{token_hex(4)}"
         run.keep(name)
         # Trackio prints to standard output, where atts writes only results. So redirect its prints
@@ -563,7 +568,7 @@ class Trackio:
             )
 
     def log(self, points: Sequence[Point]) -> None:
-        """Send each point to the tracker."""
+        """Send each point to Trackio."""
         for step, values in points:
             self._run.log(dict(values), step=step)
 
@@ -578,15 +583,15 @@ class Trackio:
 TRACKERS: Mapping[str, Callable[[str], Tracker]] = MappingProxyType(
     {"wandb": Wandb, "mlflow": Mlflow, "tensorboard": TensorBoard, "trackio": Trackio}
 )
-"""The functions that create trackers, keyed by the tracker's name in `--log`. The argument is the
-text after the colon in `--log`.
+"""Functions that create trackers, keyed by the tracker's name in `--log`. Their argument is the
+string after the colon in `--log`.
 """
 OTEL = "otel"
-"""The name in `--log` for OpenTelemetry, which gets spans instead of metrics."""
+"""The name in `--log` that selects OpenTelemetry, which gets spans instead of metrics."""
 
 
 class TrackedRun(Background):
-    """A listener that computes a run's numbers, and sends them to a tracker after each finished
+    """A listener that computes a run's metrics, and sends them to a tracker after each finished
     problem.
     """
 
@@ -602,13 +607,13 @@ class TrackedRun(Background):
         self._is_open = False
 
     def remember(self, event: Event) -> None:
-        """Count an event of an earlier session without sending a point; the tracker already has the
-        numbers, or gets their sum when the run begins.
+        """Count an event of an earlier session, without sending a point. The tracker already has
+        these numbers, or gets their sum when the run begins.
         """
         self._totals.add(event)
 
     def hear(self, event: Notice) -> None:
-        """Count an event; if the event ends a problem, send the run's metrics as a point."""
+        """Count an event. If it finishes a problem, queue the run's metrics as a new point."""
         match event:
             case RunBegun():
                 self._begin(event)
@@ -621,7 +626,9 @@ class TrackedRun(Background):
                     self._put(own)
 
     def finish(self) -> None:
-        """Close the tracker's run; if there is no result, the run ended by an error."""
+        """Close the run in the tracker. Without a result, the run ended by an error, so its status
+        is "failed".
+        """
         if self._is_open:
             final, status = self._end or ((self._totals.problems, {}), "failed")
             self._tracker.end(final, status)
@@ -652,7 +659,7 @@ class TrackedRun(Background):
         self.later(self._send)
 
     def _send(self) -> None:
-        """Send all waiting points; a slow tracker gets several points at once."""
+        """Send all waiting points in one call."""
         with self._lock:
             points = self._points
             self._points = []
@@ -662,7 +669,7 @@ class TrackedRun(Background):
 
 @dataclass(slots=True)
 class _ProblemNumbers:
-    """The metrics of one finished problem, which are added to the totals."""
+    """The values of one finished problem that are added to the totals."""
 
     usage: Usage
     verdict: VerdictStatus | None
@@ -670,9 +677,10 @@ class _ProblemNumbers:
 
 
 class RunningTotals:
-    """Sums over the finished problems of a run, computed from the run's events.
+    """Sums over the finished problems of a run, updated with each of the run's events.
 
-    A problem that is finished again, because a part of it had failed, replaces its earlier numbers.
+    A problem that was incomplete can finish again in a later session; it then replaces its earlier
+    values.
     """
 
     def __init__(self) -> None:
@@ -701,7 +709,7 @@ class RunningTotals:
         return len(self._problems)
 
     def add(self, event: object) -> Mapping[str, float] | None:
-        """Count an event; if the event finishes a problem, return the metrics of the problem."""
+        """Count an event. If it finishes a problem, return the problem's metrics, otherwise None."""
         for decision, escalated in judged(event):
             self._escalated += escalated
             self._num_judged += 1
@@ -718,7 +726,7 @@ class RunningTotals:
         return None
 
     def numbers(self) -> dict[str, float]:
-        """Return the known metrics of the run so far, keyed by name."""
+        """Return the run's metrics so far, keyed by name; unknown ones are left out."""
         values: dict[str, float] = {"problems": self.problems, **self._tokens}
         if self._graded:
             values["accuracy"] = self._correct / self._graded
@@ -766,8 +774,8 @@ class RunningTotals:
 
 
 def settings_of(manifest: Manifest) -> dict[str, object]:
-    """Return all settings of a run in one flat table, with its seed, dataset digest, engines and
-    versions.
+    """Return all settings of a run in one flat dictionary, with its seed, dataset digest, engines
+    and versions.
     """
     given = manifest.settings or manifest.configuration
     plain: dict[str, object] = {name: _plain(setting.value) for name, setting in given.items()}
@@ -782,7 +790,7 @@ def settings_of(manifest: Manifest) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Return a value that every tracker can store; a list or a table becomes JSON text."""
+    """Return a value that every tracker can store; lists and dictionaries become JSON strings."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return json.dumps(value, ensure_ascii=False)
@@ -794,7 +802,7 @@ def _setting(manifest: Manifest, name: str) -> object:
 
 
 def final_numbers(result: RunResult) -> dict[str, float]:
-    """Return the final metrics of a run, keyed by name, with the bounds of their intervals."""
+    """Return the final metrics of a run and the bounds of their intervals, keyed by name."""
     summary = result.summary
     usage = summary.usage
     values: dict[str, float] = {
@@ -839,7 +847,7 @@ def _module(name: str, extra: str) -> Any:
 
 
 def _has_wandb_key() -> bool:
-    """Return whether wandb can start without asking on the terminal."""
+    """Return whether wandb can start without asking for a key on the terminal."""
     if os.environ.get("WANDB_MODE", "online") != "online":
         return True
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -851,15 +859,15 @@ def _has_wandb_key() -> bool:
 
 
 class ClosableListener(Listener, Protocol):
-    """A listener that may have data to send before the program ends."""
+    """A listener that may still have data to send when the run ends."""
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Close the listener, and wait at most `seconds` until its data are sent."""
+        """Close the listener, and wait at most `seconds` until its data is sent."""
         ...
 
 
 def check_logs(names: Sequence[str]) -> None:
-    """Check that all names are names of trackers, before anything is loaded.
+    """Check the names in `--log`, before any tracker is loaded.
 
     :raises OptionError: a name is unknown or given twice.
     """
@@ -873,8 +881,9 @@ def check_logs(names: Sequence[str]) -> None:
 
 
 def open_logs(names: Sequence[str], directory: Path | None) -> list[ClosableListener]:
-    """Return a listener for each name. A name is "otel" or a tracker, and may have a colon and a
-    project, experiment or folder at its end.
+    """Return a listener for each name in `--log`.
+
+    A name is "otel" or a tracker, optionally with a colon and a project, experiment or folder.
 
     :raises OptionError: a name is unknown or given twice, or there is no folder for TensorBoard's
         files.

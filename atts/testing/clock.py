@@ -26,10 +26,10 @@ def run_virtual(
     backend: Backend = "asyncio",
     patience_seconds: float = 0.0,
 ) -> _Result:
-    """Run an async function under virtual time and return what it returns.
+    """Run an async function under virtual time, and return its result.
 
     `anyio.sleep`, `anyio.current_time`, deadlines and time-outs use virtual time, which begins at
-    0. `time.monotonic` and the wall clock stay real. `patience_seconds` is the real time for which
+    0. `time.monotonic` and the wall clock stay real. `patience_seconds` is how long, in real time,
     the loop waits for sockets before virtual time jumps.
 
     >>> async def nap() -> float:
@@ -46,8 +46,8 @@ def run_virtual(
 
 
 def virtual_options(backend: Backend, patience_seconds: float = 0.0) -> dict[str, Any]:
-    """Return `backend_options` for virtual time. Use them for one `anyio.run` or one test runner
-    only.
+    """Return anyio's `backend_options` for virtual time. Use them for only one `anyio.run` or one
+    test runner.
     """
     if backend == "asyncio":
         return {"use_uvloop": False, "loop_factory": lambda: VirtualLoop(patience_seconds)}
@@ -62,7 +62,7 @@ def virtual_options(backend: Backend, patience_seconds: float = 0.0) -> dict[str
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop with virtual time, which its selector keeps."""
+    """An asyncio event loop with virtual time, which its selector advances."""
 
     def __init__(self, patience_seconds: float = 0.0) -> None:
         self._executing: set[asyncio.Future[Any]] = set()
@@ -76,14 +76,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]  # the stub's variadic form cannot be restated
         self, executor: Executor | None, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Run a function in a thread as the base class does, and remember the call until it ends."""
+        """Run a function in a thread like the base class, and register the call until it ends."""
         future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
         self._executing.add(future)
         future.add_done_callback(self._executing.discard)
         return future
 
     def has_threads(self) -> bool:
-        """Return True if a worker thread has not delivered its result yet."""
+        """Return True if a worker thread is still computing a result."""
         return bool(self._executing) or any(_owes(thread, self) for thread in threading.enumerate())
 
 
@@ -96,7 +96,7 @@ def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """A selector that moves `now` to the time of the next timer, instead of sleeping until that
+    """A selector that does not sleep until the next timer is due, but moves its clock `now` to that
     time.
     """
 
@@ -121,10 +121,10 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class TrioClock:
-    """A trio clock that jumps to the next deadline if no task can run. It is also a trio
-    instrument.
+    """A trio clock that jumps to the next deadline when no task can run. It is also a trio
+    instrument, so that trio reports each task step to it.
 
-    The `MockClock` of trio does the same, but does not wait for worker threads before it jumps.
+    trio's own `MockClock` also jumps, but does not wait for worker threads first.
     """
 
     def __init__(self, patience_seconds: float = 0.0) -> None:
@@ -141,13 +141,11 @@ class TrioClock:
         return self._now
 
     def before_task_step(self, task: object) -> None:
-        """End the current wait, because a task is about to run."""
+        """Stop waiting for the next jump, because a task is about to run."""
         self._jump_at = None
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Return the number of real seconds to wait for events; trio calls this when no task can
-        run.
-        """
+        """Return how many real seconds to wait for events. trio calls this when no task can run."""
         virtual = deadline - self._now
         if virtual <= 0 or virtual == math.inf:
             return max(0.0, virtual)

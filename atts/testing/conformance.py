@@ -35,7 +35,7 @@ LOOSE = Sampling(temperature=1.5)
 
 
 class Broken(Exception):
-    """An engine did not keep a promise; the message becomes a line of the report."""
+    """An engine broke a promise; the message becomes a line of the report."""
 
 
 class NotApplicable(Exception):
@@ -86,7 +86,7 @@ Check = Callable[["Probe"], Awaitable[None]]
 _registered: dict[str, Check] = {}
 CHECKS: Mapping[str, Check] = MappingProxyType(_registered)
 """All checks, keyed by name, in the order in which they run. The first line of a check's docstring
-is the promise that every engine must keep.
+is the promise that it tests.
 """
 
 
@@ -96,9 +96,8 @@ OPENING = "opening"
 
 
 def check(*needs: Need) -> Callable[[Check], Check]:
-    """Register a function as a check, under the function's name.
-
-    The check is skipped if the engine lacks one of the `needs`.
+    """Register a function as a check, under the function's name. The check is skipped for engines
+    that lack one of the capabilities in `needs`.
     """
 
     def register(function: Check) -> Check:
@@ -114,7 +113,7 @@ def check(*needs: Need) -> Callable[[Check], Check]:
 
 
 class Probe:
-    """An open engine with helpers for the checks, which send requests to the engine."""
+    """The engine under test, with methods that send requests to it for the checks."""
 
     def __init__(
         self, engine: Engine, options: CheckOptions, factory: Callable[[], Engine] | None = None
@@ -125,27 +124,27 @@ class Probe:
 
     @cached_property
     def prompts(self) -> tuple[TokenIds, ...]:
-        """Return the ids of the test questions, as the engine's tokenizer renders them."""
+        """Return the test questions as token ids, rendered by the engine's tokenizer."""
         return tuple(
             self.engine.tokenizer.render([Message("user", text)]) for text in self.options.questions
         )
 
     @property
     def prompt(self) -> TokenIds:
-        """Return the ids of the first test question."""
+        """Return the first test question as token ids."""
         return self.prompts[0]
 
     def request(self, prompt: int = 0, seed: int = 0, sampling: Sampling = PLAIN) -> SampleRequest:
         """Return a request whose answer is reproducible.
 
-        The request is greedy if the engine does not reproduce seeds.
+        The request is greedy if the engine does not promise to reproduce seeds.
         """
         name = Seed(run=20_250_918, problem=f"check {prompt}", sample=seed)
         sampling = sampling if self.options.seeding == "exact" else GREEDY
         return SampleRequest(self.prompts[prompt], self.options.tokens, sampling, name)
 
     def requests(self, seeds: int, sampling: Sampling = PLAIN) -> list[SampleRequest]:
-        """Return requests for every prompt, each with `seeds` different seeds."""
+        """Return one request for each prompt and each of `seeds` different seeds."""
         return [
             self.request(p, seed, sampling)
             for p in range(len(self.prompts))
@@ -153,20 +152,22 @@ class Probe:
         ]
 
     def long(self, request: SampleRequest) -> SampleRequest:
-        """Return the request with the token limit `long_tokens`, or with a lower limit if the
-        context is too short.
+        """Return the request with `long_tokens` as its token limit, or less if the context is too
+        short.
         """
         room = self.engine.spec.context_length - len(request.ids)
         return replace(request, max_tokens=min(self.options.long_tokens, room))
 
     async def sample_all(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Sample all requests at once; return the completions in the order given."""
+        """Sample all requests concurrently, and return the completions in the order of the
+        requests.
+        """
         return await collect([partial(self.engine.sample, request) for request in requests])
 
     async def score(
         self, prefix: TokenIds, suffix: TokenIds, rollout: str = ""
     ) -> tuple[float, ...]:
-        """Score a suffix; check that each token has a log-probability, and that none is NaN or
+        """Score a suffix, and check that each token has a log-probability that is neither NaN nor
         positive.
         """
         logprobs = (await self.engine.score(ScoreRequest(prefix, suffix, rollout))).logprobs
@@ -181,7 +182,9 @@ class Probe:
         return logprobs
 
     def new_engine(self) -> Engine:
-        """Return a second, unopened engine for checks that need a factory."""
+        """Return a second engine, which is not open yet. Only checks that need a factory may call
+        this.
+        """
         assert self.factory is not None, (
             "a check that opens a second engine must list `factory` among its needs"
         )
@@ -192,7 +195,7 @@ class Probe:
         return capability in self.engine.spec.capabilities
 
     def need(self, *needs: Need) -> None:
-        """Skip the check unless the engine and the options support all `needs`."""
+        """Skip the check unless the engine and the options support everything in `needs`."""
         missing = {"sample", "score", "draw"}.intersection(needs) - self.engine.spec.capabilities
         if missing:
             raise NotApplicable(f"the engine does not {' or '.join(sorted(missing))}")
@@ -204,7 +207,9 @@ class Probe:
             )
 
     def require_close(self, what: str, ours: Iterable[float], theirs: Iterable[float]) -> None:
-        """Fail the check unless two lists of log-probabilities agree at every position."""
+        """Fail the check unless two lists of log-probabilities agree at every position, within
+        `tolerance`.
+        """
         for position, (left, right) in enumerate(zip(ours, theirs, strict=True)):
             close = abs(left - right) <= self.options.tolerance
             require(
@@ -218,7 +223,8 @@ class Probe:
     ) -> None:
         """Fail the check unless two answers to a request have the same tokens.
 
-        Greedy answers are compared up to the first tie between the best tokens.
+        If the answers to a greedy request differ, but the best tokens at the first difference are
+        tied, the check does not fail.
         """
         if ours == theirs:
             return
@@ -234,7 +240,7 @@ class Probe:
 
 
 def require(kept: bool, message: str) -> None:
-    """Fail the check unless `kept` is true; the message says how the promise was broken."""
+    """Fail the check if `kept` is false; the message says how the promise was broken."""
     if not kept:
         raise Broken(message)
 
@@ -247,7 +253,7 @@ def fail(message: str) -> NoReturn:
 async def refused(
     what: str, error: type[Exception], call: Callable[[], Awaitable[_Result]]
 ) -> None:
-    """Fail the check unless a call raises this error and no other."""
+    """Fail the check unless a call raises exactly the expected kind of error."""
     try:
         result = await call()
     except error:
@@ -260,13 +266,15 @@ async def refused(
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return how many ids at the beginning of two sequences are equal."""
+    """Return the index of the first difference between two sequences of ids, or the shorter length
+    if there is none.
+    """
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def tail(ids: TokenIds, start: int) -> str:
-    """Return the ids from a position on as text for a message. At most four ids are shown."""
+    """Return up to four ids, beginning at position `start`, as a string for a message."""
     more = ", ..." if len(ids) > start + 4 else ""
     return f"[{', '.join(str(index) for index in ids[start : start + 4])}{more}]"
 
@@ -407,10 +415,11 @@ async def check_stop(probe: Probe) -> None:
 
 
 def _stops(probe: Probe, ids: TokenIds) -> list[tuple[str, str, int]]:
-    """Return stop strings that occur in a text. Each has a description, and the number of tokens
+    """Return stop strings that occur in a text, each with a description and the number of tokens
     after which the text must end.
 
-    One stop string spans two tokens, and another one is the beginning of a longer token.
+    One stop string spans two tokens, and another is the beginning of a longer token. A text may
+    contain only one of them, or neither.
     """
     stops: dict[str, tuple[str, int]] = {}
     before = ""
@@ -896,7 +905,7 @@ async def check_isolation(probe: Probe) -> None:
 
 @dataclass(slots=True)
 class _Cancelled:
-    """Numbers of calls, summed over all rounds of cancellation."""
+    """Counts of calls, summed over all rounds of cancellation."""
 
     calls: int = 0
     returned: int = 0
@@ -932,8 +941,8 @@ async def check_cancellation(probe: Probe) -> None:
 
 
 async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
-    """Start many long requests, and cancel them after a delay. At that time some are queued, some
-    are running, and some are finished.
+    """Start many long requests, and cancel them after a delay, when some are queued, some run, and
+    some have finished.
     """
     requests = [
         replace(probe.long(request), rollout=str(request.seed)) for request in probe.requests(8)
@@ -969,7 +978,7 @@ async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
 
 
 async def _settle(probe: Probe) -> None:
-    """Fail the check if requests are still in flight after `settle_seconds`."""
+    """Fail the check if the engine still counts requests in flight after `settle_seconds`."""
     with anyio.move_on_after(probe.options.settle_seconds):
         while probe.engine.stats().in_flight:  # noqa: ASYNC110  # an engine has no event to wait for
             await anyio.sleep(0.005)
@@ -999,18 +1008,18 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """The results of all checks, in the order of the checks; `str` returns them as a list."""
+    """The results of all checks, in the order in which the checks ran. `str` lists them."""
 
     engine: str
     results: tuple[CheckResult, ...]
 
     @property
     def broken(self) -> tuple[CheckResult, ...]:
-        """Return the promises that were not kept."""
+        """Return the results of the checks whose promise was broken."""
         return tuple(result for result in self.results if result.status == "broken")
 
     def listed(self, results: Iterable[CheckResult]) -> str:
-        """Return these results as a list under a headline."""
+        """Return the given results as a list under a headline."""
         headline = (
             f"engine {self.engine}: {len(self.broken)} of {len(self.results)} promises broken"
         )
@@ -1026,13 +1035,12 @@ async def check_engine(
     options: CheckOptions = DEFAULTS,
     broken: Literal["raise", "report"] = "raise",
 ) -> ConformanceReport:
-    """Check every promise of `atts.engine.Engine` on a live engine.
+    """Check every promise of `atts.engine.Engine` on a live engine. An engine that cannot be opened
+    is reported too.
 
-    An engine that cannot be opened is reported too.
-
-    If you can, pass a function that makes a new, unopened engine at each call. In this case closing
-    and isolation are checked too, and an engine that broke a promise is replaced. If you pass an
-    open engine, it stays open.
+    If you can, pass a function that returns a new, unopened engine at each call. Then closing and
+    isolation are checked too, and an engine that broke a promise is replaced for the next checks.
+    If you pass an open engine, it stays open.
 
     >>> from atts.testing import ScriptedEngine, run_virtual
     >>> report = run_virtual(check_engine, ScriptedEngine)

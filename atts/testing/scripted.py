@@ -33,12 +33,14 @@ from atts.testing.toy_model import (
 FaultKind = Literal[
     "refused", "slow", "dropped", "timeout", "wrong_length", "nan", "empty", "hang", "wrong_ids"
 ]
-"""Kinds of faults of an engine. refused: the call fails at once. slow: the answer comes after a
-delay. dropped: the connection breaks while the answer arrives. timeout: the call fails after a
-delay. hang: the answer never arrives.
+"""Kinds of simulated faults of an engine.
+
+refused: the call fails at once. slow: the answer comes after a delay. dropped: the connection
+breaks while the answer arrives. timeout: the call fails after a delay. hang: the answer never
+arrives.
 
 The other kinds return impossible answers. wrong_length: one log-prob is missing. nan: a log-prob is
-NaN. empty: the answer has no tokens. wrong_ids: a token id is outside the vocabulary. Answers to
+NaN. empty: the answer has no tokens. wrong_ids: a token id is outside the vocabulary; answers to
 scoring calls have no ids, so they get a positive log-prob instead.
 """
 # Largest number of scoring requests for which attempts are counted. Older requests are forgotten,
@@ -48,7 +50,7 @@ _Kind = TypeVar("_Kind", bound=str)
 
 
 def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> None:
-    """Check that all kinds of faults are known, and that the share of each kind is a probability.
+    """Check that all kinds of faults are known, and that their probabilities are valid.
 
     :raises OptionError: a kind is unknown, or the shares are not probabilities or sum to more than
         1.
@@ -66,8 +68,8 @@ def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> Non
 
 
 def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
-    """Choose a kind of fault by a uniform random number in [0, 1). Return None for a call without a
-    fault.
+    """Choose a kind of fault with the uniform random number `uniform`, in [0, 1). Return None for
+    no fault.
     """
     for kind, share in shares.items():
         uniform -= share
@@ -78,13 +80,14 @@ def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The faults of an engine. `shares` maps each kind of fault to the share of calls that have
-    this fault, 0 to 1.
+    """The faults that an engine simulates.
 
-    `calls` maps the index of a call (from 0, in order of arrival) to its fault, and overrides
-    `shares`. With `shares`, a request's seed, ids and rollout decide its fault, so the same
-    requests fail in any order of calls. The fault of a retry is drawn again. `delay_seconds` is the
-    delay of the kinds slow, dropped and timeout.
+    `shares` maps each kind of fault to the fraction of calls that have it, 0 to 1. `calls` maps the
+    index of a call (from 0, in order of arrival) to its fault, and overrides `shares`.
+    `delay_seconds` is the delay of the kinds slow, dropped and timeout.
+
+    With `shares`, a request's seed, ids and rollout decide its fault, so the same requests fail in
+    any order of calls. The fault of a retry is drawn again.
 
     :raises OptionError: a kind is unknown, or the shares are not probabilities or sum to more than
         1.
@@ -106,7 +109,7 @@ NO_FAULTS = Faults()
 
 
 class FaultSchedule:
-    """A counter of an open engine's calls, which decides the fault of each call."""
+    """A counter of the calls to an open engine, which decides which fault each call gets."""
 
     def __init__(self, faults: Faults, engine: str) -> None:
         self._faults = faults
@@ -115,7 +118,7 @@ class FaultSchedule:
         self._asked: Recent[tuple[str, int, int], int] = Recent(_REMEMBERED)
 
     def pick(self, request: SampleRequest | ScoreRequest) -> FaultKind | None:
-        """Return the kind of fault of this call; None if it has no fault."""
+        """Return the kind of fault that the next call gets; None for no fault."""
         faults = self._faults
         number = self._calls
         self._calls += 1
@@ -145,7 +148,8 @@ class FaultSchedule:
         return Seed(run=self._faults.seed, problem=repr(key), attempt=attempt, purpose="fault")
 
     async def before(self, kind: FaultKind | None) -> None:
-        """Simulate a fault that occurs before the answer is computed: fail, wait or hang.
+        """Simulate the part of a fault that comes before the answer is computed: an error, a delay
+        or a hang.
 
         :raises EngineUnavailable: the kind is refused or dropped.
         :raises EngineTimeout: the kind is timeout.
@@ -167,7 +171,7 @@ class FaultSchedule:
 
 
 def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
-    """Return the answer, changed if this kind of fault changes answers."""
+    """Return the answer with its content corrupted, if `kind` is a fault that corrupts answers."""
     logprobs: tuple[float, ...] = answer.logprobs
     if kind == "wrong_length":
         return replace(answer, logprobs=logprobs[:-1])
@@ -184,9 +188,9 @@ def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
 
 
 class FaultyEngine(EngineAround):
-    """A wrapper that adds faults to any engine.
+    """A wrapper that simulates faults of any engine.
 
-    Opening and closing the wrapper opens and closes the inner engine.
+    Opening and closing the wrapper also opens and closes the inner engine.
     """
 
     def __init__(self, engine: Engine, faults: Faults) -> None:
@@ -197,7 +201,9 @@ class FaultyEngine(EngineAround):
     async def around(
         self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Call the inner engine, simulate the fault of this call, and return the answer."""
+        """Call the inner engine with the fault that was chosen for this call, and return the
+        answer.
+        """
         if self._schedule is None:
             raise UsageError("a faulty engine must be opened with `async with` before it is called")
         kind = self._schedule.pick(request)
@@ -216,12 +222,12 @@ _Answer = TypeVar("_Answer", Completion, Scores)
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The time in seconds that the engine needs for a request. Under `run_virtual`, this is virtual
-    time.
+    """The time, in seconds, that the engine takes for a request. Under `run_virtual`, this is
+    virtual time.
 
     The time of each request is multiplied by a random log-normal factor. `jitter` is the standard
-    deviation of the factor's logarithm. The request and `seed` decide the factor, so it is
-    reproducible.
+    deviation of the factor's logarithm. The factor depends only on the request and on `seed`, so it
+    is reproducible.
     """
 
     per_sample: float = 0.0
@@ -233,7 +239,7 @@ class Latency:
     seed: int = 0
 
     def spread(self, key: Seed) -> float:
-        """Return the random factor by which the time of a request is multiplied."""
+        """Return the random factor that multiplies the time of a request."""
         if not self.jitter:
             return 1.0
         first = (key.key() % 2**64 + 0.5) / 2**64
@@ -250,8 +256,8 @@ class ScoreDrift:
     """A simulated drift of the scores. Log-probabilities are multiplied by `factor`, so a factor
     above 1 raises the perplexity.
 
-    If `when` is "calls", the drift begins after `after` scoring calls. If it is "steps", it changes
-    only scores of suffixes that come after at least `after` steps of the rollout.
+    If `when` is "calls", the drift begins after `after` scoring calls. If it is "steps", only
+    scores of suffixes that come after at least `after` steps of the rollout change.
     """
 
     after: int = 0
@@ -270,7 +276,7 @@ class ScriptedEngine(BaseEngine):
     """An engine that runs a toy model, with reproducible seeds and exact log-probabilities.
 
     The arguments add latency, a queue, faults and drift. Without latency, a call takes no time, but
-    lets other tasks run once. If `concurrency` is None, there is no queue.
+    still lets other tasks run once. If `concurrency` is None, calls never queue.
 
     >>> from atts.core import Message
     >>> from atts.testing.clock import run_virtual
@@ -279,7 +285,7 @@ class ScriptedEngine(BaseEngine):
     ...         ids = engine.tokenizer.render([Message("user", "Start at 4. +3, -2. What is the result?")])
     ...         return (await engine.sample(SampleRequest(ids, 200))).text
     >>> run_virtual(main).split()[-1]
-    '\\\\boxed{5}'
+    '\\boxed{5}'
 
     :raises OptionError: the role is unknown, or `concurrency` is below 1.
     """
@@ -330,8 +336,8 @@ class ScriptedEngine(BaseEngine):
     async def _serve(
         self, request: _Request, work: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Wait for a slot, compute the answer, simulate the fault of this call, and return the
-        answer.
+        """Wait for a slot, compute the answer, and return it with the fault that was chosen for
+        this call.
         """
         fault = self._faults.pick(request)
         asked = self._clock()
@@ -403,8 +409,9 @@ class ScriptedEngine(BaseEngine):
 def _spec_of(
     role: Role, model: ToyModel, context_length: int, capabilities: frozenset[Capability]
 ) -> EngineSpec:
-    """Return the spec of an engine that runs this toy model. The name of the model depends on its
-    skill.
+    """Return the spec of an engine that runs this toy model.
+
+    The model's name is a hash of its skill.
     """
     return EngineSpec(
         name=role,

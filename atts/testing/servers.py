@@ -54,8 +54,10 @@ byte of the reply per second.
 
 @dataclass(frozen=True, slots=True)
 class ServerFaults:
-    """The faults of a server: the share of calls with each kind of fault. For each call that
-    requests tokens or scores, a seeded generator draws the fault.
+    """The probability of each kind of fault for a server's calls.
+
+    For each call that requests tokens or scores, a seeded generator decides whether it has a fault,
+    and which.
 
     :raises OptionError: a kind is unknown, or the shares are not probabilities or sum to more than
         1.
@@ -117,8 +119,8 @@ class ServerQuirks:
     thinking: Literal["closed", "ignored", "refused"] = "closed"
 
     def written(self, request: SampleRequest) -> SampleRequest:
-        """Return the request to execute. Broken speculation is simulated by a temperature of 8, at
-        which the model writes garbage.
+        """Return the request that the engine executes. To simulate broken speculation, its
+        temperature is set to 8, at which the model writes garbage.
         """
         broken = "hot" if request.sampling.temperature else "greedy"
         # Real servers do not speculate in requests for a single token, so these stay correct.
@@ -132,23 +134,22 @@ PLAIN_SERVER = ServerQuirks()
 
 
 class BlockCache:
-    """A cache of the prefixes that a server has computed, in blocks of tokens.
-
-    The last block of a prompt is always computed again, even if it is cached.
+    """A simulated prefix cache, in blocks of tokens. The last block of a prompt is always computed
+    again, even if it is cached.
     """
 
     def __init__(self) -> None:
         self._known: set[int] = set()
 
     def hit(self, ids: TokenIds) -> int:
-        """Return the number of cached ids at the start of `ids`."""
+        """Return how many ids at the start of `ids` are cached."""
         count = 0
         while count + _BLOCK < len(ids) and hash(ids[: count + _BLOCK]) in self._known:
             count += _BLOCK
         return count
 
     def keep(self, ids: TokenIds) -> None:
-        """Record that these ids have been computed."""
+        """Store the prefixes of these ids as computed."""
         self._known.update(hash(ids[:end]) for end in range(_BLOCK, len(ids) + 1, _BLOCK))
 
 
@@ -169,8 +170,8 @@ class Aborted(Refusal):
 
 @dataclass(slots=True)
 class DraftCounter:
-    """Numbers of proposed and accepted tokens on a server that speculates. Accepted tokens are
-    counted for each position of a proposal.
+    """Counts of proposed and accepted tokens on a server that speculates. Accepted tokens are
+    counted per position in a proposal.
     """
 
     rounds: int = 0
@@ -178,8 +179,9 @@ class DraftCounter:
     accepted: list[int] = field(default_factory=list[int])
 
     def write(self, done: Completion, acceptance: tuple[float, ...]) -> None:
-        """Simulate the speculation for a text, and count the proposed and accepted tokens.
-        `acceptance` lists, for each position, the probability that the proposed token is accepted.
+        """Simulate how speculation would write a text, and count the proposed and accepted tokens.
+        `acceptance` has, for each position in a proposal, the probability that its token is
+        accepted.
         """
         random_draw = random.Random(hash(done.ids))
         self.accepted = self.accepted or [0] * len(acceptance)
@@ -197,7 +199,7 @@ class DraftCounter:
 
 @dataclass(slots=True)
 class ServerState:
-    """The state of a server: its engine, running requests, cache and quirks."""
+    """The state of a server: its engine, its requests in progress, its cache and its quirks."""
 
     engine: Engine
     model: str
@@ -213,8 +215,8 @@ class ServerState:
         return self.engine.spec.context_length
 
     def abort(self, rid: str, match: Literal["exact", "prefix"] = "exact") -> None:
-        """Cancel the request with this id; with `match` "prefix", cancel all requests whose id
-        begins with it.
+        """Cancel the request with the id `rid`. If `match` is "prefix", cancel all requests whose
+        id begins with `rid`.
         """
         for name in list(self.jobs):
             if name == rid or (match == "prefix" and name.startswith(rid)):
@@ -223,7 +225,7 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class ServerCall:
-    """A call of a route: the server's state, the request's body and headers, and the fault to
+    """A request to a route: the server's state, the request's body and headers, and the fault to
     simulate.
     """
 
@@ -235,8 +237,8 @@ class ServerCall:
     async def sample(
         self, request: SampleRequest, rid: str = "", *, spoil: bool = True
     ) -> Completion:
-        """Compute a completion, and return it with the number of cached tokens and, unless `spoil`
-        is false, the fault of this call.
+        """Return the engine's completion with the number of cached tokens. Unless `spoil` is false,
+        it has the fault of this call.
 
         :raises Aborted: the request was aborted before it was finished.
         """
@@ -252,8 +254,8 @@ class ServerCall:
         return replace(done, cached_tokens=cached)
 
     async def score(self, ids: TokenIds, start: int, rid: str = "") -> tuple[TokenIds, Scores]:
-        """Score the ids from `start` on, and return these ids and their scores with the fault of
-        this call.
+        """Score the ids from `start` on. Return these ids and their scores, with the fault of this
+        call.
 
         :raises Aborted: the request was aborted before it was finished.
         """
@@ -303,16 +305,14 @@ class ServerCall:
             raise Refusal(400, words)
 
     def model_row(self, owner: str) -> dict[str, Any]:
-        """Return the description of the server's model in the reply of /v1/models, with the context
-        length.
-        """
+        """Return the model's entry in the reply of /v1/models, with its context length."""
         model = self.state.model
         row = {"id": model, "object": "model", "owned_by": owner, "root": model, "parent": None}
         return row | {"max_model_len": self.state.context_length}
 
     def tokens(self, name: str) -> dict[str, Any]:
         """Return the reply of /tokenize; `name` is the field of the request that contains the
-        text.
+        string.
         """
         tokens = self.state.engine.tokenizer.encode(self.body[name])
         return {"tokens": tokens, "count": len(tokens)}
@@ -325,8 +325,10 @@ class ServerCall:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The routes of a dialect, by path. Routes in `work` return tokens or scores, and can have
-    faults. Routes in `questions` return facts about the server, and have no faults.
+    """The routes of a dialect, keyed by path.
+
+    Routes in `work` return tokens or scores, and can have faults. Routes in `questions` return
+    facts about the server, and have no faults.
     """
 
     questions: Mapping[str, Callable[[ServerCall], Any]]
@@ -338,8 +340,7 @@ def request_of(
 ) -> SampleRequest:
     """Convert a client's request to a request for the engine.
 
-    If the client did not send a field, the request gets the server's default, which may change the
-    sampling.
+    Fields that the client did not send get the server's defaults, which may change the sampling.
     """
     sampling = Sampling(
         float(fields.get("temperature", default.temperature)),
@@ -361,7 +362,7 @@ def finish_word(done: Completion) -> Literal["stop", "length"]:
 
 
 def shown(done: Completion, stop: tuple[str, ...]) -> str:
-    """Return the text of a completion before the first stop string."""
+    """Return the text of a completion up to, but not including, the first stop string."""
     places = [done.text.find(word) for word in stop if word in done.text]
     return done.text[: min(places)] if places else done.text
 
@@ -422,7 +423,7 @@ class DialectServer:
 
     @property
     def served(self) -> int:
-        """Return the number of completions and scores that were computed since the last start."""
+        """Return how many completions and scores the server has computed since its last start."""
         return self._state.served if self._state else 0
 
     def __enter__(self) -> Self:
@@ -439,7 +440,7 @@ class DialectServer:
         self.kill()
 
     def start(self) -> None:
-        """Start the server, and return when it listens.
+        """Start the server, and return when it accepts connections.
 
         :raises BaseException: the server cannot start.
         """
@@ -450,9 +451,8 @@ class DialectServer:
             self._open = stack.pop_all()
 
     def kill(self) -> None:
-        """Break all connections and stop listening, as if the server's process was killed.
-
-        A second call has no effect.
+        """Break all connections and stop listening, as if the server's process was killed. A second
+        call has no effect.
         """
         stack = self._open
         self._open = None
@@ -512,9 +512,10 @@ class DialectServer:
         return await self._respond(request, routes, fault)
 
     def _is_loading(self) -> bool:
-        """Return True if the server still pretends to load its model.
+        """Return True while the server pretends to load its model.
 
-        The loading time begins at the first request, so a client sees it even on a busy machine.
+        The loading time begins at the first request, so that a client sees it even on a busy
+        machine.
         """
         now = asyncio.get_running_loop().time()
         if self._ready_at is None:
@@ -617,18 +618,18 @@ _ANSWER = "The answer"
 
 
 def without_marks(text: str) -> str:
-    """Remove the marks around reasoning from the text of an assistant. The toy model writes no
-    marks.
+    """Remove the marks around the reasoning in a text of the assistant. The toy model itself never
+    writes them.
     """
     return text.replace(THINK, "").replace(THINK_END, "")
 
 
 def split_reasoning(so_far: str, text: str) -> tuple[str, str]:
-    """Split the continuation of a text into reasoning and content. The content begins with "The
-    answer".
+    """Split the text that continues `so_far` into reasoning and content. The content begins with
+    "The answer".
 
-    >>> split_reasoning("", "So 4.\\n\\nThe answer is 4.")
-    ('So 4.\\n\\n', 'The answer is 4.')
+    >>> split_reasoning("", "So 4.\n\nThe answer is 4.")
+    ('So 4.\n\n', 'The answer is 4.')
     """
     if THINK_END in so_far:
         return "", text
@@ -650,7 +651,7 @@ _STRICT = (
 
 
 def chat_models(call: ServerCall) -> dict[str, Any]:
-    """Answer GET /v1/models, which does not report the context length."""
+    """Answer GET /v1/models. The reply does not contain the context length."""
     return {
         "object": "list",
         "data": [{"id": call.state.model, "object": "model", "owned_by": "host"}],
@@ -707,7 +708,7 @@ async def chat_completions(call: ServerCall) -> Any:
 
 
 def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
-    """Return the ids of a conversation with these messages.
+    """Return the token ids of a conversation with these messages.
 
     The quirk `prefill` decides whether the answer continues a last message of the assistant.
     """
@@ -727,14 +728,14 @@ def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
 
 
 def _so_far(rows: list[dict[str, Any]]) -> str:
-    """Return the text of the last message if it is from the assistant, otherwise "". The answer
-    continues this text.
+    """Return the text that the answer continues: the last message if it is the assistant's,
+    otherwise "".
     """
     return rows[-1]["content"] if rows and rows[-1]["role"] == "assistant" else ""
 
 
 async def _digits(call: ServerCall, ids: TokenIds) -> list[dict[str, Any]]:
-    """Return the ten digits with their log-probs; a real server would return the likeliest
+    """Return the ten digits with their log-probs, where a real server would return the likeliest
     tokens.
     """
     rows: list[dict[str, Any]] = []
@@ -752,7 +753,7 @@ _DEFAULT = Sampling(0.8, 40, 0.95, 0.05)
 
 
 def props(call: ServerCall) -> dict[str, Any]:
-    """Answer GET /props, which returns facts about a server of llama.cpp."""
+    """Answer GET /props, in which llama.cpp reports facts about the server."""
     state = call.state
     return {
         "default_generation_settings": {"n_ctx": state.context_length},
@@ -787,7 +788,9 @@ async def completion(call: ServerCall) -> Any:
 
 
 async def ignoring(call: ServerCall) -> Any:
-    """Answer POST /v1/completions; log-probs of the prompt are not returned, even if requested."""
+    """Answer POST /v1/completions, but never return log-probs of the prompt, even if they are
+    requested.
+    """
     prompt = call.body["prompt"]
     ids = call.state.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
     done = await call.sample(
@@ -863,7 +866,7 @@ def tags(call: ServerCall) -> dict[str, Any]:
 
 
 def show(call: ServerCall) -> dict[str, Any]:
-    """Answer POST /api/show, which returns facts about a model of Ollama."""
+    """Answer POST /api/show, in which Ollama reports facts about a model."""
     _check_model(call)
     return {
         "model_info": {"toy.context_length": call.state.context_length},
@@ -926,7 +929,7 @@ OLLAMA_ROUTES = Routes(
 
 
 def server_info(call: ServerCall) -> dict[str, str | None]:
-    """Answer GET /server_info, which returns facts about a server of SGLang."""
+    """Answer GET /server_info, in which SGLang reports facts about the server."""
     model = call.state.model
     quirks = call.state.quirks
     algorithm = None if quirks.speculation == "off" else "STANDALONE"
@@ -943,8 +946,8 @@ def abort_sglang(call: ServerCall) -> dict[str, str]:
 
 
 async def generate_sglang(call: ServerCall) -> Any:
-    """Answer POST /generate: sample new tokens, or score the input from `logprob_start_len` on if
-    no new tokens are requested.
+    """Answer POST /generate: sample new tokens or, if none are requested, score the input from
+    `logprob_start_len` on.
     """
     body = call.body
     most = call.state.context_length
@@ -1037,7 +1040,7 @@ _THINK_END = "</think>"
 
 
 async def completions_vllm(call: ServerCall) -> Any:
-    """Answer POST /v1/completions: continue a prompt given as ids, and score the prompt if
+    """Answer POST /v1/completions: continue a prompt of token ids, and score the prompt if
     requested.
     """
     body = call.body
@@ -1089,8 +1092,8 @@ async def completions_vllm(call: ServerCall) -> Any:
 async def _thought(
     call: ServerCall, request: SampleRequest, rid: str, *, spoil: bool
 ) -> Completion:
-    """Continue a text. If the prompt opens a think block, end the block when its budget is used
-    up.
+    """Return a completion. If the prompt opens a think block, close the block when its token budget
+    is used up.
     """
     budget = call.body.get("thinking_token_budget")
     quirks = call.state.quirks
@@ -1180,10 +1183,10 @@ def _check_open(call: ServerCall) -> None:
 
 
 def sent_logprobs(state: ServerState, done: Completion, request: SampleRequest) -> list[float]:
-    """Return the log-probs of sampled tokens that the server sends.
+    """Return the log-probs that the server sends for sampled tokens.
 
-    With the quirk `logprobs` "processed", log-probs are divided by the temperature, and by 2 if
-    tokens are filtered. Both divisions are rough approximations of what a real server does.
+    With the quirk `logprobs` "processed", they are divided by the temperature, and also by 2 if
+    sampling filters tokens. Both divisions are rough approximations of what a real server does.
     """
     heat = request.sampling.temperature
     is_cut = request.sampling != Sampling(request.sampling.temperature)
@@ -1205,8 +1208,8 @@ async def _prompt_rows(
 
 
 async def _likeliest(call: ServerCall, ids: TokenIds, top: int) -> dict[str, dict[str, Any]]:
-    """Return the `top` likeliest tokens after these ids; the engine scores every token of the
-    vocabulary.
+    """Return the `top` likeliest tokens after these ids. To find them, the engine scores every
+    token of the vocabulary.
     """
     found: list[tuple[float, int]] = []
     for token in range(call.state.engine.spec.vocabulary):
@@ -1233,14 +1236,18 @@ def _packed(values: tuple[float, ...]) -> str:
 
 
 def _stop_reason(done: Completion, request: SampleRequest) -> str | int | None:
-    """Return the stop string or stop id that ended the text; None for the model's own end."""
+    """Return the stop string or stop id that ended the text; None if the text ended for another
+    reason.
+    """
     if done.ended != "delimiter":
         return done.ids[-1] if done.ids[-1] in request.stop_ids else None
     return next((stop for stop in request.stop if stop in done.text), done.ids[-1])
 
 
 def metrics(call: ServerCall) -> str:
-    """Answer GET /metrics, with counters of speculation if the server speculates."""
+    """Answer GET /metrics. If the server speculates, the reply includes its counters of
+    speculation.
+    """
     text = call.gauges("vllm:num_requests_running", "vllm:num_requests_waiting")
     if call.state.quirks.speculation == "off":
         return text
@@ -1287,7 +1294,7 @@ _ROUTES: dict[ServerDialect, Routes] = {
 
 
 def routes_of(dialect: ServerDialect) -> Routes:
-    """Return the routes of a dialect: for each path, the function that answers requests."""
+    """Return a dialect's routes, as the function that answers each path."""
     return _ROUTES[dialect]
 
 
@@ -1344,7 +1351,7 @@ class RewardServer:
 
     @property
     def address(self) -> str:
-        """Return the address of the server, in the form for the setting `score.reward`."""
+        """Return the server's address in the form that the setting `score.reward` requires."""
         return f"{self.dialect}:{self.url}/{self.model}"
 
     def __enter__(self) -> Self:
@@ -1368,7 +1375,7 @@ class RewardServer:
                 self._reply(200, server.answer(body))
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Do nothing, so that the server prints no log lines."""
+                """Do nothing, because the server must not print log lines."""
 
             def _reply(self, status: int, value: Any) -> None:
                 data = json.dumps(value).encode()
@@ -1396,7 +1403,7 @@ class RewardServer:
             self._http = None
 
     def answer(self, body: dict[str, Any]) -> Any:
-        """Return the reply to a call for rewards."""
+        """Return the reply to a request for rewards."""
         if self.dialect == "sglang":
             text = self.decode(body["input_ids"])
             return [{"embedding": self.row(self.rewards("", [text])), "meta_info": {}}]
@@ -1410,5 +1417,5 @@ class RewardServer:
         return {"object": "list", "data": [{"index": 0, "object": "pooling", "data": rows}]}
 
     def row(self, chance: float) -> list[float]:
-        """Return a reward as the row of numbers that a reward model would send."""
+        """Return a reward in the form that a reward model sends: a row of numbers."""
         return [1 - chance, chance] if self.numbers == 2 else [chance] * self.numbers

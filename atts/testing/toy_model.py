@@ -41,7 +41,7 @@ Dialect = Literal["plain", "other"]
 
 
 class Language(msgspec.Struct, frozen=True):
-    """The words of the toy language, and its grammar."""
+    """The words and the grammar of the toy language."""
 
     specials: tuple[str, ...]
     fillers: tuple[str, ...]
@@ -76,13 +76,15 @@ class ToyTokenizer:
     """A tokenizer with a small vocabulary. It always takes the longest word that matches, and
     encodes other text as single bytes.
 
-    As in real tokenizers, several id sequences decode to the same text. So the ids that a model
-    wrote may differ from the ids that `encode` returns for their text. The dialect "other" has
-    different ids and no merged tokens. It is for pairs of models with different tokenizers.
+    As with real tokenizers, several id sequences decode to the same text. So the ids that a model
+    wrote may differ from the ids that `encode` returns for their text.
+
+    The dialect "other" has different ids and no merged tokens. It serves to test pairs of models
+    with different tokenizers.
 
     >>> tokenizer = ToyTokenizer()
-    >>> tokenizer.decode(tokenizer.encode("So 4 plus 4 is 8.\\n\\nça va"))
-    'So 4 plus 4 is 8.\\n\\nça va'
+    >>> tokenizer.decode(tokenizer.encode("So 4 plus 4 is 8.\n\nça va"))
+    'So 4 plus 4 is 8.\n\nça va'
     """
 
     def __init__(self, dialect: Dialect = "plain") -> None:
@@ -116,9 +118,7 @@ class ToyTokenizer:
         return self._ids.get(text.encode())
 
     def encode(self, text: str) -> TokenIds:
-        """Return the ids of `text`; names of special tokens in it are encoded like ordinary
-        text.
-        """
+        """Return the ids of `text`. Names of special tokens are encoded as ordinary text."""
         ids: list[int] = []
         position = 0
         for match in self._pattern.finditer(text):
@@ -146,9 +146,10 @@ class ToyTokenizer:
         return b"".join([self.pieces[index] for index in ids]).decode(errors="replace")
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """Return the ids of a conversation; each message begins with the special token of its role.
+        """Return the ids of a conversation, in which each message begins with the special token of
+        its role.
 
-        If the last message is the assistant's, the model can continue it.
+        If the last message is the assistant's, it stays open, so that the model can continue it.
         """
         ids: list[int] = []
         for message in messages:
@@ -167,11 +168,11 @@ MOODS = 8  # `Question.mood` and `Question.hardness` both have this number of le
 
 @dataclass(frozen=True)
 class Question:
-    """A question of the toy language: a chain of sums, with a level of hardness.
+    """A question of the toy language: a chain of sums.
 
-    `mood` sets the variety of phrases in solutions, and `hardness` sets the share of wrong steps.
-    Both are levels from 0 to `MOODS` - 1. They depend only on the text, so they are equal for all
-    models.
+    `hardness` sets how often a step is wrong, and `mood` sets how much the phrases in solutions
+    vary. Both are levels from 0 to `MOODS` - 1. They depend only on the text, so they are the same
+    for all models.
     """
 
     text: str
@@ -180,7 +181,7 @@ class Question:
 
     @cached_property
     def truth(self) -> tuple[int, ...]:
-        """Return the correct values: the start value, and the value after each step."""
+        """Return the correct values: the start value, followed by the value after each step."""
         values = [self.start]
         for operation in self.operations:
             values.append((values[-1] + operation) % 100)
@@ -192,25 +193,26 @@ class Question:
 
     @cached_property
     def hardness(self) -> int:
-        """Return the level of hardness. It grows with the chain's length, and has a random part."""
+        """Return how hard the question is. The level grows with the chain's length, and has a
+        random part.
+        """
         return min(MOODS - 1, (len(self.operations) + self._noise[0] % 4) // 2)
 
     @cached_property
     def mood(self) -> int:
-        """Return the level of variety of the phrases in solutions. It depends partly on the
-        hardness.
-        """
+        """Return how much the phrases in solutions vary. The level depends partly on the hardness."""
         return (self.hardness + self._noise[1] % MOODS * 3) // 4
 
     def misconception(self, step: int) -> int:
-        """Return the most common error of a step, as the difference from the correct value."""
+        """Return the most common wrong result of a step, minus the correct result."""
         return (1, -1, 10, -10, 2, -2)[self._noise[step % 16] % 6]
 
 
 def read_question(text: str) -> Question:
     """Return the question of the last toy problem in a text.
 
-    If the text contains no toy problem, return a question whose chain is made from the text's hash.
+    If the text contains no toy problem, return a question whose chain is derived from a hash of the
+    text.
 
     >>> read_question("Please solve: Start at 4. +3, -2. What is the result?").truth
     (4, 7, 5)
@@ -228,10 +230,9 @@ def read_question(text: str) -> Question:
 
 
 def toy_problems(count: int, seed: int = 0) -> tuple[Problem, ...]:
-    """Return `count` different random problems with their correct answers. Each problem is a chain
-    of sums.
+    """Return `count` different random problems with their correct answers.
 
-    The level of a problem, 1 to 5, grows with the length of its chain.
+    Each problem is a chain of sums. A problem's level, 1 to 5, grows with the length of its chain.
 
     >>> toy_problems(1)[0].answer.isdigit()
     True
@@ -249,9 +250,9 @@ def toy_problems(count: int, seed: int = 0) -> tuple[Problem, ...]:
 
 
 def toy_answer(text: str) -> str | None:
-    """Return the answer of a solution in the toy language: the number in its last box.
+    """Return the answer of a solution in the toy language: the content of its last box.
 
-    >>> toy_answer("So it is \\\\boxed{4}. No: \\\\boxed{5}")
+    >>> toy_answer("So it is \\boxed{4}. No: \\boxed{5}")
     '5'
     """
     boxes = _BOX.findall(text)
@@ -259,8 +260,7 @@ def toy_answer(text: str) -> str | None:
 
 
 def toy_groups(answers: Sequence[str]) -> list[int]:
-    """Return the index of the group of each toy answer. Answers with the same text are in one
-    group.
+    """Return the group index of each toy answer. Answers with the same text are in the same group.
 
     >>> toy_groups(["5", "7", "5"])
     [0, 1, 0]
@@ -285,7 +285,7 @@ _NEXT = LANGUAGE.phases
 
 
 class ReadingState:
-    """The state of the grammar after some ids have been read. Words are read one by one."""
+    """The state of the grammar after the ids that have been read so far. Words are read one by one."""
 
     __slots__ = (
         "answered",
@@ -309,7 +309,7 @@ class ReadingState:
         self.restart(question)
 
     def restart(self, question: Question) -> None:
-        """Begin a new answer to a question."""
+        """Set the state to the beginning of a new answer to a question."""
         self.question = question
         self.prompt = None
         self.phase = "open"
@@ -368,22 +368,24 @@ class ReadingState:
 
     @property
     def truth(self) -> int:
-        """Return the correct value at this point of the chain."""
+        """Return the correct value after the sums that the text has finished."""
         return self.question.truth[min(self.step, len(self.question.truth) - 1)]
 
     @property
     def is_last(self) -> bool:
-        """Return True if the text has done all sums of the question."""
+        """Return True if the text has finished all sums of the question."""
         return self.step >= len(self.question.operations)
 
     @property
     def result(self) -> int:
-        """Return the result of the current sum, computed from the numbers in the text."""
+        """Return the correct result of the sum that the text is writing, computed from the numbers
+        in the text.
+        """
         return (self.left + self.sign * self.operand) % 100
 
     @property
     def operation(self) -> int:
-        """Return the number to add next, which may be negative."""
+        """Return the number that the next sum must add, which may be negative."""
         return self.question.operations[self.step % len(self.question.operations)]
 
 
@@ -410,8 +412,8 @@ _FILTERED_KEPT = 8192
 
 
 class Distribution:
-    """A distribution of the next token: a few likely tokens, and the same small probability for
-    each other token.
+    """A distribution of the next token. A few likely tokens have their own probabilities, and all
+    other possible tokens share one small probability.
     """
 
     __slots__ = (
@@ -433,8 +435,9 @@ class Distribution:
         floors: int,
         vocabulary: int,
     ) -> None:
-        """Create a distribution from the likeliest `ids`, sorted by falling probability. Of all
-        other ids, the first `floors` ids have the probability `floor` each, and the remaining ids
+        """Create a distribution from the likeliest `ids`, sorted by falling probability.
+
+        Of all other ids, the first `floors` ids have the probability `floor` each, and the others
         have probability 0.
         """
         self.ids = ids
@@ -448,9 +451,9 @@ class Distribution:
 
     @classmethod
     def of(cls, weights: Mapping[int, float], vocabulary: int, leak: float) -> Distribution:
-        """Return probabilities in proportion to `weights`.
+        """Return a distribution with probabilities proportional to `weights`.
 
-        In addition, the probability `leak` is spread evenly over the whole vocabulary.
+        The fraction `leak` of the total probability is spread evenly over the whole vocabulary.
         """
         total = math.fsum(weights.values())
         floor = leak / vocabulary
@@ -480,8 +483,8 @@ class Distribution:
         return of_likely - self._floor_ids * self.floor * math.log(self.floor)
 
     def draw(self, uniform: float) -> int:
-        """Draw a token with a uniform random number in [0, 1), by inverse transform sampling with
-        the likeliest tokens first.
+        """Return the token that a uniform random number in [0, 1) selects, by inverse transform
+        sampling with the likeliest tokens first.
         """
         target = uniform * self._mass
         rank = bisect_right(self._bounds, target)
@@ -496,11 +499,11 @@ class Distribution:
         )
 
     def under(self, sampling: Sampling) -> Distribution:
-        """Return this distribution at a temperature, filtered by top-k, top-p and min-p."""
+        """Return this distribution with a temperature, top-k, top-p and min-p applied."""
         return self if sampling == Sampling() else _filtered(self, sampling)
 
     def filtered(self, sampling: Sampling) -> Distribution:
-        """Compute the distribution that `under` returns; `under` caches the result."""
+        """Compute the result of `under`, which caches it."""
         if sampling.temperature == 0:
             return Distribution(self.ids[:1], (1.0,), 0.0, 0, self.vocabulary)
         power = 1 / sampling.temperature
@@ -546,8 +549,10 @@ _filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)
 def _nucleus(
     weights: list[float], floor: float, floors: int, top_p: float
 ) -> tuple[list[float], int]:
-    """Apply top-p: keep the likeliest tokens, until their share of all weights is at least `top_p`.
-    Return the weights of the likely tokens kept, and the number of other tokens kept.
+    """Apply top-p: keep the likeliest tokens, until they have at least `top_p` of the total weight.
+
+    Return the weights of the likely tokens that are kept, and how many of the other tokens are
+    kept.
     """
     wanted = top_p * (math.fsum(weights) + floors * floor)
     for count, reached in enumerate(accumulate(weights), start=1):
@@ -611,7 +616,9 @@ class ToyModel:
         self._known: Recent[tuple[object, ...], Distribution] = Recent(_DISTRIBUTIONS_KEPT)
 
     def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
-        """Return the state after `ids`; if `state` is given, begin with a copy of it."""
+        """Return the state after reading `ids`. If `state` is given, reading continues from a copy
+        of it.
+        """
         # If the ids have no message of the assistant, they are a text to continue. Such a text has
         # no real question, so one is made from its first id.
         state = (
@@ -638,12 +645,12 @@ class ToyModel:
             state.prompt = state.prompt or []
 
     def distribution(self, state: ReadingState) -> Distribution:
-        """Return the distribution of the next id."""
+        """Return the distribution of the token that follows in this state."""
         key = _key(state)
         return self._known.get(key) or self._store(key, self._words(state))
 
     def _words(self, state: ReadingState) -> list[tuple[str, float]]:
-        """Return the words that may come next, with their weights."""
+        """Return the words that may follow in this state, with their weights."""
         match state.phase:
             case "open":
                 return self._openings(state)
@@ -714,13 +721,13 @@ class ToyModel:
         return [(f" {value}", weight) for value, weight in values]
 
     def _firmness(self, question: Question) -> float:
-        """Return how strongly the model prefers the likeliest phrases. At 0, phrases vary most; the
-        largest value is `fluency`.
+        """Return how strongly the model prefers the likeliest phrases: 0 for the most varied
+        phrases, up to `fluency`.
         """
         return self.skill.fluency * (1 - question.mood / (MOODS - 1))
 
     def _idle(self, state: ReadingState) -> list[tuple[str, float]]:
-        """Return the filler words, with the probability of each after the last word."""
+        """Return the filler words, each with its probability as the next word."""
         firmness = self._firmness(state.question)
         likings = _LIKINGS[state.word]
         weights = [
@@ -734,8 +741,8 @@ class ToyModel:
     def _choice(
         self, options: Mapping[str, float], state: ReadingState, total: float
     ) -> list[tuple[str, float]]:
-        """Return equivalent phrases with probabilities that sum to `total`. A high `_firmness` makes
-        the likeliest phrase likelier.
+        """Return alternative phrases with probabilities that sum to `total`. The higher the
+        `_firmness`, the likelier the likeliest phrase.
         """
         power = 1 + 3 * self._firmness(state.question)
         weights = [(word, share**power) for word, share in options.items()]
@@ -759,7 +766,8 @@ def _question(tokenizer: ToyTokenizer, prompt: TokenIds) -> Question:
 
 
 def _likings() -> dict[int, tuple[float, ...]]:
-    """Return, for each filler word, a row of preferences for the word after it, each from 0 to 1.
+    """Return, for each filler word, how well each filler word follows it, as preferences from 0 to
+    1.
 
     The last number of a row is the preference for any filler word at all. The row with the key -1
     is for the start of a phrase.
@@ -776,14 +784,14 @@ _LIKINGS = _likings()
 
 
 def _hard(question: Question) -> float:
-    """Return the factor by which a question's hardness multiplies the share of errors. It is 1 for
-    medium hardness.
+    """Return the factor by which a question's hardness multiplies how often steps are wrong. It is
+    about 1 for medium hardness.
     """
     return (question.hardness + 0.5) / (MOODS / 2)
 
 
 def _key(state: ReadingState) -> tuple[object, ...]:
-    """Return the values of a state that determine the distribution of the next words."""
+    """Return the part of a state that determines the distribution of the next words."""
     phase = state.phase
     question = state.question
     if phase == "open":
@@ -808,16 +816,16 @@ def _key(state: ReadingState) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """The skill of a toy model in questions about steps and solutions.
+    """The accuracy of a toy model that judges steps or chooses between solutions.
 
     `judge` is the probability of a correct reply if `atts.pipelines` asks for a verdict or a rating
-    of the last step. The other fields are for prompts with numbered solutions.
+    of the last step.
 
-    If the prompt asks to compare solutions, the model chooses the first solution with probability
-    `first`. In all other cases, it chooses the correct solution with probability `skill`, or else
-    the wrong one. If both solutions are correct, or both are wrong, it chooses at random. A
-    synthesis ends with the correct result with probability `skill`, or else with the result of the
-    first solution.
+    The other fields are for prompts with numbered solutions. If the prompt asks to compare
+    solutions, the model chooses the first solution with probability `first`, whatever its answer.
+    In all other cases, it chooses the correct solution with probability `skill`, or else the wrong
+    one. If both solutions are correct, or both are wrong, it chooses at random. A synthesis ends
+    with the correct result with probability `skill`, or else with the result of the first solution.
     """
 
     skill: float = 0.8
@@ -825,7 +833,7 @@ class Selector:
     judge: float = 0.8
 
     def verdict(self, question: str, is_right: bool, seed: Seed) -> str | None:
-        """Return the reply to a question about the last step; None for any other question."""
+        """Return the reply to a prompt that asks about the last step; None for any other prompt."""
         is_rating = question.endswith(_RATES)
         if not is_rating and not (question.endswith(_ANSWERS) and _JUDGES in question):
             return None
@@ -869,8 +877,8 @@ _QUESTION_REPLY = 8  # Only requests with at most this token limit can be questi
 
 
 class Writer:
-    """A writer and scorer of texts with a toy model. It caches the states after recent requests, to
-    save time.
+    """A writer and scorer of texts with a toy model. To save time, it caches the states after
+    recent requests.
     """
 
     def __init__(
@@ -881,7 +889,9 @@ class Writer:
         self._states: Recent[TokenIds, ReadingState] = Recent(memory)
 
     def write(self, request: SampleRequest) -> Completion:
-        """Continue a text. The request's seed determines one random number for each position."""
+        """Continue a text. The token at each position is sampled with one random number, which the
+        request's seed determines.
+        """
         model = self.model
         # The prompt ends where the answer begins. It may ask the model to compare or combine
         # solutions.
@@ -924,7 +934,7 @@ class Writer:
         return Completion(kept, model.tokenizer.decode(kept), ended, tuple(logprobs))
 
     def _spelt(self, text: str, request: SampleRequest) -> Completion:
-        """Return a fixed reply as a completion, cut at the request's token limit."""
+        """Return a fixed reply as a completion, cut off at the request's token limit."""
         tokenizer = self.model.tokenizer
         ids = (*tokenizer.encode(text), tokenizer.end_id)
         kept = ids[: request.max_tokens]
@@ -932,8 +942,8 @@ class Writer:
         return Completion(kept, tokenizer.decode(kept), ended, (0.0,) * len(kept))
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """Return the raw log-probability of every token of the suffix; if the request wants
-        entropies, return the negative entropies instead.
+        """Return the raw log-probability of every token of the suffix. If the request asks for
+        entropies, return negative entropies instead.
         """
         state = self._read(request.prefix).copy()
         logprobs: list[float] = []
@@ -948,7 +958,7 @@ class Writer:
         return tuple(logprobs)
 
     def begin(self, request: SampleRequest, suffix: TokenIds) -> Beginning:
-        """Return the beginning of the answer to a request. It ends with the first token that
+        """Return the beginning of the answer to a request, up to and including the first token that
         differs from the suffix.
         """
         whole = self.write(replace(request, max_tokens=min(request.max_tokens, len(suffix) + 1)))
@@ -974,16 +984,15 @@ class Writer:
 
 
 class PrefixMemory:
-    """A simulated prefix cache, which stores the latest ids of each rollout.
-
-    The least recently used rollout is evicted first.
+    """A simulated prefix cache that stores the latest ids of each rollout. When it is full, the ids
+    that were stored longest ago are evicted.
     """
 
     def __init__(self, rollouts: int = 4096) -> None:
         self._seen: Recent[str, TokenIds] = Recent(rollouts)
 
     def cached(self, rollout: str, ids: TokenIds) -> int:
-        """Return the number of cached ids at the start of `ids`.
+        """Return how many ids at the start of `ids` are cached.
 
         The last id is never cached, because the model must compute the distribution after it.
         """

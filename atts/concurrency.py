@@ -33,11 +33,11 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import current_token
 
 import_lock = threading.RLock()
-"""A lock to hold while importing transformers or torch.
+"""A lock to hold while importing transformers or torch, and during the first call of a function
+that imports further modules of these libraries.
 
-Hold the lock also during a first call that imports more modules of these libraries. Both libraries
-load parts of their modules on first use, without a lock of their own. A second thread could
-therefore see a module that is only half loaded.
+Both libraries load parts of their modules on first use, without a lock of their own. A second
+thread could therefore see a module that is only half loaded.
 
 Take the lock inside functions only. A module that takes the lock at import time deadlocks with the
 thread that is importing that module.
@@ -150,8 +150,8 @@ def backoff(attempt: int, first: float, *, longest: float = math.inf, salt: int 
     attempt, counted from 1.
 
     The wait doubles with each attempt, up to `longest`, and is multiplied by a pseudo-random factor
-    between 0.75 and 1.25. The factor depends on `salt`, so callers that failed together do not
-    retry together. A rerun waits equally long.
+    between 0.75 and 1.25. The factor depends only on `salt`. So callers that failed together do not
+    retry together, and a rerun has the same waits.
 
     >>> [round(backoff(attempt, 0.5, longest=1.0, salt=3), 2) for attempt in (1, 2, 3)]
     [0.59, 1.18, 1.18]
@@ -170,8 +170,8 @@ def shielded(seconds: float) -> Generator[None]:
 def clock() -> Callable[[], float]:
     """Return a function that reads the clock of the running event loop.
 
-    The function returns the same time as `anyio.current_time`, but is faster because it does not
-    look up the loop at each call.
+    It returns the same time as `anyio.current_time`, but faster, because it does not look up the
+    event loop at each call.
 
     :raises anyio.NoEventLoopError: no event loop is running.
     """
@@ -190,10 +190,11 @@ def clock() -> Callable[[], float]:
 
 
 def loop_caller() -> Callable[[Callable[[], None]], None]:
-    """Return a function with which other threads schedule calls in the current event loop.
+    """Return a function that other threads can call to schedule a callback in the current event
+    loop.
 
-    The returned function works on asyncio and trio, and never blocks the calling thread. A call
-    that arrives after the loop has ended is dropped.
+    The returned function works on asyncio and trio, and never blocks the calling thread. Callbacks
+    scheduled after the loop has ended are dropped.
     """
     native: Any = current_token().native_token
     run: Callable[[Callable[[], None]], object] = (
@@ -241,8 +242,8 @@ class SlotQueue:
         self._priorities: list[int] = []  # the keys of `_lanes` in ascending order
 
     def enter_loop(self) -> None:
-        """Store the event class of the running loop. Finding this class takes most of the time of
-        `anyio.Event()`.
+        """Look up the running loop's event class once, because this lookup takes most of the time
+        of `anyio.Event()`.
         """
         self._event = type(anyio.Event())
 
@@ -262,10 +263,8 @@ class SlotQueue:
         return sum(waiter.state == "waiting" for lane in self._lanes.values() for waiter in lane)
 
     def resize(self, slots: int) -> None:
-        """Change the number of slots.
-
-        If the number grows, waiting tasks get the new slots at once. If it shrinks, slots above the
-        limit disappear when they are given back.
+        """Change the number of slots. If it grows, waiting tasks get the new slots at once. If it
+        shrinks, tasks keep their slots, and the surplus slots disappear when they are given back.
         """
         assert self.slots is not None, "an unlimited queue cannot be resized"
         self.free_slots += slots - self.slots
@@ -343,13 +342,13 @@ class SlotQueue:
 
 
 _PARENT_SECONDS = 0.25
-"""A child process tests at this interval, in seconds, whether its parent still runs."""
+"""Interval, in seconds, at which a child process checks whether its parent is still running."""
 _DEATH_SIGNAL = 1
-"""The number of the Linux prctl option PR_SET_PDEATHSIG, which requests a signal at the parent's
-end.
+"""The number of the Linux prctl option PR_SET_PDEATHSIG, which requests a signal when the parent
+ends.
 
 Linux sends the signal when the *thread* that started the child ends, even if the parent process
-still runs. So the signal must be harmless.
+still runs. So the signal must be one that does not kill the child.
 """
 _START = """\
 import json, runpy, sys

@@ -90,8 +90,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Rules for sampling a token from the model's distribution; by default the distribution is
-    unchanged.
+    """Sampling settings of a request: temperature and filters; the defaults leave the model's
+    distribution unchanged.
     """
 
     temperature: float = 1.0
@@ -107,15 +107,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """A request to continue `ids` by at most `max_tokens`, up to a stop string or a stop id.
+    """A request to continue `ids` by at most `max_tokens`, up to a stop string or a stop id. The
+    completion includes the token that completes the stop string.
 
-    The completion includes the token that completes the stop string. `rollout` is only a hint: the
-    engine's cache may contain the beginning of `ids` under this name. If `logprobs` is "unneeded",
-    an engine may return no log-probabilities.
+    `rollout` names the rollout whose text this is. It is only a hint: the engine's KV cache may
+    hold the beginning of `ids` under this name. If `logprobs` is "unneeded", an engine may return
+    no log-probabilities.
 
-    The last `num_begun` ids already belong to the completion. They were sampled before, perhaps by
-    another engine, with the first uniform numbers of this seed. The engine continues with the next
-    uniform numbers, so the whole completion is the same as without `num_begun`.
+    If `num_begun` is above 0, the completion was begun earlier, perhaps by another engine, and its
+    first `num_begun` tokens are the end of `ids`. Each of these tokens used up one uniform random
+    number of the seed's stream. The engine continues with the next random number, so the result is
+    the same as if it had sampled the whole completion.
     """
 
     ids: TokenIds
@@ -159,18 +161,17 @@ class ScoreRequest:
     """A request for the log-probability of every token of `suffix` after `prefix`; both are
     non-empty.
 
-    `draw` is the sampling request for the text that the target would write after `prefix` instead
-    of the suffix. An engine with the capability "draw" samples the first tokens of that text from
-    the distributions that it computes for the scores. It returns these tokens in
-    `Scores.beginning`.
+    `draw` is the request that would sample the target's own text after `prefix`, instead of the
+    suffix. An engine with the capability "draw" samples the first tokens of that text from the
+    distributions that it computes for the scores. It returns these tokens in `Scores.beginning`.
 
     If `entropies` is true, the result has the negative entropy of the distribution at each token,
-    instead of the token's log-probability. The negative entropy is the mean log-probability of a
-    token that is sampled from the distribution.
+    instead of the token's log-probability. The negative entropy is the expected log-probability of
+    a token sampled from that distribution.
 
-    If `texts` is given, it contains a problem and the steps of its solution so far. The target's
-    reward model then answers the request with one number: the logarithm of the probability that the
-    last step is correct. The suffix is then the last token of the last step.
+    `texts`, if given, contains a problem and the steps of its solution so far. The target's reward
+    model then returns one number: the log-probability that the last step is correct. In such a
+    request, the suffix is the last token of the last step.
     """
 
     prefix: TokenIds
@@ -201,10 +202,9 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Raw log-probabilities, exactly one per suffix token.
-
-    `beginning` is the start of the completion that `ScoreRequest.draw` requested. It ends with the
-    model's first token that differs from the suffix.
+    """Raw log-probabilities, exactly one per suffix token. `beginning` is the start of the
+    completion that `ScoreRequest.draw` requested. It ends with the first token that the model
+    sampled differently from the suffix.
     """
 
     logprobs: tuple[float, ...]
@@ -258,8 +258,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Data that a gate may use in addition to the score, such as the draft's log-probabilities and
-    the answers of the problem's other rollouts.
+    """Values that a gate may use in addition to the score, such as the draft's log-probabilities
+    and the answers of the problem's other rollouts.
     """
 
     question: str
@@ -288,7 +288,9 @@ class Features:
         self, action: Action, rate: float = math.nan, why: str = "", *, score: float | None = None,
         p: float | None = None, origin: Origin = "gate",
     ) -> Decision:  # fmt: skip
-        """Make a decision about this chunk. A gate without a nominal rate leaves `rate` at NaN."""
+        """Return a `Decision` about this chunk, with the given action and score. A gate without a
+        nominal rate leaves `rate` at NaN.
+        """
         return Decision(
             action, rate, self.question, self.turn, self.sample, issue=self.issue, score=score, p=p, why=why,
             origin=origin,
@@ -380,13 +382,13 @@ class Turn:
 
     @property
     def score_reused(self) -> bool:
-        """Return True if the score was copied from an equal chunk of a sibling rollout."""
+        """Return True if the score was copied from a sibling rollout that had the same chunk."""
         return self.score is not None and not self.scored_tokens
 
     @property
     def was_cut_short(self) -> bool:
-        """Return True if the rollout was stopped after this turn's decision, but before the
-        decision was carried out.
+        """Return True if the rollout was stopped after the gate's decision on this turn, but before
+        the decision was carried out.
         """
         return bool(self.discarded) and not self.chunks
 
@@ -396,10 +398,11 @@ class Turn:
         return sum(chunk.tokens for chunk in chunks if self.is_written(chunk))
 
     def is_written(self, chunk: Chunk) -> bool:
-        """Return True if a model wrote this chunk in this turn.
+        """Return True if a model generated the chunk in this turn.
 
-        Text that budget forcing inserts was not written by a model. If the rollout keeps only a
-        part of a discarded chunk, the kept part is not counted again.
+        The result is False for text that budget forcing inserted. It is also False for the
+        beginning of a discarded chunk that the rollout keeps, because its tokens count with the
+        discarded chunk.
         """
         if chunk.logprobs:
             return True
@@ -413,7 +416,7 @@ class Turn:
 
     @property
     def remark(self) -> str:
-        """Describe what was unusual in the turn: its note, inserted text, and the reason why no
+        """Describe what was unusual in the turn: its note, text that atts inserted, and why no
         score was requested.
         """
         recalled = (
@@ -436,7 +439,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Numbers of tokens and calls. Two usages can be added with `+`."""
+    """Counts of tokens and calls. Two usages can be added with `+`."""
 
     draft_tokens: int = 0  # tokens sampled by the draft
     target_tokens: int = 0  # tokens sampled by the target
@@ -451,7 +454,7 @@ class Usage:
 
     @property
     def target_share(self) -> float:
-        """Return the share of the tokens written by both models that the target wrote, 0 to 1."""
+        """Return the fraction of all generated tokens that the target wrote, 0 to 1."""
         written = self.draft_tokens + self.target_tokens
         return self.target_tokens / written if written else 0.0
 
@@ -470,7 +473,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One attempt to solve a problem by reasoning. The object is immutable, so every turn makes a
+    """One attempt to solve a problem by reasoning. The object is immutable, so each turn creates a
     new one.
     """
 
@@ -495,7 +498,9 @@ class Rollout:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Return the chunks of the rollout's text, which begins at the turn of its last restart."""
+        """Return the chunks of the rollout's current text: all chunks since the rollout last
+        restarted its text.
+        """
         chunks: list[Chunk] = []
         for turn in self.turns:
             if turn.restarts:
@@ -504,9 +509,8 @@ class Rollout:
         return chunks
 
     def turn_limit(self, limit: int) -> int:
-        """Return the largest number of turns that the rollout may have.
-
-        A rollout that starts its text again may have `limit` turns from that turn on.
+        """Return the largest number of turns that the rollout may have. A rollout that restarted
+        its text may take `limit` turns, counted from the turn of the restart.
         """
         for position, turn in enumerate(self.turns[:limit]):
             if turn.restarts:
@@ -520,14 +524,12 @@ class Rollout:
 
 
 Combine = Literal["vote", "select", "synthesize", "auto"]
-"""The ways to find a problem's answer from the answers of its rollouts."""
+"""The ways to choose a problem's answer from the answers of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CombinePlan:
-    """A decision about one problem after its rollouts have voted: keep the vote, or ask the
-    target.
-    """
+    """A decision after a problem's rollouts have voted: keep the voted answer, or ask the target."""
 
     action: Literal["vote", "select", "synthesize"]
     # True: the target's choice is recorded to test the selector, but the answer of the vote is kept
@@ -540,8 +542,8 @@ class CombinePlan:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """A record of how the answer of a problem was chosen from the answers of its rollouts, and of
-    the cost.
+    """A record of how a problem's answer was chosen from the answers of its rollouts, and at what
+    cost.
     """
 
     plan: CombinePlan
@@ -573,7 +575,9 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one problem: all its rollouts, and the answer that was chosen from theirs."""
+    """The result of one problem: its rollouts, and the final answer chosen from the rollouts'
+    answers.
+    """
 
     problem: Problem
     rollouts: tuple[Rollout, ...]
@@ -605,12 +609,12 @@ RolloutStatus = Literal["done", "failed", "settled", "cancelled"]
 ProblemStatus = Literal["done", "failed", "cancelled"]
 
 RELEASE = "release"
-"""A finished rollout may keep its slot until the siblings that started with it end. In the records
-of times, this wait has the stage name `RELEASE`.
+"""Stage name, in records of times, of a finished rollout's wait for the siblings that started with
+it. The rollout keeps its slot during this wait.
 """
 HOLD = "hold"
-"""A rollout may wait for a score that a sibling has requested for an equal chunk. In the records of
-times, this wait has the stage name `HOLD`.
+"""Stage name, in records of times, of a rollout's wait for a score that a sibling has already
+requested for the same chunk.
 """
 
 # Spans are msgspec structs, because each engine call makes one. Making a frozen dataclass would
@@ -622,8 +626,8 @@ class CallSpan(
 ):
     """One engine call, which is a node of the task graph. Times are in seconds on the loop's clock.
 
-    The times satisfy ready <= queued <= started <= ended. A call that was cancelled in the queue
-    has equal `started` and `ended`. The result of a "recalled" call was read from an earlier
+    The times satisfy ready <= queued <= started <= ended. If a call was cancelled in the queue,
+    `started` and `ended` are the same. The result of a "recalled" call was read from an earlier
     session's journal, so no engine was called. Spans are never changed after they are made.
     """
 
@@ -647,17 +651,17 @@ class CallSpan(
 
     @property
     def wait(self) -> float:
-        """Return the seconds spent waiting for siblings."""
+        """Return the seconds that the call waited for sibling rollouts."""
         return self.queued - self.ready
 
     @property
     def queue(self) -> float:
-        """Return the seconds spent waiting for a slot."""
+        """Return the seconds that the call waited for a slot of the engine."""
         return self.started - self.queued
 
     @property
     def compute(self) -> float:
-        """Return the seconds spent in the call."""
+        """Return the seconds that the engine worked on the call."""
         return self.ended - self.started
 
 
@@ -669,7 +673,7 @@ class RolloutSpan(
     forbid_unknown_fields=True,
 ):
     """The times of one rollout. `released` is later than `ended` if the rollout kept its slot until
-    its siblings ended.
+    its siblings had ended.
     """
 
     problem: str
@@ -708,7 +712,7 @@ _Value = TypeVar("_Value")
 
 
 class Recent(dict[_Key, _Value]):
-    """A dictionary of limited size. A full dictionary drops the entry that was stored longest ago.
+    """A dictionary of limited size. When a new key does not fit, the oldest entry is dropped.
 
     >>> recent = Recent[str, int](2)
     >>> recent["a"], recent["b"], recent["a"], recent["c"] = 1, 2, 3, 4

@@ -70,7 +70,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """The identity and the properties of an engine, recorded in manifests and calibration data."""
+    """The identity and properties of an engine, as recorded in manifests and calibration data."""
 
     name: str
     model: str
@@ -161,7 +161,7 @@ def first_values(logprobs: Sequence[float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The values of an engine's counters at one time; all counters are 0 when the engine opens."""
+    """A snapshot of an engine's counters, which are all 0 when the engine opens."""
 
     requests: int = 0
     in_flight: int = 0
@@ -180,7 +180,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """The counters of an open engine. `EngineStats` is a copy of their current values."""
+    """The counters that an open engine updates. `EngineStats` is a copy of their current values."""
 
     requests: int = 0
     in_flight: int = 0
@@ -209,8 +209,8 @@ class EngineCounters:
         )
 
     def snapshot(self, *, busy_for: float = 0.0) -> EngineStats:
-        """Return a copy of the current values. `busy_for` is the length, in seconds, of the busy
-        period that has not ended yet.
+        """Return a copy of the current values. `busy_for` is the length, in seconds, of the current
+        busy period, which has not ended yet.
         """
         values: dict[str, Any] = {
             field.name: getattr(self, field.name) for field in fields(EngineStats)
@@ -249,9 +249,7 @@ class Engine(Protocol):
         ...
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return the log-probabilities of a non-empty suffix; `score` raises the same errors as
-        `sample`.
-        """
+        """Return the log-probabilities of a non-empty suffix. The errors are those of `sample`."""
         ...
 
     def stats(self) -> EngineStats:
@@ -270,39 +268,39 @@ class Engine(Protocol):
 
 
 GIVE_UP_AFTER = 3600.0
-"""If a server no longer answers, a run waits this many seconds for it, if the user sets no time."""
+"""Default number of seconds that a run waits for a server that no longer answers."""
 
 
 @runtime_checkable
 class Returning(Protocol):
-    """An engine that may come back after it was lost, such as a server that is restarted."""
+    """An engine that may become available again after it was lost, such as a server that is
+    restarted.
+    """
 
     async def comes_back(self) -> bool:
         """Wait until a lost engine is available again, and return True if it is. The engine's
-        options limit the wait.
+        options limit how long to wait.
         """
         ...
 
 
 @runtime_checkable
 class Stepping(Protocol):
-    """An engine that computes all its calls together in steps, and counts these steps.
+    """An engine that processes all its calls together in steps, and counts these steps.
 
-    A call to such an engine may wait long for its turn. While the engine takes steps, the wait is
-    not a failure, so a call's deadline counts from the newest step.
+    A call to such an engine may wait long before it is processed. As long as the engine takes
+    steps, this wait is not a failure, so a call's deadline is measured from the latest step.
     """
 
     def steps_taken(self) -> int:
-        """Return the number of steps so far."""
+        """Return how many steps the engine has taken."""
         ...
 
 
 class EngineAround:
-    """A wrapper that forwards every call to an inner engine. Subclasses observe, record or disturb
-    calls.
-
-    If `lifetime` is "own", opening and closing the wrapper also opens and closes the inner engine.
-    If it is "lent", the wrapper never opens or closes the inner engine.
+    """A wrapper that forwards every call to an inner engine. Subclasses observe, record or modify
+    the calls. If `lifetime` is "own", opening and closing the wrapper also opens and closes the
+    inner engine. If it is "lent", the wrapper never opens or closes the inner engine.
     """
 
     def __init__(self, engine: Engine, lifetime: Literal["own", "lent"]) -> None:
@@ -329,19 +327,21 @@ class EngineAround:
         return self._engine.stats()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Pass a sample request to the inner engine, by a call of `around`."""
+        """Pass a sample request to the inner engine through `around`."""
         return await self.around(request, self._engine.sample)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Pass a score request to the inner engine, by a call of `around`."""
+        """Pass a score request to the inner engine through `around`."""
         return await self.around(request, self._engine.score)
 
     def speculated(self) -> Speculated | None:
-        """Return the counters of speculative decoding of the inner engine."""
+        """Return the inner engine's counters of speculative decoding."""
         return speculated_by(self._engine)
 
     async def comes_back(self) -> bool:
-        """Wait until the inner engine is back; return False at once if it cannot come back."""
+        """Wait until the inner engine is available again; return False at once if it cannot become
+        available.
+        """
         return isinstance(self._engine, Returning) and await self._engine.comes_back()
 
     async def around(
@@ -366,8 +366,8 @@ class EngineAround:
 
 
 def stepping(engine: Engine) -> Stepping | None:
-    """Return the engine that counts steps, which is this engine or one inside it; None if there is
-    none.
+    """Return the engine that counts steps: this engine, or an engine that it wraps. Return None if
+    neither counts steps.
     """
     # Every request to a server calls this function. `isinstance` with the protocol would take ten
     # times as long as `hasattr`.
@@ -524,7 +524,7 @@ class BaseEngine(ABC):
         return None
 
     async def comes_back(self) -> bool:
-        """Return False, because most engines cannot come back after they are lost."""
+        """Return False, because most engines cannot become available again after they are lost."""
         return False
 
     async def _close(self) -> None:  # noqa: B027  # some engines hold nothing
@@ -546,9 +546,7 @@ class BaseEngine(ABC):
     async def _counted(
         self, request: _Request, answer: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Answer a request, and update the counters of running, answered, failed and cancelled
-        requests.
-        """
+        """Answer a request with `answer`, and count the request as in flight, failed or cancelled."""
         counts = self._counts
         counts.requests += 1
         if not counts.in_flight:
@@ -570,7 +568,7 @@ class BaseEngine(ABC):
 
 
 def not_open(name: str, state: EngineState) -> EngineUnavailable:
-    """Return the error for a request to an engine that is not open yet, or already closed."""
+    """Return the error for a request to an engine that is not open."""
     if state == "closed":
         return EngineUnavailable(name, "the engine is closed", "Make a new engine")
     return EngineUnavailable(
@@ -629,8 +627,8 @@ class Speculated:
 
     @property
     def accepted_share(self) -> tuple[float, ...]:
-        """Return the share of tested tokens that were accepted, separately for each position in a
-        proposal.
+        """Return the fraction of tested draft tokens that were accepted, separately for each
+        position in a proposal.
         """
         return tuple(
             accepted / tested
@@ -694,9 +692,8 @@ def speculated_by(engine: object) -> Speculated | None:
 
 
 def speculated_since(before: Speculated | None, engine: object) -> Speculated | None:
-    """Return the increase of the engine's speculation counters since `before`.
-
-    The result is None if no token was proposed and the reason is unknown.
+    """Return how much the engine's speculation counters have grown since `before`. The result is
+    None if no token was proposed and the reason is unknown.
     """
     now = speculated_by(engine)
     more = now - (before or Speculated()) if now is not None else None
@@ -704,12 +701,12 @@ def speculated_since(before: Speculated | None, engine: object) -> Speculated | 
 
 
 def together(one: Speculated | None, other: Speculated | None) -> Speculated | None:
-    """Return the sum of two sets of speculation counters; None stands for a missing set."""
+    """Return the sum of two sets of speculation counters. A set that is None is left out."""
     return one + other if one and other else one or other
 
 
 def counters_of(stats: Any) -> Speculated:
-    """Copy the speculation counters from an object that still updates them."""
+    """Return a copy of the speculation counters in `stats`, an object whose counters still change."""
     values: dict[str, Any] = {
         field.name: getattr(stats, field.name) for field in fields(Speculated)
     }

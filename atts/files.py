@@ -39,8 +39,8 @@ ADVICE: dict[int, str] = {
 
 
 def refused(path: Path, error: BaseException) -> StorageError:
-    """Return the StorageError for a failed write: the operating system's reason, and advice for the
-    user.
+    """Return the StorageError for a failed write, with the operating system's reason and advice for
+    the user.
     """
     if isinstance(error, MemoryError):
         return StorageError(
@@ -109,9 +109,8 @@ def replace_file(
     durable: bool = True,
     mode: int = 0o666,
 ) -> None:
-    """Replace a file like `write_atomic`, but let the caller write the error message.
-
-    A new file gets the permissions `mode`, except those that the umask forbids.
+    """Replace a file like `write_atomic`, but raise OSError, so that the caller can word the error
+    message. A new file gets the permissions `mode`, except those that the umask forbids.
 
     :raises OSError: the disk refuses; the old file is unchanged.
     """
@@ -148,7 +147,8 @@ def write_out(path: Path, data: bytes) -> None:
 
 
 def replace_named(path: Path, data: bytes) -> None:
-    """Write a file like `write_out`, but let the caller write the error message.
+    """Write a file like `write_out`, but raise OSError, so that the caller can word the error
+    message.
 
     :raises OSError: the path names something other than an ordinary file, or the disk refuses.
     """
@@ -158,9 +158,8 @@ def replace_named(path: Path, data: bytes) -> None:
 
 
 def read_ordinary(path: Path) -> bytes:
-    """Return the content of an ordinary file.
-
-    A pipe or a device is refused, because reading it could wait forever.
+    """Return the content of an ordinary file. Pipes and devices are refused, because reading them
+    could block forever.
 
     :raises OSError: the path is not an ordinary file, or cannot be read.
     """
@@ -185,7 +184,7 @@ def open_ordinary(path: Path) -> BufferedReader:
 
 
 def check_ordinary(mode: int, path: Path) -> None:
-    """Check that `mode`, the mode bits of an open file, belongs to an ordinary file.
+    """Check that `mode`, the mode bits of an open file, are those of an ordinary file.
 
     :raises OSError: if it is the mode of a directory, device, pipe or socket.
     """
@@ -248,11 +247,11 @@ def _constant(word: str) -> float:
 
 
 def plain_fields(record: object) -> dict[str, Any]:
-    """Return the fields of a dataclass as JSON's own types, including the fields of inner
+    """Return the fields of a dataclass as plain JSON types, including the fields of nested
     dataclasses.
 
-    The function takes a tenth of the time of `asdict`, which matters because every request to a
-    server makes a manifest.
+    This is ten times as fast as `asdict`, which matters because every request to a server makes a
+    manifest.
 
     :raises TypeError: if JSON has no type for one of the values.
     """

@@ -24,9 +24,10 @@ def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
     """Run `anyio.run(function)`, and handle Ctrl-C.
 
     The first press cancels the function, but its shielded clean-up still runs to the end. The
-    second and third press do nothing, but the fourth kills the process. A KeyboardInterrupt during
-    the clean-up would leave worker threads waiting, so the process would never end. A handler that
-    the program or its host has installed is not replaced.
+    second and third press do nothing, and the fourth kills the process. They raise no
+    KeyboardInterrupt, because one during the clean-up would leave worker threads waiting, so that
+    the process would never end. A handler that the program or its host has installed is not
+    replaced.
 
     :raises KeyboardInterrupt: Ctrl-C was pressed; everything opened in the loop is closed.
     """
@@ -53,8 +54,8 @@ def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
 
 
 def _cancel_at_first_press(scope: CancelScope) -> None:
-    """Make Ctrl-C cancel the scope instead of the task, because a shield does not protect a task
-    that is cancelled directly.
+    """Make Ctrl-C cancel the scope. By default it cancels the task itself, and a shield does not
+    protect against that.
     """
     from atts.concurrency import loop_caller
 

@@ -22,10 +22,10 @@ from atts.errors import ATTSError, JournalCorrupt, OptionError
 from atts.files import read_ordinary, storage, write_atomic
 
 LEDGER = "ledger.jsonl"
-"""In a run directory, the ledger's file has this name."""
+"""Name of the ledger's file in a run directory."""
 PRICES = "prices by role"
-"""A run's manifest has a setting with this name. It stores the prices of each role's model, from
-which reports compute costs.
+"""Name of the setting in a run's manifest that stores the prices of each role's model. Reports
+compute costs from it.
 """
 
 # Picodollars in a dollar. Costs are whole numbers of picodollars, because sums of integers have no
@@ -35,7 +35,7 @@ _MILLION = 10**6
 
 
 class LimitReached(ATTSError):
-    """A call was refused because it would exceed a cap; `limit` is the name of the cap."""
+    """A call was refused because it would exceed a cap; `limit` is the cap's name."""
 
     def __init__(self, limit: str, problem: str) -> None:
         super().__init__(f"{limit}: {problem}")
@@ -44,8 +44,8 @@ class LimitReached(ATTSError):
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A number of calls, their tokens and their cost. All values are whole numbers, so that sums
-    are exact.
+    """Counts of calls and tokens, and their cost. All values are whole numbers, so that sums are
+    exact.
     """
 
     calls: int = 0
@@ -71,11 +71,11 @@ class Amount:
 
     @property
     def dollars(self) -> float:
-        """Return the cost in dollars as a float."""
+        """Return the cost converted to dollars."""
         return self.picodollars / _PICO
 
     def by_cap(self) -> dict[str, float]:
-        """Return, for each cap's name, the amount that counts towards this cap."""
+        """Return the values that the caps limit, keyed by the name of the cap."""
         return {
             "max_calls": self.calls,
             "max_target_tokens": self.target_tokens,
@@ -114,9 +114,7 @@ class Caps:
 
     @property
     def limits_calls(self) -> bool:
-        """Return True if a call may be refused because of a cap; `max_seconds` never refuses a
-        call.
-        """
+        """Return True if a cap may refuse calls. `max_seconds` is the only cap that never does."""
         return replace(self, max_seconds=None) != Caps()
 
     def as_json(self) -> dict[str, Any]:
@@ -127,7 +125,7 @@ class Caps:
     def exceeded_by(self, amount: Amount) -> str:
         """Return the name of the first cap that the amount exceeds, or "".
 
-        `max_seconds` is not checked. The caller must watch the time, because time also passes
+        `max_seconds` is not checked here. The caller must watch the time, because time also passes
         without calls.
         """
         pairs = (
@@ -143,9 +141,7 @@ class Caps:
 
 
 def _picodollars(dollars: float | None) -> int | None:
-    """Convert a cap in dollars to whole picodollars. The result is rounded down, so that it never
-    exceeds the cap.
-    """
+    """Convert a cap in dollars to whole picodollars, rounded down so that the cap never grows."""
     return None if dollars is None else math.floor(dollars * _PICO)
 
 
@@ -176,8 +172,8 @@ class Price:
     def picodollars(self, read: int, cached: int, written: int) -> int:
         """Return the cost of a call in picodollars.
 
-        `read` is the number of uncached input tokens, `cached` that of cached input tokens, and
-        `written` that of output tokens.
+        `read` counts the uncached input tokens, `cached` the cached input tokens, and `written` the
+        output tokens.
         """
         cached_price = self.input if self.cached is None else self.cached
         return (
@@ -188,9 +184,8 @@ class Price:
 
 
 def _of_million(dollars: float) -> int:
-    """Convert a price in dollars per million tokens to picodollars per token.
-
-    The result is rounded up, so that no cost is underestimated.
+    """Convert a price in dollars per million tokens to picodollars per token, rounded up so that no
+    cost is underestimated.
     """
     return math.ceil(dollars * _PICO / _MILLION - 1e-6)
 
@@ -199,7 +194,7 @@ Prices = Mapping[Role, Price]
 
 
 def read_prices(path: Path) -> dict[str, Price]:
-    """Read the prices of models from a TOML file, and return them keyed by the name of the model.
+    """Read the prices of models from a TOML file, and return them keyed by model name.
 
     :raises OptionError: the file cannot be read, or contains anything other than prices.
     """
@@ -228,8 +223,9 @@ class _PriceTable(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def prices_of(prices: Mapping[str, Price], models: Mapping[Role, str]) -> dict[Role, Price]:
-    """Return the price of each role's model. `prices` may name a price by the model's name or by
-    its role.
+    """Return the price of each role's model.
+
+    The keys of `prices` may be names of models or of roles.
     """
     by_role = dict[Role, Price]()
     for role, model in models.items():
@@ -271,7 +267,7 @@ def cost_of(usage: Usage, prices: Prices, roles: tuple[Role, ...]) -> float | No
 def recorded_prices(value: object) -> dict[Role, Price]:
     """Return the prices that a manifest recorded; `value` is the value of its setting `PRICES`.
 
-    The result is an empty dictionary if the manifest has no prices.
+    The result is empty if the manifest has no prices.
     """
     if not isinstance(value, Mapping):
         return {}
@@ -280,7 +276,7 @@ def recorded_prices(value: object) -> dict[Role, Price]:
 
 
 def money_of(usage: Usage, prices: Prices) -> float | None:
-    """Return the cost of the usage in dollars. The result is None if a model that did work has no
+    """Return the cost of the usage in dollars. The result is None if a model that was used has no
     price.
     """
     asked: list[Role] = []
@@ -292,7 +288,7 @@ def money_of(usage: Usage, prices: Prices) -> float | None:
 
 
 def most_of(role: Role, request: SampleRequest | ScoreRequest, prices: Prices) -> Amount:
-    """Return the largest possible number of tokens and the largest possible cost of the call."""
+    """Return the most tokens that the call can use, with their cost."""
     if isinstance(request, SampleRequest):
         return _amount(role, len(request.ids), 0, request.max_tokens, prices)
     read = len(request.prefix) + len(request.suffix)
@@ -305,7 +301,7 @@ def most_of(role: Role, request: SampleRequest | ScoreRequest, prices: Prices) -
 def taken_by(
     role: Role, request: SampleRequest | ScoreRequest, reply: Completion | Scores, prices: Prices
 ) -> Amount:
-    """Return the number of tokens and the cost of a call that was answered."""
+    """Return the tokens that an answered call used, with their cost."""
     if isinstance(request, SampleRequest):
         assert isinstance(reply, Completion), "the reply to a sample request must be a completion"
         read = len(request.ids)
@@ -329,11 +325,11 @@ def _amount(role: Role, read: int, cached: int, written: int, prices: Prices) ->
 
 
 class Account:
-    """The budget of one request or run: its caps, its spending, and the reservations of calls in
-    flight.
+    """The budget of one request or run: its caps, its spending, and the reservations of its calls
+    in flight.
 
-    Calls of an inner account are also charged to the outer account, so the caps of the outer
-    account limit both. A call that failed or was cancelled is charged with its largest possible
+    An account may be inside an outer account, which is then charged for the same calls, so that the
+    caps of both limit them. A call that failed or was cancelled is charged its largest possible
     cost, because the engine may have done the work.
     """
 
@@ -369,7 +365,7 @@ class Account:
 
     @property
     def accounts(self) -> tuple[Account, ...]:
-        """Return this account and all accounts that contain it."""
+        """Return this account, followed by all accounts that contain it."""
         return (self, *self._outer)
 
     @contextmanager
@@ -395,15 +391,15 @@ class Account:
                 self._file.settle(self.name, number, reservation.taken, is_answered=is_answered)
 
     def count(self, reply: Completion | Scores) -> None:
-        """Add the reply's tokens to `written` and `cached`, which have no cap and are only
-        reported.
+        """Add the reply's tokens to `written` and `cached` of this account and all outer ones. No
+        cap limits them; they are only reported.
         """
         for account in self.accounts:
             account.count_here(reply)
 
     def count_here(self, reply: Completion | Scores) -> None:
-        """Add the reply's tokens to this account only, for example for a call of an earlier
-        session.
+        """Add the reply's tokens to this account only, for example if an earlier session made the
+        call.
         """
         self.cached += reply.cached_tokens
         if isinstance(reply, Completion):
@@ -413,7 +409,7 @@ class Account:
 
     @contextmanager
     def reserved_now(self, most: Amount) -> Generator[_Reservation]:
-        """Reserve a call for the duration of the block.
+        """Reserve `most`, the largest possible cost of a call, for the duration of the block.
 
         :raises LimitReached: the call, together with all spending and reservations, would exceed a
             cap.
@@ -428,10 +424,11 @@ class Account:
             yield reservation
 
     async def room(self, most: Amount) -> None:
-        """Wait until the caps allow a call.
+        """Wait until the caps leave room for a call. Calls in flight make room when they spend less
+        than they reserved.
 
-        A call may become possible because calls in flight spend less than they reserved. A call
-        that can never be allowed waits forever; `exhausted` then ends the run or request.
+        For a call that can never fit, the wait does not end. Instead, `exhausted` returns, and its
+        caller ends the run or request.
         """
         while True:
             tight: Account | None = None
@@ -455,7 +452,8 @@ class Account:
         """Wait until a cap has refused a call and no call is in flight, or until `max_seconds` have
         passed.
 
-        The result is the name of the cap. `seconds` is the time that earlier sessions took.
+        Return the name of the cap. `seconds` is the time that earlier sessions took; it counts
+        towards `max_seconds`.
         """
         limit = self.caps.max_seconds
         with anyio.move_on_after(math.inf if limit is None else max(0.0, limit - seconds)):
@@ -474,7 +472,7 @@ class Account:
             self._refused.set()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the spending as a dictionary for JSON."""
+        """Return the spending as plain data for JSON."""
         spent = self.spent
         plain: dict[str, Any] = {
             "calls": spent.calls,
@@ -492,8 +490,8 @@ class Account:
 
 
 class _Reservation:
-    """A reservation for one call. Its amount is the largest possible cost until the call is
-    answered.
+    """The reservation for one call. Its amount is the call's largest possible cost, until the call
+    is answered.
     """
 
     __slots__ = ("is_answered", "most", "taken")
@@ -504,7 +502,7 @@ class _Reservation:
         self.is_answered = False
 
     def answered(self, taken: Amount) -> None:
-        """Replace the reserved amount by the tokens and the cost that the call really had."""
+        """Replace the reserved amount by the tokens and the cost that the call really used."""
         left = self.most - taken
         assert min(left.calls, left.target_tokens, left.total_tokens, left.picodollars) >= 0, (
             f"a call took {taken}, but only {self.most} were reserved"
@@ -515,14 +513,14 @@ class _Reservation:
 
 @dataclass(slots=True)
 class Spending:
-    """The spending of an account, separately for answered and unanswered calls."""
+    """The spending of an account, with answered and unanswered calls counted separately."""
 
     answered: Amount = Amount()
     unanswered: Amount = Amount()
 
     @property
     def total(self) -> Amount:
-        """Return the spending on answered and unanswered calls together."""
+        """Return the spending on all calls, answered or not."""
         return self.answered + self.unanswered
 
     def count(self, taken: Amount, *, is_answered: bool) -> None:
@@ -539,15 +537,14 @@ class Spending:
 
 
 class LedgerFile:
-    """An append-only file of reservations and settlements, which stays complete even if the process
-    is killed. A settlement records what a reserved call really cost.
+    """An append-only file of reservations and settlements; it remains complete even if the process
+    is killed.
 
-    Every reservation is written before its call is sent. A reservation without a settlement is
-    charged in full when the file is opened again.
+    Every reservation is written before its call is sent. A settlement records what the call really
+    cost. A reservation without a settlement is charged in full when the file is opened again.
 
-    A long file is rewritten to limit its size. The new file has one sum for each account that
-    `keep` names and one sum for all other accounts. It also has the reservations of calls in
-    flight.
+    A file that grows long is rewritten. The new file has one sum for each account that `keep`
+    names, and one sum for all other accounts. It also has the reservations of calls in flight.
     """
 
     def __init__(
@@ -570,14 +567,14 @@ class LedgerFile:
         self._rewrite()
 
     def reserve(self, name: str, most: Amount) -> int:
-        """Write a reservation to the file, and return its number."""
+        """Write a reservation to the file, and return the number by which it is settled."""
         self._number += 1
         self._write(_line("reserve", name, self._number, most))
         self._open[self._number] = name, most
         return self._number
 
     def settle(self, name: str, number: int, taken: Amount, *, is_answered: bool = True) -> None:
-        """Write the real spending of a reserved call to the file."""
+        """Write what a reserved call really cost."""
         self._write(_line("settle" if is_answered else "charge", name, number, taken))
         del self._open[number]
         self._spending(name).count(taken, is_answered=is_answered)
@@ -585,20 +582,19 @@ class LedgerFile:
             self._rewrite()
 
     def keep(self, name: str) -> None:
-        """Keep a separate sum for this account from now on, so that the account can be continued
-        after a restart.
+        """Keep a separate sum for this account from now on, so that it can be continued after a
+        restart.
         """
         self._kept.setdefault(name, Spending())
 
     def merge(self, name: str) -> None:
-        """Stop keeping a separate sum for this account, because it will not be continued.
-
-        Its sum is added to the common sum of all accounts that have no sum of their own.
+        """Add this account's sum to the common sum of all accounts without their own, because the
+        account will not be continued.
         """
         self._others.add(self._kept.pop(name, Spending()))
 
     def spent_by(self, name: str) -> Spending:
-        """Return the spending of an account that has its own sum, including earlier sessions."""
+        """Return the spending of an account that has its own sum. Earlier sessions are included."""
         return self._kept[name]
 
     def _spending(self, name: str) -> Spending:
@@ -616,8 +612,8 @@ class LedgerFile:
         self.close()
 
     def _rewrite(self) -> None:
-        """Write the file again with only the sums of accounts and the reservations of calls in
-        flight.
+        """Write the file again, with only the sums of accounts and the reservations of calls
+        in flight.
         """
         lines = [_line("spent", "", 0, self._others.total)]
         for name, spending in self._kept.items():

@@ -46,11 +46,11 @@ from atts.pipelines import (
 
 @dataclass(frozen=True, slots=True)
 class GateInputs:
-    """The inputs from which a method builds its gate: the calibrator and the settings of gates.
+    """The data from which a method builds its gate: the calibrator and the gate settings.
 
-    The calibrator has the rate, the seed and the stored scores. Each setting is also a
-    configuration key: `Setup` has a field with the same name, default and help. Runs record the
-    settings that differ from their defaults, and compare them when they resume.
+    The calibrator has the rate, the seed and the stored scores. Each other field is also a
+    configuration key: `Setup` has a field with the same name, default and help text. Runs record
+    the settings that differ from their defaults, and compare them when they resume.
     """
 
     calibrator: Calibrator
@@ -59,18 +59,18 @@ class GateInputs:
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
-        """Return the names of the gate settings."""
+        """Return the names of the gate settings, which are the fields other than `calibrator`."""
         return tuple(one.name for one in fields(cls) if one.name != "calibrator")
 
     @property
     def rate(self) -> float:
-        """Return the nominal rate of escalations."""
+        """Return the nominal rate of the calibrator."""
         return float(self.calibrator.rate)
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A named method: its changes to a policy, and its gate."""
+    """A named method: the policy settings that it changes, and its gate."""
 
     name: str
     what: str
@@ -88,22 +88,21 @@ class Preset:
         return replace(base, **self.changes)
 
     def roles(self, policy: Policy) -> tuple[Role, ...]:
-        """Return the roles whose models this method needs with its policy, draft first."""
+        """Return the roles whose models this method uses under a policy, draft first."""
         return asked_roles(policy, is_judged=self.is_judged)
 
     def reads_chunks(self, policy: Policy) -> bool:
-        """Return True if a chunk of a rollout must be read before the next chunk is written.
+        """Return True if each chunk of a rollout must be read before the next one is written.
 
-        The reader of the chunk is a gate, a stop rule or the target.
+        The chunk is read by a gate, a stop rule or the target.
         """
         return reads_chunks(policy, is_judged=self.is_judged)
 
 
 def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
-    """Return the roles whose models a policy needs, draft first.
+    """Return the roles whose models a policy uses, draft first.
 
-    For example, the target's model is needed if the target judges the draft's chunks or combines
-    the answers.
+    For example, the target's model is used if it judges the draft's chunks or combines the answers.
 
     >>> asked_roles(Policy(), is_judged=False), asked_roles(Policy(drafter="target"), is_judged=True)
     (('draft',), ('target',))
@@ -118,10 +117,10 @@ def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
 
 
 def reads_chunks(policy: Policy, *, is_judged: bool) -> bool:
-    """Return True if a chunk of a rollout must be read before the next chunk is written.
+    """Return True if each chunk of a rollout must be read before the next one is written.
 
-    The reader of the chunk is a gate, a stop rule or the target. If nothing reads the chunks, one
-    request writes the whole rollout.
+    The chunk is read by a gate, a stop rule or the target. If nothing reads the chunks, one request
+    can write the whole rollout.
     """
     if policy.exact or policy.confidence_stop is not None:
         return True
@@ -158,9 +157,8 @@ def _conditional(inputs: GateInputs) -> Gate:
 
 
 def _first_turns(inputs: GateInputs) -> list[tuple[str, float]]:
-    """Return the stored scores of first turns, each with its question.
-
-    The published rule uses no scores of later turns.
+    """Return the stored scores of first turns, as pairs (question, score). The published rule does
+    not use scores of later turns.
     """
     stored = inputs.calibrator.stored
     rows = zip(stored.questions, stored.turns, stored.scores, strict=True)
@@ -193,8 +191,8 @@ PAPER_DEPARTURES = (
     "published code a model grades, and a question counts as solved if any of 16 rollouts is "
     "correct",
 )
-"""How the presets for the paper differ from the paper's published code. Both make the same
-decisions if their scores are equal.
+"""How the presets for the paper differ from the paper's published code. If their scores are the
+same, both make the same decisions.
 """
 
 PRESETS: tuple[Preset, ...] = (
@@ -304,7 +302,7 @@ Right = Callable[[Outcome], bool]
 
 @dataclass(frozen=True, slots=True)
 class LabelledRun:
-    """The outcomes of one gate at one nominal rate on the labelled problems."""
+    """The outcomes of the labelled problems in a run with one gate at one nominal rate."""
 
     gate: str
     rate: float
@@ -312,8 +310,9 @@ class LabelledRun:
 
 
 def frozen_gate(rate: float, stored: StoredScores, seed: int = 0) -> ConformalGate:
-    """Return a gate that compares each score with stored scores only. The gate learns nothing
-    during a run, so it can be certified.
+    """Return a gate that compares each score with stored scores only.
+
+    It learns nothing during a run, so it can be certified.
 
     :raises CalibrationInputError: no score is stored.
     """
@@ -328,7 +327,8 @@ def warming_gate(
     meanwhile: Meanwhile = "accept",
     tuning: Tuning = DEFAULTS,
 ) -> WarmingGate:
-    """Return a conformal gate that uses the first scores of its own run as stored scores.
+    """Return a conformal gate that has no stored scores at first, and uses the first scores of its
+    own run instead.
 
     :raises OptionError: the number of scores is below 1, or `meanwhile` is unknown.
     """
@@ -367,13 +367,13 @@ def certify_runs(
 ) -> Certificate:
     """Certify the cheapest policy that loses few of the target's correct answers.
 
-    A policy loses an answer if it is wrong on a problem that the target alone solves. The share of
-    problems with a lost answer must be at most `epsilon`.
+    A policy loses an answer if it is wrong on a problem that the target alone solves. The fraction
+    of problems with a lost answer must be at most `epsilon`. The cost is the number of target
+    tokens per problem. All runs must have the same problems, and their gates must not learn from
+    one problem to the next.
 
-    All runs must have the same problems, and their gates must not learn from one problem to the
-    next. The cost is the number of target tokens per problem. For each gate, rates are tested from
-    the highest to the lowest. The tests end at the first rate that fails, so lower rates need no
-    run.
+    For each gate, rates are tested from the highest to the lowest. The tests end at the first rate
+    that fails, so lower rates need no run.
 
     :raises CalibrationInputError: there are no runs, or a run has different problems than the run
         of the target alone.
@@ -391,8 +391,8 @@ def certify_net_runs(
     """Certify the cheapest policy whose accuracy is at most `epsilon` below that of the target
     alone.
 
-    Random sampling alone makes a policy lose some answers and win others. These losses and wins
-    cancel each other, so a policy as good as the target can be certified.
+    Random sampling alone makes a policy lose some of the target's correct answers and gain others.
+    Here the gains offset the losses, so a policy that is as good as the target can be certified.
 
     :raises CalibrationInputError: for the same reasons as in `certify_runs`.
     """
@@ -432,7 +432,8 @@ def certify_graded(
     *,
     net: bool,
 ) -> Certificate:
-    """Certify the cheapest policy. The test uses net losses if `net` is true, else lost answers.
+    """Certify the cheapest policy, by net losses (losses minus gains) if `net` is true, otherwise
+    by lost answers.
 
     :raises CalibrationInputError: there are no policies, or a policy has different problems than
         the target alone.
@@ -452,7 +453,7 @@ def certify_graded(
 
 
 def certified_gate(certificate: Certificate, stored: StoredScores, seed: int = 0) -> CertifiedGate:
-    """Return the gate of the certified policy, exactly as it was tested.
+    """Return the gate of the certified policy, with exactly the settings that were tested.
 
     :raises CalibrationInputError: no policy is certified; the message says how many problems a
         certificate needs.

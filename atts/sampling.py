@@ -28,10 +28,10 @@ _MOST_STEPS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """The name of one random stream.
+    """The identity of one random stream.
 
     Every random number depends only on the fields below and on its position in the stream. So the
-    numbers are the same in any schedule, any batch and after a restart. `purpose` separates the
+    numbers are the same in any schedule, in any batch and after a restart. `purpose` separates the
     streams of one request, such as sampling and tie-breaking.
     """
 
@@ -61,9 +61,7 @@ class Seed:
 
 
 def generator(seed: Seed) -> np.random.Generator:
-    """Return a new generator of random numbers at the start of the stream. It is NumPy's Philox
-    generator.
-    """
+    """Return a new random number generator (NumPy's Philox) at the start of the stream."""
     import numpy as np
 
     return np.random.Generator(np.random.Philox(key=seed.key()))
@@ -72,7 +70,7 @@ def generator(seed: Seed) -> np.random.Generator:
 def uniforms(seed: Seed, count: int) -> NDArray[np.float64]:
     """Return the first `count` uniform numbers of the stream, each in [0, 1).
 
-    A call with a larger `count` begins with the numbers of a call with a smaller `count`.
+    A call with a larger `count` returns the same numbers, followed by more.
 
     >>> bool((uniforms(Seed(run=7), 8)[:3] == uniforms(Seed(run=7), 3)).all())
     True
@@ -194,7 +192,8 @@ def binomial_quantile(share: float, n: int, chance: float) -> int:
 
 
 def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) -> Floats:
-    """Return the probability that `drawn` of `n` items contain at least `least` correct items.
+    """Return the probability that a random sample of `drawn` items, out of `n`, has at least
+    `least` correct items.
 
     The items are drawn without replacement, and `right` of the `n` items are correct. The result is
     NaN if `n` is smaller than `drawn`.
@@ -241,8 +240,8 @@ def _beta_quantile(share: float, a: float, b: float) -> float:
 def _beta_log_odds(share: float, a: float, b: float) -> float:
     """Return the quantile x of Beta(a, b) at a `share` inside (0, 1), as log(x / (1 - x)).
 
-    The logarithm of either tail probability is a concave function of this value. So Newton's steps
-    approach the solution from one side and never pass it.
+    The logarithms of both tail probabilities are concave functions of log(x / (1 - x)). So Newton's
+    steps approach the solution from one side and never pass it.
     """
     is_lower = share <= 0.5
     wanted = math.log(share) if is_lower else math.log1p(-share)
@@ -264,8 +263,8 @@ def _beta_log_odds(share: float, a: float, b: float) -> float:
 
 
 def _beta_log_tails(value: float, rest: float, a: float, b: float) -> tuple[float, float]:
-    """Return the logarithms of P(Beta(a, b) <= value) and P(Beta(a, b) > value), where `rest` is 1
-    - value.
+    """Return the logarithms of P(Beta(a, b) <= value) and P(Beta(a, b) > value). `rest` must be 1 -
+    value, and keeps its digits if `value` is close to 1.
     """
     # The continued fraction converges fast only below the mean. Above the mean, compute the other
     # tail, which is below its mean.
@@ -307,7 +306,7 @@ def _beta_fraction(value: float, a: float, b: float) -> float:
 
 
 def _log_beta(a: float, b: float) -> float:
-    """Return log B(a, b). Stirling's formula is used, because differences between large values of
+    """Return log B(a, b). The formula is Stirling's, because differences between large values of
     lgamma lose digits.
     """
     total = a + b
@@ -317,7 +316,9 @@ def _log_beta(a: float, b: float) -> float:
 
 
 def _stirling_rest(x: float) -> float:
-    """Return log Gamma(x) minus Stirling's (x - 1/2) log x - x + log(2 pi) / 2."""
+    """Return the remainder of Stirling's approximation: log Gamma(x) - ((x - 1/2) log x - x + log(2
+    pi) / 2).
+    """
     if x < 16:
         return math.lgamma(x) - (x - 0.5) * math.log(x) + x - 0.5 * math.log(2 * math.pi)
     square = x * x

@@ -10,9 +10,10 @@ _COLLECT_AFTER = 20_000
 
 
 def main() -> None:
-    """Run the command line, and exit with the exit code of the command.
+    """Run the command line, and exit with the command's exit code.
 
-    The current directory is removed from the import path, so its modules are never imported.
+    The current directory is removed from the import path, so that Python files in it are never
+    imported by accident.
     """
     from atts.concurrency import import_path
 

@@ -62,10 +62,11 @@ Args = TypeVarTuple("Args")
 
 @asynccontextmanager
 async def task_group() -> AsyncGenerator[TaskGroup]:
-    """Open an anyio task group that raises the error of a task itself, never an exception group.
+    """Open an anyio task group that raises a failing task's own error, and never an exception
+    group.
 
-    If several tasks failed, `first_error` chooses the error to raise and attaches the other errors
-    as notes.
+    If several tasks failed, `first_error` chooses the error to raise, and attaches the others as
+    notes.
 
     :raises BaseException: the error of a task, or of the block itself.
     """
@@ -84,7 +85,7 @@ def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     notes.
 
     Interrupts such as KeyboardInterrupt are the most important, then failures, then cancellations.
-    Among errors of the same importance, the first one is returned.
+    If several errors are equally important, the first one is returned.
 
     >>> str(first_error(BaseExceptionGroup("", [ValueError("a"), ExceptionGroup("", [KeyError("b")])])))
     'a'
@@ -116,7 +117,7 @@ def _cancellations() -> tuple[type[BaseException], ...]:
 
 
 async def collect(functions: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Run all functions concurrently and return their results in the order given.
+    """Run all functions concurrently, and return their results in the order of the functions.
 
     :raises BaseException: the first error, after the other functions were cancelled and awaited.
     """
@@ -222,10 +223,12 @@ class SlotQueue:
     """A semaphore that limits both slots and tokens, with a queue of waiting tasks for each
     priority. A limit of None means unlimited.
 
-    Requests with lower priority numbers are served first. Requests of one priority are served in
-    the order of their arrival. A request never overtakes a larger request at the head of its queue,
-    so a large request cannot starve. If a waiting task is cancelled after its request was granted,
-    the slot and the tokens pass to the next waiting task.
+    Requests with lower priority numbers are served first, and requests with the same priority in
+    the order of arrival. A request never overtakes a larger request at the head of its queue, so a
+    large request cannot starve.
+
+    If a waiting task is cancelled after its request was granted, the slot and the tokens pass to
+    the next waiting task.
     """
 
     __slots__ = ("_event", "_lanes", "_priorities", "free_slots", "free_tokens", "slots", "tokens")
@@ -315,7 +318,7 @@ class SlotQueue:
         raise ValueError(f"{tokens} tokens were requested, but the limit is {self.tokens} tokens")
 
     def give(self, tokens: int = 0) -> None:
-        """Give back a slot and its tokens, and grant the waiting requests that now fit."""
+        """Give back a slot and `tokens` tokens, and grant the waiting requests that now fit."""
         # Giving back a slot twice would raise the limit for ever, without an error.
         assert self.slots is None or self.free_slots < self.slots, (
             "a slot must be taken before it is given back"
@@ -366,17 +369,20 @@ else:
 
 
 def python_command(program: str | Path, *arguments: str) -> list[str]:
-    """Return the command that runs a module or file in an isolated Python with this process's `atts`.
+    """Return the command that runs a module or file in an isolated Python process with the same
+    `atts` as this process.
 
-    The child ignores Python's own environment variables, but keeps the entries that these variables
-    added to the import path of this process.
+    The child ignores Python's environment variables, such as PYTHONPATH. It still gets the entries
+    that these variables added to the import path of this process.
     """
     start = json.dumps([str(program), import_path(), str(Path(__file__).parent)])
     return [sys.executable, "-I", "-c", _START, start, *arguments]
 
 
 def import_path() -> list[str]:
-    """Return `sys.path` without the current directory, unless `PYTHONPATH` names that directory."""
+    """Return the absolute paths in `sys.path`, without the current directory. The directory is kept
+    if `PYTHONPATH` names it.
+    """
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:
         current = os.path.realpath(os.getcwd())

@@ -14,8 +14,8 @@ from atts.sampling import Seed, uniforms
 TokenIds = tuple[int, ...]
 Role = Literal["draft", "target"]
 Ending = Literal["delimiter", "length", "end"]
-"""The reason why a chunk ended: a delimiter, the chunk's token limit, or the end of the model's
-text.
+"""The reason why a chunk ended: at a delimiter, at the chunk's token limit, or at the end of the
+model's text.
 """
 TurnKey = tuple[str, int, int]
 """The key of a turn in a run: the problem's id, the index of the rollout (sample) and the index of
@@ -42,11 +42,11 @@ longer change the vote.
 
 @dataclass(frozen=True, slots=True)
 class Grading:
-    """Rules for comparing an answer with its reference.
+    """Rules for comparing an answer with its reference. By default, numbers must be equal, and an
+    answer may omit the unit.
 
-    By default, numbers must be equal, and an answer may omit the unit. `relative` is the allowed
-    difference as a share of the larger number; it applies only if the reference is a decimal.
-    `absolute` is the allowed difference of any two numbers.
+    `relative` is the allowed difference as a fraction of the larger number; it applies only if the
+    reference is a decimal. `absolute` is the allowed difference between any two numbers.
     """
 
     relative: float = 0.0
@@ -142,11 +142,11 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The text that a model generated. `ids` are exactly the generated ids, end token included;
-    `text` has no end tokens.
+    """The text that a model generated.
 
-    `logprobs` has one raw log-probability (temperature 1, no filter) per id. `logprobs` is empty if
-    the engine returns no log-probabilities, or if the request does not need them.
+    `ids` has every generated id, including the end token; `text` has no end tokens. `logprobs` has
+    one raw log-probability (temperature 1, no filter) per id. It is empty if the engine returns no
+    log-probabilities, or if the request does not need them.
     """
 
     ids: TokenIds
@@ -191,8 +191,8 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The first tokens of a completion. If they are the complete text, `ended` is the reason why it
-    ended.
+    """The first tokens of a completion. If they are the whole completion, `ended` is the reason why
+    it ended.
     """
 
     ids: TokenIds = ()
@@ -223,11 +223,10 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A gate's decision about one chunk, with all values that are needed to check the decision
-    later.
+    """A gate's decision about one chunk, with all values needed to check it later.
 
-    `p` is the gate's p-value, or None if the gate uses none. A value near 1 means that the chunk
-    has a worse score than most calibration chunks.
+    `p` is the gate's p-value, or None if the gate uses none. A value near 1 means that the chunk's
+    score is worse than the scores of most calibration chunks.
     """
 
     action: Action
@@ -247,7 +246,7 @@ class Decision:
 
     @property
     def escalate(self) -> bool:
-        """Return True if the decision escalates the chunk."""
+        """Return whether the decision is to escalate the chunk."""
         return self.action == "escalate"
 
     @property
@@ -300,7 +299,7 @@ class Features:
         """Return a uniform random number that depends only on the seed, the purpose and the chunk's
         turn.
 
-        The number is the same in every schedule of the run.
+        It is the same in every run with this seed, whatever the schedule of the calls.
         """
         name = Seed(seed, self.question, self.sample, self.turn, "gate", purpose=purpose)
         return float(uniforms(name, 1)[0])
@@ -348,9 +347,9 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of a rollout: the drafted chunk, its score, and the chunks that were added to the
-    text.
+    rollout's text.
 
-    The rollout's text contains `chunks`, in this order, but not `discarded`.
+    The text contains `chunks`, in this order, but not `discarded`.
     """
 
     index: int
@@ -371,9 +370,8 @@ class Turn:
 
     @property
     def drafted(self) -> Chunk | None:
-        """Return the chunk that the draft wrote in this turn, even if the chunk was discarded.
-
-        The result is None if the draft wrote no chunk.
+        """Return the chunk that the draft wrote in this turn, even if it was discarded; None if the
+        draft wrote nothing.
         """
         for chunk in (*self.discarded, *self.chunks):
             if chunk.author == "draft":
@@ -393,7 +391,7 @@ class Turn:
         return bool(self.discarded) and not self.chunks
 
     def tokens_written(self, author: Role) -> int:
-        """Count the tokens that the given model wrote in the turn, including discarded tokens."""
+        """Return how many tokens the given model wrote in the turn, including discarded tokens."""
         chunks = [chunk for chunk in (*self.discarded, *self.chunks) if chunk.author == author]
         return sum(chunk.tokens for chunk in chunks if self.is_written(chunk))
 
@@ -565,8 +563,8 @@ class Combination:
 
     @property
     def answer(self) -> str:
-        """Return the answer of the problem: the target's choice, or the voted answer if the target
-        made no choice.
+        """Return the problem's answer: the one that the target chose or, if it made no choice, the
+        one that won the vote.
         """
         if self.chosen is None or self.plan.is_trial:
             return self.voted
@@ -599,7 +597,9 @@ class Outcome:
 
     @property
     def agreement(self) -> float:
-        """Return the vote share of the most frequent answer, 0 to 1; 0 if there are no votes."""
+        """Return the fraction of votes for the most frequent answer, 0 to 1; 0 if there are no
+        votes.
+        """
         total = math.fsum(self.votes.values())
         return max(self.votes.values()) / total if total else 0.0
 

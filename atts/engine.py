@@ -34,14 +34,17 @@ EngineState = Literal["new", "open", "closed"]
 Capability = Literal["sample", "score", "rate", "draw", "entropy", "reward", "thinking"]
 """The abilities that an engine may have.
 
-"sample": it writes tokens after given token ids. "score": it returns the log-probability of every
-token of a suffix. "rate": it scores single-token suffixes among a few likely tokens, which is
-enough for a one-digit rating. "draw": while scoring, the engine also samples from the distributions
-that it computes (`ScoreRequest.draw`). It also continues a completion that another engine began
+"sample": it generates tokens after given token ids. "score": it returns the log-probability of
+every token of a suffix. "rate": it scores suffixes of one token, but only among a few likely
+tokens; this is enough for a one-digit rating.
+
+"draw": while scoring, it also samples from the distributions that it computes
+(`ScoreRequest.draw`), and it continues completions that another engine began
 (`SampleRequest.num_begun`). "entropy": it returns the entropy of its distribution at every token of
-a suffix (`ScoreRequest.entropies`). "reward": a reward model answers requests with
-`ScoreRequest.texts`. "thinking": it closes a think block that has used up its budget
-(`SampleRequest.thinking_budget`).
+a suffix (`ScoreRequest.entropies`).
+
+"reward": a reward model answers requests with `ScoreRequest.texts`. "thinking": it closes a think
+block that has used up its token budget (`SampleRequest.thinking_budget`).
 """
 
 
@@ -50,8 +53,8 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """Return a hash of the vocabulary, merges and special tokens. If two tokenizers have equal
-        digests, each id has the same meaning in both.
+        """Return a hash of the vocabulary, merges and special tokens. If two tokenizers have the
+        same digest, each id means the same token in both.
         """
         ...
 
@@ -64,7 +67,9 @@ class Tokenizer(Protocol):
         ...
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """Return the ids of a conversation, up to the place where the assistant's turn begins."""
+        """Return the ids of a conversation, up to the position at which the assistant's answer
+        begins.
+        """
         ...
 
 
@@ -100,7 +105,7 @@ class EngineSpec:
     findings: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> dict[str, object]:
-        """Return the fields that two engines must share before the scores of one engine may
+        """Return the fields that must be the same in two engines, so that scores of one may
         calibrate a gate for the other.
         """
         fields_to_match: dict[str, object] = {}
@@ -130,11 +135,12 @@ _SAME_MODEL_NATS = 0.2
 
 
 def is_other_model(was: Sequence[float], now: Sequence[float]) -> bool:
-    """Return True if two lists of log-probabilities of one text come from two different models.
+    """Return True if two lists of log-probabilities of the same text come from two different
+    models.
 
-    Two requests to one model differ by a few hundredths of a nat per token, because the server
-    batches them differently. Two models differ by far more. The result is False if one of the lists
-    is empty.
+    If both lists come from the same model, they differ by a few hundredths of a nat per token,
+    because the server batches requests differently. Different models differ by far more. The result
+    is False if one of the lists is empty.
 
     >>> is_other_model([-1.0, -9.0], [-1.02, -9.1]), is_other_model([-1.0, -9.0], [-1.3, -8.0])
     (False, True)
@@ -151,7 +157,7 @@ def is_other_model(was: Sequence[float], now: Sequence[float]) -> bool:
 
 
 def first_values(logprobs: Sequence[float]) -> str:
-    """Return the first three log-probabilities as text.
+    """Return the first three log-probabilities as a string.
 
     >>> first_values([-1.5, -0.25])
     '(-1.500, -0.250, ...)'
@@ -220,18 +226,20 @@ class EngineCounters:
 
 
 class Engine(Protocol):
-    """A model that samples and scores, opened by `async with` and safe to call from many tasks.
+    """A model that samples and scores; it is opened by `async with`, and many tasks may call it
+    concurrently.
 
-    If the scope that awaits a call is cancelled, the engine stops the call's work. Concurrent
-    requests change an engine's speed, never its distributions. Stop strings are searched in the
-    generated text only, never across the boundary to the prompt. Closing twice is allowed, and a
-    closed engine raises EngineUnavailable. `atts.testing.check_engine` checks these promises from
-    outside.
+    If the scope that awaits a call is cancelled, the engine stops working on the call. Concurrent
+    requests change the engine's speed, but never its distributions. Stop strings are searched only
+    in the generated text, never across its boundary with the prompt. Closing twice is allowed, and
+    a closed engine raises EngineUnavailable.
+
+    `atts.testing.check_engine` tests whether an engine keeps these promises.
     """
 
     @property
     def spec(self) -> EngineSpec:
-        """Return the engine's description, which is available after the engine was opened."""
+        """Return the engine's description, which is available once the engine is open."""
         ...
 
     @property
@@ -309,7 +317,7 @@ class EngineAround:
 
     @property
     def inner(self) -> Engine:
-        """Return the engine that gets the forwarded calls."""
+        """Return the wrapped engine, to which calls are forwarded."""
         return self._engine
 
     @property
@@ -321,8 +329,8 @@ class EngineAround:
         return self._engine.tokenizer
 
     def stats(self) -> EngineStats:
-        """Return the inner engine's counters. Calls that a wrapper did not forward are not
-        included.
+        """Return the inner engine's counters. They do not include calls that a wrapper answered
+        without the inner engine.
         """
         return self._engine.stats()
 
@@ -443,9 +451,8 @@ def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> N
 
 
 class BaseEngine(ABC):
-    """A base class of engines that checks and counts requests.
-
-    Subclasses set `_spec` and `_tokenizer`, and answer the requests.
+    """A base class for engines, which checks and counts the requests. Subclasses set `_spec` and
+    `_tokenizer`, and implement the answers.
     """
 
     def __init__(self, name: str) -> None:
@@ -462,17 +469,17 @@ class BaseEngine(ABC):
 
     @property
     def spec(self) -> EngineSpec:
-        """Return the engine's description, which is available after the engine was opened."""
+        """Return the engine's description, which is available once the engine is open."""
         return opened(self._spec, self._name)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer, which is available after the engine was opened."""
+        """Return the model's tokenizer, which is available once the engine is open."""
         return opened(self._tokenizer, self._name)
 
     def stats(self) -> EngineStats:
-        """Return the current values of the counters. The engine is busy while it works on a
-        request.
+        """Return the current values of the counters. The engine counts as busy while any request is
+        in flight.
         """
         busy_for = 0.0
         if self._counts.in_flight:
@@ -502,7 +509,7 @@ class BaseEngine(ABC):
         return done
 
     async def open(self) -> None:
-        """Open the engine for requests."""
+        """Open the engine, so that it accepts requests."""
         self._clock = clock()
         self._state = "open"
 
@@ -588,8 +595,8 @@ def opened(value: _Value | None, name: str) -> _Value:
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """Counters of speculative decoding since an engine opened, or the difference between two
-    snapshots.
+    """Counters of speculative decoding since the engine was opened, or the difference between two
+    snapshots of them.
     """
 
     # How many proposals were verified. A step that verifies proposals for several sequences adds
@@ -627,7 +634,7 @@ class Speculated:
 
     @property
     def accepted_share(self) -> tuple[float, ...]:
-        """Return the fraction of tested draft tokens that were accepted, separately for each
+        """Return the fraction of tested tokens that the target accepted, separately for each
         position in a proposal.
         """
         return tuple(

@@ -33,7 +33,9 @@ from difflib import get_close_matches
 from typing import ClassVar
 
 DISTRIBUTION = "atts-llm"
-"""The name of this package for pip. Another project on PyPI already has the name `atts`."""
+"""The name under which pip installs this package. The name `atts` belongs to another project on
+PyPI.
+"""
 
 
 class ATTSError(Exception):
@@ -63,8 +65,8 @@ class MissingExtra(UsageError):
 class OptionError(UsageError):
     """An option is unknown or has an impossible value.
 
-    The message suggests the name in `known` that is most similar to `given`. If `given` is None, it
-    suggests the name that is most similar to the option's name.
+    The message suggests the name in `known` that is most similar to `given` or, if `given` is None,
+    to the name of the option. If no name is similar, it lists all known names.
     """
 
     def __init__(
@@ -208,11 +210,11 @@ class JournalLocked(JournalError):
 
 
 class JournalCorrupt(JournalError):
-    """A line of the journal before its last line is damaged; atts has overwritten nothing."""
+    """A line of the journal is damaged, and it is not the last line. The file was left as it is."""
 
 
 class JournalVersion(JournalError):
-    """The journal has a schema that this version of atts does not know."""
+    """The journal has a format version that this version of atts does not know."""
 
 
 class StorageError(JournalError):

@@ -57,7 +57,7 @@ def refused(path: Path, error: BaseException) -> StorageError:
 
 @contextmanager
 def storage(path: Path) -> Generator[None, None, None]:
-    """Convert every disk error and memory error of the block to a StorageError about `path`.
+    """Convert every disk error and memory error in the block to a StorageError about `path`.
 
     :raises StorageError: instead of an OSError, a MemoryError, or Python's error for a name that no
         file can have.
@@ -77,8 +77,8 @@ def storage(path: Path) -> Generator[None, None, None]:
 
 
 def is_same_file(handle: int, path: Path) -> bool:
-    """Return True if the path still leads to the open file. A symbolic link to the file is not
-    accepted.
+    """Return True if the path still leads to the file that is open as `handle`. A symbolic link to
+    the file is not accepted.
     """
     try:
         return os.path.samestat(os.fstat(handle), path.lstat())
@@ -89,12 +89,12 @@ def is_same_file(handle: int, path: Path) -> bool:
 def write_atomic(
     path: Path, data: bytes | Iterable[bytes | memoryview], *, durable: bool = True
 ) -> None:
-    """Replace a file atomically, so that readers see either the old content or the new content,
-    even after a crash.
+    """Replace a file atomically: readers see either the old content or the new content, even after
+    a crash.
 
     An existing file keeps its permissions. A new file gets the permissions that the umask allows.
-    If `durable` is false, the call does not wait for the disk, so a power failure may restore the
-    old content.
+    If `durable` is false, the call does not wait for the disk, so the old content may return after
+    a power failure.
 
     :raises StorageError: the disk refuses; the old file is unchanged.
     """
@@ -136,9 +136,8 @@ def replace_file(
 
 
 def write_out(path: Path, data: bytes) -> None:
-    """Write a file that the user named.
-
-    If the path is a symbolic link, the file that it points to is replaced.
+    """Write a file whose path the user gave. If the path is a symbolic link, the file that it
+    points to is replaced.
 
     :raises StorageError: the path names a device, pipe, socket or directory, or the disk refuses.
     """
@@ -208,7 +207,7 @@ def sync_directory(path: Path) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """Convert a value to JSON's own types; NaN becomes null, and an infinity becomes a string.
+    """Convert a value to types that JSON has; NaN becomes None, and infinities become strings.
 
     >>> jsonable({"rate": float("nan"), "cost": float("inf"), "turns": (1, 2)})
     {'rate': None, 'cost': 'inf', 'turns': [1, 2]}
@@ -225,7 +224,8 @@ def jsonable(value: Any) -> Any:
 
 
 def from_json(text: str) -> Any:
-    """Parse a JSON text that may also contain `Infinity`, which Python writes for infinite numbers.
+    """Parse a JSON string that may also contain `Infinity`, which Python writes for infinite
+    numbers.
 
     :raises ValueError: the text is not JSON, is nested too deeply, or holds NaN or a lone surrogate.
     """
@@ -260,8 +260,8 @@ def plain_fields(record: object) -> dict[str, Any]:
 
 
 def _plain_value(value: object) -> object:
-    """Convert a value whose class is derived from one of JSON's types, such as a NumPy string, to
-    that type.
+    """Convert a value of a subclass of a JSON type, such as a NumPy string, to the JSON type
+    itself.
 
     :raises TypeError: if JSON has no type for the value.
     """

@@ -253,8 +253,8 @@ def check_prices(caps: Caps, prices: Mapping[str, Price], models: Mapping[Role, 
 
 
 def cost_of(usage: Usage, prices: Prices, roles: tuple[Role, ...]) -> float | None:
-    """Return the cost of the usage in dollars. The result is None if the model of one of the
-    `roles` has no price.
+    """Return the cost of the usage in dollars; None if the model of one of the `roles` has no
+    price.
     """
     if not roles or any(role not in prices for role in roles):
         return None

@@ -84,7 +84,7 @@ class Preset:
     departures: tuple[str, ...] = ()
 
     def policy(self, base: Policy) -> Policy:
-        """Return the base policy with this method's changes; all other settings stay the same."""
+        """Return a copy of the base policy with this method's changes."""
         return replace(base, **self.changes)
 
     def roles(self, policy: Policy) -> tuple[Role, ...]:

@@ -98,8 +98,8 @@ def student_quantile(share: float, freedom: float) -> float:
 
 
 def student_tail(value: float, freedom: float) -> float:
-    """Return P(|T| > value) for a positive value; T has Student's t distribution with `freedom`
-    degrees of freedom.
+    """Return P(|T| > value) for a positive value, where T has Student's t distribution with
+    `freedom` degrees of freedom.
 
     >>> round(student_tail(2.0452, 29), 4)
     0.05

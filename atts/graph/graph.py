@@ -104,13 +104,14 @@ class Pool(SlotQueue):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The rules for repeating failed calls and rollouts, and for stopping the whole run.
+    """Rules for repeating failed calls and rollouts, and for ending the whole run.
 
-    After a retryable error (`ATTSError.retryable`) the call is repeated. If the call still fails,
-    the rollout is repeated. If the rollout still fails, the failure is recorded, and other rollouts
-    continue. The run ends after an error that would happen in every rollout, such as a wrong option
-    or a full disk. It also ends after `failures_in_row` failed rollouts in a row, for example
-    because of a lost server.
+    After a retryable error (`ATTSError.retryable`) the call is repeated. If it still fails, the
+    rollout is repeated. If that fails too, the failure is recorded, and other rollouts continue.
+
+    The run ends after an error that would happen in every rollout, such as a wrong option or a full
+    disk. It also ends after `failures_in_row` consecutive failed rollouts, for example because a
+    server was lost.
 
     :raises OptionError: a count is below 1, or a delay is negative.
     """
@@ -580,7 +581,7 @@ class RolloutScope(Caller, Generic[T]):
         self.waited = 0.0  # seconds in which the rollout waited for its siblings
 
     def save(self, value: T) -> None:
-        """Save a value, which becomes the rollout's result if the rollout fails or is cancelled."""
+        """Save a value. It becomes the rollout's result if the rollout fails or is cancelled."""
         self.saved = value
 
     async def meet(self, value: V) -> Mapping[int, V]:
@@ -754,9 +755,7 @@ class Group(Generic[T]):
         return any(result.status == "cancelled" for result in self.results.values())
 
     def gathered(self) -> list[RolloutResult[T]]:
-        """Return the results of all rollouts in the order of the samples, including rollouts that
-        never started.
-        """
+        """Return one result per sample, in order. Rollouts that never started are included."""
         results: list[RolloutResult[T]] = []
         for sample in self.samples:
             result = self.results.get(sample) or RolloutResult(sample, self._interruption())

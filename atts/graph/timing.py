@@ -33,7 +33,9 @@ read for every token.
 
 @dataclass(slots=True)
 class StageTime:
-    """The seconds of one stage, such as "draft" or "score", summed over its calls."""
+    """The seconds that the calls of one stage, such as "draft" or "score", waited, queued and ran,
+    summed over the calls.
+    """
 
     nodes: int = 0
     wait: float = 0.0  # seconds in which rollouts waited for siblings before their calls

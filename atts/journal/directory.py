@@ -306,9 +306,8 @@ class RecordedRun:
         return tuple(1 + sum(counts[:number]) for number in range(1, len(counts)))
 
     def entries(self, kinds: Collection[type[Event]] | None = None) -> Iterator[Entry]:
-        """Yield all events in order.
-
-        If `kinds` is given, only events of these kinds and the openings of sessions are yielded.
+        """Yield all events in order. If `kinds` is given, yield only events of these kinds and the
+        events that open a session.
         """
         return read_entries(self.directory / JOURNAL, kinds=kinds)
 
@@ -517,7 +516,7 @@ class SharedReplies:
         return self._index.get(key)
 
     def read(self, reply: SharedReply) -> bytes:
-        """Return the bytes of a reply.
+        """Return a stored reply as bytes.
 
         :raises StorageError: the file cannot be read.
         """

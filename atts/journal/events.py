@@ -84,13 +84,15 @@ class SessionClosed(_Event, frozen=True, tag="session-closed"):
 
 
 class ProblemStarted(_Event, frozen=True, tag="problem-started"):
-    """Work on a problem began; the event is recorded only once, even if the run is resumed."""
+    """Work on a problem began. The event is recorded only once, even if a later session continues
+    the problem.
+    """
 
     problem: Problem
 
 
 class RolloutStarted(_Event, frozen=True, tag="rollout-started"):
-    """A rollout of a problem began from a prompt."""
+    """A rollout of a problem began; the event contains its prompt."""
 
     problem: str
     sample: int

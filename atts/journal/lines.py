@@ -786,7 +786,7 @@ def read_entries(path: Path, kinds: Collection[type[Event]] | None = None) -> It
 
 
 def other_version(path: Path, schema: int) -> JournalVersion:
-    """Return the error raised for a journal or manifest that another version of atts wrote."""
+    """Return the error for a journal or manifest that another version of atts wrote."""
     return JournalVersion(
         path,
         f"the journal has schema {schema}, but this version of atts knows only {SCHEMA}",

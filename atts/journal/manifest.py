@@ -97,7 +97,7 @@ class Manifest:
             raise FingerprintError(f"the run in {directory}", differences, _ADVICE)
 
     def text(self) -> str:
-        """Return the manifest as JSON, indented for people."""
+        """Return the manifest as JSON, with indentation so that people can read it."""
         return json.dumps(asdict(self), indent=2, default=sorted)
 
     def decisive(self) -> Iterator[tuple[str, Json]]:

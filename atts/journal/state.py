@@ -107,7 +107,7 @@ class FinishedSample:
 
     @property
     def is_cut(self) -> bool:
-        """Return True if a limit of tokens or turns ended the rollout before it could answer."""
+        """Return True if the limit on tokens or on turns ended the rollout before it could answer."""
         return self.answer is None and self.finish in ("tokens", "turns")
 
     def graded(self, graded: Graded) -> FinishedSample:
@@ -222,7 +222,9 @@ class FinishedProblem:
 
     @property
     def agreement(self) -> float:
-        """Return the winning answer's share of all votes; 0 if there are no votes."""
+        """Return the fraction of the votes that the most frequent answer got; 0 if there are no
+        votes.
+        """
         total = math.fsum(self.votes.values())
         return max(self.votes.values()) / total if total else 0.0
 

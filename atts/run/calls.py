@@ -359,7 +359,7 @@ class RunEnded:
 
 
 Notice = Event | ChunkWritten | CallBegun | EngineAwaited | RunBegun | RunEnded
-"""All events that a listener receives during a run."""
+"""All events that a listener can receive during a run."""
 
 
 class Listener(Protocol):
@@ -643,7 +643,7 @@ class ProblemsLeft(RunLengthEstimate):
 
 
 class Recorder:
-    """A recorder that passes all events to the journal and to the listeners, in the same order."""
+    """A recorder that passes every event to the journal and to the listeners, in the same order."""
 
     def __init__(
         self,
@@ -718,7 +718,7 @@ class Recorder:
         return self.record(event, observed)
 
     def tell(self, event: Notice) -> None:
-        """Pass an event to the listeners without recording it in the journal."""
+        """Pass an event to the listeners, but do not record it in the journal."""
         for tell in self._tells:
             tell(event)
 
@@ -753,7 +753,9 @@ class ProblemRecord:
         self._recorder.tell(ChunkWritten(self._problem, rollout.sample, len(rollout.turns), chunk))
 
     def turned(self, rollout: Rollout, turn: Turn) -> None:
-        """Record a turn; before the first turn of a rollout, also record the rollout."""
+        """Record a turn. If it is the first turn of a rollout, record the rollout's start before
+        it.
+        """
         if rollout.sample not in self._started:
             self._start(rollout)
         self._turns[rollout.sample] = turn.index + 1
@@ -1164,7 +1166,7 @@ class EngineCalls:
             raise
 
     async def _recall_or_ask(self, log: ProblemLog, call: _Call[Request, Result]) -> Result:
-        """Return the recorded result of the call; make the call if no result is recorded."""
+        """Return the recorded result of the call. If none is recorded, make the call."""
         recorded = log.recorded.calls.get(call.key) if self.has_recorded_calls else None
         if not recorded:
             if log.stop.asked:

@@ -903,7 +903,7 @@ class _Run:
         )
 
     def _status(self) -> tuple[RunStatus, str]:
-        """Return the status of the run, and the reason if the run is not finished."""
+        """Return the status of the run and, if the run is not finished, the reason."""
         if self._seen == "all" and not self._unfinished:
             missing = self._missing
             problems = len(self._positions)

@@ -326,10 +326,10 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
 
 
 RunStatus = Literal["finished", "decided", "interrupted", "stopped", "incomplete", "failed"]
-"""The status of a run. finished: all problems are finished. decided: the comparison with an earlier
-run was decided, so the remaining problems were skipped. interrupted: the user ended the run.
-stopped: a spending cap was spent or the time ran out. incomplete: some problems failed. failed: all
-problems failed.
+"""The status of a run. "finished": all problems are finished. "decided": the comparison with an
+earlier run was decided, so the remaining problems were skipped. "interrupted": the user ended the
+run. "stopped": a spending cap was reached, or the time ran out. "incomplete": some problems failed.
+"failed": all problems failed.
 """
 INTERRUPTED = 130
 

@@ -65,7 +65,7 @@ _FINISH: Mapping[str, str] = {"length": "length", "delimiter": "stop", "end": "s
 
 @dataclass(slots=True)
 class _OpenProblem:
-    """The spans of a problem that has not ended."""
+    """The open spans of a problem that has not ended."""
 
     span: Any
     context: Any
@@ -474,7 +474,7 @@ class Mlflow:
             client.log_batch(self._run, params=[self._entities.Param(*pair) for pair in part])
 
     def log(self, points: Sequence[Point]) -> None:
-        """Log the points in as few requests as MLflow allows."""
+        """Send the points in as few requests as MLflow allows."""
         now = int(1000 * time.time())
         metrics = [
             self._entities.Metric(name, value, now, step)

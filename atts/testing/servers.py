@@ -154,7 +154,9 @@ class BlockCache:
 
 
 class Refusal(Exception):
-    """A server refuses a request; the error has the HTTP status and the message."""
+    """The error of a route that refuses a request; it contains the HTTP status and the message of
+    the reply.
+    """
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -162,7 +164,7 @@ class Refusal(Exception):
 
 
 class Aborted(Refusal):
-    """A request was aborted while the engine worked on it."""
+    """The error of a request that was aborted while the engine worked on it."""
 
     def __init__(self) -> None:
         super().__init__(499, "aborted")
@@ -368,7 +370,7 @@ def shown(done: Completion, stop: tuple[str, ...]) -> str:
 
 
 class DialectServer:
-    """A context manager that runs a server in a thread, on a loopback port.
+    """A context manager that runs a server in a thread, on a port of the loopback address.
 
     At every start, the server calls `make` to get the engine that it serves. `kill` breaks all
     connections, and `restart` starts the server again on the same port. `faults` may be changed
@@ -460,8 +462,8 @@ class DialectServer:
             stack.close()
 
     def restart(self, *, quirks: ServerQuirks | None = None) -> None:
-        """Kill the server and start it again on the same port. If `quirks` is given, it replaces
-        the server's quirks.
+        """Kill the server, and start it again on the same port. If `quirks` is given, it replaces
+        the old quirks.
         """
         self.kill()
         self.quirks = quirks or self.quirks
@@ -857,7 +859,7 @@ _DEFAULT_OLLAMA = Sampling(0.8, 40, 0.9)
 
 
 def tags(call: ServerCall) -> dict[str, Any]:
-    """Answer GET /api/tags; a model name without a tag gets the tag "latest"."""
+    """Answer GET /api/tags with the name of the server's model and the tag "latest"."""
     return {
         "models": [
             {"name": f"{call.state.model}:latest", "model": f"{call.state.model}:latest", "size": 1}
@@ -875,7 +877,7 @@ def show(call: ServerCall) -> dict[str, Any]:
 
 
 async def chat(call: ServerCall) -> Any:
-    """Answer POST /api/chat without streaming, with Ollama's sampling defaults.
+    """Answer POST /api/chat with Ollama's sampling defaults; streaming is not simulated.
 
     If the last message is from the assistant, the answer continues it.
     """
@@ -938,8 +940,8 @@ def server_info(call: ServerCall) -> dict[str, str | None]:
 
 
 def abort_sglang(call: ServerCall) -> dict[str, str]:
-    """Answer POST /abort_request: abort all requests whose id begins with `rid`; "" aborts all
-    requests.
+    """Answer POST /abort_request: abort all requests whose id begins with `rid`. An empty `rid`
+    aborts all requests.
     """
     call.state.abort(call.body["rid"], "prefix")
     return {}
@@ -1122,7 +1124,7 @@ async def _thought(
 
 
 async def generate_vllm(call: ServerCall) -> Any:
-    """Answer POST /inference/v1/generate: score tokens after a cached prefix.
+    """Answer POST /inference/v1/generate: score the tokens after a prefix, which may be cached.
 
     If the cache also contains some of the tokens to score, the scores are null.
     """
@@ -1306,13 +1308,16 @@ last step is correct.
 
 
 class RewardServer:
-    """A context manager that runs a server of a reward model; a function computes the rewards.
+    """A context manager that runs a server of a reward model, whose rewards a Python function
+    computes.
 
-    vLLM's route `/pooling` returns a row for each separator. With `pools` "all", it returns a row
-    for each word, as models without step pooling do. The route `/classify` returns one row for the
-    whole text. In the dialect of SGLang, the server receives ids. It converts them to text with
-    `decode`, and treats the text as one step. With the route "", the server has no route for
-    rewards, like a server of a model that writes text.
+    vLLM's route `/pooling` returns one row of numbers for each separator. With `pools` "all", it
+    returns a row for each word, as models without step pooling do. The route `/classify` returns
+    one row for the whole text.
+
+    In the dialect of SGLang, the server receives token ids. It converts them to text with `decode`,
+    and treats the text as one step. If `route` is "", the server has no route for rewards, like the
+    server of a model that generates text.
 
     >>> with RewardServer(lambda problem, steps: 0.9) as server:
     ...     server.url.startswith("http://127.0.0.1:")

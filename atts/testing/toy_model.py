@@ -332,7 +332,7 @@ class ReadingState:
         return other
 
     def take(self, kind: str, payload: int) -> None:
-        """Read one word, number, mark or newline of the assistant's text."""
+        """Update the state with one word, number, mark or newline of the assistant's text."""
         phase = self.phase
         if kind == "newline":
             self._break_line(phase)
@@ -600,13 +600,15 @@ TARGET = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
 
 
 class ToyModel:
-    """A toy model, which returns a distribution of the next token for given ids.
+    """A toy model, which returns the distribution of the next token after given ids.
 
     Models with the same skill and tokenizer return the same distributions. A solution is a chain of
-    steps such as `So we take: 17 plus 5 is 22.`, each with a blank line after it. The last step is
-    `The answer is \\boxed{31}.` After a wrong step, the model continues from the wrong value. So
-    the answer is wrong, unless a later step such as `Wait that was 22.` corrects the value. `Skill`
-    sets the probabilities of errors, corrections and steps without a sum.
+    steps such as `So we take: 17 plus 5 is 22.`, each followed by a blank line. The last step is
+    `The answer is \boxed{31}.`
+
+    After a wrong step, the model continues from the wrong value, so the answer is wrong. A later
+    step such as `Wait that was 22.` may correct the value. `Skill` sets the probabilities of
+    errors, corrections and steps without a sum.
     """
 
     def __init__(self, skill: Skill, tokenizer: ToyTokenizer) -> None:
@@ -629,7 +631,7 @@ class ToyModel:
         return state
 
     def advance(self, state: ReadingState, index: int) -> None:
-        """Read one id, and update `state` in place."""
+        """Update `state` in place by reading one id."""
         if state.prompt is None:
             for kind, payload in self._atoms[index]:
                 state.take(kind, payload)

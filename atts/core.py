@@ -527,7 +527,9 @@ Combine = Literal["vote", "select", "synthesize", "auto"]
 
 @dataclass(frozen=True, slots=True)
 class CombinePlan:
-    """A decision after a problem's rollouts have voted: keep the voted answer, or ask the target."""
+    """A decision after a problem's rollouts have voted: keep the voted answer, or ask the
+    target.
+    """
 
     action: Literal["vote", "select", "synthesize"]
     # True: the target's choice is recorded to test the selector, but the answer of the vote is kept

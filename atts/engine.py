@@ -553,7 +553,9 @@ class BaseEngine(ABC):
     async def _counted(
         self, request: _Request, answer: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Answer a request with `answer`, and count the request as in flight, failed or cancelled."""
+        """Answer a request with `answer`, and count the request as in flight, failed or
+        cancelled.
+        """
         counts = self._counts
         counts.requests += 1
         if not counts.in_flight:
@@ -713,7 +715,9 @@ def together(one: Speculated | None, other: Speculated | None) -> Speculated | N
 
 
 def counters_of(stats: Any) -> Speculated:
-    """Return a copy of the speculation counters in `stats`, an object whose counters still change."""
+    """Return a copy of the speculation counters in `stats`, an object whose counters still
+    change.
+    """
     values: dict[str, Any] = {
         field.name: getattr(stats, field.name) for field in fields(Speculated)
     }

@@ -567,7 +567,9 @@ class RolloutResult(Generic[T]):
 
 
 class RolloutScope(Caller, Generic[T]):
-    """The argument of a rollout's function. It identifies the rollout, and makes its engine calls."""
+    """The argument of a rollout's function. It identifies the rollout, and makes its engine
+    calls.
+    """
 
     __slots__ = ("_group", "attempt", "saved", "waited")
 

@@ -288,7 +288,9 @@ class RecordedRun:
         return None if setting is None else setting.value
 
     def given(self, name: str) -> Any:
-        """Return the value of a setting as the user wrote it; None if the setting does not exist."""
+        """Return the value of a setting as the user wrote it; None if the setting does not
+        exist.
+        """
         setting = self.manifest.settings.get(name)
         return None if setting is None else setting.value
 

@@ -263,7 +263,9 @@ class Observed(_Event, frozen=True, tag="observed"):
 
 
 class Combining(_Event, frozen=True, tag="combining"):
-    """After a problem's vote, atts decided whether to keep the voted answer or to ask the target."""
+    """After a problem's vote, atts decided whether to keep the voted answer or to ask the
+    target.
+    """
 
     problem: str
     plan: CombinePlan

@@ -107,7 +107,9 @@ class FinishedSample:
 
     @property
     def is_cut(self) -> bool:
-        """Return True if the limit on tokens or on turns ended the rollout before it could answer."""
+        """Return True if the limit on tokens or on turns ended the rollout before it could
+        answer.
+        """
         return self.answer is None and self.finish in ("tokens", "turns")
 
     def graded(self, graded: Graded) -> FinishedSample:

@@ -491,7 +491,9 @@ class EscalationCounter:
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Return the number of escalated chunks and the number of judged chunks, over all problems."""
+        """Return the number of escalated chunks and the number of judged chunks, over all
+        problems.
+        """
         num_escalated = sum(escalated for escalated, _ in self._counts.values())
         num_judged = sum(judged for _, judged in self._counts.values())
         return num_escalated, num_judged
@@ -773,7 +775,9 @@ class ProblemRecord:
         self._recorder.record(TurnFinished(self._problem, rollout.sample, turn))
 
     def finished(self, outcome: Outcome) -> None:
-        """Record the end of every rollout, and any turns that the pipeline did not report before."""
+        """Record the end of every rollout, and any turns that the pipeline did not report
+        before.
+        """
         for rollout in outcome.rollouts:
             if rollout.sample not in self._started:
                 self._start(rollout)
@@ -831,7 +835,9 @@ class ProblemLog:
 
 
 class AlarmWatch:
-    """A watch that records new drift alarms. Alarms of earlier sessions are already in the journal."""
+    """A watch that records new drift alarms. Alarms of earlier sessions are already in the
+    journal.
+    """
 
     def __init__(self, alarms: Callable[[], Sequence[DriftEvent]], recorder: Recorder) -> None:
         self._alarms = alarms

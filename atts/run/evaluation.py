@@ -256,7 +256,9 @@ class RunSpec:
 
     @property
     def models(self) -> dict[Role, str]:
-        """Return the name of the model in each role that the method uses; the engines must be open."""
+        """Return the name of the model in each role that the method uses; the engines must be
+        open.
+        """
         return {role: self.specs[role].model for role in self.roles}
 
     def flag_out_of_domain(self, outcome: Outcome) -> Outcome:

@@ -161,7 +161,9 @@ def _part(directory: Path) -> MergedPart:
 
 
 def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
-    """Return the runs, sorted by shard number if they are shards. Check that no shard is missing."""
+    """Return the runs, sorted by shard number if they are shards. Check that no shard is
+    missing.
+    """
     shards = [part.shard for part in parts if part.shard is not None]
     if not shards:
         return parts

@@ -93,7 +93,9 @@ class ProgressSnapshot:
 
     @property
     def target_share(self) -> float:
-        """Return the fraction of the written tokens that the target wrote, as in the run's summary."""
+        """Return the fraction of the written tokens that the target wrote, as in the run's
+        summary.
+        """
         return self.usage.target_share
 
     def as_json(self) -> dict[str, Any]:

@@ -364,7 +364,9 @@ class IncompleteTally:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a run so far. `problems` has the finished problems in the order of the dataset."""
+    """The result of a run so far. `problems` has the finished problems in the order of the
+    dataset.
+    """
 
     status: RunStatus
     problems: tuple[FinishedProblem, ...]
@@ -500,7 +502,9 @@ class RunResult:
         return pandas.DataFrame([_row(problem) for problem in self.problems])
 
     def _repr_html_(self) -> str:
-        """Return an HTML table of the run's statistics and their intervals; notebooks display it."""
+        """Return an HTML table of the run's statistics and their intervals; notebooks display
+        it.
+        """
         summary = self.summary
         rows = [
             ("status", f"{self.status}: {self.why}" if self.why else self.status),

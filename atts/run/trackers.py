@@ -378,7 +378,9 @@ Point = tuple[int, Mapping[str, float]]
 
 
 class Tracker(Protocol):
-    """A tool that stores a run's metrics. One thread calls `begin`, `log` and `end` in this order."""
+    """A tool that stores a run's metrics. One thread calls `begin`, `log` and `end` in this
+    order.
+    """
 
     def begin(self, run: RunDescription) -> None:
         """Create a run in the tool, or continue the run that an earlier session created."""
@@ -442,7 +444,9 @@ class Wandb:
 
 
 class Mlflow:
-    """Tracker that sends metrics to MLflow: to the server MLFLOW_TRACKING_URI, or to local files."""
+    """Tracker that sends metrics to MLflow: to the server MLFLOW_TRACKING_URI, or to local
+    files.
+    """
 
     def __init__(self, experiment: str) -> None:
         mlflow = _module("mlflow", "mlflow")
@@ -709,7 +713,9 @@ class RunningTotals:
         return len(self._problems)
 
     def add(self, event: object) -> Mapping[str, float] | None:
-        """Count an event. If it finishes a problem, return the problem's metrics, otherwise None."""
+        """Count an event. If it finishes a problem, return the problem's metrics, otherwise
+        None.
+        """
         for decision, escalated in judged(event):
             self._escalated += escalated
             self._num_judged += 1

@@ -285,7 +285,7 @@ class ScriptedEngine(BaseEngine):
     ...         ids = engine.tokenizer.render([Message("user", "Start at 4. +3, -2. What is the result?")])
     ...         return (await engine.sample(SampleRequest(ids, 200))).text
     >>> run_virtual(main).split()[-1]
-    '\\boxed{5}'
+    '\\\\boxed{5}'
 
     :raises OptionError: the role is unknown, or `concurrency` is below 1.
     """

@@ -630,8 +630,8 @@ def split_reasoning(so_far: str, text: str) -> tuple[str, str]:
     """Split the text that continues `so_far` into reasoning and content. The content begins with
     "The answer".
 
-    >>> split_reasoning("", "So 4.\n\nThe answer is 4.")
-    ('So 4.\n\n', 'The answer is 4.')
+    >>> split_reasoning("", "So 4.\\n\\nThe answer is 4.")
+    ('So 4.\\n\\n', 'The answer is 4.')
     """
     if THINK_END in so_far:
         return "", text

@@ -83,8 +83,8 @@ class ToyTokenizer:
     with different tokenizers.
 
     >>> tokenizer = ToyTokenizer()
-    >>> tokenizer.decode(tokenizer.encode("So 4 plus 4 is 8.\n\nça va"))
-    'So 4 plus 4 is 8.\n\nça va'
+    >>> tokenizer.decode(tokenizer.encode("So 4 plus 4 is 8.\\n\\nça va"))
+    'So 4 plus 4 is 8.\\n\\nça va'
     """
 
     def __init__(self, dialect: Dialect = "plain") -> None:
@@ -200,7 +200,9 @@ class Question:
 
     @cached_property
     def mood(self) -> int:
-        """Return how much the phrases in solutions vary. The level depends partly on the hardness."""
+        """Return how much the phrases in solutions vary. The level depends partly on the
+        hardness.
+        """
         return (self.hardness + self._noise[1] % MOODS * 3) // 4
 
     def misconception(self, step: int) -> int:
@@ -252,7 +254,7 @@ def toy_problems(count: int, seed: int = 0) -> tuple[Problem, ...]:
 def toy_answer(text: str) -> str | None:
     """Return the answer of a solution in the toy language: the content of its last box.
 
-    >>> toy_answer("So it is \\boxed{4}. No: \\boxed{5}")
+    >>> toy_answer("So it is \\\\boxed{4}. No: \\\\boxed{5}")
     '5'
     """
     boxes = _BOX.findall(text)
@@ -285,7 +287,9 @@ _NEXT = LANGUAGE.phases
 
 
 class ReadingState:
-    """The state of the grammar after the ids that have been read so far. Words are read one by one."""
+    """The state of the grammar after the ids that have been read so far. Words are read one by
+    one.
+    """
 
     __slots__ = (
         "answered",
@@ -604,7 +608,7 @@ class ToyModel:
 
     Models with the same skill and tokenizer return the same distributions. A solution is a chain of
     steps such as `So we take: 17 plus 5 is 22.`, each followed by a blank line. The last step is
-    `The answer is \boxed{31}.`
+    `The answer is \\boxed{31}.`
 
     After a wrong step, the model continues from the wrong value, so the answer is wrong. A later
     step such as `Wait that was 22.` may correct the value. `Skill` sets the probabilities of

@@ -685,7 +685,9 @@ class _Recorded:
         return {name: one.answer for name, one in problems.items() if not one.is_censored}
 
     def accuracy(self, answers: Mapping[str, str | None]) -> Estimate:
-        """Return the accuracy of these answers; answers without a recorded verdict are graded now."""
+        """Return the accuracy of these answers; answers without a recorded verdict are graded
+        now.
+        """
         problems = [one.problem for one in self.record.problems.values()]
         asked = [one for one in problems if one.answer is not None]
         return accuracy_estimate(self.right(it, answers[it.id]) for it in asked if it.id in answers)

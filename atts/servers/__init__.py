@@ -1,4 +1,6 @@
-"""Engines for models that run on HTTP servers or in a Ray cluster, singly or as pools of replicas."""
+"""Engines for models that run on HTTP servers or in a Ray cluster, singly or as pools of
+replicas.
+"""
 
 from atts.servers.addresses import DIALECTS, SCHEMES, ServerAddress, read_server
 from atts.servers.dialect import DraftCounts

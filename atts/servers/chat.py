@@ -69,8 +69,8 @@ class TextTokenizer:
     messages, because these servers apply the chat template themselves.
 
     >>> tokenizer = TextTokenizer()
-    >>> tokenizer.decode(tokenizer.encode("So x = 12345.\n\nça va"))
-    'So x = 12345.\n\nça va'
+    >>> tokenizer.decode(tokenizer.encode("So x = 12345.\\n\\nça va"))
+    'So x = 12345.\\n\\nça va'
     >>> [message.role for message in tokenizer.messages(tokenizer.render([Message("user", "2+2?")]))]
     ['user', 'assistant']
     """
@@ -289,8 +289,8 @@ def with_reasoning(so_far: str, reasoning: str, content: str) -> str:
     added.
 
     >>> with_reasoning("", "2 and 2", "4")
-    '<think>\n2 and 2\n</think>\n\n4'
-    >>> with_reasoning("<think>\n2 and", " 2", "")
+    '<think>\\n2 and 2\\n</think>\\n\\n4'
+    >>> with_reasoning("<think>\\n2 and", " 2", "")
     ' 2'
     """
     is_open = so_far.rfind(THINK.strip()) > so_far.rfind(THINK_END.strip())

@@ -448,7 +448,9 @@ class _Body:
 
 
 def proxy_hint(url: str, options: RemoteOptions) -> str:
-    """Return advice on the proxy after a connection failed, or "" if the environment sets no proxy."""
+    """Return advice on the proxy after a connection failed, or "" if the environment sets no
+    proxy.
+    """
     scheme = urlsplit(url).scheme
     names = [
         name

@@ -49,7 +49,9 @@ _KEPT_ARRIVALS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity that a server reports: its engine, version, model, context length and tokenizer."""
+    """The identity that a server reports: its engine, version, model, context length and
+    tokenizer.
+    """
 
     engine: str  # name and short version of the server's software, such as "vllm 0.33"
     version: str
@@ -270,7 +272,9 @@ class Rater(Dialect):
 
     @abstractmethod
     def read_ratings(self, reply: bytes) -> dict[str, float]:
-        """Read the reply to a `rating_call`: a dict from each listed string to its log-probability."""
+        """Read the reply to a `rating_call`: a dict from each listed string to its
+        log-probability.
+        """
 
 
 def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float]:
@@ -287,7 +291,9 @@ def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float
 
 
 def seed_of(request: SampleRequest, bits: int) -> int:
-    """Return a request's seed as an integer of at most `bits` bits, because servers limit its size."""
+    """Return a request's seed as an integer of at most `bits` bits, because servers limit its
+    size.
+    """
     return request.seed.key() & ((1 << bits) - 1)
 
 

@@ -179,7 +179,9 @@ class RemoteEngine(BaseEngine):
         self._trust(self._client.traffic.doubts)
 
     async def comes_back(self) -> bool:
-        """Wait until a lost server is back, and return whether it is; see `atts.engine.Returning`."""
+        """Wait until a lost server is back, and return whether it is; see
+        `atts.engine.Returning`.
+        """
         if self._watch is None or self._state != "open":
             return False
         return await self._watch.comes_back()

@@ -55,7 +55,9 @@ Convention = Literal["raw", "processed", "unknown"]
 
 
 class OtherTokenizer(FingerprintError):
-    """Error for a server whose tokenizer gives other ids for the same text than atts's tokenizer."""
+    """Error for a server whose tokenizer gives other ids for the same text than atts's
+    tokenizer.
+    """
 
     def __init__(self, engine: str, text: str, theirs: TokenIds, ours: TokenIds) -> None:
         super().__init__(f"engine {engine}", [(repr(text), theirs, ours)])
@@ -85,7 +87,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The results of all tests of a server, and the values that reveal a later change of its model."""
+    """The results of all tests of a server, and the values that reveal a later change of its
+    model.
+    """
 
     findings: tuple[Finding, ...]
     hot_convention: Literal["raw", "processed"]
@@ -567,7 +571,9 @@ _FLOOR = -30.0
 
 
 class Lossless(NamedTuple):
-    """Result of a test whether speculative decoding leaves a server's token distribution unchanged."""
+    """Result of a test whether speculative decoding leaves a server's token distribution
+    unchanged.
+    """
 
     # number of tokens in the sampled texts, each of which is compared with a token from a one-token
     # request

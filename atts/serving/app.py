@@ -320,7 +320,9 @@ async def _body(request: Request, most: int) -> Any:
 async def _until_disconnect(
     request: Request, solve: Callable[[], Awaitable[Reply]]
 ) -> Reply | None:
-    """Run `solve` and return its reply. If the client disconnects first, cancel it and return None."""
+    """Run `solve` and return its reply. If the client disconnects first, cancel it and return
+    None.
+    """
     reply: Reply | None = None
     async with task_group() as group:
 

@@ -63,7 +63,7 @@ class StoppedText:
 def _overlap(text: str, stop: str) -> int:
     """Return how many characters at the end of a text are also the beginning of a stop string.
 
-    >>> _overlap("so far\nQues", "\nQuestion:")
+    >>> _overlap("so far\\nQues", "\\nQuestion:")
     5
     """
     longest = min(len(text), len(stop) - 1)
@@ -73,7 +73,7 @@ def _overlap(text: str, stop: str) -> int:
 def stopped_text(text: str, stop: Sequence[str]) -> tuple[str, bool]:
     """Return a text cut before its first stop string, and whether it contained one.
 
-    >>> stopped_text("7\n\nQuestion: what", ["Question:", "\n\n"])
+    >>> stopped_text("7\\n\\nQuestion: what", ["Question:", "\\n\\n"])
     ('7', True)
     """
     growing = StoppedText(stop)
@@ -95,7 +95,9 @@ class BusyShare:
         self._began: float | None = None
 
     def add(self, engine: str, started: float, ended: float) -> None:
-        """Add the time interval of one call. Calls must be added in the order in which they ended."""
+        """Add the time interval of one call. Calls must be added in the order in which they
+        ended.
+        """
         if self._began is None or started < self._began:
             self._began = started
         intervals = self._work.setdefault(engine, deque())
@@ -344,7 +346,9 @@ class LiveRun:
             self.notify(event)
 
     def notify(self, event: Notice) -> None:
-        """Handle an engine call, a finished turn or the end of a rollout. Other events are ignored."""
+        """Handle an engine call, a finished turn or the end of a rollout. Other events are
+        ignored.
+        """
         if isinstance(event, CallSpan):
             if self.busy is not None and event.source == "live":
                 self.busy.add(event.engine, event.started, event.ended)
@@ -369,7 +373,9 @@ class LiveRun:
             self.written(sample, text, turn.restarts)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the run's progress so far as JSON data: rollouts, turns, votes and judged chunks."""
+        """Return the run's progress so far as JSON data: rollouts, turns, votes and judged
+        chunks.
+        """
         return {
             "rollouts": {"running": len(self.turns.keys() - self.ended), "ended": len(self.ended)},
             "turns": self.turns.total(),

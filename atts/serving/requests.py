@@ -426,9 +426,9 @@ def _is_task(text: str) -> bool:
     Such a message begins with a task about the chat and then quotes the chat. A user's question
     about documents also begins with a task, but quotes the documents before the chat.
 
-    >>> _is_task("### Task:\nWrite a title.\n<chat_history>\nUSER: hello\n</chat_history>")
+    >>> _is_task("### Task:\\nWrite a title.\\n<chat_history>\\nUSER: hello\\n</chat_history>")
     True
-    >>> _is_task("### Task:\nAnswer from the context.\n<context>\n...\n</context>\nWho pays?")
+    >>> _is_task("### Task:\\nAnswer from the context.\\n<context>\\n...\\n</context>\\nWho pays?")
     False
     """
     before, quote, _ = text.partition(_CHAT_HISTORY)
@@ -599,7 +599,9 @@ def _with_headers(atts: AttsFields, headers: Mapping[str, str]) -> AttsFields:
 
 
 def _caps(atts: AttsFields, ceiling: Caps) -> Caps:
-    """Return the caps of a request, each lowered to the server's cap per request if it is higher."""
+    """Return the caps of a request, each lowered to the server's cap per request if it is
+    higher.
+    """
     given = {one.name: getattr(atts, one.name) for one in fields(Caps)}
     try:
         asked = Caps(**given)

@@ -349,7 +349,9 @@ CAP_HEADERS = ("x-atts-max-seconds", "x-atts-max-cost")
 
 
 class _Stored(msgspec.Struct):
-    """The request of a background response. It is written to disk before the client gets a reply."""
+    """The request of a background response. It is written to disk before the client gets a
+    reply.
+    """
 
     body: Any  # JSON body of the request, as the client sent it
     headers: dict[str, str]
@@ -358,7 +360,9 @@ class _Stored(msgspec.Struct):
 
 
 class _Finished(msgspec.Struct):
-    """The final state of a background response. It is written to disk when the response has ended."""
+    """The final state of a background response. It is written to disk when the response has
+    ended.
+    """
 
     user: str
     response: dict[str, Any]

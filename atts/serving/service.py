@@ -405,7 +405,9 @@ class Counts:
 
 
 class _Recount:
-    """Listener that adds engine calls of earlier sessions to a run's account (`atts.run.Listener`)."""
+    """Listener that adds engine calls of earlier sessions to a run's account
+    (`atts.run.Listener`).
+    """
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -418,7 +420,9 @@ class _Recount:
             self._account.count_here(event.scores)
 
     def notify(self, event: Notice) -> None:
-        """Ignore an event of this session, because the account itself counts this session's calls."""
+        """Ignore an event of this session, because the account itself counts this session's
+        calls.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -907,7 +911,7 @@ def conversation_of(
     last question.
 
     >>> conversation_of([("system", "s"), ("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")])
-    ('s', (('a\n\nb', 'c'),), 'd')
+    ('s', (('a\\n\\nb', 'c'),), 'd')
     """
     system = "\n\n".join(text for role, text in turns if role == "system")
     merged: list[tuple[str, str]] = []

@@ -134,7 +134,9 @@ class Worker:
         return json.loads(line)
 
     def start(self) -> bool:
-        """Start the worker unless it is running already. Return True if it is ready for questions."""
+        """Start the worker unless it is running already. Return True if it is ready for
+        questions.
+        """
         is_ours = self.owner == os.getpid()
         if self.process is not None and is_ours and self.process.poll() is None:
             return True

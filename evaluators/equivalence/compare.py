@@ -74,7 +74,9 @@ def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
 
 
 def _turned(node: Node) -> Node | None:
-    """Return a relation with its two sides swapped: a < b becomes b > a. None for any other node."""
+    """Return a relation with its two sides swapped: a < b becomes b > a. None for any other
+    node.
+    """
     if node.kind != "relation" or len(node.args) != 2 or node.text not in FLIPPED:
         return None
     return Node("relation", node.args[::-1], FLIPPED[node.text])
@@ -362,7 +364,9 @@ class Comparer:
         return self.plain(gold, answer)
 
     def special(self, gold: Node, answer: Node, kinds: set[str]) -> bool:
-        """Compare residue classes, times of day, piecewise values, or sets defined by a condition."""
+        """Compare residue classes, times of day, piecewise values, or sets defined by a
+        condition.
+        """
         if "cases" in kinds:
             return self.by_cases(gold, answer)
         if "clock" in kinds:
@@ -519,7 +523,9 @@ class Comparer:
     # ---- comparing two single values
 
     def plain(self, gold: Node, answer: Node) -> bool:
-        """Compare two single values, which may have units, signs such as %, or bases, or be ratios."""
+        """Compare two single values, which may have units, signs such as %, or bases, or be
+        ratios.
+        """
         kinds = (gold.kind, answer.kind)
         signs = [views.mark(gold), views.mark(answer)]
         if all(signs) and signs[0] != signs[1]:

@@ -631,7 +631,9 @@ class Evaluator(Arithmetic):
         return self.power(left, power)
 
     def power(self, base: Value, power: Value) -> Value:
-        """Return one value raised to the power of another. It is exact if the result is rational."""
+        """Return one value raised to the power of another. It is exact if the result is
+        rational.
+        """
         if isinstance(base, Fraction) and isinstance(power, Fraction):
             try:
                 return rational_power(base, power, self.limits)

@@ -352,7 +352,9 @@ class Keys:
             yield self.collected(node.args)
 
     def region_tokens(self, node: Node) -> Iterator[str]:
-        """Yield a key made of the ends of the intervals, if the node denotes a set of real numbers."""
+        """Yield a key made of the ends of the intervals, if the node denotes a set of real
+        numbers.
+        """
         region = Line(Prober(self.limits)).region(node)
         if region:
             yield self.collected(end.value for end in region)

@@ -229,7 +229,9 @@ def _is_term(node: Node, name: str) -> bool:
 
 
 def _is_linear(node: Node, names: frozenset[str]) -> bool:
-    """Return True if the letters occur only as factors of terms of a sum, at most one in each term."""
+    """Return True if the letters occur only as factors of terms of a sum, at most one in each
+    term.
+    """
     if node.kind == "symbol" or not variables(node) & names:
         return True
     if node.kind not in ("add", "mul"):

@@ -54,7 +54,9 @@ def is_inequality(node: Node) -> bool:
 
 
 def speaks_of_reals(node: Node) -> bool:
-    """Return True if an answer is a set of real numbers other than a single interval in brackets."""
+    """Return True if an answer is a set of real numbers other than a single interval in
+    brackets.
+    """
     return is_inequality(node) or any(
         each.kind in _REAL_SETS or each.text == "cap" for each in node.walk()
     )

@@ -556,7 +556,9 @@ def are_of_one_function(*lists: Node) -> bool:
 
 
 def counts_apart(nodes: tuple[Node, ...]) -> bool:
-    """Return True if all members have different names or different units, as in "3 cats, 5 dogs"."""
+    """Return True if all members have different names or different units, as in "3 cats, 5
+    dogs".
+    """
     kinds = list[object]()
     for node in nodes:
         unit = measure(node.text) if node.kind == "quantity" else None
@@ -740,7 +742,9 @@ def decimal_digits(node: Node) -> int:
 
 
 def is_decimal(node: Node) -> bool:
-    """Return True if a node is a decimal with at least five digits, which may be a rounded value."""
+    """Return True if a node is a decimal with at least five digits, which may be a rounded
+    value.
+    """
     return decimal_digits(node) >= 5
 
 

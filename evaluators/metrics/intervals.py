@@ -83,7 +83,9 @@ class Estimate:
         return f"{self.value:.3f} ({self.value * self.n_samples:,.0f} of {self.n_samples:,})"
 
     def signed(self) -> str:
-        """Return a difference and its interval as a string, each number with a plus or minus sign."""
+        """Return a difference and its interval as a string, each number with a plus or minus
+        sign.
+        """
         return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
     def with_best_case(self, best: "Estimate", unscored: int) -> "Estimate":

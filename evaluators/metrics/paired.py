@@ -424,7 +424,9 @@ class VarianceSplit:
 
     @property
     def share_between(self) -> float:
-        """Return the fraction of the variance that is between problems; NaN if the variance is 0."""
+        """Return the fraction of the variance that is between problems; NaN if the variance is
+        0.
+        """
         total = self.between + self.within
         return self.between / total if total > 0 else math.nan
 

@@ -1364,7 +1364,9 @@ class Parser(Stream):
 
 
 def literal(text: str) -> Node:
-    """Return the node for a number. A number that is too long for arithmetic is kept only as text."""
+    """Return the node for a number. A number that is too long for arithmetic is kept only as
+    text.
+    """
     mantissa, _, exponent = text.lower().rstrip(".").partition("e")
     if len(mantissa) > _MAX_LITERAL:
         return Node("huge", text=mantissa.lstrip("0") or "0")

@@ -160,7 +160,9 @@ _LABELS: Mapping[LabelSource, str] = {
 
 
 def _gain(labelled: LabelledScores | None) -> ShownNumber:
-    """Return the first number of the report: the gain of the score over random escalation (a coin)."""
+    """Return the first number of the report: the gain of the score over random escalation (a
+    coin).
+    """
     what = (
         "gain over a coin (random escalation): share of the chunks in wrong rollouts that the "
         "score escalates, minus the share that a coin with the same rate escalates"
@@ -440,7 +442,9 @@ def calibration_figures(report: CalibrationReport) -> list[Chart]:
 
 
 def _first(report: CalibrationReport) -> Chart:
-    """Return the chart on the first screen of the report: the share of chunks escalated over time."""
+    """Return the chart on the first screen of the report: the share of chunks escalated over
+    time.
+    """
     asked = "" if report.control.nominal is None else " The dashed line is the nominal rate."
     caption = (
         "The thick line is the share of chunks escalated so far. The thin line is the same "

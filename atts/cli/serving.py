@@ -217,9 +217,7 @@ def _one_model(context: typer.Context, setup: Setup, model: str) -> Setup:
     """
     for option in ("pair", "draft", "target"):
         if context.params.get(option) is not None:
-            raise OptionError(
-                "--model", f"--model {model} runs a single model; leave out --{option}"
-            )
+            raise OptionError("--model", f"{model} runs as a single model; leave --{option} out")
     return replace(setup, draft=model, target=model, method="draft-only")
 
 

@@ -216,18 +216,18 @@ ONE_BY_ONE: tuple[StoppingRule, ...] = (
         _one_by_one(_is_beta_sure), "Adaptive-Consistency; named Beta in its_hub",
     ),
     StoppingRule(
-        "doubling", f'checks after 2, 4, 8, ... rollouts, and stops if {100 * _DOUBLING_SHARE:g} % of '
-            'the answers are the same',
+        "doubling", f"checks after 2, 4, 8, ... rollouts, and stops if {100 * _DOUBLING_SHARE:g} % "
+                    "of the answers are the same",
         _doubling, "Adaptive in its_hub",
     ),
     StoppingRule(
-        "windows", f'stops when the {_ESC_WINDOW} rollouts of a window all give the same answer', _windows,
-        "ESC",
+        "windows", f"stops when the {_ESC_WINDOW} rollouts of a window all give the same answer",
+        _windows, "ESC",
     ),
     StoppingRule(
         "certaindex",
-        f'stops when n >= {_CERTAINDEX_FROM} answers have arrived and 1 - entropy / log n is at '
-        f'least {_CERTAINDEX:g}',
+        f"stops when n >= {_CERTAINDEX_FROM} answers have arrived and 1 - entropy / log n is at "
+            f"least {_CERTAINDEX:g}",
         _one_by_one(_certaindex), "Dynasor",
     ),
 )  # fmt: skip

@@ -864,7 +864,7 @@ def _cells(contrast: Contrast | None) -> tuple[float | None, ...]:
 def sweep_table(report: SweepReport) -> ReportTable:
     """Return a table with a row for every run of a sweep."""
     columns = (
-        "run", "status", "problems", "accuracy", "from", "to", 'difference from the target alone', "from", "to",
+        "run", "status", "problems", "accuracy", "from", "to", "difference from the target alone", "from", "to",
         "p (Holm)", "gain over a coin, single rollouts", "from", "to", "p (Holm)",
         "any rollout correct", "rate", "target tokens", "draft tokens", "scored tokens", "seconds of calls", "calls",
         "shared calls", "dollars",

@@ -443,7 +443,7 @@ def time_table(found: TimeBreakdown) -> ReportTable:
         meaning = f"this table counts only the first {found.nodes:,} of {found.calls:,} calls"
         rows.append(("calls", found.nodes, meaning))
     rows += [
-        (f'{engine.engine}: share of the time it is busy', engine.busy_share,
+        (f"{engine.engine}: share of the time it is busy", engine.busy_share,
          f"{engine.mean_in_flight:.1f} calls in flight on average, at most {engine.peak}; longest "
          f"idle time {engine.longest_bubble:.2f} s")
         for engine in found.engines

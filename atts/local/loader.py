@@ -214,6 +214,17 @@ def _problems(said: Mapping[str, Any]) -> Iterator[str]:
         yield "has biases of its own"
     if not isinstance(said.get("lora_alpha", 8), int | float):
         yield f"has lora_alpha {shown(said['lora_alpha'])}, which is not a number"
+    patterns = said.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        yield f"has alpha_pattern {shown(patterns)}, which is not an object"
+        return
+    for pattern, alpha in patterns.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"has {shown(pattern)} in alpha_pattern, which is not a regular expression ({error})"
+        if not isinstance(alpha, int | float):
+            yield f"has {shown(alpha)} in alpha_pattern, which is not a number"
 
 
 def _low_rank(

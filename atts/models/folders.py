@@ -172,8 +172,10 @@ def template_of(folder: Path) -> str | None:
     """
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except OSError:
+    except FileNotFoundError:
         pass
+    except (OSError, UnicodeDecodeError):
+        return None
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

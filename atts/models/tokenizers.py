@@ -46,7 +46,7 @@ class ModelTokenizer:
         self._backend = _open(folder, name)
         settings = _settings(folder, name)
         self._special_tokens = _special_tokens(settings)
-        self._template = _chat_template(folder, settings)
+        self._template = _chat_template(folder, settings, name)
         self._templates = TemplateProcess()
         state: dict[str, Any] = json.loads(self._backend.to_str())
         # If two models have equal tokenizer digests, a token id means the same in both. So each
@@ -225,12 +225,20 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str:
-    """Return the model's chat template, or "" if it has none."""
+def _chat_template(folder: Path, settings: dict[str, Any], name: str) -> str:
+    """Return the model's chat template, or "" if it has none.
+
+    :raises ModelLoadError: the file of the template cannot be read.
+    """
+    path = folder / "chat_template.jinja"
     try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except (FileNotFoundError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
         template = settings.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(
+            name, f"{path} cannot be read ({error})", "Download it again"
+        ) from error
     if isinstance(template, list):  # the model has several templates, each with a name
         named = {str(entry.get("name")): entry.get("template") for entry in template}
         template = named.get("default")

@@ -212,6 +212,9 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], s
     ),
     "base that is not there": ({"base_model_name_or_path": "meta/else"}, dict, "name its base model: base", OptionError),
     "alpha": ({"lora_alpha": "x"}, dict, "lora_alpha", ModelLoadError),
+    "alphas": ({"alpha_pattern": [8]}, dict, "alpha_pattern .*not an object", ModelLoadError),
+    "pattern": ({"alpha_pattern": {"[": 1}}, dict, "'\\[' in alpha_pattern", ModelLoadError),
+    "alpha of a pattern": ({"alpha_pattern": {"q_proj": "x"}}, dict, "'x' in alpha_pattern", ModelLoadError),
 }  # fmt: skip
 
 

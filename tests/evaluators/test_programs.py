@@ -29,7 +29,7 @@ from atts.evaluators import (
     load_dataset,
     run_program,
 )
-from atts.evaluators.programs import layout_free
+from atts.evaluators.programs import Case, layout_free
 from atts.pipelines import Chunking, Policy
 from atts.run import RunOptions
 from atts.testing import ScriptedEngine
@@ -173,6 +173,35 @@ def test_the_last_python_block_is_the_program() -> None:
     assert extract(text, "code") == "print(2)\n"
     assert find_program("<think>\n```python\nprint(0)\n```\n</think>\nDone.") == "print(0)\n"
     assert find_program("no program") is None
+
+
+@pytest.mark.parametrize("word", ["snan", "-sNaN7", "nan", "inf"])
+def test_a_word_that_is_no_usual_number_is_a_wrong_output(word: str) -> None:
+    """A program that prints a special number instead of the expected number gets a verdict, and no
+    error is raised.
+    """
+    tests = ProgramTests((Case("", "3"),), public=1)
+    problem = Problem("p", "text", tests.text(), kind="code")
+    assert judge(problem, f"print({word!r})").status == "different"
+    assert judge(problem, "print('3.0')").is_equal
+    assert ProgramVotes(tests.text()).group([f"print({word!r})", "print(3)"]) == [0, 1]
+
+
+DEEP = "def f():\n    deep = []\n    for _ in range({depth}): deep = [deep]\n    return deep"
+
+
+@pytest.mark.parametrize("depth", [600, 900, 3000])
+def test_a_deeply_nested_value_is_a_wrong_output(depth: int) -> None:
+    """A function whose value is nested too deeply for Python's JSON reader gets a verdict and may
+    be grouped with others.
+    """
+    expected = "[" * 500 + "]" * 500
+    tests = ProgramTests((Case("", expected),), public=1, function="f")
+    problem = Problem("p", "text", tests.text(), kind="code")
+    assert judge(problem, DEEP.format(depth=depth)).status == "different"
+    assert (
+        len(ProgramVotes(tests.text()).group([DEEP.format(depth=depth), "def f(): return 1"])) == 2
+    )
 
 
 def test_programs_with_equal_outputs_vote_together(tasks: dict[str, Problem]) -> None:

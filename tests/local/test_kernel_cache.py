@@ -237,6 +237,13 @@ def test_a_file_in_place_of_the_cache_folder_is_reported(builds: Builds) -> None
     assert builds.folder.read_text() == "mine"
 
 
+def test_an_unusable_home_is_named(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no cache folder can be made in the home directory, the warning names the folder."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/dev/null")
+    assert "the kernel cache /dev/null/.cache/atts cannot be used" in builds.load()[1]
+
+
 def test_a_relative_cache_path_is_ignored(
     builds: Builds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from atts.core import Message
 from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.local import LocalEngine, LocalOptions, model_config
 from atts.models import folders, tokenizers
-from atts.models.folders import find_tokenizer, refuse_code, require_template
+from atts.models.folders import find_tokenizer, refuse_code, require_template, template_of
 from atts.models.tokenizers import ModelTokenizer
 
 Make = Callable[..., Path]
@@ -272,6 +272,18 @@ def test_a_chat_template_is_found_wherever_tokenizers_keep_it(
         )
     require_template(folder, "it")
     assert ModelTokenizer(folder, "it").render([Message("user", "the step")])
+
+
+def test_a_chat_template_that_cannot_be_read_is_refused(make_model: Make, tmp_path: Path) -> None:
+    """A chat template that is not UTF-8 is refused with a message that names its file. Another
+    template is not used in its place, and token limits do not depend on the file.
+    """
+    folder = shutil.copytree(make_model("llama"), tmp_path / "model")
+    path = folder / "chat_template.jinja"
+    path.write_bytes(path.read_bytes() + b"\xff")
+    with pytest.raises(ModelLoadError, match=r"chat_template.jinja cannot be read .*utf-8"):
+        ModelTokenizer(folder, "it")
+    assert template_of(folder) is None
 
 
 async def enter(folder: Path) -> None:

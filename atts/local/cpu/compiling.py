@@ -106,13 +106,13 @@ def _cache_folder() -> tuple[Path | None, str]:
     the reason.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = (root if root.is_absolute() else Path("~/.cache")) / "atts"
     try:
-        folder = (root if root.is_absolute() else Path.home() / ".cache") / "atts"
+        folder = folder.expanduser()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         problem = _distrust(folder.resolve())
-    # Path.home raises RuntimeError if there is no home directory
+    # `expanduser` raises RuntimeError if there is no home directory
     except (OSError, RuntimeError) as error:
-        folder = root / "atts"
         problem = f"cannot be used ({getattr(error, 'strerror', None) or error})"
     return (
         (None, f"the kernel cache {folder} {problem}: every process builds the kernels again")

@@ -260,8 +260,13 @@ class RemoteEngine(BaseEngine):
         :raises UnsupportedByEngine: the server does not list likely tokens.
         """
         self._admit("score")
-        check_score(ScoreRequest(prefix, suffix), self.spec)
-        return await self._requests().top_tokens(prefix, suffix, top)
+        request = ScoreRequest(prefix, suffix)
+        check_score(request, self.spec)
+
+        async def listed(asked: ScoreRequest) -> list[dict[int, float]]:
+            return await self._requests().top_tokens(asked.prefix, asked.suffix, top)
+
+        return await self._trusted(listed, request)
 
     async def _trusted(self, work: Callable[[R], Awaitable[T]], request: R) -> T:
         """Send a request, and return its answer only if the server is still known to be the same.

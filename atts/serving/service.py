@@ -237,6 +237,15 @@ def conformal_gate(plan: RunSpec) -> ConformalGate | None:
     return gate
 
 
+@dataclass(frozen=True, slots=True)
+class _ChangedState:
+    """The state of a calibrator that is not saved yet, and the file in which it belongs."""
+
+    path: Path
+    state: Any
+    decided: int  # number of decisions that the calibrator has made
+
+
 class CalibratorFolder:
     """Folder with saved calibrators, one file per method and rate.
 
@@ -287,7 +296,7 @@ class CalibratorFolder:
             on_problem_done=partial(let_go, plan.gate),
         )
 
-    def changed(self, method: str, rate: float, plan: RunSpec) -> tuple[Path, Any] | None:
+    def changed(self, method: str, rate: float, plan: RunSpec) -> _ChangedState | None:
         """Return the file and the state of a calibrator that must be saved, or None if it has not
         changed since it was last saved.
         """
@@ -301,16 +310,17 @@ class CalibratorFolder:
         )
         if self._saved.get(path.name, 0) == calibrator.decided:
             return None
-        self._saved[path.name] = calibrator.decided
-        return path, {"models": self._models, "calibrator": calibrator.state()}
+        state = {"models": self._models, "calibrator": calibrator.state()}
+        return _ChangedState(path, state, calibrator.decided)
 
-    def write(self, path: Path, state: Any) -> None:
+    def write(self, changed: _ChangedState) -> None:
         """Write a calibrator's state to its file atomically.
 
         :raises StorageError: the file cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_state(path, state)
+        write_state(changed.path, changed.state)
+        self._saved[changed.path.name] = changed.decided
 
     def _path(self, method: str, rate: float) -> Path:
         return self._folder / f"{method}-{rate:g}.json"
@@ -836,7 +846,7 @@ class Service:
     def _save(self) -> None:
         self._write_states(self._changed_states())
 
-    def _changed_states(self) -> list[tuple[Path, Any]]:
+    def _changed_states(self) -> list[_ChangedState]:
         folder = self._calibrators
         if folder is None:
             return []
@@ -845,7 +855,7 @@ class Service:
         ]
         return [one for one in changed if one is not None]
 
-    def _write_states(self, states: list[tuple[Path, Any]]) -> None:
+    def _write_states(self, states: list[_ChangedState]) -> None:
         """Write the states of calibrators to their files.
 
         A failed write is only logged, because the server can continue without it.
@@ -853,12 +863,12 @@ class Service:
         assert self._calibrators is not None or not states, (
             "calibrators are saved only if the server has a state folder"
         )
-        for path, state in states:
+        for changed in states:
             try:
                 assert self._calibrators is not None
-                self._calibrators.write(path, state)
+                self._calibrators.write(changed)
             except (ATTSError, OSError) as error:
-                _log.error("%s cannot be saved: %s", path, error)
+                _log.error("%s cannot be saved: %s", changed.path, error)
 
 
 def new_run() -> str:

@@ -328,6 +328,32 @@ async def test_other_weights_under_the_same_name_are_noticed_after_some_replies(
 
 
 @pytest.mark.anyio
+async def test_other_weights_are_noticed_by_a_run_that_needs_only_entropies(
+    serve: Serve, client: Connect
+) -> None:
+    """Replies with likely tokens count for the check of the model, too."""
+    models: list[Swappable] = []
+
+    def make() -> Swappable:
+        models.append(Swappable())
+        return models[-1]
+
+    server = serve("vllm", make)
+    options = RemoteOptions(idle_seconds=1e9, recheck_seconds=1e9, recheck_requests=5)
+    async with client(server.url, options=options) as remote:
+
+        async def score(requests: int) -> None:
+            for number in range(requests):
+                suffix = REQUEST.ids[1 + number % 3 :]
+                await remote.score(ScoreRequest(REQUEST.ids, suffix, entropies=True))
+
+        await score(12)
+        models[-1].is_swapped = True
+        with pytest.raises(UnsupportedByEngine, match="changed while in use"):
+            await score(5)
+
+
+@pytest.mark.anyio
 async def test_replies_do_not_wait_for_the_check_of_the_model(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

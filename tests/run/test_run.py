@@ -581,7 +581,7 @@ def test_accuracy_of_samples_leaves_cancelled_ones_out() -> None:
         FinishedSample(1, "settled", None, "wrong"),
         FinishedSample(2, "turns", None, "wrong"),
         FinishedSample(3, "end", None, "wrong"),
-        FinishedSample(4, "answer", "x", "unscored", "timeout"),
+        FinishedSample(4, "answer", "x", "unscored", "time"),
     )
     settled = FinishedProblem("p", "answered", "1", "correct", "", samples, {}, Usage())
     held = samples_of(settled.problem, settled.complete_samples, toy_groups)

@@ -253,8 +253,8 @@ class Calibrator(Persisted):
         # Questions that are finished, but may still have scores in the reorder buffer. Their data
         # is dropped when the buffer has no more scores of them.
         self._over = set[str]()
-        # The action of the last drift alarm, and for "widen", how many more decisions use the
-        # higher rate.
+        # What is being done about the last drift alarm. If that is "widen", `_widened` is the number
+        # of decisions that still use the higher rate.
         self._alert: DriftPolicy | None = None
         self._widened = 0
         self._take_stored(drift)

@@ -289,10 +289,10 @@ class StaticRankGate(NonLearningGate):
         return cls({name: tuple(sorted(pool)) for name, pool in pools.items()}, 1 - rate)
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide by the published rank c/N, without smoothing. Scores that equal the chunk's score
-        do not count as below it.
+        """Accept or escalate a chunk by the paper's rank c/N, without smoothing: c of the N stored
+        scores are strictly below the chunk's score.
 
-        As published, a chunk of a question without stored scores is accepted.
+        As in the paper's code, the chunk is accepted if its question has no stored scores.
         """
         pool = self.pools.get("", ()) or self.pools.get(features.question, ())
         rate = 1 - self.tau

@@ -546,8 +546,8 @@ def rating_score(answers: Sequence[Sequence[float]]) -> float:
 
 
 def verdict_score(answers: Sequence[Sequence[float]]) -> float:
-    """Return one over the probability of "Yes" (relative to "No"), with equal weight for both
-    orders of the question.
+    """Return 1 / P(Yes). P(Yes) is normalised over "Yes" and "No", and averaged over the two orders
+    in which the question is asked.
 
     >>> verdict_score([[-1.0, -1.0], [-2.0, -2.0]])
     2.0

@@ -325,7 +325,7 @@ def _weight(word: str) -> int:
 
 
 def mean_logprob(chunk: Chunk) -> float:
-    """Return the mean of the chunk's log-probabilities from its author; NaN if there are none."""
+    """Return the mean log-probability of the chunk's tokens under the model that wrote them, or NaN."""
     if not chunk.logprobs:
         return math.nan
     return math.fsum(chunk.logprobs) / len(chunk.logprobs)

@@ -55,10 +55,10 @@ class Tally:
 
 
 def weight(kind: VoteKind, logprobs: Sequence[float]) -> float:
-    """Return the weight of a ballot: 1, or the mean confidence of the models in the tokens they
-    wrote.
+    """Return the weight of a ballot: 1 for majority votes, otherwise the geometric mean of the
+    probabilities of the rollout's tokens.
 
-    The smallest weight is 0.001, which is also the weight if log-probabilities are missing.
+    The weight is at least 0.001, and exactly 0.001 if there are no log-probabilities.
     """
     if kind == "majority":
         return 1.0

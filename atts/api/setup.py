@@ -235,7 +235,9 @@ class Setup:
                 f"{self.rate} is outside [0, 1]; give the share of chunks to escalate",
             )
         if self.cap is not None and not 0 <= self.cap <= 1:
-            raise OptionError("cap", f"{self.cap} is outside [0, 1]; give a share of chunks")
+            raise OptionError(
+                "cap", f"{self.cap} is outside [0, 1]; the cap is a share of the chunks"
+            )
         if not 0 <= self.give_up_after < math.inf:
             problem = f"{self.give_up_after} is not a possible number of seconds; give 0 or more"
             raise OptionError("give_up_after", problem)

@@ -136,8 +136,8 @@ def report(
     if every is not None and not (following and 0 < every <= _DAY):
         raise OptionError(
             "--every",
-            f"{every:g} is out of range; together with --follow, give more than 0 seconds and "
-            "at most one day",
+            f"{every:g} is out of range; with --follow, the interval must be more than 0 seconds "
+            "and at most one day",
         )
     if out is not None and str(out) == "-":
         if following:

@@ -1047,7 +1047,7 @@ class GraphStats:
     rollouts_in_flight: int
     rollouts: Mapping[str, int]  # number of ended rollouts, keyed by status
     nodes: int
-    # seconds in which rollouts waited for siblings, summed over the rollouts
+    # total seconds that rollouts spent waiting for their sibling rollouts
     sibling_seconds: float
     engines: Mapping[str, EngineUse]
 

@@ -38,7 +38,7 @@ class StageTime:
     """
 
     nodes: int = 0
-    wait: float = 0.0  # seconds in which rollouts waited for siblings before their calls
+    wait: float = 0.0  # total seconds that rollouts waited for sibling rollouts before their calls
     queue: float = 0.0  # seconds in which calls waited for a free slot of the engine
     compute: float = 0.0
 
@@ -65,7 +65,7 @@ class Timing:
     # seconds of calls that only prefilled, summed over the calls; Tc in `intensity`
     arithmetic_seconds: float
     memory_seconds: float  # seconds of calls that decoded, summed over the calls; Tm in `intensity`
-    # seconds in which rollouts waited for siblings, summed over the rollouts; Ts in `intensity`
+    # total seconds that rollouts spent waiting for their sibling rollouts; called Ts in `intensity`
     sibling_seconds: float
 
     @property

@@ -76,8 +76,8 @@ class Sequence:
     is_finished: bool = False  # whether the sequence is finished or cancelled
     # number of times that the scheduler gave the sequence a row; above 1 if it was preempted
     num_admissions: int = 0
-    # state of the completion whose tokens are drawn while this sequence scores a text; the
-    # scheduler never sees this second sequence
+    # While this sequence scores a text, the engine may also draw tokens after that text. They are
+    # collected in a separate sequence, `drawn`, which is hidden from the scheduler.
     drawn: Sequence | None = None
     # for a completion that is drawn while a text is scored: the reason why it ended, or None while
     # it has not ended

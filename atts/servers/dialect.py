@@ -503,7 +503,8 @@ class DialectClient:
         lister = self.dialect
         if not isinstance(lister, TopScorer):
             raise UnsupportedByEngine(
-                self._name, f"{lister.name} does not list the likeliest tokens of a given text"
+                self._name,
+                f"{lister.name} does not return the likeliest tokens at each position of a text",
             )
         ids = prefix + suffix
 

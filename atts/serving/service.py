@@ -411,7 +411,9 @@ class Counts:
     cancelled: int = 0
     failed: int = 0
     limited: int = 0
-    housekeeping: int = 0  # number of requests that chat programs sent by themselves
+    housekeeping: int = (
+        0  # number of requests that chat programs sent automatically, such as for titles
+    )
 
 
 class _Recount:

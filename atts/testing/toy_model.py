@@ -625,8 +625,8 @@ class ToyModel:
         """Return the state after reading `ids`. If `state` is given, reading continues from a copy
         of it.
         """
-        # If the ids have no message of the assistant, they are a text to continue. Such a text has
-        # no real question, so one is made from its first id.
+        # If the ids contain no assistant message, they are plain text to continue. Plain text has no
+        # question, so its first id is used as the question.
         state = (
             ReadingState(_question(self.tokenizer, (ids[0],))) if state is None else state.copy()
         )

@@ -236,7 +236,7 @@ def _is_of_digits(congruence: Node) -> bool:
 
 
 def _is_multiple(node: Node) -> bool:
-    """Return True if a side is a number times one unknown, as in 2x = 3, which can be solved."""
+    """Return True if one side of an equation is a number times one unknown, as in 2x = 3."""
     if node.kind != "mul" or len(node.args) != 2:
         return False
     factor, unknown = node.args

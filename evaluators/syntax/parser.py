@@ -474,7 +474,7 @@ class Stream:
         return token
 
     def is_op(self, *texts: str) -> bool:
-        """Return True if the next token is one of these signs."""
+        """Return True if the next token is one of the given operators."""
         token = self.here
         return token.kind == "op" and token.text in texts
 

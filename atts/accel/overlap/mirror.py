@@ -67,8 +67,8 @@ class ExitAdapter:
 
     layers: int
     norm: Tensor  # [hidden_size] weights of the norm before the output matrix
-    down: Tensor  # [rank, hidden_size] first matrix of the correction
-    up: Tensor  # [hidden_size, rank] second matrix of the correction
+    down: Tensor  # [rank, hidden_size] first factor of the low-rank correction
+    up: Tensor  # [hidden_size, rank] second factor of the low-rank correction
 
     @classmethod
     def untrained(cls, config: ModelConfig, weights: Weights) -> ExitAdapter:

@@ -346,8 +346,9 @@ class GroupedDrafter(ModelDrafter):
         self._groups = model
 
     def verified(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Leave the last round's keys and values unrecorded, so that they are computed again,
-        unless calibration is "none".
+        """Record the last round's keys and values as correct only if calibration is "none".
+
+        Otherwise the exact pass computes them again.
         """
         if self.calibration == "none":
             super().verified(key, proposal, accepted)

@@ -168,7 +168,9 @@ def _gain(labelled: LabelledScores | None) -> ShownNumber:
         "score escalates, minus the share that a coin with the same rate escalates"
     )
     if labelled is None:
-        return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
+        return ShownNumber(
+            "not known", what, "no chunk of the draft has both a score and a verdict"
+        )
     if math.isnan(labelled.gain.value):
         return ShownNumber("cannot tell", what, labelled.gain.note)
     return ShownNumber(labelled.gain.signed(), what, _basis(labelled))
@@ -180,7 +182,9 @@ def _auroc(labelled: LabelledScores | None) -> ShownNumber:
     """
     what = "AUROC of the score within questions; random scores would give 0.5"
     if labelled is None:
-        return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
+        return ShownNumber(
+            "not known", what, "no chunk of the draft has both a score and a verdict"
+        )
     if math.isnan(labelled.auroc.value):
         return ShownNumber("cannot tell", what, labelled.auroc.note)
     note = "escalated chunks are left out, because the target replaced or continued their text"

@@ -127,7 +127,7 @@ def test_a_calibrator_that_could_not_be_saved_is_saved_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If a write fails, the next attempt writes the state, although no decision was made since."""
-    failures = []
+    failures = list[Path]()
 
     def fail_once(path: Path, state: Any) -> None:
         if not failures:

@@ -127,24 +127,31 @@ def test_a_calibrator_that_could_not_be_saved_is_saved_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If a write fails, the next attempt writes the state, although no decision was made since."""
-    failures = list[Path]()
+    failures = list[int]()
+    is_full = True
 
-    def fail_once(path: Path, state: Any) -> None:
-        if not failures:
-            failures.append(path)
+    def write(path: Path, state: Any) -> None:
+        if is_full:
+            failures.append(state["calibrator"]["decided"])
             raise OSError(28, "No space left on device")
         write_state(path, state)
 
-    monkeypatch.setattr("atts.serving.service.write_state", fail_once)
+    monkeypatch.setattr("atts.serving.service.write_state", write)
 
     async def main() -> None:
-        async with serving(state=tmp_path) as client:
+        nonlocal is_full
+        async with serving(state=tmp_path, save_seconds=0.01) as client:
             await ask(client, 2)
-            client.service._save()
-            assert "cannot be saved" in caplog.text
-            assert not failures[0].exists()
-            client.service._save()
-            assert saved(failures[0]) == calibrator(client.service).decided > 0
+            decided = calibrator(client.service).decided
+            path = tmp_path / "calibrators" / "atts-0.2.json"
+            with anyio.fail_after(20):
+                while decided not in failures:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+                is_full = False
+                while not path.exists():  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+            assert saved(path) == decided > 0
+        assert "cannot be saved" in caplog.text
 
     anyio.run(main)
 

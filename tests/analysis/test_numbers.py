@@ -41,6 +41,7 @@ from atts.journal import (
     Observed,
     load_manifest,
     open_journal,
+    open_run,
     read_entries,
 )
 from atts.pipelines.gates import NonLearningGate
@@ -358,6 +359,25 @@ def test_pages_keep_to_their_budget() -> None:
     assert sum(len(pages[str(number)]) for number in range(100)) <= 200_000
     assert (pages.shortened, pages.limit < 4000) == (100, True)
     assert unpack(pages["7"])["rollouts"][0]["turns"][0]["p"] == 0.25
+
+
+def test_pages_of_an_unknown_number_of_problems_keep_to_their_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the manifest lacks the number of problems, as in a run that reads problems from an iterator
+    and has not ended, the pages are shortened as if the number were known.
+    """
+    setup = Setup(draft="scripted", target="scripted")
+    atts.evaluate_sync(toy_problems(60), setup, directory=tmp_path / "run")
+    budget = 60 * 2_800
+    known = read_run_data(tmp_path / "run", budget).pages
+    assert known.shortened > 0
+    run = open_run(tmp_path / "run")
+    unknown = replace(run, manifest=replace(run.manifest, problems=None))
+    monkeypatch.setattr("atts.analysis.reports.run_data.open_run", lambda _: unknown)
+    counted = read_run_data(tmp_path / "run", budget).pages
+    names = [problem.id for problem in toy_problems(60)]
+    assert [counted[name] for name in names] == [known[name] for name in names]
 
 
 def test_json_writes_nan_as_null() -> None:

@@ -56,9 +56,7 @@ class Pages:
     """
 
     def __init__(self, budget: int, problems: int) -> None:
-        """Divide `budget` bytes among the pages of `problems` problems; `problems` is 0 if the
-        number is not known.
-        """
+        """Divide `budget` bytes among the pages of this number of problems."""
         self._each = budget // max(min(problems, MOST), _FEWEST)
         self._packed: dict[str, str] = {}
         # Number of stored pages. True: of problems that a reader looks for first, because they are
@@ -351,7 +349,10 @@ def read_run_data(directory: Path, page_bytes: int) -> RunData:
     :raises JournalError: there is no journal, or it cannot be read.
     """
     run = open_run(directory)
-    data = RunData(run, Pages(page_bytes, run.manifest.problems or 0))
+    count = run.manifest.problems
+    if count is None:  # the problems came from an iterator
+        count = sum(isinstance(one.event, ProblemStarted) for one in run.entries({ProblemStarted}))
+    data = RunData(run, Pages(page_bytes, count))
     kinds = set(_KINDS)
     started = list[str]()
     for entry in run.entries(kinds):

@@ -410,7 +410,10 @@ class Policy:
                 f"none for the answer; lower thinking_tokens, or raise max_tokens",
             )
         if not self.thinking_end.strip():
-            raise OptionError("thinking_end", "an empty text cannot end the thinking; give a text")
+            raise OptionError(
+                "thinking_end",
+                "the string that ends the thinking is empty; give at least one character",
+            )
 
     def _check_problems(self) -> None:
         """Check that the other fields of the policy allow the escalation of whole problems.

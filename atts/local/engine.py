@@ -119,7 +119,7 @@ class RunDemand:
 
 
 class PlainDecoding(Accelerator):
-    """The accelerator of plain decoding, which changes nothing."""
+    """An accelerator that changes nothing: plain decoding."""
 
     def check(self, options: LocalOptions) -> None:
         """Accept any options."""

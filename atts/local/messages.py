@@ -174,7 +174,7 @@ class WorkerReady:
     trouble: str = ""
     # whether this loop can also serve requests to the models of other engines
     takes_models: bool = False
-    dtype: str = "float32"  # number type in which the model computes
+    dtype: str = "float32"  # dtype in which the model computes
 
 
 @dataclass(slots=True)

@@ -198,7 +198,9 @@ def _converted(folder: Path, name: str) -> Any:
     )
     if not getattr(tokenizer, "is_fast", False):
         problem = "the tokenizer cannot be converted to tokenizer.json"
-        raise ModelLoadError(name, problem, "Convert the tokenizer with the library that made it")
+        raise ModelLoadError(
+            name, problem, "Convert the tokenizer to tokenizer.json with the library that made it"
+        )
     return tokenizer.backend_tokenizer
 
 

@@ -403,8 +403,8 @@ class Comparer:
         return self.ruled("cases", verdict)
 
     def lists(self, gold: Node, answer: Node) -> bool:
-        """Compare lists and sets. The order matters only if one answer is a tuple or names its
-        members.
+        """Compare lists and sets. The order matters only if one answer is a tuple or labels its
+        members, as in x = 1, y = 2.
         """
         if gold.kind == "tuple" or answer.kind == "tuple":
             pair, other = (gold, answer) if gold.kind == "tuple" else (answer, gold)

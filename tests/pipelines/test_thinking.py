@@ -137,7 +137,7 @@ def test_an_impossible_budget_is_refused() -> None:
         Policy(thinking_tokens=100, max_tokens=100)
     with pytest.raises(OptionError, match="0 is below 1"):
         Policy(thinking_tokens=0)
-    with pytest.raises(OptionError, match="empty text"):
+    with pytest.raises(OptionError, match="ends the thinking is empty"):
         Policy(thinking_tokens=10, thinking_end=" \n")
 
 

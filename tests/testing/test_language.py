@@ -50,7 +50,7 @@ def answer(text: str) -> str | None:
     | st.from_regex(r"(So| we|: 17| plus|\.|\n|,| 8|\\boxed\{){0,20}", fullmatch=True)
 )
 def test_any_text_goes_to_ids_and_back(text: str) -> None:
-    """Any text is the same after encoding and decoding, in both dialects and any script."""
+    """Encoding and then decoding returns the original text, in any script and in both toy languages."""
     for tokenizer in TOKENIZERS.values():
         assert tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -272,8 +272,8 @@ class Features:
     # Mean log-probability that the draft gave to the chunk's tokens. NaN if unknown; then every
     # comparison with a threshold is false.
     draft_logprob: float = math.nan
-    # How certain the draft was of the chunk: 0 is certain, lower is less certain. Computed by the
-    # rule in `atts.pipelines.scores`; NaN without log-probabilities.
+    # Certainty of the draft about the chunk: 0 is certain, lower is less certain. It follows the
+    # rule in `atts.pipelines.scores`, and is NaN without log-probabilities.
     draft_evidence: float = math.nan
     has_answer: bool = False
     answered: int = 0  # how many sibling rollouts already have an answer
@@ -359,8 +359,8 @@ class Turn:
     decision: Decision | None = None
     # The reason why the score is missing, or the description of a failure. Only shown to people.
     note: str = ""
-    # How many tokens the target scored for this turn. It is 0 if the score was copied from an equal
-    # chunk of a sibling rollout.
+    # Number of tokens that the target scored for this turn. It is 0 if the score was copied from an
+    # equal chunk of a sibling rollout.
     scored_tokens: int = 0
     # True if atts inserted the text, such as "Wait" or the end of the think block
     is_forced: bool = False

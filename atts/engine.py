@@ -601,8 +601,8 @@ class Speculated:
     snapshots of them.
     """
 
-    # How many proposals were verified. A step that verifies proposals for several sequences adds
-    # one for each sequence.
+    # Number of verified proposals. A step that verifies proposals for several sequences adds one
+    # for each sequence.
     rounds: int = 0
     proposed: int = 0  # tokens in all proposals
     accepted: int = 0  # proposed tokens that the target accepted

@@ -191,8 +191,8 @@ PAPER_DEPARTURES = (
     "published code a model grades, and a question counts as solved if any of 16 rollouts is "
     "correct",
 )
-"""How the presets for the paper differ from the paper's published code. If their scores are the
-same, both make the same decisions.
+"""Differences between the presets for the paper and the paper's published code. If their scores are
+the same, both make the same decisions.
 """
 
 PRESETS: tuple[Preset, ...] = (

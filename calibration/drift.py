@@ -675,7 +675,7 @@ class DriftMonitor(Persisted):
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
         self._repeats = DuplicateScores.of(stored)
-        # Whether the monitor still tests. It stops after an alarm, and needs enough stored
+        # True while the monitor still tests. It stops after an alarm, and needs enough stored
         # questions.
         self.watching = len(self._reference.questions) >= _FEWEST
         if self._repeats.fault:

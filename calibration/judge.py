@@ -49,8 +49,8 @@ class AdvantageJudge:
     mean_gain: float
     penalty: float
     rate: float
-    # How much accuracy the judge adds per chunk, compared with the same number of random
-    # escalations. The three numbers are the estimate and the two ends of its 95 % interval.
+    # Accuracy gain per chunk of the judge over random escalation at the same rate: the estimate and
+    # the two ends of its 95 % interval.
     over_coin: tuple[float, float, float]
     chunks: int
     problems: int

@@ -38,7 +38,8 @@ _MOST_OUTPUT = 8  # limit on the output of a program, in MiB
 _AT_ONCE = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
 
 End = Literal["done", "error", "time", "memory", "output"]
-"""How a run of a program ended. "done" means that it ended normally, even if its output is wrong.
+"""Reason why a run of a program ended. "done" means that it ended normally, even if its output is
+wrong.
 """
 
 

@@ -75,7 +75,7 @@ class _Worker:
         self._setup = setup_of("slime", options)
         self._number = 0  # number of the latest session, a key of `_sessions`
         self._sessions = {0: Session(self._setup)}
-        # how many samples each session is writing, keyed by session number
+        # number of samples that each session is writing, keyed by session number
         self._asking = Counter[int]()
         self._has_answered = False
 

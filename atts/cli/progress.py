@@ -105,7 +105,7 @@ class PlainLines:
     stream: TextIO
     next: float = LINE_SECONDS
     state: str = ""
-    num_warned: int = 0  # how many of the run's warnings have been printed
+    num_warned: int = 0  # number of warnings of the run that have been printed
 
     def refresh(self) -> None:
         """Print a line of progress if enough seconds have passed or the run's state has changed."""

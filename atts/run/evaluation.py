@@ -387,7 +387,7 @@ def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
 
 
 Keep = Literal["lines", "nothing"]
-"""How much the result keeps about each problem: "lines" for a summary, "nothing" for no data. The
+"""Data that the result keeps about each problem: "lines" for a summary, "nothing" for no data. The
 journal always contains everything.
 """
 

@@ -34,7 +34,7 @@ from atts.journal import (
 from atts.run.calls import CallBegun, EngineAwaited, EscalationCounter, Notice, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]
-"""What a rollout is doing: the draft writes, the target scores, the target writes, or the rollout
+"""Activity of a rollout: the draft writes, the target scores, the target writes, or the rollout
 waits for an engine.
 """
 RunState = Literal["loading", "running", "draining", "over"]

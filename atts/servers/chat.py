@@ -244,7 +244,7 @@ class TextDialect(Dialect):
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
         self._text = TextTokenizer()
-        # Whether any reply of the server so far had its reasoning in a separate field.
+        # True if any reply of the server so far had its reasoning in a separate field.
         self._separates = False
 
     def _written(

@@ -89,7 +89,7 @@ class VllmDialect(TopScorer):
 
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
-        # Whether the server was started with --enable-scale-out, which adds HTTP routes.
+        # True if the server was started with --enable-scale-out, which adds HTTP routes.
         self._scale_out = False
         # The server's version when scoring from the cache was tested, and whether the test
         # succeeded. Another version is tested again.

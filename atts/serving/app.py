@@ -165,19 +165,19 @@ class _Endpoint:
         run = new_run()
         created = int(time.time())
 
-        def keep(reply: Reply) -> None:
+        def completed(reply: Reply) -> dict[str, Any]:
+            whole = response_body(asked, run, created, "completed", reply)
             if asked.store:
-                body = response_body(asked, run, created, "completed", reply)
-                self._responses.keep(asked.solve.user, body)
+                self._responses.keep(asked.solve.user, whole)
+            return whole
 
         if asked.solve.stream:
             events = ResponseEvents(asked, run, created)
-            return EventStream(service, asked.solve, events, run, keep)
+            return EventStream(service, asked.solve, events, run, completed)
         reply = await _until_disconnect(request, lambda: service.solve(asked.solve, run=run))
         if reply is None:
             return Response(status_code=499)
-        keep(reply)
-        return _json(response_body(asked, run, created, "completed", reply))
+        return _json(completed(reply))
 
     async def response(self, request: Request) -> Response:
         """Return a response in its current state."""

@@ -79,7 +79,7 @@ class EventStream(Response):
         request: SolveRequest,
         events: Events,
         run: str,
-        keep: Callable[[Reply], None] | None = None,
+        keep: Callable[[Reply], object] | None = None,
     ) -> None:
         super().__init__(headers=_HEADERS)
         self.raw_headers = [

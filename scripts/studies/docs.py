@@ -103,17 +103,17 @@ def pages() -> dict[str, str]:
 _GPUS = """\
 # Pairs on GPUs
 
-This page is for people with GPUs who choose a pair. The table shows for every pair and card whether both models open in
-one process, and how many rollouts they can process at once. `atts pairs --local` prints the table of the installed
-version. `scripts/docs` computes this page with the same functions that an engine calls when it opens. Nothing on this
-page has been measured on a GPU yet.
+This page is for people with GPUs who choose a pair. For every pair and card, the table shows whether both models fit in
+one process, and how many rollouts the pair can process at once. `atts pairs --local` prints the table of the installed
+version. `scripts/docs` computes this page with the functions that an engine calls when it opens. Nothing on this page
+has been measured on a GPU yet.
 
-The columns *draft* and *target* contain gigabytes of weights + cache in bfloat16. Each engine also reserves 1.5 GB, and
-8 % of a card's memory is kept free for other programs. The column *at once* is the number of complete rollouts that fit
-into the cache, at most 64. With two GPUs, the target has the first GPU and the draft the second. A pair needs servers
-if it is too large for two cards, or has 4-bit weights or a mixture of experts. The last column is the number of cards
-that vLLM needs for the pair; an asterisk means that the target has FP8 weights. `atts pairs PAIR --card CARD` prints
-the commands for vLLM.
+The columns *draft* and *target* give each model's memory as weights + cache, in gigabytes, for bfloat16. Each engine
+also reserves 1.5 GB, and atts leaves 8 % of a card's memory free for other programs. The column *at once* is the number
+of complete rollouts that fit into the cache, at most 64. With two GPUs, the target is on the first and the draft on the
+second. A pair needs servers if it is too large for two cards, or has 4-bit weights or a mixture of experts. The last
+column is the number of cards that vLLM needs for the pair. An asterisk means that the target needs FP8 weights.
+`atts pairs PAIR --card CARD` prints the commands for vLLM.
 
 | pair | tokens per rollout | card | fits on | draft | target | at once | with servers |
 |---|---|---|---|---|---|---|---|"""

@@ -134,12 +134,12 @@ def parse_address(scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS) -
     if parts.username or parts.password:
         raise OptionError(
             "engine",
-            "a URL must not contain a user or a password; put an API key into a variable or a file",
+            "a URL must not contain a user name or password; put an API key in a variable or a file",
         )
     if parts.fragment:
         raise OptionError(
             "engine",
-            "a URL must not contain a part after #, because servers never receive this part and "
+            "a URL must not contain a fragment (a part after #); servers never receive it, but "
             "the run would store it",
         )
     settings = _settings(parts.query)
@@ -159,14 +159,16 @@ def _openai_model(rest: str, defaults: RemoteOptions) -> ServerAddress:
     if not model or _HOST_AND_PORT.fullmatch(rest):
         # HOST:PORT is a URL without its scheme, so do not read it as the name of a model.
         raise OptionError(
-            "engine", f"{model!r} is not a URL or a model; write openai:http://HOST:PORT/MODEL"
+            "engine",
+            f"{model!r} is neither a URL nor the name of a model; write "
+            f"openai:http://HOST:PORT/MODEL",
         )
     url = os.environ.get(OPENAI_URL_VARIABLE, "").strip() or OPENAI_URL
     parts = urlsplit(url)
     if not is_url(url) or parts.username or parts.password or parts.query:
         raise OptionError(
             OPENAI_URL_VARIABLE,
-            f"the address must be a URL such as {OPENAI_URL}, without a password",
+            f"expected a URL such as {OPENAI_URL}, without a user name, password or query",
         )
     return _server(url.rstrip("/"), ChatDialect.name, model, settings, defaults)
 
@@ -176,12 +178,12 @@ def _settings(query: str) -> dict[str, str]:
     for key in settings:
         if key in ("drafter", "speculate", "k"):
             problem = (
-                f"{key!r} applies only to models of this machine; a server's speculation is "
-                "set when the server is started"
+                f"{key!r} applies only to models that run on this machine; choose a server's "
+                "speculation when you start the server"
             )
             raise OptionError("engine", f"{problem} (docs/servers.md)")
         if key not in _SETTINGS:
-            raise OptionError("engine", f"{key!r} is not a setting of a server", _SETTINGS, key)
+            raise OptionError("engine", f"{key!r} is not a server setting", _SETTINGS, key)
     return settings
 
 
@@ -224,7 +226,9 @@ def _options(
             if setting in settings:
                 options[option] = read(settings[setting])
     except ValueError as error:
-        raise OptionError("engine", f"not a number: {error}") from error
+        raise OptionError(
+            "engine", f"a setting in the address is not a number ({error})"
+        ) from error
     return replace(defaults, key=_key(settings, url, dialect), **options)
 
 

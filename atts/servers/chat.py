@@ -362,7 +362,9 @@ class ChatDialect(TextDialect, Rater):
         self._is_openai = host == "openai.com" or host.endswith(".openai.com")
         self._is_openrouter = host == "openrouter.ai"
         if self._is_openai and self.closes_thinking:
-            raise OptionError("thinking", "OpenAI takes no thinking budget; leave thinking out")
+            raise OptionError(
+                "thinking", "OpenAI does not accept a thinking budget; leave thinking out"
+            )
         row = ModelRow(model)
         if reply.status not in (404, 405) or not model:
             row = choose_model(client, json_of(client, reply, ModelRows).data, model)
@@ -389,7 +391,7 @@ class ChatDialect(TextDialect, Rater):
             body["top_p"] = sampling.top_p
         if sampling.top_k or sampling.min_p:
             if self._options.extras != "send":
-                advice = "Leave both out, or write extras=send if the server accepts them"
+                advice = "Leave out top_k and min_p, or add extras=send if the server accepts them"
                 raise UnsupportedByEngine(
                     self._model, "the chat API has neither top_k nor min_p", advice
                 )
@@ -451,7 +453,7 @@ class ChatDialect(TextDialect, Rater):
         masses: dict[str, float] = {}
         for row in positions[0].top_logprobs:
             if not is_score(row.logprob):
-                raise ValueError(f"a log-probability of {row.logprob}")
+                raise ValueError(f"{row.logprob} is not a valid log-probability")
             word = row.token.strip()
             masses[word] = masses.get(word, 0.0) + math.exp(row.logprob)
         return {

@@ -416,7 +416,7 @@ async def _whole(
         if not body.take(chunk):
             break
     if body.flaw and status == 200:
-        raise ReplyRejected(f"its reply {body.flaw}")
+        raise ReplyRejected(f"the reply {body.flaw}")
     return bytes(body.text[: body.most])
 
 
@@ -441,9 +441,9 @@ class _Body:
             room = self.most + 1 - len(self.text)
             self.text += chunk if self._inflater is None else self._inflater.decompress(chunk, room)
         except zlib.error as error:
-            self.flaw = f"is not compressed as the reply's header states ({error})"
+            self.flaw = f"cannot be decompressed in the way that its header states ({error})"
         if max(self._came, len(self.text)) > self.most:
-            self.flaw = f"is longer than {self.most:,} bytes, the most that this request can need"
+            self.flaw = f"is longer than {self.most:,} bytes, the limit for a reply to this request"
         return not self.flaw
 
 
@@ -466,7 +466,7 @@ def proxy_hint(url: str, options: RemoteOptions) -> str:
             "the end of the engine's address"
         )
     return (
-        f"The connection used the proxy of {names[0]}; to connect without it, add ?proxy=never "
+        f"The connection used the proxy in {names[0]}; to connect without it, add ?proxy=never "
         "to the end of the engine's address"
     )
 

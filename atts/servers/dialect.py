@@ -80,7 +80,7 @@ class NoVisibleText(EngineError):
     def __init__(self, engine: str, tokens: int) -> None:
         super().__init__(
             engine,
-            f"all {tokens} tokens were spent on reasoning that the server does not return",
+            f"the model spent all {tokens} tokens on reasoning, which the server does not return",
             "Allow more tokens per chunk, or use a server that returns the reasoning",
         )
 
@@ -129,8 +129,8 @@ class Dialect(ABC):
         if options.thinking == "send" and not self.takes_thinking_budget:
             raise OptionError(
                 "thinking",
-                f"servers of dialect {self.name} take no thinking budget; leave thinking out, and "
-                "atts closes the think block itself",
+                f"servers of dialect {self.name} do not accept a thinking budget; leave thinking "
+                "out, and atts will close the think block itself",
             )
         self._options = options
         self._model = ""
@@ -487,7 +487,7 @@ class DialectClient:
             scores = await self._score_once(self.dialect, request, "skip")
         if scores is None:
             raise BadReply(
-                self._name, "the reply lacks scores, although the server did not use its cache"
+                self._name, "the reply has no scores, although the request turned the cache off"
             )
         return scores
 
@@ -504,7 +504,7 @@ class DialectClient:
         if not isinstance(lister, TopScorer):
             raise UnsupportedByEngine(
                 self._name,
-                f"{lister.name} does not return the likeliest tokens at each position of a text",
+                f"servers of dialect {lister.name} cannot list the most likely tokens of a text",
             )
         ids = prefix + suffix
 
@@ -512,13 +512,16 @@ class DialectClient:
             rows: list[dict[int, float]] = self._read(lister.read_top, reply, ids)
             if len(rows) != len(ids) - 1:
                 raise BadReply(
-                    self._name, f"the reply has {len(rows)} lists of tokens for {len(ids)} ids"
+                    self._name,
+                    f"the reply lists likely tokens at {len(rows)} positions, expected "
+                    f"{len(ids) - 1}",
                 )
             kept = list[dict[int, float]]()
             for row in rows[len(prefix) - 1 :]:
                 if not row or not are_scores(tuple(row.values())):
                     raise BadReply(
-                        self._name, "a list of likely tokens is empty or has no log-probabilities"
+                        self._name,
+                        "a list of likely tokens is empty or has an invalid log-probability",
                     )
                 likeliest = sorted(row, key=row.__getitem__, reverse=True)[:top]
                 kept.append({token: row[token] for token in likeliest})
@@ -599,7 +602,9 @@ class DialectClient:
             return (await self.score(scored)).logprobs
         if is_processed or not isinstance(self.dialect, Forcer):
             raise UnsupportedByEngine(
-                self._name, "the server sends no raw log-probabilities", "Sample at temperature 1"
+                self._name,
+                "the server does not return raw log-probabilities",
+                "Sample at temperature 1",
             )
         known = [value for value in sent if value is not None]
         force = partial(self._force, self.dialect)
@@ -632,7 +637,7 @@ class DialectClient:
         def read(reply: bytes) -> float:
             value = self._read(forcer.read_forced, reply, token)
             if not are_logprobs((value,)):
-                raise BadReply(self._name, f"the reply has a log-probability of {value}")
+                raise BadReply(self._name, f"the reply has an invalid log-probability, {value}")
             return value
 
         return await self.client.ask(make, read, self.dialect.abort, len(ids) + 1)
@@ -663,7 +668,8 @@ class DialectClient:
         if len(request.suffix) != 1:
             advice = "Use a method that only rates (spec-reason), or a target on vLLM or SGLang"
             problem = (
-                f"the server can rate with one token, but cannot score {len(request.suffix)} tokens"
+                f"the server can only score a single token (a rating), not {len(request.suffix)} "
+                f"tokens"
             )
             raise UnsupportedByEngine(self._name, problem, advice)
         word = self.tokenizer.decode(request.suffix).strip()
@@ -673,12 +679,14 @@ class DialectClient:
     async def _rate(self, ids: TokenIds) -> dict[str, float]:
         rater = self.dialect
         if not isinstance(rater, Rater):
-            raise UnsupportedByEngine(self._name, f"{rater.name} can neither score nor rate")
+            raise UnsupportedByEngine(
+                self._name, f"servers of dialect {rater.name} can neither score nor rate"
+            )
 
         def read(reply: bytes) -> dict[str, float]:
             words = self._read(rater.read_ratings, reply)
             if not words:
-                raise BadReply(self._name, "the reply names no likely tokens")
+                raise BadReply(self._name, "the reply lists no likely tokens")
             return words
 
         make = partial(rater.rating_call, ids)
@@ -688,7 +696,7 @@ class DialectClient:
         try:
             return reading(*args)
         except ValueError as error:
-            problem = f"the reply does not have the form of {self.dialect.name} ({error})"
+            problem = f"the reply does not have the format of dialect {self.dialect.name} ({error})"
             raise BadReply(self._name, problem) from error
 
 
@@ -736,10 +744,12 @@ def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec
     if not ids:
         raise BadReply(spec.name, "the reply has no tokens")
     if len(ids) > request.max_tokens:
-        problem = f"the reply has {len(ids)} tokens, {request.max_tokens} were requested"
+        problem = f"the reply has {len(ids)} tokens, but only {request.max_tokens} were requested"
         raise BadReply(spec.name, problem)
     if min(ids) < 0 or max(ids) >= spec.vocabulary:
-        raise BadReply(spec.name, f"the reply has an id outside 0..{spec.vocabulary - 1}")
+        raise BadReply(
+            spec.name, f"the reply has a token id that is not between 0 and {spec.vocabulary - 1}"
+        )
     if len(logprobs) != len(ids) and (logprobs or spec.logprobs != "none"):
         problem = f"the reply has {len(logprobs)} log-probabilities for {len(ids)} ids"
         raise BadReply(spec.name, problem)
@@ -784,7 +794,7 @@ def find_end(
     raise BadReply(
         spec.name,
         f"{problem} (the last id is {ids[-1]})",
-        "Check whether this id is an end token that the tokenizer lacks",
+        "Check whether this id is an end token that the tokenizer does not know",
     )
 
 

@@ -328,8 +328,8 @@ class RemoteEngine(BaseEngine):
     async def _find_tokenizer(self, dialect: Dialect, identity: Identity) -> Tokenizer:
         if dialect.speaks == "text":
             if self._wanted_tokenizer is not None:
-                problem = f"{identity.engine} takes text and needs no tokenizer"
-                raise OptionError("tokenizer", f"{problem}; leave the tokenizer setting out")
+                problem = f"{identity.engine} takes text, so it needs no tokenizer"
+                raise OptionError("tokenizer", f"{problem}; leave out the tokenizer setting")
             return TextTokenizer()
         return await open_tokenizer(self._wanted_tokenizer, identity.tokenizer, self._name)
 
@@ -442,7 +442,7 @@ class Watch:
         """Return the error for calls to a server that atts no longer waits for."""
         patience = self._client.options.give_up_after
         problem = f"{self._client.url} did not come back within {patience:g} s ({error.problem})"
-        advice = "Start the server again and repeat the command, which continues the run"
+        advice = "Start the server again, then repeat the command to continue the run"
         return EngineUnavailable(self._client.name, problem, advice)
 
     async def comes_back(self) -> bool:
@@ -511,7 +511,7 @@ async def find_dialect(client: Client, name: str) -> Dialect:
             refused = refused or reply
     if refused is not None:
         raise client.refusal(refused)
-    advice = f"Check the URL, or name the dialect of the server: {', '.join(DIALECTS)}"
+    advice = f"Check the URL, or name the server's dialect: {', '.join(DIALECTS)}"
     raise UnsupportedByEngine(
         client.name, f"atts does not recognise the server at {client.url}", advice
     )
@@ -527,8 +527,8 @@ async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
     except ValueError as error:
         raise UnsupportedByEngine(
             client.name,
-            f"{client.url} does not speak {dialect.name}",
-            "Check whether the server has another dialect",
+            f"the server at {client.url} does not speak the dialect {dialect.name}",
+            "Check whether the server speaks another dialect",
         ) from error
 
 
@@ -639,7 +639,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> int:
     if not isinstance(vocabulary, int):
         raise OptionError(
             "tokenizer",
-            f"{type(tokenizer).__name__} has no attribute `vocabulary`, the number of its ids",
+            f"{type(tokenizer).__name__} needs an integer attribute `vocabulary`, its number of ids",
         )
     return vocabulary
 

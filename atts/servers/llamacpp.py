@@ -107,7 +107,7 @@ class LlamaCppDialect(Forcer):
         """
         completion: _Completion = decode(reply, _Completion)
         if completion.truncated:
-            raise ValueError("the server cut the prompt")
+            raise ValueError("the server truncated the prompt")
         logprobs = _matched(completion.tokens, completion.completion_probabilities)
         finish: Literal["stop", "length"] = "length" if completion.stop_type == "limit" else "stop"
         cached = completion.timings.cache_n if completion.timings else None
@@ -150,6 +150,6 @@ def _matched(ids: TokenIds, rows: tuple[_Row, ...]) -> tuple[float | None, ...]:
     while matching < min(len(ids), len(rows)) and rows[matching].id == ids[matching]:
         matching += 1
     if len(rows) > len(ids) or (len(rows) == len(ids) and matching < len(ids)):
-        raise ValueError("the log-probabilities belong to other token ids than those in the reply")
+        raise ValueError("the log-probabilities do not match the token ids in the reply")
     known = [row.logprob for row in rows[:matching]]
     return (*known, *[None] * (len(ids) - matching))

@@ -123,7 +123,7 @@ class OllamaDialect(TextDialect):
         if not answer.done:
             raise ValueError("the reply is incomplete")
         if (answer.prompt_eval_count or 0) >= self._context:
-            raise ValueError("the server cut the prompt to the length of its context")
+            raise ValueError("the server truncated the prompt to fit in its context")
         message = answer.message
         return self._written(
             request,

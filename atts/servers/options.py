@@ -38,7 +38,7 @@ class ApiKey:
 
     >>> ApiKey(variable="ATTS_NO_SUCH_KEY").read()
     Traceback (most recent call last):
-    atts.errors.OptionError: key: the variable ATTS_NO_SUCH_KEY is not set; write the API key there, or leave `key` out
+    atts.errors.OptionError: key: the variable ATTS_NO_SUCH_KEY is not set; put the API key there, or leave `key` out
 
     :raises OptionError: `variable` is not the name of a variable, so it may be the key itself.
         Reading the key raises the same error if the variable or file contains no key.
@@ -50,13 +50,13 @@ class ApiKey:
     def __post_init__(self) -> None:
         if self.variable not in os.environ and not _VARIABLE.fullmatch(self.variable):
             problem = (
-                "this setting takes the name of a variable that contains the API key, but the "
-                "given value looks like a key"
+                "this setting takes the name of an environment variable that contains the API "
+                "key, but the given value looks like a key"
             )
             raise OptionError(
                 "key",
-                f"{problem} (not shown). Put the key into a variable or a file, and give the name "
-                "of the variable or file",
+                f"{problem} (not shown). Put the key in an environment variable or a file, and give "
+                "the name of that variable or file",
             )
 
     def read(self) -> str:
@@ -78,14 +78,14 @@ class ApiKey:
                 # the advice does not mention the setting `key`.
                 advice = f"set this variable, or {KEY_VARIABLE}, to the API key"
             else:
-                advice = "write the API key there, or leave `key` out"
+                advice = "put the API key there, or leave `key` out"
             raise OptionError("key", f"{problem}; {advice}")
         if not re.fullmatch(r"[!-~]*", key):
             where = self.file or self.variable
             raise OptionError(
                 "key",
-                f"the API key in {where} contains a space, a control character or a letter beyond "
-                f"ASCII",
+                f"the API key in {where} contains a space, a control character or a non-ASCII "
+                f"character",
             )
         return key
 
@@ -168,7 +168,7 @@ class RemoteOptions:
             given = f"attempts {self.attempts}, in_flight {self.in_flight}, context {self.context}"
             raise OptionError(
                 "remote",
-                f"{given}: expected at least 1, 1 and 0",
+                f"attempts and in_flight must be at least 1, and context at least 0 (given: {given})",
             )
         for name in ("timeout_seconds", "connect_seconds", "cancel_seconds", "recheck_seconds"):
             if not getattr(self, name) > 0:
@@ -177,7 +177,7 @@ class RemoteOptions:
             seconds = getattr(self, name)
             if not 0 <= seconds < math.inf:
                 raise OptionError(
-                    name, f"{seconds} is out of range; give a number of seconds to wait"
+                    name, f"{seconds} is out of range; give a finite number of seconds, 0 or more"
                 )
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:

@@ -287,7 +287,7 @@ class ReplicaPool:
         await self._check(member)
         if member.state == "refused":
             raise EngineUnavailable(
-                self._name, f"{member.name} came back with another model or version ({error})"
+                self._name, f"{member.name} came back with a different model or version ({error})"
             ) from error
 
     def _fail(self, member: _Member, error: EngineError) -> None:

@@ -269,7 +269,7 @@ class ServerProbe:
             try:
                 written = await self._requests.sample_raw(self._request(sampling, tokens=tokens))
             except NoVisibleText as error:
-                return f"{error.problem}: give chunks more than {tokens} tokens"
+                return f"{error.problem}; allow chunks more than {tokens} tokens"
             except ContextOverflow:
                 # Some servers do not report their context length. The real context may then be too
                 # small for this test, so try fewer tokens.
@@ -291,10 +291,14 @@ class ServerProbe:
                     raise OtherTokenizer(self._client.name, text, theirs, ours)
         except (EngineError, ValueError) as error:
             return Finding(
-                "tokenizer", "unknown", f"the server does not return ids of a text ({error})"
+                "tokenizer",
+                "unknown",
+                f"the server does not return the token ids of a text ({error})",
             )
         return Finding(
-            "tokenizer", "yes", f"server and tokenizer have the same ids for {len(_TEXTS)} texts"
+            "tokenizer",
+            "yes",
+            f"the server and the tokenizer give the same token ids for {len(_TEXTS)} texts",
         )
 
     async def _see_stop(self, ids: TokenIds) -> Finding:
@@ -351,7 +355,7 @@ class ServerProbe:
         findings = [self._compare_scores(written, first, again)]
         gain = spoilt.logprobs[middle] - first.logprobs[middle]
         seen = (
-            f"an unlikely token in place of the greedy token changes the score by {gain:+.2f} nats"
+            f"replacing the greedy token by an unlikely one changes the score by {gain:+.2f} nats"
         )
         findings.append(Finding("planted", "yes" if gain < 0 else "no", seen, "score"))
         later = max(again.cached_tokens, spoilt.cached_tokens)
@@ -369,7 +373,7 @@ class ServerProbe:
         except EngineError as error:
             if error.retryable and not isinstance(error, BadReply):
                 raise
-            seen = f"the server does not return the likeliest tokens ({error})"
+            seen = f"the server does not return the most likely tokens ({error})"
             return Finding("rating", "no", seen, "rate")
         return Finding(
             "rating",
@@ -404,16 +408,16 @@ class ServerProbe:
     def _compare_scores(self, written: RawCompletion, first: Scores, again: Scores) -> Finding:
         drift = _distance(first.logprobs, again.logprobs)
         if drift > TOLERANCE:
-            seen = f"scores of the same chunk differ by {drift:.3f} nats with and without the cache"
+            seen = f"the scores of a chunk with and without the cache differ by {drift:.3f} nats"
             return Finding("scores", "no", seen, "score")
         # At temperature 0, the log-probs that come with sampled tokens are raw, as scores are. So
         # both must agree.
         difference = _distance(first.logprobs, _known_logprobs(written))
         if difference > 2 * TOLERANCE:
-            seen = f"scores differ by {difference:.3f} nats from the log-probabilities of the sampled text"
+            seen = f"scores of a sampled text differ by {difference:.3f} nats from its log-probabilities"
             return Finding("scores", "no", seen, "score")
         nats = max(drift, difference)
-        seen = f"{len(first.logprobs)} finite scores, which agree within {nats:.4f} nats"
+        seen = f"{len(first.logprobs)} scores are finite and agree within {nats:.4f} nats"
         return Finding("scores", "yes", seen, "score")
 
     async def _measure_convention(self) -> Convention:
@@ -437,7 +441,9 @@ class ServerProbe:
         """
         before = await self._dialect.running(self._client)
         if before is None:
-            return Finding("abort", "unknown", "the server does not report how many requests run")
+            return Finding(
+                "abort", "unknown", "the server does not report how many requests are running"
+            )
         room = self._spec.context_length - len(self._prompt)
         request = self._request(_HOT, 11, min(2048, room))
         most = before
@@ -462,9 +468,11 @@ class ServerProbe:
                 await anyio.sleep(0.02)
             seconds = anyio.current_time() - cancelled_at
             return Finding(
-                "abort", "yes", f"the slot was free {seconds:.2f} s after the request was cancelled"
+                "abort",
+                "yes",
+                f"the server stopped working on a cancelled request after {seconds:.2f} s",
             )
-        seen = "a cancelled request still ran after 5 s, so cancelled rollouts keep the server busy"
+        seen = "a cancelled request was still running after 5 s, so cancelled rollouts keep the server busy"
         return Finding("abort", "no", seen)
 
 
@@ -482,7 +490,7 @@ def refuse_broken(name: str, findings: tuple[Finding, ...], needs: frozenset[Cap
         raise UnsupportedByEngine(
             name,
             "; ".join(reasons),
-            "Use a server with these abilities, or a method that does not need them",
+            "Use a server that passes these tests, or a method that does not need them",
         )
 
 
@@ -501,7 +509,7 @@ def require_unchanged(
 
     def compare(what: str, old: object, new: object) -> None:
         if old != new:
-            changes.append(f"{what} was {old}, is {new}")
+            changes.append(f"{what} was {old} and is now {new}")
 
     compare("engine", was.engine, now.engine)
     compare("model", was.model, now.model)
@@ -526,7 +534,9 @@ def _convention_finding(sampled: LogProbs, measured: Convention) -> Finding:
         return Finding("convention", "yes", "sampled text comes without log-probabilities")
     if measured == "unknown":
         return Finding(
-            "convention", "unknown", f"sampled log-probabilities are {sampled} (not measured)"
+            "convention",
+            "unknown",
+            f"sampled log-probabilities should be {sampled}, but this was not measured",
         )
     return Finding("convention", "yes", f"sampled log-probabilities are {sampled}")
 
@@ -597,13 +607,13 @@ class Lossless(NamedTuple):
             direction = "less" if self.deficit > 0 else "more"
             problems.append(
                 f"{self.tokens} tokens sampled at temperature {_WARM.temperature:g} are "
-                f"{abs(self.deficit):.2f} nats {direction} likely than tokens drawn one at a time "
-                f"({abs(self.deviation):.1f} deviations)"
+                f"on average {abs(self.deficit):.2f} nats {direction} likely than tokens requested "
+                f"one at a time ({abs(self.deviation):.1f} standard errors)"
             )
         if self.greedy_gap > _TIE:
             problems.append(
                 f"the greedy text has a token that is {self.greedy_gap:.2f} nats less likely than "
-                f"the likeliest token"
+                f"the most likely token"
             )
         return " and ".join(problems)
 
@@ -615,7 +625,7 @@ class Lossless(NamedTuple):
             )
         return (
             f"{self.tokens} sampled tokens follow the model's distribution ({self.deviation:+.1f} "
-            f"deviations), and greedy tokens are the likeliest"
+            f"standard errors), and each greedy token is the most likely one"
         )
 
 

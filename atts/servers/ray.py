@@ -280,7 +280,10 @@ class ActorReplica(BaseEngine):
         spec, tokenizer = reply
         if self._spec is not None:
             require_alike(
-                self._name, self._spec, spec, "Every node must have the same model and versions"
+                self._name,
+                self._spec,
+                spec,
+                "Every node must have the same model and the same software versions",
             )
         self._spec = spec
         self._tokenizer = tokenizer

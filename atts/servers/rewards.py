@@ -127,16 +127,16 @@ class RemoteRewardModel:
         if reply.status == 404:
             raise UnsupportedByEngine(
                 _NAME,
-                f"{client.url} has no route {self._route}, so the server has a model that writes "
-                "text",
+                f"{client.url} has no route {self._route}, so the server's model writes text "
+                "instead of rewards",
                 "Start vLLM with --runner pooling, or SGLang with --is-embedding",
             )
         if reply.status != 200:
             raise UnsupportedByEngine(
                 _NAME,
-                f"{client.url}{self._route} refused a trial (status {reply.status}: "
+                f"{client.url}{self._route} refused a test request (status {reply.status}: "
                 f"{error_text(reply.body)})",
-                "Look at the server's log",
+                "See the server's log for the reason",
             )
         try:
             self._read(reply.body, len(steps))
@@ -178,8 +178,8 @@ class RemoteRewardModel:
                 if len(rows) != steps:
                     raise BadReply(
                         _NAME,
-                        f"the reply has {len(rows)} rewards for {steps} steps that end with the "
-                        f"separator {self._separator!r}",
+                        f"the reply has {len(rows)} rewards for {steps} steps, each of which ends "
+                        f"with the separator {self._separator!r}",
                     )
                 row = rows[-1]
             values = [float(value) for value in (row if isinstance(row, list) else [row])]
@@ -206,11 +206,11 @@ def chance_of(values: Sequence[float]) -> float:
     if not 1 <= len(values) <= 2:
         raise BadReply(
             _NAME,
-            f"a row has {len(values)} numbers instead of one or two, so this server returns "
-            "embeddings, not rewards",
+            f"a reward consists of {len(values)} numbers instead of one or two, so the server "
+            "returns embeddings, not rewards",
         )
     if not all(map(math.isfinite, values)):
-        raise BadReply(_NAME, "a reward is not a number")
+        raise BadReply(_NAME, "a reward is infinite or not a number")
     if len(values) == 2 and min(values) >= 0 and abs(sum(values) - 1) < 1e-2:
         return min(1.0, values[1])
     logit = values[-1] - (values[0] if len(values) == 2 else 0.0)
@@ -251,7 +251,7 @@ async def _models(client: Client) -> list[str]:
     if not names:
         raise EngineUnavailable(
             _NAME,
-            f"{client.url}/v1/models names no model (status {reply.status})",
+            f"{client.url}/v1/models lists no model (status {reply.status})",
             "Check the URL in score.reward",
         )
     return names

@@ -75,7 +75,7 @@ class SglangDialect(Scorer):
         info: _ServerInfo = await json_at(client, "/server_info", _ServerInfo)
         row = await served_model(client, model)
         if info.speculative_algorithm:
-            self._speculates = f"the server speculates by {info.speculative_algorithm}"
+            self._speculates = f"the server speculates with {info.speculative_algorithm}"
         else:
             self._speculates = ""
         context = row.max_model_len or info.context_length or 0
@@ -110,9 +110,7 @@ class SglangDialect(Scorer):
         rows = meta.output_token_logprobs or ()
         finish = finish_of(meta.finish_reason.type if meta.finish_reason else None)
         if tuple([row[1] for row in rows]) != generated.output_ids:
-            raise ValueError(
-                "the log-probabilities belong to other token ids than those in the reply"
-            )
+            raise ValueError("the log-probabilities do not match the token ids in the reply")
         logprobs = tuple([row[0] for row in rows])
         return RawCompletion(generated.output_ids, logprobs, finish, meta.cached_tokens or 0)
 
@@ -141,8 +139,8 @@ class SglangDialect(Scorer):
         are_asked_for = tuple([row[1] for row in rows]) == request.prefix[-1:] + request.suffix
         if not are_asked_for or len(values) != len(request.suffix):
             raise ValueError(
-                f"the server scored {len(values)} ids that are not the {len(request.suffix)} "
-                f"requested ids"
+                f"the server scored {len(values)} token ids, which are not the {len(request.suffix)} "
+                f"requested ones"
             )
         return Scores(tuple(values), meta.cached_tokens or 0)
 

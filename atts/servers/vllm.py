@@ -309,14 +309,14 @@ def _prompt_logprobs(completion: _Completion, request: ScoreRequest) -> Scores:
     rows = choice.prompt_logprobs or ()
     length = len(request.prefix) + len(request.suffix)
     if len(rows) != length:
-        raise ValueError(f"the reply has {len(rows)} prompt log-probs for {length} ids")
+        raise ValueError(
+            f"the reply has {len(rows)} prompt log-probabilities for {length} token ids"
+        )
     values: list[float] = []
     for row, token in zip(rows[len(request.prefix) :], request.suffix, strict=True):
         scored = row.get(str(token)) if row else None
         if scored is None:
-            raise ValueError(
-                "the log-probabilities belong to other token ids than the requested ones"
-            )
+            raise ValueError("the log-probabilities do not match the requested token ids")
         values.append(logprob_of(scored.logprob))
     return Scores(tuple(values), completion.cached)
 
@@ -336,7 +336,7 @@ def _unpack(packed: str, count: int) -> tuple[float, ...]:
         layout = struct.Struct(f"<{count}{code}")
         if data[:8] == _NPY and header == expected and len(data) - end == layout.size:
             return tuple(logprob_of(value) for value in layout.unpack(data[end:]))
-    raise ValueError(f"the packed scores are not {count} numbers ({header[:80]!r})")
+    raise ValueError(f"the packed scores do not have the form of {count} numbers ({header[:80]!r})")
 
 
 VllmVersion = tuple[int, ...]
@@ -371,31 +371,31 @@ FEATURES = (
     VllmFeature(
         (0, 10, 2),
         "--enable-prompt-tokens-details",
-        "replies count cached tokens, so atts sees whether the cache works",
+        "replies report the number of cached tokens, so atts sees whether the cache works",
         "the server cannot be used",
     ),
     VllmFeature(
         (0, 11),
         "",
-        "speculation by a draft model (`draft_model`)",
-        "the server cannot speculate with a draft model, only with other methods",
+        "a server can speculate with a draft model (`draft_model`)",
+        "a server can speculate only with other methods",
     ),
     VllmFeature(
         (0, 14),
         "",
-        "speculation also works for requests with log-probs; atts sends only such requests",
-        "vLLM does not speculate for the requests of atts, and does not report this",
+        "speculation also works if a request asks for log-probs, as every request of atts does",
+        "vLLM does not speculate for requests from atts, and gives no warning",
     ),
     VllmFeature(
         (0, 16),
         "",
-        "speculation together with pipeline parallelism",
+        "a server can combine speculation with pipeline parallelism",
         "a server can use speculation or pipeline parallelism, but not both",
     ),
     VllmFeature(
         _THINKING_BUDGET,
         "",
-        "the server ends thinking at a token budget (needs `--reasoning-parser`, and "
+        "the server ends thinking when a token budget is used up (needs `--reasoning-parser`, and "
         "`?thinking=send` in the address)",
         "atts ends the think block itself, with one more request",
     ),

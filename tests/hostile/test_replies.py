@@ -308,5 +308,5 @@ async def test_a_reply_with_too_many_tokens_is_refused(kind: str) -> None:
         client.heard = {}
         assert len((await requests.sample_raw(SampleRequest(ids, 6))).ids) == 6
         client.replies = client.heard
-        with pytest.raises(BadReply, match="6 tokens, 5 were requested"):
+        with pytest.raises(BadReply, match="6 tokens, but only 5 were requested"):
             await requests.sample_raw(SampleRequest(ids, 5))

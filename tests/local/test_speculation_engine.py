@@ -111,9 +111,12 @@ async def test_an_engine_with_a_drafter_answers_as_one_without(
         ("embedded:target?drafter=vllm:http://host:8000/M", "does not name a draft model"),
         ("embedded:target?drafter=hf:", "does not name a draft model"),
         ("embedded:target?drafter=embedded:deap", "embedded:deep"),
-        ("vllm:http://host:8000/M?drafter=embedded:draft", "only to models of this machine"),
-        ("server:http://host:8000?speculate=auto", "only to models of this machine"),
-        ("openai:https://host/v1/M?k=4", "only to models of this machine"),
+        (
+            "vllm:http://host:8000/M?drafter=embedded:draft",
+            "only to models that run on this machine",
+        ),
+        ("server:http://host:8000?speculate=auto", "only to models that run on this machine"),
+        ("openai:https://host/v1/M?k=4", "only to models that run on this machine"),
     ],
 )
 def test_impossible_speculation_options_are_refused(words: str, problem: str) -> None:

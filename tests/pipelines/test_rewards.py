@@ -143,7 +143,7 @@ async def test_models_of_whole_texts_are_asked_over_classify(start: Start) -> No
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"route": ""}, "no route /classify, so the server has a model that writes text"),
+        ({"route": ""}, "no route /classify, so the server's model writes text"),
         ({"pools": "all"}, "rewards for 2 steps.*set score.separator"),
         ({"separator": "<step>"}, "0 rewards for 2 steps"),
         ({"numbers": 5}, "returns embeddings, not rewards"),

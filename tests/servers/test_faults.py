@@ -320,7 +320,7 @@ async def test_other_weights_under_the_same_name_are_noticed_after_some_replies(
     async with client(server.url, options=options) as remote:
         await many(remote, 12)
         models[-1].is_swapped = True
-        words = r"changed while in use \(log-probs of a (fixed|known) text was .*, is "
+        words = r"changed while in use \(log-probs of a (fixed|known) text was .* and is now "
         with pytest.raises(UnsupportedByEngine, match=words):
             await many(remote, 5)
         with pytest.raises(UnsupportedByEngine, match="changed while in use"):
@@ -620,7 +620,7 @@ async def test_a_proxy_in_the_environment_is_used_only_when_asked_for(
         assert (await remote.sample(REQUEST)).ids
     with pytest.raises(EngineUnavailable, match=r"(?i)http_proxy is set but was not used"):
         await client("http://127.0.0.1:9").__aenter__()
-    with pytest.raises(EngineUnavailable, match=r"(?i)used the proxy of http_proxy"):
+    with pytest.raises(EngineUnavailable, match=r"(?i)used the proxy in http_proxy"):
         await client(server.url, options=RemoteOptions(proxy="environment")).__aenter__()
 
 

@@ -34,7 +34,7 @@ def told(engine: RemoteEngine) -> tuple[str, str]:
     ("dialect", "words"),
     [
         ("vllm", "75 % of 1,200,"),
-        ("sglang", "the server speculates by STANDALONE"),
+        ("sglang", "the server speculates with STANDALONE"),
     ],
 )
 async def test_a_lossless_server_is_accepted_with_its_speculation_reported(
@@ -58,7 +58,7 @@ async def test_a_lossless_server_is_accepted_with_its_speculation_reported(
 @pytest.mark.parametrize(
     ("dialect", "flaw", "words"),
     [
-        ("vllm", "hot", "nats less likely than tokens drawn one at a time"),
+        ("vllm", "hot", "nats less likely than tokens requested one at a time"),
         ("sglang", "greedy", "greedy text"),
     ],
 )

@@ -256,7 +256,7 @@ def test_a_server_that_never_returns_is_given_up_after_an_hour() -> None:
         assert client.looks == looks
         error = watch.given_up(EngineUnavailable("remote", "cannot reach http://h"))
         assert "did not come back within 3600 s" in str(error)
-        assert "which continues the run" in str(error)
+        assert "to continue the run" in str(error)
         return waited
 
     assert run_virtual(main) == pytest.approx(3600.0, abs=2.0)

@@ -124,7 +124,9 @@ def test_a_dialect_that_cannot_send_the_budget_says_so() -> None:
     """
     address = read_server("sglang:http://localhost:1/m?thinking=send")
     assert address.options.thinking == "send"
-    with pytest.raises(OptionError, match="servers of dialect sglang take no thinking budget"):
+    with pytest.raises(
+        OptionError, match="servers of dialect sglang do not accept a thinking budget"
+    ):
         SglangDialect(address.options)
     with pytest.raises(OptionError, match="thinking"):
         read_server("vllm:http://localhost:1/m?thinking=maybe")
@@ -174,7 +176,7 @@ async def test_a_chat_service_gets_the_budget_in_its_own_field() -> None:
     body = await fields("https://openrouter.ai/api/v1", send, thinking_budget=9)
     assert body["reasoning"] == {"max_tokens": 9}
     assert "thinking_token_budget" not in body
-    with pytest.raises(OptionError, match="OpenAI takes no thinking budget"):
+    with pytest.raises(OptionError, match="OpenAI does not accept a thinking budget"):
         await fields("https://api.openai.com/v1", send)
 
 

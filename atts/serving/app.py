@@ -314,7 +314,7 @@ async def _body(request: Request, most: int) -> Any:
     try:
         return from_json(data.decode())
     except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
+        raise RequestError(f"the request body is not valid JSON: {error}") from error
 
 
 async def _until_disconnect(
@@ -366,7 +366,9 @@ async def _failed(request: Request, error: Exception) -> Response:
     """
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     refusal = RequestError(
-        "an internal error; the server's log has the details", status=500, kind="server_error"
+        "an internal error occurred; see the server's log for details",
+        status=500,
+        kind="server_error",
     )
     return _json(refusal.body, refusal.status)
 

@@ -280,11 +280,11 @@ def _is_texts(value: Any) -> bool:
 _KINDS: Mapping[str, tuple[str, _Check]] = {
     "number": ("a number", _is_number),
     "whole": ("a whole number", _is_whole),
-    "text": ("a text", lambda value: isinstance(value, str)),
+    "text": ("a string", lambda value: isinstance(value, str)),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "object": ("an object", lambda value: isinstance(value, dict)),
     "list": ("a list", lambda value: isinstance(value, list)),
-    "texts": ("a text or a list of texts", _is_texts),
+    "texts": ("a string or a list of strings", _is_texts),
 }
 KINDS_OF_CHAT = {
     "model": "text",
@@ -364,7 +364,7 @@ def parse_chat(
     given = checked(body, KINDS_OF_CHAT, _UNSUPPORTED_IN_CHAT, needed=("model", "messages"))
     if given.get("n", 1) != 1:
         raise RequestError(
-            "n above 1 is not supported; set the number of rollouts with atts.samples", param="n"
+            "n must be 1; to start more than one rollout, set atts.samples", param="n"
         )
     for name in ("max_tokens", "max_completion_tokens"):
         if name in given and given[name] < 1:
@@ -400,16 +400,16 @@ def _stop_strings(given: str | list[str]) -> tuple[str, ...]:
     texts = tuple(dict.fromkeys([given] if isinstance(given, str) else given))
     if "" in texts:
         raise RequestError(
-            "stop contains an empty text, which would stop every reply at its beginning",
+            "stop contains an empty string, which would end every reply immediately",
             param="stop",
         )
     if len(texts) > _MOST_STOPS:
         raise RequestError(
-            f"stop has {len(texts)} texts, expected at most {_MOST_STOPS}", param="stop"
+            f"stop has {len(texts)} strings, expected at most {_MOST_STOPS}", param="stop"
         )
     if any(len(text) > _LONGEST_STOP for text in texts):
         raise RequestError(
-            f"stop has a text with more than {_LONGEST_STOP} characters", param="stop"
+            f"stop has a string of more than {_LONGEST_STOP} characters", param="stop"
         )
     return texts
 
@@ -546,7 +546,9 @@ def _check_ranges(given: Mapping[str, Any], atts: AttsFields) -> None:
         )
     for name, seed in (("seed", given.get("seed")), ("atts.seed", atts.seed)):
         if seed is not None and not 0 <= seed < _MOST_SEED:
-            raise RequestError(f"{name} is {seed}, expected 0 to {_MOST_SEED - 1}", param=name)
+            raise RequestError(
+                f"{name} is {seed}, expected a value from 0 to {_MOST_SEED - 1}", param=name
+            )
 
 
 _OF_POLICIES = ("rate", "samples", "method", "early_stop")
@@ -557,12 +559,12 @@ def _check_plain(model: str, extra: Mapping[str, Any], turns: tuple[tuple[str, s
     for name in _OF_POLICIES:
         if name in extra:
             raise RequestError(
-                f"atts.{name} does not apply to {model!r}, a single model with one rollout",
+                f"atts.{name} does not apply to {model!r}, which is a single model with one rollout",
                 param=f"atts.{name}",
             )
     if extra.get("combine", "vote") != "vote":
         raise RequestError(
-            f"atts.combine does not apply to {model!r}, a single model with one rollout",
+            f"atts.combine does not apply to {model!r}, which is a single model with one rollout",
             param="atts.combine",
         )
     if turns[-1][0] != "user":
@@ -653,7 +655,9 @@ def turns_of(messages: Sequence[Any]) -> tuple[tuple[str, str], ...]:
         text = text_of(one.get("content"), f"{where}.content")
         turns.append(("system" if role == "developer" else role, text))
     if not any(role == "user" and text.strip() for role, text in turns):
-        raise RequestError("messages do not contain a question of the user", param="messages")
+        raise RequestError(
+            "the messages must contain a user message that is not empty", param="messages"
+        )
     return tuple(turns)
 
 
@@ -673,4 +677,4 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
                 raise RequestError(f"{where} has a part that is not text", param=where)
             texts.append(text)
         return "".join(texts)
-    raise RequestError(f"{where} is not a text", param=where)
+    raise RequestError(f"{where} is neither a string nor a list of text parts", param=where)

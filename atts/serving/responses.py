@@ -104,7 +104,7 @@ def parse_response(
         raise RequestError("text.format must be text", param="text.format")
     effort = given.get("reasoning", {}).get("effort")
     if effort is not None and not isinstance(effort, str):
-        raise RequestError("reasoning.effort is not a text", param="reasoning.effort")
+        raise RequestError("reasoning.effort is not a string", param="reasoning.effort")
     instructions = given.get("instructions")
     turns = _turns(given["input"])
     if instructions:
@@ -129,7 +129,7 @@ def _turns(given: Any) -> tuple[tuple[str, str], ...]:
     if isinstance(given, str):
         return turns_of([{"role": "user", "content": given}])
     if not isinstance(given, list):
-        raise RequestError("input is neither a text nor a list", param="input")
+        raise RequestError("input is neither a string nor a list", param="input")
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(given):
         where = f"input[{number}]"
@@ -482,7 +482,8 @@ class Responses:
         """
         if self._folder is None:
             raise RequestError(
-                "background responses need a server with --state DIR", param="background"
+                "background responses need a server that was started with --state DIR",
+                param="background",
             )
         run = new_run()
         running = _Running(asked, run, int(time.time()))
@@ -524,7 +525,11 @@ class Responses:
                 end = response_body(asked, running.run, running.created, status, error=error)
             except Exception as error:  # noqa: BLE001 - no client waits; the response says it
                 _log.exception("the background response %s failed", name)
-                told = RequestError("an error of the server", status=500, kind="server_error")
+                told = RequestError(
+                    "an internal error occurred; see the server's log for details",
+                    status=500,
+                    kind="server_error",
+                )
                 told.__cause__ = error
                 end = response_body(asked, running.run, running.created, "failed", error=told)
         if end is None:

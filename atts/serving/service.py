@@ -278,12 +278,12 @@ class CalibratorFolder:
             saved = read_state(path)
             calibrator = Calibrator.restored(saved["calibrator"])
         except (ATTSError, KeyError) as error:
-            _log.warning("%s is left out: %s", path, error)
+            _log.warning("%s is ignored: %s", path, error)
             return plan
         is_same = calibrator.settings == fresh.settings and saved.get("models") == self._models
         if not is_same:
             _log.warning(
-                "the saved calibrator %s is left out: it belongs to other models or settings", path
+                "the saved calibrator %s is ignored: it belongs to other models or settings", path
             )
             return plan
         # Drop scores without a decision: their requests ended with the earlier session.
@@ -389,7 +389,7 @@ class ServeOptions:
             if user not in self.keys.values():
                 raise OptionError(
                     "share",
-                    f"{user!r} has no key, so any client could claim this name; add the line "
+                    f"{user!r} has no key, so any client could use this name; add the line "
                     f"`{user} KEY` to --api-key-file",
                 )
 
@@ -568,7 +568,7 @@ class Service:
     def _overloaded(self) -> RequestError:
         self.counts.refused += 1
         return RequestError(
-            f"{self.in_flight} requests are in flight or waiting; try again later",
+            f"{self.in_flight} requests are already in flight or waiting; try again later",
             status=429,
             kind="rate_limit_error",
             code="overloaded",

@@ -429,7 +429,7 @@ def _lines(service: Service) -> Iterator[str]:
         "Requests that are running or waiting.",
         service.in_flight,
     )
-    yield "# HELP atts_requests_total Requests by result."
+    yield "# HELP atts_requests_total Number of requests by result."
     yield "# TYPE atts_requests_total counter"
     for name, value in asdict(service.counts).items():
         yield f'atts_requests_total{{result="{name}"}} {value}'
@@ -449,7 +449,7 @@ def _lines(service: Service) -> Iterator[str]:
         ),
         (
             "atts_cost_dollars",
-            "Cost in dollars, by the prices of the models.",
+            "Cost in dollars, computed from the prices of the models.",
             account.spent.dollars,
         ),
     ):

@@ -103,7 +103,7 @@ def test_unsuitable_calibrators_are_left_out_with_a_message(
             async with serving(setup, state=tmp_path) as client:
                 await ask(client, atts={"max_total_tokens": 1})
                 assert calibrator(client.service).decided == 0
-        assert "is left out" in caplog.text
+        assert "is ignored" in caplog.text
 
     anyio.run(main)
 

@@ -184,12 +184,12 @@ def test_the_text_of_a_rollout_without_an_answer_is_cut() -> None:
 @pytest.mark.parametrize(
     ("stop", "words"),
     [
-        ("", "empty text"),
-        (["a", ""], "empty text"),
-        ([str(number) for number in range(17)], "stop has 17 texts, expected at most 16"),
+        ("", "empty string"),
+        (["a", ""], "empty string"),
+        ([str(number) for number in range(17)], "stop has 17 strings, expected at most 16"),
         ("x" * 257, "more than 256 characters"),
-        ([1], "stop is not a text or a list of texts"),
-        ({"a": 1}, "stop is not a text or a list of texts"),
+        ([1], "stop is not a string or a list of strings"),
+        ({"a": 1}, "stop is not a string or a list of strings"),
     ],
 )
 def test_impossible_stop_strings_are_refused(stop: Any, words: str) -> None:

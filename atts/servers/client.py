@@ -441,7 +441,7 @@ class _Body:
             room = self.most + 1 - len(self.text)
             self.text += chunk if self._inflater is None else self._inflater.decompress(chunk, room)
         except zlib.error as error:
-            self.flaw = f"cannot be decompressed in the way that its header states ({error})"
+            self.flaw = f"cannot be decompressed ({error})"
         if max(self._came, len(self.text)) > self.most:
             self.flaw = f"is longer than {self.most:,} bytes, the limit for a reply to this request"
         return not self.flaw

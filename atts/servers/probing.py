@@ -62,13 +62,13 @@ class OtherTokenizer(FingerprintError):
     def __init__(self, engine: str, text: str, theirs: TokenIds, ours: TokenIds) -> None:
         super().__init__(f"engine {engine}", [(repr(text), theirs, ours)])
         seen = (
-            f"for {text[:24]!r} the server has the ids {_first_ids(theirs)}, and the tokenizer "
-            f"has {_first_ids(ours)}"
+            f"for {text[:24]!r} the server returns the ids {_first_ids(theirs)}, but the tokenizer "
+            f"returns {_first_ids(ours)}"
         )
         problem = f"the tokenizer is not that of the served model: {seen}"
         self.args = (
-            f"engine {engine}: {problem}. Name the tokenizer of the served model: "
-            "?tokenizer=FOLDER at the end of its address",
+            f"engine {engine}: {problem}. To name the tokenizer of the served model, "
+            "add ?tokenizer=FOLDER at the end of its address",
         )
 
 
@@ -360,7 +360,7 @@ class ServerProbe:
         findings.append(Finding("planted", "yes" if gain < 0 else "no", seen, "score"))
         later = max(again.cached_tokens, spoilt.cached_tokens)
         seen = (
-            f"the first score reused {first.cached_tokens} cached tokens, and a later score "
+            f"the first scoring request reused {first.cached_tokens} cached tokens, and a later one "
             f"reused {later}"
         )
         findings.append(Finding("cache", "yes" if later else "unknown", seen))

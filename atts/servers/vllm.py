@@ -267,14 +267,14 @@ class VllmDialect(TopScorer):
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers and (int(numbers[1]), int(numbers[2])) < _THINKING_BUDGET:
             problem = f"vLLM {version} ignores thinking_token_budget"
-            advice = f"Use vLLM {dotted(_THINKING_BUDGET)} or newer, or leave thinking=send out"
+            advice = f"Use vLLM {dotted(_THINKING_BUDGET)} or newer, or leave out thinking=send"
             raise UnsupportedByEngine(client.name, problem, advice)
         body = {"model": self._model, "prompt": [0], "max_tokens": 1, "thinking_token_budget": 1}
         reply = await client.look("/v1/completions", body)
         if reply.status == 400:
             words = reply.body.decode(errors="replace")[:200]
             problem = f"the server refuses thinking_token_budget ({words})"
-            advice = "Start vLLM with --reasoning-parser, or leave thinking=send out"
+            advice = "Start vLLM with --reasoning-parser, or leave out thinking=send"
             raise UnsupportedByEngine(client.name, problem, advice)
 
     def _cached_scoring(
@@ -336,7 +336,7 @@ def _unpack(packed: str, count: int) -> tuple[float, ...]:
         layout = struct.Struct(f"<{count}{code}")
         if data[:8] == _NPY and header == expected and len(data) - end == layout.size:
             return tuple(logprob_of(value) for value in layout.unpack(data[end:]))
-    raise ValueError(f"the packed scores do not have the form of {count} numbers ({header[:80]!r})")
+    raise ValueError(f"the packed scores are not an array of {count} numbers ({header[:80]!r})")
 
 
 VllmVersion = tuple[int, ...]

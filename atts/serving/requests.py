@@ -568,7 +568,7 @@ def _check_plain(model: str, extra: Mapping[str, Any], turns: tuple[tuple[str, s
             param="atts.combine",
         )
     if turns[-1][0] != "user":
-        raise RequestError("the last message is not from the user", param="messages")
+        raise RequestError("the last message must be a user message", param="messages")
 
 
 def _with_method(policy: NamedPolicy, method: str, offer: Offer) -> NamedPolicy:

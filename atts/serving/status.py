@@ -426,7 +426,7 @@ def _lines(service: Service) -> Iterator[str]:
     yield from _metric(
         "atts_requests_in_flight",
         "gauge",
-        "Requests that are running or waiting.",
+        "Number of requests that are running or waiting.",
         service.in_flight,
     )
     yield "# HELP atts_requests_total Number of requests by result."
@@ -435,16 +435,16 @@ def _lines(service: Service) -> Iterator[str]:
         yield f'atts_requests_total{{result="{name}"}} {value}'
     account = service.account
     for name, text, value in (
-        ("atts_calls", "Engine calls, including cancelled calls.", account.spent.calls),
-        ("atts_tokens", "Tokens of all engine calls.", account.spent.total_tokens),
+        ("atts_calls", "Number of engine calls, including cancelled calls.", account.spent.calls),
+        ("atts_tokens", "Number of tokens in all engine calls.", account.spent.total_tokens),
         (
             "atts_generation_tokens",
-            "Tokens that engines have written since the server started.",
+            "Number of tokens that engines have written since the server started.",
             account.written,
         ),
         (
             "atts_cached_tokens",
-            "Prompt tokens that engines have read from a cache since the server started.",
+            "Number of prompt tokens that engines have read from a cache since the server started.",
             account.cached,
         ),
         (
@@ -455,10 +455,10 @@ def _lines(service: Service) -> Iterator[str]:
     ):
         yield from _metric(f"{name}_total", "counter", text, value)
     for name, text, value in (
-        ("atts_reserved_calls", "Engine calls in flight.", account.reserved.calls),
+        ("atts_reserved_calls", "Number of engine calls in flight.", account.reserved.calls),
         (
             "atts_reserved_tokens",
-            "Tokens reserved for engine calls in flight.",
+            "Number of tokens reserved for engine calls in flight.",
             account.reserved.total_tokens,
         ),
     ):

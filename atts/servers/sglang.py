@@ -136,11 +136,14 @@ class SglangDialect(Scorer):
         rows = meta.input_token_logprobs or ()
         # The first row is that of the prefix's last token. It has no log-prob, so skip it.
         values = [logprob_of(row[0]) for row in rows[1:] if row[0] is not None]
-        are_asked_for = tuple([row[1] for row in rows]) == request.prefix[-1:] + request.suffix
-        if not are_asked_for or len(values) != len(request.suffix):
+        count = len(request.suffix)
+        if tuple([row[1] for row in rows]) != request.prefix[-1:] + request.suffix:
             raise ValueError(
-                f"the server scored {len(values)} token ids, which are not the {len(request.suffix)} "
-                f"requested ones"
+                f"the server did not score the {count} requested token ids, but {len(values)} others"
+            )
+        if len(values) != count:
+            raise ValueError(
+                f"the server sent {len(values)} log-probabilities for {count} requested token ids"
             )
         return Scores(tuple(values), meta.cached_tokens or 0)
 

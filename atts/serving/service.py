@@ -381,7 +381,8 @@ class ServeOptions:
             raise OptionError("queue", f"{self.queue} is below 0")
         if not 0 < self.response_seconds < math.inf:
             raise OptionError(
-                "response_days", "background responses must be kept for more than 0 days"
+                "response_days",
+                "background responses must be kept for more than 0 days, and not for ever",
             )
         for user, share in self.shares.items():
             if not 0 < share < 1e9:

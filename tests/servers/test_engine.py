@@ -1,5 +1,6 @@
 """Tests that engines over HTTP satisfy the engine protocol in every server dialect."""
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -7,10 +8,11 @@ import pytest
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest
 from atts.errors import UnsupportedByEngine
 from atts.sampling import Seed
-from atts.servers import DIALECTS, RemoteEngine
+from atts.servers import DIALECTS, RemoteEngine, RemoteOptions
 from atts.servers.chat import TextDialect
 from atts.servers.dialect import Scorer
 from atts.servers.llamacpp import LlamaCppDialect
+from atts.servers.sglang import SglangDialect
 from atts.testing import CheckOptions, ScriptedEngine, ServerQuirks, ToyTokenizer, check_engine
 from atts.testing.servers import DialectServer
 
@@ -170,3 +172,20 @@ async def test_the_dialect_is_detected(serve: Serve, client: Connect, dialect: s
     async with client(server.url) as remote:
         assert remote.spec.engine.startswith(dialect + " ")
         assert remote.spec.context_length < 1024  # the server keeps some positions for itself
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [[None, 1, None], [-0.5, 8, None]],
+            "did not score the 1 requested token ids, but 1 others",
+        ),
+        ([[None, 1, None], [None, 2, None]], "sent 0 log-probabilities for 1 requested token ids"),
+    ],
+)
+def test_wrong_scores_of_sglang_are_described_correctly(rows: object, message: str) -> None:
+    """If scores cannot be used, the error says if ids are wrong or a log-probability is missing."""
+    reply = json.dumps({"text": "", "meta_info": {"input_token_logprobs": rows}}).encode()
+    with pytest.raises(ValueError, match=message):
+        SglangDialect(RemoteOptions()).read_scores(reply, ScoreRequest((1,), (2,)))

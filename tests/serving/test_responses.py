@@ -5,6 +5,7 @@ restarts.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -16,7 +17,9 @@ import anyio
 import httpx2
 import pytest
 
+from atts.errors import OptionError
 from atts.ledger import LEDGER, Amount, read_ledger
+from atts.serving import ServeOptions
 from atts.testing import Latency
 from tests.serving.conftest import MODEL, QUESTION, Client, serving, started_server, toy_setup
 
@@ -426,3 +429,10 @@ def test_background_responses_survive_kill_9_and_finish_once(tmp_path: Path) -> 
             assert texts(ends[name])[1] == whole["choices"][0]["message"]["content"]
         server.send_signal(signal.SIGTERM)
     assert server.wait(60) == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, math.inf])
+def test_responses_are_kept_for_a_time_above_0_that_ends(seconds: float) -> None:
+    """The error for a time of 0 or infinity names both limits."""
+    with pytest.raises(OptionError, match=r"more than 0 days, and not for ever"):
+        ServeOptions(response_seconds=seconds)

@@ -110,12 +110,12 @@ class FingerprintError(UsageError):
         self,
         what: str,
         differences: Sequence[tuple[str, object, object]],
-        advice: str = "Fit the calibration again, or restore the stored conditions",
+        advice: str = "Fit the calibration again, or run with the stored settings",
     ) -> None:
         lines = "; ".join(
             f"{name}: stored {_shown(old)}, now {_shown(new)}" for name, old, new in differences
         )
-        super().__init__(f"{what} was made under other conditions ({lines}). {advice}")
+        super().__init__(f"{what} was made under different conditions ({lines}). {advice}")
         self.differences = tuple(differences)
 
 

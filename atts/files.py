@@ -29,12 +29,13 @@ ADVICE: dict[int, str] = {
     errno.EACCES: "You do not have permission to write to this directory: choose another run "
     "directory",
     errno.EPERM: "You do not have permission to write to this directory: choose another run directory",
-    errno.ENOTDIR: "A file has the name of a needed directory: choose another run directory",
+    errno.ENOTDIR: "A file already exists where a directory is needed: choose another run "
+    "directory",
     errno.ESTALE: "Records written after the change are lost: run the command again, and do not "
-    "change a run directory while a run is writing it",
+    "change a run directory while a run is writing to it",
     errno.ELOOP: "The path is a symbolic link, which atts does not follow: remove the link, or "
     "choose another run directory",
-    errno.EEXIST: "A file has the name of a needed directory: choose another run directory",
+    errno.EEXIST: "A file already exists where a directory is needed: choose another run directory",
 }
 
 
@@ -49,7 +50,7 @@ def refused(path: Path, error: BaseException) -> StorageError:
     if not isinstance(error, OSError):
         return StorageError(
             path,
-            f"a line was not written to its end ({type(error).__name__})",
+            f"the end of a line could not be written ({type(error).__name__})",
             "Run the same command again",
         )
     return StorageError(path, error.strerror or str(error), ADVICE.get(error.errno or 0, ""))
@@ -71,8 +72,8 @@ def storage(path: Path) -> Generator[None, None, None]:
             raise
         raise StorageError(
             path,
-            "no file can have this name",
-            "Choose a name without null bytes or broken characters",
+            "the path is not a valid file name",
+            "Choose a name without null bytes or invalid characters",
         ) from error
 
 

@@ -95,7 +95,7 @@ def build_accelerated(
         return _build(plan, config, send, make_model)
     except (ModelLoadError, OutOfMemory, UnsupportedByEngine) as error:
         loop, ready = _build(*alone, send, make_model)
-        trouble = f"{config.name}: this model gets no proposals from the draft ({error})"
+        trouble = f"{config.name}: the draft cannot propose tokens for this model ({error})"
         return loop, replace(ready, trouble=" ".join(filter(None, (ready.trouble, trouble))))
 
 
@@ -237,9 +237,10 @@ def _with_exit(config: WorkerConfig, model: HookedModel, weights: Weights) -> Ex
     """
     if config.model.num_layers < 2:
         problem = (
-            "speculate=mirror needs an early exit between two layers, but the target has one layer"
+            "speculate=mirror needs an early exit between two layers, but the target has only "
+            "one layer"
         )
-        raise UnsupportedByEngine(config.name, problem, "Write speculate=ssd")
+        raise UnsupportedByEngine(config.name, problem, "Use speculate=ssd instead")
     adapter = ExitAdapter.read(config.folder, config.model, weights, config.name)
     return ExitModel(model, adapter, config.model.norm_eps)
 

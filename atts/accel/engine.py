@@ -157,6 +157,6 @@ def _find_drafter(target: WorkerConfig, words: str, tokenizer: ModelTokenizer) -
     shared = min(len(pieces), len(tokenizer.pieces))
     if pieces[:shared] != tokenizer.pieces[:shared]:
         problem = f"{words} cannot propose tokens to {target.name}'s model: their tokenizers differ"
-        raise OptionError("drafter", f"{problem}. Name a smaller model of the target's family")
+        raise OptionError("drafter", f"{problem}. Choose a smaller model from the target's family")
     model = read_model_config(folder, name)
     return WorkerConfig(name, folder, model, pieces, target.options)

@@ -19,7 +19,7 @@ SPECULATE = ("auto", "draft", "suffix", "pearl", "ssd", "mirror", "off")
 OVERLAPPED = ("pearl", "ssd", "mirror")
 MOST_PROPOSED = 32
 MOST_REPLICAS = 64
-_A_DRAFTER = "needs a draft model; write drafter=MODEL, such as drafter=embedded:draft"
+_A_DRAFTER = "needs a draft model; add drafter=MODEL, such as drafter=embedded:draft"
 _BELONGS = {
     "auto": ("drafter", "k", "fuzzy", "drafter_device", "beside"),
     "draft": ("drafter", "k", "fuzzy", "drafter_device"),
@@ -60,17 +60,19 @@ class SpeculationOptions:
             `speculate`.
         """
         if self.speculate is not None and self.speculate not in SPECULATE:
-            problem = f"{self.speculate!r} is not a value of speculate"
+            problem = f"{self.speculate!r} is not a valid value"
             raise OptionError("speculate", problem, SPECULATE, self.speculate)
         if self.beside not in get_args(Beside):
-            raise OptionError(str(self.beside), "is not a value of beside", get_args(Beside))
+            raise OptionError(str(self.beside), "is not a valid value for beside", get_args(Beside))
         if self.k is not None and not 0 <= self.k <= MOST_PROPOSED:
-            raise OptionError("k", f"is {self.k}, expected 0 to {MOST_PROPOSED}, or auto")
+            raise OptionError(
+                "k", f"{self.k} is out of range; give a value from 0 to {MOST_PROPOSED}, or auto"
+            )
         if self.fuzzy < 1:
-            raise OptionError("fuzzy", f"is {self.fuzzy}, expected a number of at least 1")
+            raise OptionError("fuzzy", f"{self.fuzzy} is too small; give a value of at least 1")
         if not fullmatch(r"(cpu|cuda(:\d+)?)?", self.drafter_device, ASCII):
             known = ("cpu", "cuda", "cuda:1")
-            raise OptionError(self.drafter_device, "is not a value of drafter_device", known)
+            raise OptionError(self.drafter_device, "is not a valid value for drafter_device", known)
         for option in fields(self):
             is_given = getattr(self, option.name) != option.default
             if not is_given or option.name in ("speculate", *_BELONGS[self.way]):
@@ -144,18 +146,20 @@ class StageOptions:
         """
         if self.stage_worker not in get_args(StageWorker):
             raise OptionError(
-                str(self.stage_worker), "is not a value of stage_worker", get_args(StageWorker)
+                str(self.stage_worker),
+                "is not a valid value for stage_worker",
+                get_args(StageWorker),
             )
         for name in ("stages", "stage_steps", "block_rows"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise OptionError(name, f"is {value}, expected at least 1")
+                raise OptionError(name, f"{value} is too small; give a value of at least 1")
         counts = self.replicas
         is_known = all(1 <= count <= MOST_REPLICAS for count in counts)
         if len(counts) != self.stages - 1 or not is_known:
             problem = (
-                f"{self.stage_replicas!r} is out of range; give a number from 1 to "
-                f"{MOST_REPLICAS}, or a number for each stage after the first"
+                f"{self.stage_replicas!r} is not valid; give one number from 1 to "
+                f"{MOST_REPLICAS}, or one such number for each stage after the first"
             )
             raise OptionError("stage_replicas", problem)
 
@@ -171,7 +175,8 @@ class StageOptions:
         if self.stages > 1 and options.scores != "float32":
             raise OptionError(
                 "scores",
-                "bfloat16 scores need a model in float32 on the native kernels of one process",
+                "bfloat16 scores work only with a float32 model that runs in one process with "
+                "the native kernels",
             )
 
     @property

@@ -98,7 +98,7 @@ class Pool(SlotQueue):
         raise OutOfMemory(
             self.name,
             f"a call needs {tokens} KV tokens, but the limit is {self.tokens}",
-            "Raise the engine's token limit, or lower the length of chunks or of the context",
+            "Raise the engine's token limit, or use shorter chunks or a shorter context",
         )
 
 
@@ -215,7 +215,7 @@ class Admission:
     def __post_init__(self) -> None:
         if self.places < 1:
             raise OptionError(
-                "rollouts", f"{self.places} rollouts in flight are too few; give at least 1"
+                "rollouts", f"at least 1 rollout must be in flight, but the limit is {self.places}"
             )
 
     @property
@@ -598,7 +598,8 @@ class RolloutScope(Caller, Generic[T]):
         if self._group.admit != "together":
             raise OptionError(
                 "admit",
-                "rollouts admitted one by one must not wait for each other; admit them together",
+                "rollouts that wait for each other cannot be admitted one by one; admit them "
+                "together",
             )
         since = self._state.now()
         current = self._group.round
@@ -956,7 +957,7 @@ class ProblemScope(Caller):
         """
         wanted = range(samples) if isinstance(samples, int) else samples
         if not wanted:
-            raise OptionError("samples", f"{samples!r} rollouts are too few; give at least 1")
+            raise OptionError("samples", f"at least 1 rollout is needed, but {samples!r} was given")
         group = Group(
             self.run, self.problem, self.frontier, function, wanted, admit=admit, settle=settle
         )

@@ -259,7 +259,7 @@ def _content(value: Any) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise RecordError("a message is neither a text nor a list of parts")
+        raise RecordError("a message is neither a string nor a list of parts")
     texts: list[str] = []
     parts: list[Any] = value
     for part in parts:
@@ -323,7 +323,7 @@ def _resolved(text: str, row: Row) -> str:
 
 
 INSPECT_AI = Format(
-    "inspect", "logs of inspect_ai: .eval archives, or their JSON", ("*.eval", "*.json"), read_inspect_ai,
+    "inspect", "inspect_ai logs: .eval archives, or the same logs in JSON", ("*.eval", "*.json"), read_inspect_ai,
     list_field="samples",
 )  # fmt: skip
 
@@ -354,8 +354,8 @@ def read_lm_eval(row: Row, path: Path, options: ReadOptions) -> Iterator[Foreign
     for number, reply in enumerate(replies):
         if not isinstance(reply, str):
             raise RecordError(
-                "a reply is not a text; atts reads only generation tasks, not tasks that compare "
-                "likelihoods"
+                "a reply is not a string; atts imports only generation tasks, not tasks that "
+                "compare likelihoods"
             )
         answer = filtered[number] if is_each else filtered
         is_only = len(replies) == 1
@@ -382,8 +382,8 @@ def _only(row: Row, name: str) -> Any:
     requests: Sequence[Any] = list_of(row, name)
     if len(requests) != 1:
         raise RecordError(
-            f"the record has {len(requests)} requests; atts reads only generation tasks, not tasks "
-            "that compare likelihoods"
+            f"the record has {len(requests)} requests; atts imports only generation tasks, not "
+            "tasks that compare likelihoods"
         )
     found = requests[0]
     if name == "resps" and not isinstance(found, list):
@@ -422,12 +422,12 @@ def _prompt(row: Row) -> str:
         first = table_of(table_of(row, "arguments"), "gen_args_0")
         if "arg_0" in first:
             return text_of(first, "arg_0")
-    raise RecordError("neither the document nor the request of the record has a question")
+    raise RecordError("the record contains no question, neither in its document nor in its request")
 
 
 LM_EVAL = Format(
     "lm-eval",
-    "samples of lm-evaluation-harness (--log_samples)",
+    "lm-evaluation-harness samples, written with --log_samples",
     ("samples_*.jsonl",),
     read_lm_eval,
 )
@@ -492,7 +492,7 @@ def _judgement(value: object) -> bool | None:
 
 NEMO_SKILLS = Format(
     "nemo-skills",
-    "generations of NeMo-Skills: a directory with output-rs*.jsonl",
+    "NeMo-Skills generations: a directory with output-rs*.jsonl",
     ("output-rs*.jsonl", "output.jsonl"),
     read_nemo_skills,
 )
@@ -567,7 +567,7 @@ def _points(row: Row) -> dict[str, float]:
 
 
 MATHARENA = Format(
-    "matharena", "outputs of MathArena: one row per answer", ("*.jsonl", "*.json"), read_matharena
+    "matharena", "MathArena outputs: one row per answer", ("*.jsonl", "*.json"), read_matharena
 )
 
 
@@ -588,7 +588,7 @@ def read_monkey_business(row: Row, path: Path, options: ReadOptions) -> Iterator
     name = optional_text(row, "orig_dset_idx", "theorem_name", "name")
     for number, (text, grade) in enumerate(zip(samples, grades, strict=True)):
         if not isinstance(text, str):
-            raise RecordError(f"sample {number + 1} of the record is not a text")
+            raise RecordError(f"sample {number + 1} of the record is not a string")
         yield ForeignSample(
             question=text_of(row, "question", "prompt", "description"),
             text=text,
@@ -654,7 +654,7 @@ def _confidences(trace: Row) -> Sequence[float]:
     values = list_of(trace, "confs")
     numbers = [float(each) for each in values if isinstance(each, int | float)]
     if len(numbers) != len(values) or not all(map(isfinite, numbers)):
-        raise RecordError("the field 'confs' contains something other than numbers")
+        raise RecordError("the field 'confs' contains a value that is not a finite number")
     return numbers
 
 
@@ -684,7 +684,7 @@ def confidences(values: Sequence[float], window: int = _WINDOW) -> dict[str, flo
 
 DEEPCONF = Format(
     "deepconf",
-    "traces of DeepConf in JSON, one file per question",
+    "DeepConf traces in JSON, one file per question",
     ("*.json", "*.jsonl"),
     read_deepconf,
 )
@@ -804,7 +804,7 @@ def _score(row: Row, column: str, number: int) -> float:
 
 COLUMNS = Format(
     "jsonl",
-    "plain JSON Lines; --column names the columns",
+    "plain JSON Lines; name the columns with --column",
     ("*.jsonl", "*.ndjson", "*.json"),
     read_columns,
 )

@@ -63,21 +63,23 @@ def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
     if suffix in PICKLES:
         raise DatasetError(
             str(path),
-            "the file is a pickle, and reading a pickle runs the code inside",
-            "Convert the file on a machine that may run this code: python -c 'import json, pickle, sys; "
+            "the file is a pickle, and reading a pickle runs the code inside it",
+            "Convert the file on a machine where running this code does no harm: python -c "
+            "'import json, pickle, sys; "
             'json.dump(pickle.load(open(sys.argv[1], "rb")), sys.stdout, default=str)\' FILE > FILE.json',
         )
     if suffix in PACKED:
         raise DatasetError(
             str(path),
-            "the file is compressed, but atts reads records by their position in the file",
-            "Unpack the file first",
+            "the file is compressed, but atts can import only uncompressed files",
+            "Decompress the file first",
         )
     if suffix == ".parquet":
         raise DatasetError(
             str(path),
-            "the file is Parquet, but only JSON can be imported",
-            "Convert the file: python -c 'import pandas, sys; pandas.read_parquet(sys.argv[1]).to_json"
+            "the file is in Parquet format, but atts can import only JSON",
+            "Convert the file: python -c 'import pandas, sys; "
+            "pandas.read_parquet(sys.argv[1]).to_json"
             '(sys.argv[2], orient="records", lines=True)\' FILE FILE.jsonl',
         )
     try:
@@ -93,8 +95,8 @@ def open_records(path: Path, list_field: str = "") -> Generator[RecordFile]:
             else:
                 raise DatasetError(
                     str(path),
-                    "atts cannot read files of this kind",
-                    "Known: .jsonl, .ndjson, .json, .eval",
+                    "atts cannot read this type of file",
+                    "Supported types: .jsonl, .ndjson, .json, .eval",
                 )
     except FileNotFoundError:
         raise DatasetError(str(path), "the file does not exist", "Check the path") from None
@@ -251,8 +253,9 @@ class _Items:
         if depth:
             raise DatasetError(
                 str(self._path),
-                f"the file ends within item {number + 1}, so the file is incomplete or not JSON",
-                "Fetch the file again",
+                f"the file ends in the middle of item {number + 1}, so it is incomplete or not "
+                "JSON",
+                "Download or copy the file again",
             )
 
 
@@ -288,7 +291,7 @@ class _EvalArchive:
         except NotImplementedError:
             if entry.compress_type != _ZSTANDARD:
                 raise self._unreadable(
-                    entry, "is compressed in a way that this Python cannot read"
+                    entry, "uses a compression method that this Python cannot read"
                 ) from None
         packed = self._packed(entry)
         try:
@@ -297,15 +300,15 @@ class _EvalArchive:
             raise self._unreadable(
                 entry,
                 "is compressed with Zstandard, which only Python 3.14 or newer can read",
-                "Install a reader (pip install pyarrow), or write the file again",
+                "Install pyarrow (pip install pyarrow), or convert the log",
             ) from None
         except (OSError, ValueError) as error:
             raise self._unreadable(
-                entry, f"is compressed with Zstandard, and is damaged ({error})"
+                entry, f"is compressed with Zstandard but is damaged ({error})"
             ) from None
         if len(data) != entry.file_size or zlib.crc32(data) != entry.CRC:
             raise self._unreadable(
-                entry, "is compressed with Zstandard, and its checksum does not match"
+                entry, "is compressed with Zstandard, but its checksum does not match"
             )
         return data
 
@@ -321,7 +324,7 @@ class _EvalArchive:
         return file.read(entry.compress_size)
 
     def _unreadable(
-        self, entry: zipfile.ZipInfo, why: str, fix: str = "Write the file again"
+        self, entry: zipfile.ZipInfo, why: str, fix: str = "Convert the log"
     ) -> DatasetError:
         command = "inspect log convert --to json FILE --output-dir DIRECTORY"
         return DatasetError(str(self._path), f"{entry.filename} {why}", f"{fix}: {command}")

@@ -200,8 +200,9 @@ def _files(format: Format, path: Path) -> list[Path]:
         return pickles[:1]
     raise DatasetError(
         str(path),
-        f"the directory has no file named {' or '.join(format.patterns)}, as {format.name} writes",
-        "Give the directory of the files, or the path of a single file",
+        f"the directory has no file that matches {' or '.join(format.patterns)}, as the format "
+        f"{format.name} requires",
+        "Give the directory that contains the files, or the path of a single file",
     )
 
 
@@ -286,9 +287,9 @@ class _Reading:
         if self._known and self._made.unknown == len(self.problems):
             raise DatasetError(
                 self.options.known_as,
-                "none of the questions of the dataset occurs in the files",
-                "Questions must have the same text except for white space; leave --dataset out to "
-                "keep the problems of the files",
+                "none of the dataset's questions occurs in the files",
+                "Apart from white space, a question must have the same text in both; to keep the "
+                "problems from the files, leave out --dataset",
             )
         self._made.most_rollouts = max(counts.values())
         self.is_timed = self._made.with_seconds == self._made.rollouts
@@ -396,7 +397,8 @@ class _Reading:
         if len(counts) > 1:
             listed = ", ".join(f"{name!r} ({count:,})" for name, count in counts.most_common(12))
             raise OptionError(
-                option, f"the files contain rollouts of {len(counts)} {what}; choose one: {listed}"
+                option,
+                f"the files contain rollouts from {len(counts)} {what}; choose one of {listed}",
             )
 
     def _file(self, index: int) -> RecordFile:
@@ -469,13 +471,10 @@ def _origin(made: Imported, options: ImportOptions) -> str:
     known = [f"the {name} of {count:,} rollouts" for name, count in counts.items()]
     whose = "atts graded all of them"
     if options.grades == "recorded":
-        whose = (
-            f"{made.graded:,} rollouts have the verdict of the other tool, and atts graded all "
-            "other rollouts"
-        )
+        whose = f"{made.graded:,} rollouts keep the other tool's verdict, and atts graded the rest"
     return (
-        f"atts did not make these {made.rollouts:,} rollouts: they were imported from files of "
-        f"{made.format}. The other tool recorded {', '.join(known)}; {whose}"
+        f"atts did not make these {made.rollouts:,} rollouts: they were imported from "
+        f"{made.format} files. The other tool recorded {', '.join(known)}; {whose}"
     )
 
 
@@ -680,4 +679,4 @@ def check_out(out: Path) -> None:
     :raises UsageError: if the run directory is "-".
     """
     if str(out) == "-":
-        raise UsageError("--out: '-' is not a directory; name one for the run")
+        raise UsageError("--out: '-' is not a directory; give a directory for the run")

@@ -210,7 +210,7 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], s
         {}, lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 64)}),
         "embed_tokens", ModelLoadError
     ),
-    "base that is not there": ({"base_model_name_or_path": "meta/else"}, dict, "name its base model: base", OptionError),
+    "base that is not there": ({"base_model_name_or_path": "meta/else"}, dict, "give its base model .in the zoo: base", OptionError),
     "alpha": ({"lora_alpha": "x"}, dict, "lora_alpha", ModelLoadError),
     "alphas": ({"alpha_pattern": [8]}, dict, "alpha_pattern .*not an object", ModelLoadError),
     "pattern": ({"alpha_pattern": {"[": 1}}, dict, "'\\[' in alpha_pattern", ModelLoadError),
@@ -242,7 +242,7 @@ def test_an_adapter_alone_needs_its_base(base: Path, tmp_path: Path) -> None:
     """
     zoo = Zoo(tmp_path / "zoo")
     adapter = save_adapter(tmp_path / "lora", base, "q_proj")
-    with pytest.raises(OptionError, match="first add the base"):
+    with pytest.raises(OptionError, match="add the base model first"):
         zoo.add("tuned", adapter)
     zoo.add("base", base)
     zoo.add("tuned", adapter)

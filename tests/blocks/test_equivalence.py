@@ -205,7 +205,7 @@ def test_a_lossy_variant_opens_only_on_request(pair: Zoo, base: Path) -> None:
     pair.add("tuned", base)
     with pytest.raises(OptionError, match="the zoo has no lossy replacement"):
         build_engine(f"{words}/tuned?lossy=1", "target")
-    with pytest.raises(OptionError, match="already the name"):
+    with pytest.raises(OptionError, match="already has a model named 'lean'"):
         compare_blocks(pair.directory, "base", keep="lean")
 
 

@@ -76,7 +76,7 @@ def test_a_busy_block_is_replicated_near_its_neighbours() -> None:
     assert found["trunk"] == [0, 1, 2]
     assert set(found["own"]) == {0, 1, 2}
     assert found["else"] == [3]
-    with pytest.raises(ValueError, match="no server has so much memory left"):
+    with pytest.raises(ValueError, match="no server has that much free memory"):
         placed({"large": Demand(7, 1)}, {}, [6.0])
 
 

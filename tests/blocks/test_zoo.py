@@ -333,7 +333,7 @@ def test_a_newer_zoo_and_a_foreign_folder_are_refused(zoo: Zoo, base: Path, tmp_
         with pytest.raises(ZooError, match="newer version of atts"):
             ask()
     assert contents(zoo.directory) == before
-    with pytest.raises(ZooError, match="nor empty"):
+    with pytest.raises(ZooError, match="contains other files"):
         Zoo(base).add("x", base)
     with pytest.raises(ZooError, match="the directory is not a zoo"):
         Zoo(tmp_path / "none").show()
@@ -471,7 +471,7 @@ def test_several_processes_can_add_models(zoo: Zoo, tune: Tune, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "a b", "x" * 101, "ü"])
 def test_model_names_cannot_leave_the_zoo(name: str, zoo: Zoo, base: Path) -> None:
     """A model name with a path in it is refused, because it could lead out of the zoo."""
-    with pytest.raises(OptionError, match="cannot be a model name"):
+    with pytest.raises(OptionError, match="is not a valid model name"):
         zoo.add(name, base)
 
 
@@ -511,6 +511,6 @@ def test_an_export_follows_no_link_out_of_the_zoo(
     name = "first"
     zoo.add(name, make_model("llama"))
     (zoo.folder(name) / "notes.txt").symlink_to(secret)
-    with pytest.raises(ZooError, match="notes.txt is a link that leads out"):
+    with pytest.raises(ZooError, match="notes.txt is a symbolic link to a file outside"):
         zoo.export(name, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -766,7 +766,7 @@ CASES = [
     Case("removal of no model", "zoo remove a --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
     Case("export of no model", "zoo export a out --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
     Case(
-        "export onto a folder", "zoo export a zoo --zoo zoo", USAGE, ("zoo exists already",), a_zoo
+        "export onto a folder", "zoo export a zoo --zoo zoo", USAGE, ("zoo already exists",), a_zoo
     ),
     Case("comparison of no model", "zoo compare a --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
     Case(

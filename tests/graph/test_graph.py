@@ -573,7 +573,7 @@ def test_unknown_engines_and_impossible_limits_are_refused(virtually: Virtually[
         async def nothing(problem: Named, scope: ProblemScope) -> None:
             await scope.rollouts(pass_by, 0)
 
-        with pytest.raises(OptionError, match="rollouts are too few"):
+        with pytest.raises(OptionError, match="at least 1 rollout is needed, but 0 was given"):
             await Graph().run(problems(1), nothing)
 
         async def gang(problem: Named, scope: ProblemScope) -> None:

@@ -119,7 +119,7 @@ def test_without_a_reader_of_zstandard_the_fix_is_named(
         raise ImportError("zstandard")
 
     monkeypatch.setattr("atts.importers.records._unpacked", missing)
-    with pytest.raises(DatasetError, match="or write the file again: inspect log"):
+    with pytest.raises(DatasetError, match="or convert the log: inspect log"):
         run_import("inspect", path)
 
 
@@ -289,7 +289,7 @@ def test_matharena_rows_are_imported_by_model(tmp_path: Path, run_import: Import
     rows = [arena_row(model, 3, n, "7" if n else "None") for model in "ab" for n in range(2)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     with pytest.raises(
-        OptionError, match=r"--model: .* 2 models; choose one: 'a' \(2\), 'b' \(2\)"
+        OptionError, match=r"--model: .* 2 models; choose one of 'a' \(2\), 'b' \(2\)"
     ):
         run_import("matharena", path)
     made = run_import("matharena", path, model="b")

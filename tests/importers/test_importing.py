@@ -70,7 +70,7 @@ def test_a_cut_json_file_is_refused(tmp_path: Path, run_import: Import) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(list(rows(3, 1)))[:-30])
     with pytest.raises(
-        DatasetError, match="mine.json: the file ends within item 3, so the file is incomplete"
+        DatasetError, match="mine.json: the file ends in the middle of item 3, so it is incomplete"
     ):
         run_import("jsonl", path)
 
@@ -79,8 +79,8 @@ def test_a_cut_json_file_is_refused(tmp_path: Path, run_import: Import) -> None:
     ("name", "problem"),
     [
         ("x.jsonl.gz", "the file is compressed"),
-        ("x.parquet", "the file is Parquet"),
-        ("x.txt", "cannot read files of this kind"),
+        ("x.parquet", "the file is in Parquet format"),
+        ("x.txt", "cannot read this type of file"),
         ("x.eval", "not a complete .eval archive"),
         ("missing.jsonl", "does not exist"),
     ],
@@ -245,7 +245,7 @@ def test_a_data_set_names_the_problems(tmp_path: Path, run_import: Import) -> No
     outcomes = {one.problem.id: one.problem for one in open_run(made.directory).outcomes()}
     assert set(outcomes) == {"problem-1", "d/1", "d/2"}
     assert outcomes["d/2"] == known[1]
-    with pytest.raises(DatasetError, match="none of the questions of the dataset occurs"):
+    with pytest.raises(DatasetError, match="none of the dataset's questions occurs"):
         run_import("jsonl", path, tmp_path / "b", known=[Problem("d/9", "Else?")], known_as="d")
 
 

@@ -64,7 +64,7 @@ def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(
 @pytest.mark.parametrize("words", ["gpu", "cuda:", "cuda:-1", "auto", "cuda:1 "])
 def test_an_unknown_device_is_refused(words: str) -> None:
     """An unknown device is refused, and so is a device for a drafter if no drafter is named."""
-    with pytest.raises(OptionError, match="is not a value of drafter_device"):
+    with pytest.raises(OptionError, match="is not a valid value for drafter_device"):
         SpeculationOptions(drafter="embedded:draft", drafter_device=words).check()
     with pytest.raises(OptionError, match="needs a draft model"):
         SpeculationOptions(drafter_device="cpu").check()

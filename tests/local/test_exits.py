@@ -184,7 +184,7 @@ def test_an_exit_adapter_of_another_model_is_refused(
 
 def test_a_target_of_one_layer_has_no_exit(make_model: Make, near: Path) -> None:
     """atts refuses an early exit for a target of one layer before it writes anything."""
-    with pytest.raises(UnsupportedByEngine, match="the target has one layer"):
+    with pytest.raises(UnsupportedByEngine, match="the target has only one layer"):
         run(
             make_model("llama", num_hidden_layers=1),
             [requests(1)],

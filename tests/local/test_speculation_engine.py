@@ -103,10 +103,16 @@ async def test_an_engine_with_a_drafter_answers_as_one_without(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("embedded:target?drafter=embedded:draft&k=-1", "is -1, expected 0 to 32"),
-        ("embedded:target?drafter=embedded:draft&k=1000", "is 1000, expected 0 to 32"),
+        (
+            "embedded:target?drafter=embedded:draft&k=-1",
+            "-1 is out of range; give a value from 0 to 32",
+        ),
+        (
+            "embedded:target?drafter=embedded:draft&k=1000",
+            "1000 is out of range; give a value from 0 to 32",
+        ),
         ("embedded:target?drafter=embedded:draft&k=many", "not a whole number"),
-        ("embedded:target?speculate=fast", "is not a value of speculate"),
+        ("embedded:target?speculate=fast", "'fast' is not a valid value"),
         ("embedded:target?speculate=draft", "needs a draft model"),
         ("embedded:target?drafter=vllm:http://host:8000/M", "does not name a draft model"),
         ("embedded:target?drafter=hf:", "does not name a draft model"),

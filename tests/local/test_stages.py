@@ -287,7 +287,7 @@ async def test_impossible_stages_are_refused(
     with pytest.raises(ModelLoadError, match=r"lacks the weight 'layers\.2\.mlp"):
         await engine_of(folder, **HERE).__aenter__()
     assert len(here.made) == 2
-    with pytest.raises(UnsupportedByEngine, match="3 layers cannot have 4 stages"):
+    with pytest.raises(UnsupportedByEngine, match="3 layers cannot be split into 4 stages"):
         await engine_of(make_model("llama"), **{**HERE, "stages": 4}).__aenter__()
     with pytest.raises(UnsupportedByEngine, match="ray:"):
         await engine_of(make_model("llama"), **HERE, stage_worker="ray").__aenter__()

@@ -116,8 +116,8 @@ class DrafterProcess(Proposer):
             if not isinstance(error, GONE):
                 raise
             name = setup.config.name
-            problem = "the drafter's process died while loading"
-            raise EngineError(name, problem, "Write speculate=draft") from error
+            problem = "the drafter's process died while it loaded the model"
+            raise EngineError(name, problem, "Use speculate=draft instead") from error
         weakref.finalize(self, _end, process, self._orders)
         Thread(target=_pass_on, args=(self._orders, process.stdin), daemon=True).start()
         Thread(target=_read, args=(process.stdout, self._answers), daemon=True).start()

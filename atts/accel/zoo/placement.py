@@ -94,7 +94,7 @@ def placed(
             left[mine[-1]] -= demand.bytes
         if not mine:
             raise ValueError(
-                f"{name} needs {demand.bytes / 1e9:.1f} GB, and no server has so much memory left"
+                f"{name} needs {demand.bytes / 1e9:.1f} GB, but no server has that much free memory"
             )
         for at in mine:
             loads[at] += demand.load / len(mine)

@@ -150,7 +150,9 @@ class SharedWorker:
             case _:
                 # An engine sends only these two commands. To end its work, it calls `close` instead
                 # of sending a command.
-                raise AssertionError("unknown command: an engine can only sample, score and cancel")
+                raise AssertionError(
+                    "unknown command; the only commands are sample, score and cancel"
+                )
 
     @property
     def in_loop(self) -> int | None:

@@ -105,7 +105,7 @@ class StageProcess:
             self._pipe.close()
             raise EngineUnavailable(
                 self._name,
-                f"the worker processes of the model's stages cannot be started ({error})",
+                f"the worker processes for the model's stages cannot be started ({error})",
             ) from error
         finally:
             theirs.close()
@@ -137,8 +137,8 @@ class StageProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         advice = (
-            "A negative exit code is a signal that ended the process; -9 often means that memory "
-            "ran out"
+            "A negative exit code means that a signal ended the process; -9 often means that "
+            "memory ran out"
         )
         return EngineUnavailable(
             self._name, f"{self._label} ended with exit code {self._process.returncode}", advice
@@ -244,7 +244,7 @@ def _ray(name: str) -> Any:
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         problem = "stages can be Ray actors only if their engine is a Ray actor too"
-        advice = "Write ray: before the engine's address"
+        advice = "Put ray: before the engine's address"
         raise UnsupportedByEngine(name, problem, advice)
     return ray
 

@@ -272,8 +272,8 @@ def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup
     stages = options.stages
     replicas = options.replicas
     if stages > model.num_layers:
-        problem = f"a model of {model.num_layers} layers cannot have {stages} stages"
-        raise UnsupportedByEngine(config.name, problem, f"Write stages={model.num_layers} or less")
+        problem = f"a model with {model.num_layers} layers cannot be split into {stages} stages"
+        raise UnsupportedByEngine(config.name, problem, f"Use at most stages={model.num_layers}")
     words = model.vocabulary * model.hidden_size
     layer = (model.matrix_weights - words) / model.num_layers
     # number of weights of embedding and head together, divided by the number of weights of a layer

@@ -237,12 +237,14 @@ def check_name(name: str, taken: Collection[str] = ()) -> None:
     """
     if not _NAME.fullmatch(name):
         raise OptionError(
-            "NAME", f"{name!r} cannot be a model name; use letters, digits, '.', '_' and '-'"
+            "NAME",
+            f"{name!r} is not a valid model name; use only letters, digits, '.', '_' and '-'",
         )
     if name in taken:
         raise OptionError(
             "NAME",
-            f"{name!r} is already the name of a model; choose another name, or remove this model (atts zoo remove)",
+            f"the zoo already has a model named {name!r}; choose another name, or remove that "
+            "model with `atts zoo remove`",
         )
 
 
@@ -316,7 +318,7 @@ def unadapted(model: StoredModel, option: str) -> StoredModel:
     """
     if model.base:
         raise OptionError(
-            option, f"{model.name!r} is an adapter; name a base model, such as {model.base!r}"
+            option, f"{model.name!r} is an adapter; give a base model, such as {model.base!r}"
         )
     return model
 
@@ -513,7 +515,7 @@ class Zoo:
             raise ZooError(
                 self.directory,
                 f"the zoo has no model {name!r}",
-                f"Models of the zoo: {', '.join(known) or 'none'}",
+                f"Models in the zoo: {', '.join(known) or 'none'}",
             )
         return self._models / name
 
@@ -567,7 +569,8 @@ class Zoo:
         if not folder.is_dir():
             raise OptionError(
                 "FOLDER",
-                f"{folder} is not a folder; name a folder with a model's configuration and weights",
+                f"{folder} is not a folder; give a folder that contains a model's configuration "
+                "and weights",
             )
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
             return self._add_adapter(name, folder, base)
@@ -643,15 +646,12 @@ class Zoo:
         for model in known:
             if model.source in places or model.name == said:
                 return model
-        names = (
-            ", ".join(model.name for model in known)
-            or "the zoo is empty, so first add the base model"
-        )
+        names = ", ".join(model.name for model in known) or "none, so add the base model first"
         problem = (
-            f"{folder} is an adapter whose base model is {said or 'not named'}, and the zoo "
-            "has no such model"
+            f"{folder} is an adapter, and its base model ({said or 'not named'}) was not found in "
+            "the zoo"
         )
-        raise OptionError("--base", f"{problem}; name its base model: {names}")
+        raise OptionError("--base", f"{problem}; give its base model (in the zoo: {names})")
 
     def remove(self, name: str) -> int:
         """Remove a model, and delete all blocks that no other model uses.
@@ -681,7 +681,7 @@ class Zoo:
         :raises StorageError: the disk cannot be written; no partial files are left.
         """
         if out.exists():
-            raise OptionError("OUT", f"{out} exists already; name a new folder")
+            raise OptionError("OUT", f"{out} already exists; give a new folder")
         folder = self.folder(name)
         model = check_stored(folder)
         assert model is not None, "a model of a zoo must have a manifest"
@@ -699,7 +699,7 @@ class Zoo:
                 if file_digest(path) != file.digest:
                     raise ZooError(
                         self.directory,
-                        f"{file.name} of {name!r} differs from the file that was added",
+                        f"{file.name} of {name!r} is no longer the same as the file that was added",
                     )
 
     def _refuse_links_out(self, folder: Path) -> None:
@@ -713,7 +713,8 @@ class Zoo:
             if path.is_symlink() and not path.resolve().is_relative_to(root):
                 raise ZooError(
                     self.directory,
-                    f"{path.relative_to(self.directory)} is a link that leads out of the zoo",
+                    f"{path.relative_to(self.directory)} is a symbolic link to a file outside the "
+                    "zoo",
                     "Remove the link, and add the model again",
                 )
 
@@ -770,16 +771,16 @@ class Zoo:
             return kept[max(fits)]
         known = (
             ", ".join(f"{one.name} diverges by {nats:.3g}" for nats, one in kept.items())
-            or "the zoo has no lossy replacement of this model"
+            or "the zoo has no lossy replacement for this model"
         )
         advice = (
-            f"make a replacement: atts zoo compare {name} --zoo {self.directory} --lossy "
-            f"{bound:g} --keep NAME"
+            f"To make one, run `atts zoo compare {name} --zoo {self.directory} --lossy {bound:g} "
+            "--keep NAME`"
         )
         raise OptionError(
             "lossy",
-            f"no lossy replacement of {name!r} diverges by at most {bound:g} nats per token "
-            f"({known}); {advice}",
+            f"no lossy replacement for {name!r} has a divergence of at most {bound:g} nats per "
+            f"token ({known}). {advice}",
         )
 
     def _known(self) -> list[StoredModel]:
@@ -821,7 +822,9 @@ class Zoo:
                 for name in others
             ):
                 raise ZooError(
-                    self.directory, "the directory is neither a zoo nor empty", "Name a new folder"
+                    self.directory,
+                    "the directory is not a zoo and contains other files",
+                    "Give a new folder",
                 )
             for part in (MODELS, BLOCKS):
                 (self.directory / part).mkdir(parents=True, exist_ok=True)
@@ -882,7 +885,7 @@ class Zoo:
             ):
                 raise ZooError(
                     self.directory,
-                    f"the files of {model.source} changed while they were read",
+                    f"the files of {model.source} changed while atts read them",
                     "Add the model again",
                 )
             write_atomic(temporary / MANIFEST, msgspec.json.encode(model))
